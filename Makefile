@@ -1,0 +1,43 @@
+# The one door: people and CI call these.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-exhaustive lint bench bars docs clean
+
+setup: $(STAMP)
+
+# The kernels are compiled against the torch in the virtual environment (no build isolation), then the package is
+# installed in place. A change of the kernels or of the requirements installs again.
+$(STAMP): pyproject.toml setup.py constraints.txt src/fakequant/ops/cpu/kernels.cpp
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt setuptools wheel torch numpy
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/fakequant demo --out demo-output
+
+test: setup lint
+	$(BIN)/pytest -n 2 -m 'not exhaustive'
+
+test-exhaustive: setup
+	$(BIN)/pytest -n 2 -m exhaustive
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: setup
+	$(BIN)/python -m benchmarks.run
+
+bars: setup
+	$(BIN)/python -m benchmarks.bars
+
+docs: setup
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf build dist demo-output src/*.egg-info src/fakequant/ops/cpu/_kernels*.so

@@ -1,0 +1,64 @@
+"""What can go wrong, by name.
+
+Every error of this package is a `FakeQuantError` and also the built-in type that a caller would expect, so that both
+`except fakequant.FakeQuantError` and `except ValueError` work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+
+class FakeQuantError(Exception):
+    """Root of all errors raised by this package."""
+
+
+class SpecError(FakeQuantError, ValueError):
+    """A specification, format or granularity that cannot mean anything."""
+
+
+class ShapeError(FakeQuantError, ValueError):
+    """A tensor whose shape does not fit the granularity, or parameters whose shape does not fit the tensor."""
+
+
+class QParamsError(FakeQuantError, ValueError):
+    """A scale or zero point with a value that no format allows."""
+
+
+class DTypeError(FakeQuantError, TypeError):
+    """A tensor of a dtype that cannot be quantized."""
+
+
+class CalibrationError(FakeQuantError, RuntimeError):
+    """Calibration met data it cannot use, or saw none."""
+
+
+class ConfigError(FakeQuantError, ValueError):
+    """A rule or configuration that matches nothing or contradicts itself."""
+
+
+class CheckpointError(FakeQuantError, RuntimeError):
+    """A checkpoint that is missing, truncated, corrupted or of another model."""
+
+
+class ExportError(FakeQuantError, RuntimeError):
+    """A model that the target format cannot express; raised before any work is done."""
+
+
+class VerificationError(FakeQuantError, RuntimeError):
+    """A file that cannot be verified because it is not one of ours, or is damaged."""
+
+
+class RecipeError(FakeQuantError, ValueError):
+    """A recipe file for the command line that lacks what it must offer."""
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of an error message that offers the names closest to a mistyped one.
+
+    >>> nearest("int9x", ["int9", "uint8", "float8_e5m2"])
+    '; did you mean int9?'
+    """
+    matches = get_close_matches(name, known, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(matches)}?" if matches else f"; known names are {', '.join(known)}"

@@ -1,0 +1,154 @@
+"""The functions that most people call: fake_quantize, quantize, dequantize, choose_qparams."""
+
+from __future__ import annotations
+
+
+import torch
+from torch import Tensor
+
+from .errors import QParamsError, ShapeError, SpecError
+from .numerics.qparams import QParams, Range, compute_dtype, has_values, measure
+from .numerics.qparams import choose_qparams as _choose_qparams
+from .numerics.spec import QuantSpec, as_spec
+from .ops import library
+
+Number = float | int | Tensor
+
+
+def fake_quantize(
+    x: Tensor,
+    spec: QuantSpec | str,
+    *,
+    scale: Number | None = None,
+    zero_point: Number | None = None,
+    amax: Number | None = None,
+) -> Tensor:
+    """x rounded to the values that a format has, differentiable by the straight-through estimator.
+
+    Without parameters the range is taken from x itself, per group, without a gradient to it.
+
+    Args:
+        x: any shape that the granularity accepts; float32, float64, float16 or bfloat16.
+        spec: how to quantize, as a value or as text ("int8 per_channel(0)").
+        scale: one value per group, in units of x per code (codes per unit of x under `Arithmetic.MULTIPLIER`): a
+            number or 0-d tensor per tensor, [C] per channel, or x's shape with every axis divided by its block. If it
+            requires grad it gets its gradient (LSQ).
+        zero_point: the code of 0.0, of the same shape; only where `spec.symmetric` is false.
+        amax: instead of `scale`: the magnitude that is mapped to the format's largest code.
+
+    Returns:
+        A tensor of the shape and dtype of x. NaN stays NaN, inf becomes the largest value of its group.
+
+    Raises:
+        DTypeError: x is not a floating tensor.
+        ShapeError: x does not fit the granularity, or a parameter does not fit x.
+        QParamsError: a scale that is not positive and finite, a zero point out of range.
+
+    >>> fake_quantize(torch.tensor([0.1, -0.52, 1.27]), "int8", scale=0.01)
+    tensor([ 0.1000, -0.5200,  1.2700])
+    >>> fake_quantize(torch.tensor([[0.3, -1.0], [5.0, 2.4]]), QuantSpec("int2", PerChannel(0)))
+    tensor([[ 0., -1.],
+            [ 5.,  0.]])
+    """
+    spec = as_spec(spec)
+    return library.fake_quantize(x, _resolve(x, spec, scale, zero_point, amax), spec)
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantSpec | str,
+    *,
+    scale: Number | None = None,
+    zero_point: Number | None = None,
+    amax: Number | None = None,
+) -> tuple[Tensor, QParams]:
+    """The codes of x and the parameters that `dequantize` needs; arguments and errors as for `fake_quantize`.
+
+    Codes come in the smallest torch dtype that holds them. NaN has no integer code and becomes quant_min.
+
+    >>> codes, params = quantize(torch.tensor([0.1, -0.52, 1.27]), "int8")
+    >>> codes
+    tensor([ 10, -52, 127], dtype=torch.int8)
+    """
+    spec = as_spec(spec)
+    params = _resolve(x, spec, scale, zero_point, amax)
+    return library.quantize(x, params, spec), params
+
+
+def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The values of codes made by `quantize`, in the dtype of the scale or the one given.
+
+    >>> codes, params = quantize(torch.tensor([0.1, -0.52, 1.27]), "int8")
+    >>> dequantize(codes, params, "int8")
+    tensor([ 0.1000, -0.5200,  1.2700])
+    """
+    spec = as_spec(spec)
+    scale = _fit("scale", params.scale, codes, spec)
+    zero_point = None if params.zero_point is None else _fit("zero_point", params.zero_point, codes, spec)
+    dtype = dtype or params.scale.dtype
+    compute_dtype(dtype)
+    return library.dequantize(codes, QParams(scale, zero_point), spec, dtype)
+
+
+def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
+    """The scale and zero point of every group of x, from its own range [groups, axes kept].
+
+    >>> choose_qparams(torch.tensor([-1.0, 0.5]), "int8").scale
+    tensor([0.0079])
+    """
+    spec = as_spec(spec)
+    return _choose_qparams(measure(x, spec.granularity), spec)
+
+
+def _resolve(
+    x: Tensor, spec: QuantSpec, scale: Number | None, zero_point: Number | None, amax: Number | None
+) -> QParams:
+    dtype = compute_dtype(x.dtype)
+    if scale is None and amax is None:
+        if zero_point is not None:
+            raise QParamsError("a zero_point was given without a scale; give both, or neither to take them from x")
+        return choose_qparams(x, spec)
+    if scale is not None and amax is not None:
+        raise QParamsError("both scale and amax were given; the scale follows from amax, so give one of them")
+    if zero_point is not None and spec.symmetric:
+        raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
+    if amax is not None:
+        limit = _fit("amax", _as_tensor(amax, x, dtype), x, spec)
+        _check_values("amax", limit, limit >= 0, "a number >= 0")
+        return _choose_qparams(Range(-limit, limit), spec)
+    assert scale is not None
+    scale_tensor = _fit("scale", _as_tensor(scale, x, dtype), x, spec)
+    _check_values("scale", scale_tensor, scale_tensor > 0, "a positive, finite number")
+    if zero_point is None:
+        return QParams(scale_tensor)
+    zero_point_tensor = _fit("zero_point", _as_tensor(zero_point, x, dtype), x, spec)
+    lowest, highest = spec.format.quant_min, spec.format.quant_max
+    inside = (zero_point_tensor >= lowest) & (zero_point_tensor <= highest)
+    _check_values("zero_point", zero_point_tensor, inside, f"a code of {spec.format}, {lowest} to {highest}")
+    return QParams(scale_tensor, zero_point_tensor)
+
+
+def _as_tensor(value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device=x.device, dtype=dtype)
+    return torch.tensor(value, dtype=dtype, device=x.device)
+
+
+def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
+    """Parameters in one of the accepted shapes, as the one that broadcasts."""
+    shapes = spec.granularity.scale_shapes(x.shape)
+    if tuple(values.shape) in shapes:
+        return values.reshape(shapes[0])
+    accepted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+    raise ShapeError(
+        f"{name} has shape {list(values.shape)}, but {spec.granularity} on a tensor of shape {list(x.shape)} needs "
+        f"{accepted}; reshape it, or choose the granularity that it belongs to"
+    )
+
+
+def _check_values(name: str, values: Tensor, good: Tensor, expected: str) -> None:
+    """Raise if a parameter has a bad value. Not while tracing, where values are unknown."""
+    if not has_values(values) or bool((good & values.isfinite()).all()):
+        return
+    bad = values[~(good & values.isfinite())][0].item()
+    raise QParamsError(f"{name} must be {expected} in every group, got {bad}")

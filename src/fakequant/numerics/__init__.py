@@ -1,0 +1,1 @@
+"""What a result is: formats, granularities, specifications and the reference, in plain torch."""

@@ -1,0 +1,289 @@
+"""Granularities: which elements share one scale.
+
+A granularity says one thing only: its block size along every axis. From that follow the shape of the scales (one per
+block, axes kept), the broadcast view that the reference computes on, and `Tiles`, the only view that kernels know.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..errors import ShapeError, SpecError, nearest
+
+Shape = Sequence[int]
+
+
+class Granularity(ABC):
+    """How many neighbours along each axis share a scale."""
+
+    @abstractmethod
+    def block_shape(self, shape: Shape) -> tuple[int, ...]:
+        """The block size along every axis of a tensor; each divides that axis.
+
+        Raises:
+            ShapeError: the granularity does not fit the shape.
+        """
+
+    def group_shape(self, shape: Shape) -> tuple[int, ...]:
+        """The shape of the scales: one per block, axes kept."""
+        # A whole axis without elements is one empty block; a block of 1 along it is none.
+        return tuple(n // b if b else 1 for n, b in zip(shape, self.block_shape(shape), strict=True))
+
+    def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
+        """Shapes in which scales may be given; the first is the one that broadcasts."""
+        return [self.group_shape(shape)]
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, arguments: str) -> Granularity:
+        """The granularity whose text form has these arguments between its parentheses."""
+
+
+def _axis(axis: int, shape: Shape, who: object) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise ShapeError(
+            f"{who} on shape {tuple(shape)}: axis {axis} is out of range, "
+            f"a tensor of {len(shape)} axes has axes {-len(shape)} to {len(shape) - 1}"
+        )
+    return axis % len(shape)
+
+
+@dataclass(frozen=True)
+class PerTensor(Granularity):
+    """One scale for the whole tensor.
+
+    >>> PerTensor().block_shape((8, 64))
+    (8, 64)
+    """
+
+    def block_shape(self, shape: Shape) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
+        return [self.group_shape(shape), (), (1,)]
+
+    @classmethod
+    def parse(cls, arguments: str) -> PerTensor:
+        if arguments:
+            raise SpecError(f"per_tensor takes no arguments, got ({arguments})")
+        return cls()
+
+    def __str__(self) -> str:
+        return "per_tensor"
+
+
+@dataclass(frozen=True, init=False)
+class PerChannel(Granularity):
+    """One scale per index of one axis, or per combination of indices of several axes.
+
+    >>> PerChannel(0).group_shape((8, 3, 5, 5)), PerChannel(0, 1).group_shape((8, 3, 5, 5))
+    ((8, 1, 1, 1), (8, 3, 1, 1))
+    """
+
+    axes: tuple[int, ...]
+
+    def __init__(self, *axes: int) -> None:
+        if not axes:
+            raise SpecError("PerChannel() needs at least one axis, for example PerChannel(0); for none use PerTensor()")
+        object.__setattr__(self, "axes", axes)
+
+    def block_shape(self, shape: Shape) -> tuple[int, ...]:
+        kept = {_axis(axis, shape, self) for axis in self.axes}
+        if len(kept) < len(self.axes):
+            raise ShapeError(f"{self} on shape {tuple(shape)}: an axis is named twice")
+        return tuple(1 if axis in kept else n for axis, n in enumerate(shape))
+
+    def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
+        full = self.group_shape(shape)
+        return [full, (full[self.axes[0]],)] if len(self.axes) == 1 else [full]
+
+    @classmethod
+    def parse(cls, arguments: str) -> PerChannel:
+        return cls(*(int(axis) for axis in arguments.split(",")))
+
+    def __str__(self) -> str:
+        return f"per_channel({','.join(map(str, self.axes))})"
+
+
+@dataclass(frozen=True)
+class PerToken(Granularity):
+    """One scale per vector along the last axis: per token of activations [..., features].
+
+    >>> PerToken().group_shape((2, 7, 64))
+    (2, 7, 1)
+    """
+
+    def block_shape(self, shape: Shape) -> tuple[int, ...]:
+        if not shape:
+            raise ShapeError("per_token on a tensor without axes: there is no last axis; use PerTensor()")
+        return (*(1 for _ in shape[:-1]), shape[-1])
+
+    def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
+        full = self.group_shape(shape)
+        return [full, full[:-1]]
+
+    @classmethod
+    def parse(cls, arguments: str) -> PerToken:
+        if arguments:
+            raise SpecError(f"per_token takes no arguments, got ({arguments})")
+        return cls()
+
+    def __str__(self) -> str:
+        return "per_token"
+
+
+@dataclass(frozen=True, init=False)
+class PerBlock(Granularity):
+    """One scale per block of neighbours along some axes; every index of the other axes has its own blocks.
+
+    >>> PerBlock({-1: 32}).group_shape((8, 64)), PerBlock({0: 128, 1: 128}).group_shape((256, 512))
+    ((8, 2), (2, 4))
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        if not sizes or any(size < 1 for size in sizes.values()):
+            raise SpecError(f"PerBlock({sizes}): needs a positive block size for at least one axis, e.g. {{-1: 32}}")
+        object.__setattr__(self, "sizes", tuple(sizes.items()))
+
+    def block_shape(self, shape: Shape) -> tuple[int, ...]:
+        blocks = [1] * len(shape)
+        seen = set()
+        for axis, size in self.sizes:
+            index = _axis(axis, shape, self)
+            if index in seen:
+                raise ShapeError(f"{self} on shape {tuple(shape)}: axis {index} is named twice")
+            seen.add(index)
+            if shape[index] % size:
+                raise ShapeError(
+                    f"{self} on shape {tuple(shape)}: axis {axis} has {shape[index]} elements, no multiple of {size}; "
+                    "choose a block size that divides it, pad the tensor, or use PerToken() or PerChannel()"
+                )
+            blocks[index] = size
+        return tuple(blocks)
+
+    @classmethod
+    def parse(cls, arguments: str) -> PerBlock:
+        pairs = (pair.split(":") for pair in arguments.split(","))
+        return cls({int(axis): int(size) for axis, size in pairs})
+
+    def __str__(self) -> str:
+        return f"per_block({','.join(f'{axis}:{size}' for axis, size in self.sizes)})"
+
+
+_registry: dict[str, Callable[[str], Granularity]] = {
+    "per_tensor": PerTensor.parse,
+    "per_channel": PerChannel.parse,
+    "per_token": PerToken.parse,
+    "per_block": PerBlock.parse,
+}
+_TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
+
+
+def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None:
+    """Make a granularity known under the name that its text form begins with."""
+    _registry[name] = parse
+
+
+def granularities() -> list[str]:
+    """The names of all registered granularities."""
+    return list(_registry)
+
+
+def parse_granularity(text: str) -> Granularity:
+    """The granularity of a text form.
+
+    Raises:
+        SpecError: the text is not one.
+
+    >>> parse_granularity("per_block(-1:32)")
+    PerBlock(sizes=((-1, 32),))
+    """
+    match = _TEXT.fullmatch(text)
+    if match is None or match[1] not in _registry:
+        raise SpecError(f"unknown granularity {text!r}{nearest(text.split('(')[0], list(_registry))}")
+    try:
+        return _registry[match[1]](match[2] or "")
+    except ValueError as error:
+        raise SpecError(f"cannot read the granularity {text!r}: {error}") from error
+
+
+def blocked(x: Tensor, blocks: Shape) -> Tensor:
+    """A view of x [n0, n1, ...] in which every axis that a block divides is split into (groups, block)."""
+    split: list[int] = []
+    for n, b in zip(x.shape, blocks, strict=True):
+        split += [n // b, b] if b not in (1, n) else [n]
+    return x if len(split) == x.dim() else x.reshape(split)
+
+
+def blocked_groups(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
+    """Per-group values [groups, axes kept] shaped to broadcast with `blocked(x)`."""
+    split: list[int] = []
+    for groups, n, b in zip(values.shape, shape, blocks, strict=True):
+        split += [groups, 1] if b not in (1, n) else [groups]
+    return values if len(split) == values.dim() else values.reshape(split)
+
+
+def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
+    """The axes of `blocked(x)` that lie inside a block: those that a reduction per group runs over."""
+    axes: list[int] = []
+    position = 0
+    for n, b in zip(shape, blocks, strict=True):
+        position += b not in (1, n)
+        if b != 1:
+            axes.append(position)
+        position += 1
+    return tuple(axes)
+
+
+class Tiles(NamedTuple):
+    """A contiguous tensor seen as [g0, b0, g1, b1] with one scale per (g0, g1).
+
+    Per tensor (1, N, 1, 1); channel k (1, outer, C, inner); token (T, D, 1, 1); blocks of 32 (N/32, 32, 1, 1);
+    128x128 tiles (M/128, 128, K/128, 128).
+    """
+
+    g0: int
+    b0: int
+    g1: int
+    b1: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self)
+
+    @property
+    def groups(self) -> int:
+        return self.g0 * self.g1
+
+
+def fit_tiles(shape: Shape, blocks: Shape) -> Tiles | None:
+    """The tiles of a contiguous tensor, or None where its groups and blocks alternate more than twice.
+
+    >>> fit_tiles((8, 3, 5, 5), (8, 1, 5, 5))
+    Tiles(g0=1, b0=8, g1=3, b1=25)
+    >>> fit_tiles((2, 3, 4, 5), (2, 1, 4, 1)) is None
+    True
+    """
+    slots = [1, 1, 1, 1]
+    slot = 0
+    for n, b in zip(shape, blocks, strict=True):
+        for is_block, size in ((0, n // b if b else 1), (1, b)):
+            if size == 1:
+                continue
+            if slot % 2 != is_block:
+                slot += 1
+            if slot > 3:
+                return None
+            slots[slot] *= size
+    g0, b0, g1, b1 = slots
+    # A run that one scale covers is kept whole in b0, so that kernels see it as one.
+    return Tiles(g0, b0 * b1, 1, 1) if g1 == 1 else Tiles(g0, b0, g1, b1)

@@ -1,0 +1,135 @@
+"""From a range of real numbers to the parameters of a quantization."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CalibrationError, DTypeError
+from .granularity import Granularity, block_axes, blocked
+from .spec import Arithmetic, QuantSpec
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Range(NamedTuple):
+    """Lowest and highest value of every group, in units of x; lo <= 0 <= hi. Both [groups, axes kept]."""
+
+    lo: Tensor
+    hi: Tensor
+
+    @property
+    def amax(self) -> Tensor:
+        """The largest magnitude of every group."""
+        return torch.maximum(-self.lo, self.hi)
+
+
+class QParams(NamedTuple):
+    """Scale and zero point of every group, and the range they were made from.
+
+    Args:
+        scale: [groups, axes kept] in units of x per code; under `Arithmetic.MULTIPLIER` codes per unit of x.
+        zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere.
+        range: what the scale was made from, or None; `Gradient.INPUT_RANGE` compares the input with it.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    range: Range | None = None
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which tensors of a dtype are quantized: float64 for itself, else float32.
+
+    Raises:
+        DTypeError: not a floating dtype of at least 16 bits.
+    """
+    if dtype not in FLOATING:
+        raise DTypeError(
+            f"cannot quantize a tensor of dtype {dtype}: expected float32, float64, float16 or bfloat16; "
+            "convert it first, for example x.float()"
+        )
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x is a plain tensor in plain eager execution, so that its values may be looked at.
+
+    Not while a compiler, an exporter, a function transform or a dispatch mode watches, nor for subclasses.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or x.is_meta
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def measure(x: Tensor, granularity: Granularity) -> Range:
+    """The range of the finite values of every group, extended to contain 0.0.
+
+    inf and NaN are left out, so that one of them costs itself and not its whole group: NaN then comes out as NaN,
+    inf as the largest finite value. A group without elements has the range 0 to 0.
+
+    >>> measure(torch.tensor([[-1.0, 2.0], [3.0, float("inf")]]), PerChannel(0)).hi
+    tensor([[2.],
+            [3.]])
+    """
+    blocks = granularity.block_shape(x.shape)
+    groups = granularity.group_shape(x.shape)
+    x = x.detach()
+    if x.numel() == 0:
+        zeros = x.new_zeros(groups, dtype=compute_dtype(x.dtype))
+        return Range(zeros, zeros)
+    values = blocked(x.to(compute_dtype(x.dtype)), blocks)
+    values = torch.where(values.isfinite(), values, 0.0)
+    axes = block_axes(x.shape, blocks)
+    lo, hi = (values.amin(axes), values.amax(axes)) if axes else (values, values)
+    return Range(lo.reshape(groups).clamp(max=0.0), hi.reshape(groups).clamp(min=0.0))
+
+
+def choose_qparams(range: Range, spec: QuantSpec) -> QParams:
+    """The scale and zero point that map a range onto the codes of a format.
+
+    Symmetric: amax is mapped to the format's bound. Asymmetric: lo and hi to quant_min and quant_max, 0.0 to a code.
+    A range too small for a normal float32 scale gets the smallest normal one (2**-126), so that no scale is zero and
+    no reciprocal infinite: all-zero groups stay zero.
+
+    Args:
+        range: lo and hi of every group [groups, axes kept], in units of x.
+        spec: decides symmetry, format and which reciprocal `scale` is.
+
+    Returns:
+        scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
+
+    Raises:
+        CalibrationError: lo > hi somewhere, which means that no data was observed.
+
+    Source: ONNX DynamicQuantizeLinear; Jacob et al., arXiv 1712.05877, section 3.
+
+    >>> choose_qparams(Range(torch.tensor([-1.0]), torch.tensor([2.0])), QuantSpec("int8")).scale
+    tensor([0.0157])
+    """
+    lo, hi = range
+    if has_values(lo) and lo.device.type == "cpu" and bool((lo > hi).any()):
+        raise CalibrationError(
+            f"a range with lo > hi (lo={lo.max().item()}, hi={hi.min().item()}): no data was observed"
+        )
+    tiny = torch.finfo(lo.dtype).tiny
+    fmt = spec.format
+    if spec.symmetric:
+        amax = range.amax
+        symmetric_range = Range(-amax, amax)
+        bound = torch.full_like(amax, fmt.bound)
+        if spec.arithmetic is Arithmetic.MULTIPLIER:
+            return QParams((bound / amax).clamp(max=1.0 / tiny), None, symmetric_range)
+        return QParams((amax / bound).clamp(min=tiny), None, symmetric_range)
+    lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
+    # Halved before the subtraction, so that hi - lo cannot overflow; exact in binary.
+    steps = torch.full_like(lo, fmt.quant_max - fmt.quant_min)
+    scale = ((hi * 0.5 - lo * 0.5) / steps * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
+    zero_point = (fmt.quant_min - (lo / scale).round()).clamp(fmt.quant_min, fmt.quant_max)
+    return QParams(scale, zero_point.to(torch.int32), Range(lo, hi))

@@ -1,0 +1,193 @@
+"""Specifications: one frozen value that alone says how a tensor is quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+from ..errors import SpecError, nearest
+from .formats import Format, parse_format
+from .granularity import Granularity, PerTensor, parse_granularity
+
+
+class Arithmetic(Enum):
+    """How a real number meets its scale. `rint` is half to even; nothing is contracted or approximated."""
+
+    DIVIDE = "divide"
+    """clamp(rint(x / s) + zp), (q - zp) * s: ONNX QuantizeLinear and DequantizeLinear."""
+    RECIPROCAL = "reciprocal"
+    """clamp(rint(x * (1 / s)) + zp), (q - zp) * s: ATen fake_quantize_*."""
+    MULTIPLIER = "multiplier"
+    """clamp(rint(x * m)), q / m with m = bound / amax given as the scale: NVIDIA pytorch-quantization."""
+
+
+class Gradient(Enum):
+    """Where the straight-through estimator lets a gradient pass to the input."""
+
+    CODE_RANGE = "code_range"
+    """Where the code before clamping is in range: ATen, ONNX Runtime's mask."""
+    INPUT_RANGE = "input_range"
+    """Where the input lies in the range that the scale was made from, -amax <= x <= amax: NVIDIA."""
+    IDENTITY = "identity"
+    """Everywhere."""
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How a tensor is quantized: format, granularity, symmetry, arithmetic, gradient.
+
+    Equal specifications give equal bits, on every backend. Specifications are hashable, and go to text (`str`,
+    `QuantSpec.parse`) and to plain dicts (`to_dict`, `QuantSpec.from_dict`) and back.
+
+    Args:
+        format: a `Format` or its name as in ml_dtypes: "int8", "uint4", "int8_narrow", "float8_e4m3fn", ...
+        granularity: `PerTensor()`, `PerChannel(axis)`, `PerToken()` or `PerBlock({axis: size})`.
+        symmetric: whether 0.0 has the code 0, so that there is no zero point. Default: true for signed formats.
+        arithmetic: see `Arithmetic`.
+        gradient: see `Gradient`.
+
+    Raises:
+        SpecError: an unknown format, an asymmetric float format, or a zero point under MULTIPLIER.
+
+    >>> spec = QuantSpec("uint8", PerChannel(0), arithmetic=Arithmetic.RECIPROCAL)
+    >>> print(spec)
+    uint8 per_channel(0) reciprocal
+    >>> QuantSpec.parse(str(spec)) == spec == QuantSpec.from_dict(spec.to_dict())
+    True
+    """
+
+    format: Format
+    granularity: Granularity = field(default_factory=PerTensor)
+    symmetric: bool = True
+    arithmetic: Arithmetic = Arithmetic.DIVIDE
+    gradient: Gradient = Gradient.CODE_RANGE
+
+    def __init__(
+        self,
+        format: Format | str,
+        granularity: Granularity | None = None,
+        *,
+        symmetric: bool | None = None,
+        arithmetic: Arithmetic = Arithmetic.DIVIDE,
+        gradient: Gradient = Gradient.CODE_RANGE,
+    ) -> None:
+        fmt = parse_format(format)
+        if symmetric is None:
+            symmetric = _symmetric_by_default(fmt, arithmetic)
+        for name, value in {
+            "format": fmt,
+            "granularity": PerTensor() if granularity is None else granularity,
+            "symmetric": symmetric,
+            "arithmetic": arithmetic,
+            "gradient": gradient,
+        }.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        if not isinstance(self.granularity, Granularity):
+            raise SpecError(f"granularity must be a Granularity such as PerChannel(0), got {self.granularity!r}")
+        if self.symmetric:
+            return
+        if not self.format.has_zero_point:
+            raise SpecError(f"{self.format} has no zero point: symmetric=False is for integer formats only")
+        if self.arithmetic is Arithmetic.MULTIPLIER:
+            raise SpecError("Arithmetic.MULTIPLIER has no zero point; use DIVIDE or RECIPROCAL with symmetric=False")
+
+    def replace(self, **changes: Any) -> QuantSpec:
+        """The same specification with some fields changed.
+
+        >>> print(QuantSpec("int8").replace(granularity=PerChannel(0)))
+        int8 per_channel(0)
+        """
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        words = [str(self.format), str(self.granularity)]
+        if self.symmetric != _symmetric_by_default(self.format, self.arithmetic):
+            words.append("symmetric" if self.symmetric else "asymmetric")
+        words += [
+            value.value
+            for value, default in (
+                (self.arithmetic, Arithmetic.DIVIDE),
+                (self.gradient, Gradient.CODE_RANGE),
+            )
+            if value is not default
+        ]
+        return " ".join(words)
+
+    @staticmethod
+    def parse(text: str) -> QuantSpec:
+        """The specification of a text form: a format, a granularity, then what differs from the defaults.
+
+        Raises:
+            SpecError: a word that means nothing; the nearest words are offered.
+        """
+        if text not in _parsed:
+            _parsed[text] = _parse(text)
+        return _parsed[text]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict of strings and booleans, for JSON."""
+        return {
+            "format": str(self.format),
+            "granularity": str(self.granularity),
+            "symmetric": self.symmetric,
+            "arithmetic": self.arithmetic.value,
+            "gradient": self.gradient.value,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> QuantSpec:
+        """The specification of a dict made by `to_dict`; missing keys take their defaults.
+
+        Raises:
+            SpecError: an unknown key or value.
+        """
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise SpecError(f"unknown key {key!r} in a specification{nearest(key, known)}")
+        options = dict(values)
+        try:
+            options["granularity"] = parse_granularity(options.get("granularity", "per_tensor"))
+            options["arithmetic"] = Arithmetic(options.get("arithmetic", "divide"))
+            options["gradient"] = Gradient(options.get("gradient", "code_range"))
+            return cls(**options)
+        except (ValueError, TypeError) as error:
+            raise SpecError(f"cannot read the specification {values}: {error}") from error
+
+
+def _symmetric_by_default(fmt: Format, arithmetic: Arithmetic) -> bool:
+    return fmt.signed or not fmt.has_zero_point or arithmetic is Arithmetic.MULTIPLIER
+
+
+_WORDS: dict[str, dict[str, Any]] = {
+    "symmetric": {"symmetric": True},
+    "asymmetric": {"symmetric": False},
+    **{value.value: {"arithmetic": value} for value in Arithmetic},
+    **{value.value: {"gradient": value} for value in Gradient},
+}
+
+
+# A plain dict: torch.compile warns about functools.lru_cache.
+_parsed: dict[str, QuantSpec] = {}
+
+
+def _parse(text: str) -> QuantSpec:
+    format_name, *words = text.split()
+    options: dict[str, Any] = {}
+    for position, word in enumerate(words):
+        if option := _WORDS.get(word):
+            options.update(option)
+        elif position == 0:
+            options["granularity"] = parse_granularity(word)
+        else:
+            raise SpecError(f"cannot read {word!r} in the specification {text!r}{nearest(word, list(_WORDS))}")
+    return QuantSpec(format_name, **options)
+
+
+def as_spec(spec: QuantSpec | str) -> QuantSpec:
+    """A specification from itself or from its text form."""
+    return spec if isinstance(spec, QuantSpec) else QuantSpec.parse(spec)

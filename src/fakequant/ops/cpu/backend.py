@@ -1,0 +1,106 @@
+"""The CPU backend: hands tensors to the C++ kernels in memory order."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...numerics.qparams import QParams, compute_dtype
+from ...numerics.reference import input_range
+from ...numerics.spec import Arithmetic, Gradient, QuantSpec
+from ..layout import Layout, layout_of
+
+# The numbers by which kernels.cpp knows these values.
+_ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
+_NO_MASK = 0
+_MASK = {Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2}
+_INTEGERS = -1
+
+
+@cache
+def load_kernels() -> str | None:
+    """Load the compiled kernels once; None if they are loaded, else why they are not."""
+    libraries = sorted(Path(__file__).parent.glob("_kernels*.so")) + sorted(Path(__file__).parent.glob("_kernels*.pyd"))
+    if not libraries:
+        return "the C++ kernels were not built; install a C++ compiler and reinstall the package"
+    try:
+        torch.ops.load_library(str(libraries[0]))
+    except OSError as error:
+        return f"{libraries[0].name} does not load: {error}"
+    return None
+
+
+class CpuBackend:
+    """C++ kernels on LibTorch's stable ABI."""
+
+    name = "cpu"
+
+    def unavailable(self) -> str | None:
+        return load_kernels()
+
+    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
+        if x.device.type != "cpu":
+            return f"the tensor is on {x.device}"
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            return f"{type(x).__name__} is no plain tensor"
+        if codes and not spec.format.has_zero_point:
+            return f"the kernels read and write integer codes only, not those of {spec.format}"
+        return None
+
+    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        layout = layout_of(spec.granularity, tuple(x.shape), x.stride())
+        packed = layout.pack(x)
+        y = torch.empty_like(packed)
+        bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8) if mask else None
+        kind = _MASK[spec.gradient] if mask else _NO_MASK
+        tensors = _params(params, spec, layout, compute_dtype(x.dtype), with_range=kind == _MASK[Gradient.INPUT_RANGE])
+        torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *_call(layout, spec), kind)
+        return layout.unpack(y), bits
+
+    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
+        layout = layout_of(spec.granularity, tuple(dy.shape), x_stride)
+        packed = layout.pack(dy)
+        dx = torch.empty_like(packed)
+        torch.ops.fakequant_cpu.mask_gradient(packed, mask, dx)
+        return layout.unpack(dx)
+
+    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+        layout = layout_of(spec.granularity, tuple(x.shape), x.stride())
+        packed = layout.pack(x)
+        codes = torch.empty_like(packed, dtype=spec.format.storage)
+        tensors = _params(params, spec, layout, compute_dtype(x.dtype))
+        torch.ops.fakequant_cpu.quantize(packed, *tensors, codes, *_call(layout, spec))
+        return layout.unpack(codes)
+
+    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+        layout = layout_of(spec.granularity, tuple(codes.shape), codes.stride())
+        packed = layout.pack(codes)
+        y = torch.empty_like(packed, dtype=dtype)
+        tensors = _params(params, spec, layout, compute_dtype(dtype))
+        torch.ops.fakequant_cpu.dequantize(packed, *tensors, y, *_call(layout, spec))
+        return layout.unpack(y)
+
+
+def _params(
+    params: QParams, spec: QuantSpec, layout: Layout, dtype: torch.dtype, *, with_range: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    zero_point = None if params.zero_point is None else layout.pack_groups(params.zero_point, dtype)
+    lo, hi = (layout.pack_groups(r, dtype) for r in input_range(params, spec)) if with_range else (None, None)
+    return layout.pack_groups(params.scale, dtype), zero_point, lo, hi
+
+
+def _call(layout: Layout, spec: QuantSpec) -> tuple[Any, ...]:
+    grid = spec.format.grid
+    mantissa_bits = _INTEGERS if grid.mantissa_bits is None else grid.mantissa_bits
+    return (
+        *layout.tiles,
+        grid.quant_min,
+        grid.quant_max,
+        mantissa_bits,
+        grid.min_exponent,
+        _ARITHMETIC[spec.arithmetic],
+    )

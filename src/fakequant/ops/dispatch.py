@@ -1,0 +1,112 @@
+"""Backends in order of preference, each with the reason why it cannot serve a call.
+
+Set the environment variable FAKEQUANT_LOG=backend to see which backend serves and why the ones before it do not.
+No setting changes a result: every backend returns the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..numerics import reference
+from ..numerics.qparams import QParams
+from ..numerics.spec import QuantSpec
+from .cpu.backend import CpuBackend
+
+log = logging.getLogger("fakequant.backend")
+if "backend" in os.environ.get("FAKEQUANT_LOG", "").split(","):
+    logging.basicConfig()
+    log.setLevel(logging.DEBUG)
+
+
+class Backend(Protocol):
+    """What serves the operators. `mask` is opaque outside the backend that made it: one bit per element."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why the backend cannot serve any call here, or None."""
+
+    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
+        """Why the backend cannot serve this call, or None. `codes`: the call reads or writes codes, not values."""
+
+    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
+
+    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
+        """dy where the mask is set, else 0; the input had the shape of dy and these strides."""
+
+    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+        """Codes."""
+
+    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+        """Values of codes."""
+
+
+class ReferenceBackend:
+    """The definition itself, on any device, for any tensor."""
+
+    name = "reference"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
+        return None
+
+    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        y = reference.fake_quantize(x, params, spec)
+        return y, pack_bits(reference.passes(x, params, spec)) if mask else None
+
+    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
+        return reference.grad_input(dy, unpack_bits(mask, dy.shape))
+
+    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+        return reference.quantize(x, params, spec)
+
+    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+        return reference.dequantize(codes, params, spec, dtype)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """A bool tensor as bits, bit i % 8 of byte i / 8 in row-major order [ceil(numel / 8)].
+
+    >>> pack_bits(torch.tensor([True, False, True]))
+    tensor([5], dtype=torch.uint8)
+    """
+    flat = mask.reshape(-1).to(torch.uint8)
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (flat * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
+    """The bool tensor [shape] that `pack_bits` packed."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    flags = (bits[:, None] >> shifts) & 1
+    return flags.view(-1)[: shape.numel()].view(shape).bool()
+
+
+REFERENCE = ReferenceBackend()
+_backends: list[Backend] = [CpuBackend(), REFERENCE]
+
+
+def backends() -> list[Backend]:
+    """All backends in the order in which they are asked."""
+    return list(_backends)
+
+
+def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:
+    """The first backend that can serve the call."""
+    for backend in _backends:
+        reason = backend.unavailable() or backend.unsupported(x, spec, codes=codes)
+        if reason is None:
+            log.debug("%s serves %s on %s", backend.name, spec, tuple(x.shape))
+            return backend
+        log.debug("%s cannot serve %s: %s", backend.name, spec, reason)
+    raise AssertionError("the reference serves every call")

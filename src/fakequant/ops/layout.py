@@ -1,0 +1,80 @@
+"""From a tensor of any strides to the run of memory that kernels see as tiles, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..numerics.granularity import Granularity, Tiles, fit_tiles
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors of one shape and stride are handed to a kernel.
+
+    `order` lists the axes of the split view (see `split`) in the order in which the kernel meets them. Where `dense`,
+    the tensor's memory already has that order and nothing is copied; channels-last tensors stay channels-last.
+    """
+
+    shape: tuple[int, ...]
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    dense: bool
+    tiles: Tiles
+    group_order: tuple[int, ...]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """A tensor of `shape` whose memory the kernel can read in order."""
+        if self.dense:
+            wanted = x.permute(self.order)
+            return x if wanted.is_contiguous() else wanted.contiguous().permute(_inverse(self.order))
+        return x.reshape(self.split).permute(self.order).contiguous()
+
+    def unpack(self, y: Tensor) -> Tensor:
+        """The tensor of `shape` of a result that lies in the kernel's order."""
+        return y if self.dense else y.permute(_inverse(self.order)).reshape(self.shape)
+
+    def pack_groups(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Per-group values [groups, axes kept] in the kernel's order."""
+        return values.permute(self.group_order).to(dtype).contiguous()
+
+
+@lru_cache(maxsize=4096)
+def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
+    """The layout of tensors of a shape and stride; found once for each.
+
+    Raises:
+        ShapeError: the granularity does not fit the shape.
+    """
+    blocks = granularity.block_shape(shape)
+    order = _memory_order(shape, stride)
+    tiles = fit_tiles([shape[a] for a in order], [blocks[a] for a in order])
+    if tiles is not None:
+        return Layout(shape, shape, order, True, tiles, order)
+    # Groups and blocks alternate too often for [g0, b0, g1, b1]: all groups first, then all that lies in a block.
+    split: list[int] = []
+    for n, b in zip(shape, blocks, strict=True):
+        split += [n // b, b]
+    groups, inner = tuple(range(0, len(split), 2)), tuple(range(1, len(split), 2))
+    elements = torch.Size([split[a] for a in groups]).numel()
+    tiles = Tiles(elements, torch.Size([split[a] for a in inner]).numel(), 1, 1)
+    return Layout(shape, tuple(split), groups + inner, False, tiles, tuple(range(len(shape))))
+
+
+def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes from slowest to fastest in memory, if the tensor is dense; else their usual order."""
+    axes = tuple(range(len(shape)))
+    order = tuple(sorted(axes, key=lambda a: (-stride[a] if shape[a] > 1 else 0, a)))
+    expected = 1
+    for axis in reversed(order):
+        if shape[axis] > 1 and stride[axis] != expected:
+            return axes
+        expected *= max(shape[axis], 1)
+    return order
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -1,0 +1,204 @@
+"""The operator: `fake_quantize` for eager code, compilers, exporters and function transforms.
+
+* Eager: an autograd function over a backend's kernels; saves one bit per element unless a scale is learned.
+* torch.compile, torch.func, forward-mode AD, tensor subclasses: the same definition as plain torch operations, so that
+  a compiler fuses it with its neighbours.
+* torch.export: the opaque operator `fakequant::fake_quantize`, so that exporters see one node that carries the
+  specification as text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
+
+from ..numerics import reference
+from ..numerics.qparams import QParams, Range, has_values
+from ..numerics.spec import Gradient, QuantSpec
+from .dispatch import Backend, choose
+
+_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]
+
+
+def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+    """x encoded and decoded, with the straight-through gradient of the specification.
+
+    `params` are taken as valid: [groups, axes kept], on the device of x. The public function that checks them is
+    `fakequant.fake_quantize`.
+    """
+    if torch.compiler.is_exporting():
+        return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, str(spec))
+    lo, hi = params.range or (None, None)
+    if _must_be_traced(x):
+        traced = _Traced if torch.compiler.is_compiling() else _Transformed
+        return traced.apply(x, params.scale, params.zero_point, lo, hi, spec)[0]
+    if torch.is_grad_enabled() and (x.requires_grad or _learned(params)):
+        return _Eager.apply(x, params.scale, params.zero_point, lo, hi, spec)
+    return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
+
+
+def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+    """The codes of x; no gradient."""
+    x = x.detach()
+    if _must_be_traced(x):
+        return reference.quantize(x, params, spec)
+    return choose(x, spec, codes=True).quantize(x, params, spec)
+
+
+def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """The values of codes; no gradient."""
+    if _must_be_traced(codes):
+        return reference.dequantize(codes, params, spec, dtype)
+    return choose(codes, spec, codes=True).dequantize(codes, params, spec, dtype)
+
+
+def _learned(params: QParams) -> bool:
+    return params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
+
+
+def _must_be_traced(x: Tensor) -> bool:
+    """Whether something other than plain eager execution watches: it must see torch operations, not a kernel."""
+    return not has_values(x) or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None)
+
+
+class _Eager(torch.autograd.Function):
+    """Backend kernels; the mask is packed and belongs to the backend that made it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        lo: Tensor | None,
+        hi: Tensor | None,
+        spec: QuantSpec,
+    ) -> Tensor:
+        ctx.spec, ctx.x_stride, ctx.backend = spec, x.stride(), choose(x, spec)
+        needs_mask = ctx.needs_input_grad[0] and spec.gradient is not Gradient.IDENTITY
+        y, mask = ctx.backend.fake_quantize(x, _params(scale, zero_point, lo, hi), spec, mask=needs_mask)
+        learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        ctx.save_for_backward(mask, *((x, scale, zero_point, lo, hi) if learned else ()))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
+        mask, *inputs = ctx.saved_tensors
+        dy = dx = grad_outputs[0]
+        scale_grad = zero_point_grad = None
+        if mask is not None:
+            # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
+            masked = _MaskedGradient.apply if torch.is_grad_enabled() else _masked_gradient
+            dx = masked(dy, mask, ctx.backend, ctx.spec, ctx.x_stride)
+        if inputs:
+            x, *params = inputs
+            wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+            scale_grad, zero_point_grad = reference.grad_params(dy, x, _params(*params), ctx.spec, wants)
+        return dx, scale_grad, zero_point_grad, None, None, None
+
+
+def _masked_gradient(dy: Tensor, mask: Tensor, backend: Backend, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
+    return backend.grad_input(dy, mask, spec, x_stride)
+
+
+class _MaskedGradient(torch.autograd.Function):
+    """`_masked_gradient`, which is linear in dy and hence its own derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dy: Tensor, mask: Tensor, backend: Backend, spec: QuantSpec, x_stride: tuple[int, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.call = backend, spec, x_stride
+        return _masked_gradient(dy, mask, backend, spec, x_stride)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (mask,) = ctx.saved_tensors
+        return _MaskedGradient.apply(grad_outputs[0], mask, *ctx.call), None, None, None, None
+
+
+class _Traced(torch.autograd.Function):
+    """The definition as plain torch operations, forward and backward."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, scale: Tensor, zero_point: Tensor | None, lo: Tensor | None, hi: Tensor | None, spec: QuantSpec
+    ) -> tuple[Tensor, Tensor]:
+        params = _params(scale, zero_point, lo, hi)
+        return reference.fake_quantize(x, params, spec), reference.passes(x, params, spec)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, scale, zero_point, lo, hi, spec = inputs
+        mask = output[1]
+        ctx.mark_non_differentiable(mask)
+        ctx.save_for_backward(mask, x, scale, zero_point, lo, hi)
+        ctx.save_for_forward(mask, x, scale, zero_point, lo, hi)
+        ctx.spec = spec
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
+        mask, x, *params = ctx.saved_tensors
+        dy = grad_outputs[0]
+        dx = scale_grad = zero_point_grad = None
+        if ctx.needs_input_grad[0]:
+            dx = reference.grad_input(dy, mask)
+        wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        if any(wants):
+            scale_grad, zero_point_grad = reference.grad_params(dy, x, _params(*params), ctx.spec, wants)
+        return dx, scale_grad, zero_point_grad, None, None, None
+
+
+class _Transformed(_Traced):
+    """`_Traced` for function transforms and forward-mode AD; torch.compile cannot trace a `jvp`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
+        mask = ctx.saved_tensors[0]
+        tangent = tangents[0]
+        assert tangent is not None, "forward-mode AD calls jvp only for inputs with a tangent"
+        return reference.grad_input(tangent, mask), None
+
+
+def _params(scale: Tensor, zero_point: Tensor | None, lo: Tensor | None, hi: Tensor | None) -> QParams:
+    return QParams(scale, zero_point, None if lo is None or hi is None else Range(lo, hi))
+
+
+@torch.library.custom_op(
+    "fakequant::fake_quantize",
+    mutates_args=(),
+    schema="(Tensor x, Tensor scale, Tensor? zero_point, str spec) -> Tensor",
+)
+def _exported(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str) -> Tensor:
+    parsed = QuantSpec.parse(spec)
+    y = torch.empty_like(x)
+    return y.copy_(choose(x, parsed).fake_quantize(x, QParams(scale, zero_point), parsed, mask=False)[0])
+
+
+@_exported.register_fake
+def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _exported_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale, zero_point, spec = inputs
+    ctx.save_for_backward(x, scale, zero_point)
+    ctx.spec = QuantSpec.parse(spec)  # type: ignore[attr-defined]
+
+
+def _exported_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    x, scale, zero_point = ctx.saved_tensors
+    params = QParams(scale, zero_point)
+    wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+    scale_grad, zero_point_grad = reference.grad_params(dy, x, params, ctx.spec, wants) if any(wants) else (None, None)
+    return reference.grad_input(dy, reference.passes(x, params, ctx.spec)), scale_grad, zero_point_grad, None
+
+
+_exported.register_autograd(_exported_backward, setup_context=_exported_context)
