@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, nearest
+from fakequant.errors import SpecError, nearest
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,17 @@ class Format(ABC):
 
     @property
     def quant_min(self) -> float:
+        """The lowest code."""
         return self.grid.quant_min
 
     @property
     def quant_max(self) -> float:
+        """The highest code."""
         return self.grid.quant_max
 
     @property
     def signed(self) -> bool:
+        """Whether there are negative codes."""
         return self.quant_min < 0
 
     @property

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..errors import ShapeError, SpecError, nearest
+from fakequant.errors import ShapeError, SpecError, nearest
 
 Shape = Sequence[int]
 

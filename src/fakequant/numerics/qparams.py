@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CalibrationError, DTypeError
+from fakequant.errors import CalibrationError, DTypeError
+
 from .granularity import Granularity, block_axes, blocked
 from .spec import Arithmetic, QuantSpec
 

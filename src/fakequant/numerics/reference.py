@@ -76,7 +76,7 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """The codes of x in the format's storage dtype. NaN has no integer code and becomes quant_min, as in ONNX Runtime."""
+    """The codes of x in the format's storage dtype; NaN has no integer code and becomes quant_min (ONNX Runtime)."""
     codes = _encode(_blocked(x, params, spec), spec).clamped.reshape(x.shape)
     if spec.format.has_zero_point:
         codes = torch.where(codes.isnan(), spec.format.quant_min, codes)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from ..errors import SpecError, nearest
+from fakequant.errors import SpecError, nearest
+
 from .formats import Format, parse_format
 from .granularity import Granularity, PerTensor, parse_granularity
 

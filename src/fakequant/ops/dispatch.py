@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..numerics import reference
-from ..numerics.qparams import QParams
-from ..numerics.spec import QuantSpec
+from fakequant.numerics import reference
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import QuantSpec
+
+from .backend import Backend
 from .cpu.backend import CpuBackend
 
 log = logging.getLogger("fakequant.backend")
@@ -24,31 +25,7 @@ if "backend" in os.environ.get("FAKEQUANT_LOG", "").split(","):
     log.setLevel(logging.DEBUG)
 
 
-class Backend(Protocol):
-    """What serves the operators. `mask` is opaque outside the backend that made it: one bit per element."""
-
-    name: str
-
-    def unavailable(self) -> str | None:
-        """Why the backend cannot serve any call here, or None."""
-
-    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
-        """Why the backend cannot serve this call, or None. `codes`: the call reads or writes codes, not values."""
-
-    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
-
-    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        """dy where the mask is set, else 0; the input had the shape of dy and these strides."""
-
-    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-        """Codes."""
-
-    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-        """Values of codes."""
-
-
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """The definition itself, on any device, for any tensor."""
 
     name = "reference"

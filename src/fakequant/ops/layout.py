@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..numerics.granularity import Granularity, Tiles, fit_tiles
+from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from ..numerics import reference
-from ..numerics.qparams import QParams, Range, has_values
-from ..numerics.spec import Gradient, QuantSpec
+from fakequant.numerics import reference
+from fakequant.numerics.qparams import QParams, Range, has_values
+from fakequant.numerics.spec import Gradient, QuantSpec
+
 from .dispatch import Backend, choose
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]

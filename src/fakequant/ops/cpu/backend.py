@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...numerics.qparams import QParams, compute_dtype
-from ...numerics.reference import input_range
-from ...numerics.spec import Arithmetic, Gradient, QuantSpec
-from ..layout import Layout, layout_of
+from fakequant.numerics.qparams import QParams, compute_dtype
+from fakequant.numerics.reference import input_range
+from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
+from fakequant.ops.backend import Backend
+from fakequant.ops.layout import Layout, layout_of
 
 # The numbers by which kernels.cpp knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
@@ -34,7 +35,7 @@ def load_kernels() -> str | None:
     return None
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """C++ kernels on LibTorch's stable ABI."""
 
     name = "cpu"
