@@ -1,9 +1,7 @@
 """The CPU kernels, compiled where a C++ compiler is; without one the package installs and its reference serves."""
 
 import sys
-from pathlib import Path
 
-import torch
 from setuptools import Extension, setup
 from torch.utils.cpp_extension import include_paths, library_paths
 

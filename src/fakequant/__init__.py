@@ -1,16 +1,28 @@
-"""fakequant: fake quantization for PyTorch, bit for bit the same on every backend."""
+"""fakequant: fake quantization for PyTorch, bit for bit the same on every backend.
 
-from .errors import FakeQuantError
-from .functional import choose_qparams, dequantize, fake_quantize, quantize
-from .numerics.formats import FloatFormat, Format, IntegerFormat, formats, parse_format, register_format
-from .numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
-from .numerics.qparams import QParams, Range
-from .numerics.spec import Arithmetic, Gradient, QuantSpec
+The functions work on tensors (`fake_quantize`, `quantize`, `dequantize`, `choose_qparams`) or on models (`prepare`,
+"""
+
+from fakequant import nn
+from fakequant.errors import FakeQuantError
+from fakequant.functional import choose_qparams, dequantize, fake_quantize, quantize
+from fakequant.model import presets, qat
+from fakequant.model.analysis import layer_sqnr, sensitivity
+from fakequant.model.checkpoint import load, save
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.operations import unquantized
+from fakequant.model.prepare import calibrate, disabled, fold, prepare
+from fakequant.model.summary import summary
+from fakequant.numerics.formats import FloatFormat, Format, IntegerFormat, formats, parse_format, register_format
+from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
+from fakequant.numerics.qparams import QParams, Range
+from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Arithmetic",
+    "Config",
     "FakeQuantError",
     "FloatFormat",
     "Format",
@@ -24,11 +36,26 @@ __all__ = [
     "QParams",
     "QuantSpec",
     "Range",
+    "Rule",
+    "TensorConfig",
+    "calibrate",
     "choose_qparams",
     "dequantize",
+    "disabled",
     "fake_quantize",
+    "fold",
     "formats",
+    "layer_sqnr",
+    "load",
+    "nn",
     "parse_format",
+    "prepare",
+    "presets",
+    "qat",
     "quantize",
     "register_format",
+    "save",
+    "sensitivity",
+    "summary",
+    "unquantized",
 ]

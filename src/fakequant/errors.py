@@ -42,6 +42,10 @@ class CheckpointError(FakeQuantError, RuntimeError):
     """A checkpoint that is missing, truncated, corrupted or of another model."""
 
 
+class OutputError(FakeQuantError, OSError):
+    """A folder or file that cannot be written; raised before any work is done for it."""
+
+
 class ExportError(FakeQuantError, RuntimeError):
     """A model that the target format cannot express; raised before any work is done."""
 

@@ -1,0 +1,255 @@
+"""Counts of magnitudes with bounded memory, exact whatever the order of the data.
+
+A group counts its negative and its non-negative values apart, in bins of width 2**exponent that start at 0. When a
+larger value comes, the width doubles until it fits, and neighbouring bins are added. Because the width is a power of
+two, x / width is exact and halving a bin's index is what counting with the doubled width would have given: so the
+counts depend on the set of values seen and on nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.numerics.qparams import Range
+from fakequant.numerics.spec import QuantSpec
+
+from .calibrator import check_keys
+from .extrema import Batch, ExtremaCalibrator, read_range
+
+DEFAULT_BINS = 4096
+_FEWEST_BINS, _MOST_BINS = 16, 1 << 16
+_STATE_BYTES = 64 * 2**20
+# Small enough that the allocator hands out the same pages again.
+_SEARCH_BYTES = 16 * 2**20
+# So many values at a time stay in the processor's cache from one step of counting to the next.
+_CHUNK = 1 << 17
+# So many bins at a time take 16 MiB, and their positions fit int32.
+_CHUNK_BINS = 1 << 21
+
+# Of a group that has seen zeros only: below every exponent a width can have, so that any value replaces it.
+_NO_EXPONENT = -(1 << 14)
+# 2**-exponent must be a normal number in the dtype that counts.
+_SMALLEST_EXPONENT = {torch.float32: -126, torch.float64: -1022}
+_SIGN_BITS = {torch.float32: (torch.int32, 31), torch.float64: (torch.int64, 63)}
+
+
+class Histogram(NamedTuple):
+    """How often magnitudes occurred, for every group."""
+
+    counts: Tensor
+    """int64 [groups, 2, bins]: bin k holds k * width <= |x| < (k + 1) * width, of negative x first."""
+    exponent: Tensor
+    """int32 [groups]: the width of a bin is 2**exponent, in units of x."""
+    range: Range
+    """The exact range seen, in units of x; lo and hi [groups]."""
+
+    @property
+    def bins(self) -> int:
+        """Bins on either side of 0.0."""
+        return self.counts.shape[2]
+
+    @property
+    def width(self) -> Tensor:
+        """float64 [groups]: the width of a bin in units of x; 0.0 for a group that has seen zeros only."""
+        return _power_of_two(self.exponent)
+
+    def line(self) -> tuple[Tensor, Tensor]:
+        """The bins from the lowest to the highest, as plots want them.
+
+        Returns:
+            edges, float64 [groups, 2 * bins + 1] in units of x, and counts [groups, 2 * bins] between them.
+        """
+        steps = torch.arange(-self.bins, self.bins + 1, dtype=torch.float64, device=self.counts.device)
+        return steps * self.width[:, None], torch.cat([self.counts[:, 0].flip(-1), self.counts[:, 1]], dim=1)
+
+    def split(self, groups: int) -> Iterator[Histogram]:
+        """The histogram in parts of at most so many groups."""
+        for start in range(0, self.counts.shape[0], groups):
+            part = slice(start, start + groups)
+            yield Histogram(self.counts[part], self.exponent[part], Range(self.range.lo[part], self.range.hi[part]))
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2.0**exponent in float64, exactly, by writing the exponent's bits; 0.0 where that is no normal number."""
+    normal = (exponent >= -1022) & (exponent <= 1023)
+    bits = (torch.where(normal, exponent, 0).to(torch.int64) + 1023) << 52
+    return torch.where(normal, bits.view(torch.float64), 0.0)
+
+
+class HistogramCalibrator(ExtremaCalibrator):
+    """A calibrator that clips at the magnitude which its method finds in a histogram.
+
+    Both ends are clipped at one magnitude t: the range is max(lo, -t) to min(hi, t). So values that are never negative
+    keep lo = 0 exactly, and a short side is kept whole. Under a symmetric specification with an unsigned format
+    negative values become 0 whatever the range is; they count for nothing and lo is 0.
+
+    Args:
+        spec: how the tensor will be quantized.
+        num_bins: bins on either side of 0.0, a power of two from 16 to 65536. By default 4096, and fewer (not below
+            `fewest_bins`) where there are so many groups that the counts would take more than 64 MiB.
+
+    Raises:
+        ConfigError: a number of bins that is no power of two, or out of bounds.
+    """
+
+    fewest_bins: int = 128
+    """How far the default number of bins may fall."""
+
+    def __init__(self, spec: QuantSpec | str, *, num_bins: int | None = None) -> None:
+        super().__init__(spec)
+        if num_bins is not None and (not _FEWEST_BINS <= num_bins <= _MOST_BINS or num_bins & (num_bins - 1)):
+            raise ConfigError(
+                f"num_bins must be a power of two from {_FEWEST_BINS} to {_MOST_BINS}, such as {DEFAULT_BINS}; "
+                f"got {num_bins}"
+            )
+        self.num_bins = num_bins
+        self._counts = torch.zeros(0, 2, num_bins or DEFAULT_BINS, dtype=torch.int64)
+        self._exponent = torch.zeros(0, dtype=torch.int32)
+
+    @abstractmethod
+    def find_clip(self, histogram: Histogram) -> Tensor:
+        """How many bins of the magnitude to keep, int64 [groups]; at most `used_bins` of what counts."""
+
+    def search_bytes(self, bins: int) -> int:
+        """Memory that `find_clip` takes for one group, in bytes."""
+        return 64 * bins
+
+    @torch.no_grad()
+    def compute_range(self) -> Range:
+        """The range seen, clipped at the magnitude that the method finds; see `Calibrator.compute_range`."""
+        seen = self.seen
+        histogram = self._histogram()
+        parts = histogram.split(max(1, _SEARCH_BYTES // self.search_bytes(histogram.bins)))
+        kept = torch.cat([self.find_clip(part) for part in parts])
+        # (bins kept) * width is exact in float64, and in float32 too where the data was.
+        limit = (kept * histogram.width).reshape(seen.lo.shape).to(seen.lo.dtype)
+        lo = torch.zeros_like(seen.lo) if self.ignores_negative else torch.maximum(seen.lo, -limit)
+        return Range(lo + 0.0, torch.minimum(seen.hi, limit))
+
+    @property
+    def ignores_negative(self) -> bool:
+        """Whether negative values become 0 whatever the range is."""
+        return self.spec.symmetric and not self.spec.format.signed
+
+    def magnitudes(self, histogram: Histogram) -> Tensor:
+        """How often each magnitude occurred among the values that count, int64 [groups, bins]."""
+        return histogram.counts[:, 1] if self.ignores_negative else histogram.counts.sum(1)
+
+    def histogram(self) -> Histogram | None:
+        """A copy of the counts, or None if nothing was observed; see `Calibrator.histogram`."""
+        if not self.observed:
+            return None
+        counts, exponent, (lo, hi) = self._histogram()
+        return Histogram(counts.clone(), exponent.clone(), Range(lo.clone(), hi.clone()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was seen; see `Calibrator.state_dict`."""
+        if not self.observed:
+            return {}
+        return super().state_dict() | {"counts": self._counts.clone(), "exponent": self._exponent.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Replace what was seen; see `Calibrator.load_state_dict`."""
+        if state:
+            check_keys(state, ("lo", "hi", "counts", "exponent"))
+            seen = read_range(state)
+            counts, exponent = state["counts"], state["exponent"]
+            groups = seen.lo.numel()
+            expected = (groups, 2, self._bins(groups))
+            if counts.shape != expected or exponent.shape != (groups,) or counts.dtype != torch.int64:
+                raise CalibrationError(
+                    f"a calibrator state with {counts.dtype} counts of shape {list(counts.shape)} and exponents of "
+                    f"shape {list(exponent.shape)}, expected torch.int64 of shape {list(expected)} and {[groups]}; "
+                    "load it into a calibrator with the num_bins of the one that made it"
+                )
+            self._seen, self._counts, self._exponent = seen, counts.clone(), exponent.to(torch.int32, copy=True)
+        else:
+            super().load_state_dict(state)
+
+    def _histogram(self) -> Histogram:
+        return Histogram(self._counts, self._exponent, Range(*(values.reshape(-1) for values in self.seen)))
+
+    def _bins(self, groups: int) -> int:
+        if self.num_bins is not None:
+            return self.num_bins
+        # The largest power of two of int64 counts, on two sides, that fits the budget.
+        fitting = 1 << max(1, _STATE_BYTES // (2 * 8 * groups)).bit_length() - 1
+        return max(self.fewest_bins, min(DEFAULT_BINS, fitting))
+
+    def _count(self, batch: Batch) -> None:
+        amax = batch.range.amax.reshape(-1)
+        bins = self._bins(amax.numel())
+        exponent = _exponent(amax, bins)
+        self._grow(exponent, bins)
+        inverse = torch.where(amax > 0, _power_of_two(-self._exponent.to(amax.device)), 0.0)
+        counts = _tally(batch.values, inverse.to(amax.dtype), bins, negative=bool((batch.range.lo < 0).any()))
+        self._counts += counts.to(self._counts.device)
+
+    def _absorb(self, other: Any) -> None:
+        groups, _, bins = other._counts.shape
+        if self._bins(groups) != bins:
+            raise ConfigError(
+                f"cannot merge counts of {bins} bins into {self._bins(groups)}; give both calibrators one num_bins"
+            )
+        self._grow(other._exponent, bins)
+        shift = self._exponent - other._exponent.to(self._exponent.device)
+        self._counts = self._counts + _halve(other._counts.to(self._counts.device), shift)
+
+    def _grow(self, exponent: Tensor, bins: int) -> None:
+        """Widen the bins to at least these exponents; the first time, make them."""
+        if not self.observed:
+            self._counts = torch.zeros(exponent.numel(), 2, bins, dtype=torch.int64, device=exponent.device)
+            self._exponent = torch.full_like(exponent, _NO_EXPONENT)
+        wider = torch.maximum(self._exponent, exponent.to(self._exponent.device))
+        self._counts = _halve(self._counts, wider - self._exponent)
+        self._exponent = wider
+
+
+def _exponent(amax: Tensor, bins: int) -> Tensor:
+    """The smallest exponent whose bins reach beyond amax, int32 [groups]: amax falls into their upper half."""
+    exponent = torch.frexp(amax).exponent - (bins.bit_length() - 1)
+    smallest = _SMALLEST_EXPONENT[amax.dtype]
+    return torch.where(amax > 0, exponent.clamp(min=smallest), _NO_EXPONENT).to(torch.int32)
+
+
+def _halve(counts: Tensor, times: Tensor) -> Tensor:
+    """The counts [groups, 2, bins] with neighbouring bins added so many times [groups]."""
+    grown = times.nonzero().reshape(-1)
+    if grown.numel() == 0:
+        return counts
+    bins = counts.shape[2]
+    shift = times[grown].to(torch.int64).clamp(max=bins.bit_length())[:, None, None]
+    index = torch.arange(bins, device=counts.device) >> shift
+    old = counts[grown]
+    return counts.index_copy(0, grown, torch.zeros_like(old).scatter_add_(2, index.expand_as(old), old))
+
+
+def _tally(values: Tensor, inverse: Tensor, bins: int, *, negative: bool) -> Tensor:
+    """Counts int64 [groups, 2, bins] of values [groups, elements] in bins of width 1 / inverse [groups].
+
+    `negative`: whether there are negative values.
+    """
+    groups, elements = values.shape
+    rows, columns = max(1, min(_CHUNK // elements, _CHUNK_BINS // (2 * bins))), min(elements, _CHUNK)
+    # One line of bins per group: the negative values below the middle, outwards in both directions.
+    middle = torch.arange(min(rows, groups), dtype=torch.int32, device=values.device)[:, None] * (2 * bins) + bins
+    bits, sign = _SIGN_BITS[inverse.dtype]
+    line = torch.zeros(groups, 2 * bins, dtype=torch.int64, device=values.device)
+    for row in range(0, groups, rows):
+        part_inverse = inverse[row : row + rows, None]
+        count = part_inverse.shape[0]
+        for column in range(0, elements, columns):
+            part = values[row : row + rows, column : column + columns].to(inverse.dtype)
+            # Truncated towards zero, then one lower if negative; adding 0.0 keeps -0.0 on the side of +0.0.
+            index = (part * part_inverse).to(torch.int32).add_(middle[:count])
+            if negative:
+                index += (part + 0.0).view(bits) >> sign
+            found = torch.bincount(index.reshape(-1), minlength=count * 2 * bins)
+            line[row : row + rows] += found.view(count, -1)
+    return torch.stack([line[:, :bins].flip(-1), line[:, bins:]], dim=1)

@@ -1,0 +1,134 @@
+"""The main job on real data in about a minute: train, quantize, calibrate, fine-tune, export, verify, report.
+
+Read `run` first: it is the whole story. Everything above it is an ordinary small PyTorch training.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.calibration import Calibrator, calibrators
+from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
+from fakequant.files import writable_folder, write_whole
+from fakequant.model import presets, qat
+from fakequant.model.analysis import layer_sqnr
+from fakequant.model.checkpoint import save
+from fakequant.model.config import Config
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.summary import summary
+from fakequant.nn import Add
+from fakequant.report import (
+    Accuracy,
+    ReportData,
+    distributions,
+    environment,
+    size_of_export,
+    verification,
+    write_report,
+)
+
+SEED = 0
+LEARNING_RATE = 0.1
+BATCH = 64
+
+
+class Net(nn.Module):
+    """A small residual network for images [n, 1, 8, 8]; gives logits [n, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(_convolution(1, 16), nn.ReLU(), _convolution(16, 32), nn.ReLU())
+        self.shrink = nn.MaxPool2d(2)
+        self.block = nn.Sequential(_convolution(32, 32), nn.ReLU(), _convolution(32, 32))
+        # A module instead of `+`, so that `prepare` can quantize what is added.
+        self.add = Add()
+        self.pool = nn.AvgPool2d(2)
+        self.head = nn.Linear(32 * 2 * 2, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.shrink(self.stem(images))
+        x = torch.relu(self.add(x, self.block(x)))
+        return self.head(self.pool(x).flatten(1))
+
+
+def _convolution(channels: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images [n, 1, 8, 8] from 0 to 1 and their digits [n]."""
+
+    images: Tensor
+    digits: Tensor
+
+
+def load_digits() -> tuple[Split, Split]:
+    """The handwritten digits of scikit-learn: two thirds for training, one third held out, stratified."""
+    from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
+
+    images, digits = load(return_X_y=True)
+    parts = train_test_split(images, digits, test_size=1 / 3, stratify=digits, random_state=SEED)
+    train_images, held_images, train_digits, held_digits = (torch.tensor(part) for part in parts)
+    return (
+        Split(train_images.float().reshape(-1, 1, 8, 8) / 16, train_digits),
+        Split(held_images.float().reshape(-1, 1, 8, 8) / 16, held_digits),
+    )
+
+
+class AugmentedBatches:
+    """The batches of one epoch in a new order each time, every image slightly turned, scaled, sheared and moved."""
+
+    def __init__(self, split: Split, seed: int = SEED) -> None:
+        self.split = split
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return -(-len(self.split.digits) // BATCH)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in torch.randperm(len(self.split.digits), generator=self.random).split(BATCH):
+            yield self._distort(self.split.images[chosen]), self.split.digits[chosen]
+
+    def _distort(self, images: Tensor) -> Tensor:
+        angle, shear = (self._uniform(len(images), 0.2) for _ in range(2))
+        wide, high, right, down = (self._uniform(len(images), 0.1) for _ in range(4))
+        first = torch.stack([1 + wide, shear - angle.sin(), right], 1)
+        second = torch.stack([angle.sin(), (1 + high) * angle.cos(), down], 1)
+        grid = F.affine_grid(torch.stack([first, second], 1), list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, align_corners=False)
+
+    def _uniform(self, count: int, limit: float) -> Tensor:
+        return (torch.rand(count, generator=self.random) * 2 - 1) * limit
+
+
+def loss(logits: Tensor, digits: Tensor) -> Tensor:
+    """What training minimises."""
+    return F.cross_entropy(logits, digits, label_smoothing=0.1)
+
+
+def train(split: Split, epochs: int) -> nn.Module:
+    """A float network, trained with one cycle of SGD."""
+    torch.manual_seed(SEED)
+    model, batches = Net(), AugmentedBatches(split)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs * len(batches))
+    for _ in range(epochs):
+        for images, digits in batches:
+            optimizer.zero_grad()
+            loss(model(images), digits).backward()
+            optimizer.step()
+            schedule.step()
+    return model.eval()

@@ -1,0 +1,1 @@
+"""Whole models: configure, prepare, calibrate, analyse, fine-tune, save."""

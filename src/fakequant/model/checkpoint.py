@@ -1,0 +1,174 @@
+"""Save and load a quantized model: safetensors and JSON, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.errors import CheckpointError
+from fakequant.files import writable_folder, write_whole
+from fakequant.model.config import TensorConfig
+from fakequant.model.prepare import attach
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Mode, Quantizer, quantizers
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_MANIFEST = "fakequant.json"
+_VERSION = 1
+
+
+def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
+    """Write a prepared model to a folder, so that `load` restores it into a fresh float model.
+
+    The folder gets `fakequant.json` (which layers are quantized, how) and one `.safetensors` file (parameters and
+    buffers) named by its content. The JSON is replaced last and in one step: a run that is interrupted leaves either
+    the old model or the new one.
+
+    Raises:
+        CheckpointError: the model is not prepared.
+        OutputError: the folder cannot be written.
+    """
+    from safetensors.torch import save as to_bytes
+
+    if not quantizers(model):
+        raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
+    folder = writable_folder(directory)
+    data = to_bytes({name: tensor.detach().contiguous().clone() for name, tensor in _tensors(model).items()})
+    digest = hashlib.sha256(data).hexdigest()
+    tensors = f"model-{digest[:16]}.safetensors"
+    manifest = {
+        "fakequant": _VERSION,
+        "tensors": {"file": tensors, "sha256": digest, "bytes": len(data)},
+        "shared": _shared(model),
+        "layers": {
+            name: _layer_entry(layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)
+        },
+    }
+    write_whole(folder / tensors, data)
+    write_whole(folder / _MANIFEST, json.dumps(manifest, indent=2).encode())
+    for old in folder.glob("model-*.safetensors"):
+        if old.name != tensors:
+            old.unlink()
+    return folder
+
+
+def load(model: Model, directory: str | os.PathLike[str]) -> Model:
+    """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
+
+    Raises:
+        CheckpointError: no checkpoint there, a damaged one, or one of another architecture; the model is unchanged
+            unless it was of another architecture.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as from_bytes
+
+    folder = Path(directory)
+    manifest = _read_manifest(folder)
+    data = _read_tensors(folder, manifest)
+    try:
+        tensors = from_bytes(data)
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / manifest['tensors']['file']} cannot be read: {error}") from error
+    if quantizers(model):
+        raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
+    entries = manifest["layers"]
+    modules = dict(model.named_modules())
+    if missing := [name for name in entries if name not in modules]:
+        raise CheckpointError(f"the checkpoint has layers that the model lacks: {', '.join(missing)}")
+    _check_types(modules, entries)
+    for name, entry in entries.items():
+        _restore_layer(modules[name], entry, name)
+    for name, source in manifest["shared"].items():
+        tensors[name] = tensors[source]
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint in {folder} does not fit the model: {error}") from error
+    return model
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict without names that share another's memory (tied weights)."""
+    shared = _shared(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
+
+
+def _shared(model: nn.Module) -> dict[str, str]:
+    """Names of tied tensors, each with the first name of the same tensor."""
+    first: dict[tuple[Any, ...], str] = {}
+    shared = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in first:
+            shared[name] = first[key]
+        first.setdefault(key, name)
+    return shared
+
+
+def _layer_entry(layer: QuantizedLayer) -> dict[str, Any]:
+    return {
+        "type": type(layer).float_class.__name__,
+        "quantizers": {
+            attribute: {
+                "tensor": str(TensorConfig(quantizer.spec, quantizer.dynamic)),
+                "mode": quantizer.mode.value,
+                "learned": isinstance(quantizer.scale, nn.Parameter),
+            }
+            for attribute in type(layer).quantizer_names()
+            if (quantizer := getattr(layer, attribute)) is not None
+        },
+    }
+
+
+def _check_types(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
+    for name, entry in entries.items():
+        if type(modules[name]).__name__ != entry["type"]:
+            raise CheckpointError(
+                f"the checkpoint's layer {name} is a {entry['type']}, the model's is a {type(modules[name]).__name__}"
+            )
+
+
+def _restore_layer(layer: nn.Module, entry: dict[str, Any], name: str) -> None:
+    stored = entry["quantizers"]
+    attach(layer, {attribute: TensorConfig.parse(values["tensor"]) for attribute, values in stored.items()}, name)
+    for attribute, values in stored.items():
+        quantizer: Quantizer = getattr(layer, attribute)
+        quantizer.mode = Mode(values["mode"])
+        if values["learned"]:
+            quantizer.scale = nn.Parameter(torch.empty(0))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / _MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} holds no checkpoint: there is no {_MANIFEST} in it") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("fakequant") != _VERSION:
+        raise CheckpointError(f"{path} is no checkpoint of version {_VERSION}")
+    if missing := [key for key in ("tensors", "shared", "layers") if key not in manifest]:
+        raise CheckpointError(f"{path} is damaged: it lacks {', '.join(missing)}")
+    return manifest
+
+
+def _read_tensors(folder: Path, manifest: dict[str, Any]) -> bytes:
+    expected = manifest["tensors"]
+    path = folder / expected["file"]
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(data) != expected["bytes"]:
+        raise CheckpointError(f"{path} is truncated or damaged: {len(data)} bytes instead of {expected['bytes']}")
+    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was recorded")
+    return data

@@ -1,0 +1,135 @@
+"""Configurations: which layers of a model are quantized, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fakequant.errors import ConfigError
+from fakequant.nn.layers import layers
+from fakequant.numerics.spec import QuantSpec, as_spec
+
+
+@dataclass(frozen=True)
+class TensorConfig:
+    """How one tensor of a layer is quantized: a specification, and whether its range is taken from every tensor anew.
+
+    >>> print(TensorConfig("int8 per_token", dynamic=True))
+    int8 per_token dynamic
+    """
+
+    spec: QuantSpec
+    dynamic: bool = False
+
+    def __init__(self, spec: QuantSpec | str, dynamic: bool = False) -> None:
+        object.__setattr__(self, "spec", as_spec(spec))
+        object.__setattr__(self, "dynamic", dynamic)
+
+    def __str__(self) -> str:
+        return f"{self.spec}{' dynamic' if self.dynamic else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> TensorConfig:
+        """The configuration of a text form."""
+        words = text.split()
+        return cls(" ".join(word for word in words if word != "dynamic"), dynamic="dynamic" in words)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Layers, by name pattern and type, and what becomes of them.
+
+    Args:
+        pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
+        input: how inputs are quantized; None leaves them in float.
+        weight: how the weight is quantized; None leaves it in float. `PerChannel(0)` means output channels, which for
+            transposed convolutions are axis 1.
+        layers: class names of float layers ("Linear", "Conv2d"); empty: every layer that can be quantized.
+        optional: whether the rule may match nothing.
+
+    >>> rule = Rule("head", input=None, weight=None)      # leaves the layer `head` in float
+    """
+
+    pattern: str = "*"
+    input: TensorConfig | None = None
+    weight: TensorConfig | None = None
+    layers: tuple[str, ...] = ()
+    optional: bool = False
+
+    def matches(self, name: str, module: nn.Module) -> bool:
+        """Whether the rule speaks of a layer."""
+        return fnmatchcase(name, self.pattern) and (not self.layers or type(module).__name__ in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        return {
+            "pattern": self.pattern,
+            "input": None if self.input is None else str(self.input),
+            "weight": None if self.weight is None else str(self.weight),
+            "layers": list(self.layers),
+            "optional": self.optional,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Rule:
+        """The rule of a dict made by `to_dict`."""
+        read = {key: values[key] and TensorConfig.parse(values[key]) for key in ("input", "weight")}
+        return cls(values["pattern"], read["input"], read["weight"], tuple(values["layers"]), values["optional"])
+
+
+@dataclass(frozen=True)
+class Config:
+    """A named list of rules; of the rules that match a layer the last one holds.
+
+    >>> config = presets.INT8.with_rule(Rule("stem"))     # as INT8, but the layer `stem` stays in float
+    """
+
+    name: str
+    rules: tuple[Rule, ...] = field(default_factory=tuple)
+
+    def with_rule(self, *rules: Rule) -> Config:
+        """The same configuration with rules added at the end, where they override the others."""
+        return Config(self.name, self.rules + rules)
+
+    def resolve(self, model: nn.Module) -> dict[str, Rule]:
+        """The rule that holds for every layer of a model that can be quantized and that a rule matches.
+
+        Raises:
+            ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
+        """
+        table = layers()
+        candidates = {name: module for name, module in model.named_modules() if type(module) in table}
+        held: dict[str, Rule] = {}
+        for rule in self.rules:
+            matched = [name for name, module in candidates.items() if rule.matches(name, module)]
+            if not matched and not rule.optional:
+                raise ConfigError(_nothing_matched(rule, candidates))
+            held.update(dict.fromkeys(matched, rule))
+        return held
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        return {"name": self.name, "rules": [rule.to_dict() for rule in self.rules]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        """The configuration of a dict made by `to_dict`."""
+        return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values["rules"]))
+
+
+def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module]) -> str:
+    if not candidates:
+        return (
+            f"the rule {rule.pattern!r} matches nothing: the model has no layer that can be quantized "
+            f"({', '.join(sorted(c.__name__ for c in layers()))}), or it is already prepared"
+        )
+    found = [f"{name} ({type(module).__name__})" for name, module in candidates.items()]
+    shown = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    kinds = f" of type {' or '.join(rule.layers)}" if rule.layers else ""
+    return (
+        f"the rule {rule.pattern!r}{kinds} matches no layer; layers that can be quantized are {shown}. "
+        "Correct the pattern, or set optional=True if the rule may match nothing"
+    )

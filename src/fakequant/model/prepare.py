@@ -1,0 +1,246 @@
+"""From a float model to a quantized one and on: prepare, calibrate, fold."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fakequant.calibration import Calibrator, make_calibrator
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.progress import track
+from fakequant.nn.layers import QuantizedLayer, layers
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.numerics.granularity import PerChannel
+
+Model = TypeVar("Model", bound=nn.Module)
+Forward = Callable[[nn.Module, Any], Any]
+
+
+def prepare(model: Model, config: Config) -> Model:
+    """Turn the layers of a model into quantized layers, in place.
+
+    Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
+    `isinstance` stay. Only exact float layers are taken; a subclass of one with a forward of its own stays as it is.
+
+    Args:
+        model: any module; it is changed and returned.
+        config: a preset such as `presets.INT8`, or your own rules.
+
+    Raises:
+        ConfigError: a rule matches nothing, the model is already prepared, or a rule asks for what a layer cannot do.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)
+    >>> model[0]
+    QuantLinear(
+      in_features=4, out_features=4, bias=True
+      (_input_quantizer): Quantizer(int8 per_tensor, input, not calibrated)
+      (_weight_quantizer): Quantizer(int8 per_channel(0), weight, follows the weight)
+    )
+    """
+    if found := quantizers(model):
+        raise ConfigError(
+            f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}"
+        )
+    held = config.resolve(model)
+    modules = dict(model.named_modules())
+    for name, rule in held.items():
+        quantize_layer(modules[name], rule, name)
+    return model
+
+
+def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
+    """Turn one float layer into its quantized form as a rule says; nothing happens if the rule leaves it in float."""
+    quantized = layers()[type(layer)]
+    configs = dict.fromkeys(quantized.inputs, rule.input)
+    if quantized.output_channels is not None:
+        configs["_weight_quantizer"] = _at_output_channels(rule.weight, quantized.output_channels)
+    attach(layer, {attribute: config for attribute, config in configs.items() if config is not None}, name)
+
+
+def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> None:
+    """Change a float layer's class to its quantized form, with quantizers at the given attributes."""
+    if not configs:
+        return
+    quantized = layers()[type(layer)]
+    layer.__class__ = quantized
+    for attribute in quantized.quantizer_names():
+        quantizer = None
+        if attribute in configs:
+            kind = Kind.WEIGHT if attribute == "_weight_quantizer" else Kind.INPUT
+            quantizer = Quantizer(configs[attribute].spec, kind=kind, dynamic=configs[attribute].dynamic)
+            quantizer.name = f"{name}.{attribute}" if name else attribute
+            quantizer.train(layer.training)
+        setattr(layer, attribute, quantizer)
+
+
+def _at_output_channels(config: TensorConfig | None, axis: int) -> TensorConfig | None:
+    """A weight's configuration with PerChannel(0) moved to the axis that holds the layer's output channels."""
+    if config is None or axis == 0 or config.spec.granularity != PerChannel(0):
+        return config
+    return TensorConfig(config.spec.replace(granularity=PerChannel(axis)), config.dynamic)
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any] = (),
+    method: str = "max",
+    *,
+    weight_method: str = "max",
+    forward: Forward | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> dict[str, Calibrator]:
+    """Find the ranges of all static quantizers: of inputs by running batches, of weights from the weights.
+
+    The model runs in float and in eval mode; nothing is changed if anything fails.
+
+    Args:
+        model: a prepared model.
+        batches: tensors, tuples of arguments (a data loader's labels at the end are left out), or dicts of keyword
+            arguments. May be empty if no input needs calibration.
+        method: "max", "percentile", "entropy" or "mse", for inputs.
+        weight_method: the same, for weights.
+        forward: called as forward(model, batch) instead of the model, for other kinds of batches.
+        progress: whether to show a progress bar; by default on a terminal.
+        options: for the calibrators of the inputs, for example percentile=99.9.
+
+    Returns:
+        The calibrators of all static quantizers by name, with the histograms they collected.
+
+    Raises:
+        CalibrationError: a batch with NaN or inf (names the quantizer), quantizers that saw no data (names them all),
+            or a model without quantizers.
+        ConfigError: an unknown method or option.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> used = calibrate(model, [torch.ones(2, 4), torch.full((2, 4), 2.54)], method="max")
+    >>> model[0]._input_quantizer
+    Quantizer(int8 per_tensor, input, scale 0.02)
+    """
+    found = {name: quantizer for name, quantizer in quantizers(model).items() if not quantizer.dynamic}
+    if not quantizers(model):
+        raise CalibrationError("the model has no quantizers; call fakequant.prepare(model, config) first")
+    inputs = {name: quantizer for name, quantizer in found.items() if quantizer.kind is Kind.INPUT}
+    try:
+        for name, quantizer in found.items():
+            chosen, chosen_options = (method, options) if name in inputs else (weight_method, {})
+            quantizer.calibrator = make_calibrator(chosen, quantizer.spec, **chosen_options)
+        _observe_weights(model)
+        if inputs:
+            _observe_inputs(model, inputs, batches, forward, progress)
+        ranges = {name: quantizer.observed_range() for name, quantizer in found.items()}
+        calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
+    finally:
+        for quantizer in found.values():
+            quantizer.calibrator = None
+    for name, quantizer in found.items():
+        quantizer.set_range(ranges[name])
+    return calibrators
+
+
+def _observe_weights(model: nn.Module) -> None:
+    for layer in model.modules():
+        quantizer = getattr(layer, "_weight_quantizer", None)
+        if isinstance(layer, QuantizedLayer) and quantizer is not None and quantizer.calibrator is not None:
+            quantizer.observe(layer.weight)
+
+
+def _observe_inputs(
+    model: nn.Module,
+    inputs: dict[str, Quantizer],
+    batches: Iterable[Any],
+    forward: Forward | None,
+    progress: bool | None,
+) -> None:
+    run = forward or run_batch
+    total = len(batches) if isinstance(batches, Sized) else None
+    with only_observing(model, inputs), evaluating(model), torch.no_grad():
+        for batch in track(batches, "calibrating", total, progress):
+            run(model, batch)
+    unseen = [
+        name for name, quantizer in inputs.items() if not (quantizer.calibrator and quantizer.calibrator.observed)
+    ]
+    if unseen:
+        raise CalibrationError(
+            f"{len(unseen)} of {len(inputs)} input quantizers saw no data: {', '.join(unseen)}. "
+            "Give batches that reach these layers, or leave the layers in float by a rule"
+        )
+
+
+@contextmanager
+def modes(model: nn.Module, choose: Callable[[str, Quantizer], Mode]) -> Iterator[None]:
+    """Set the mode of every quantizer by its name for a while."""
+    before = {quantizer: quantizer.mode for quantizer in quantizers(model).values()}
+    try:
+        for name, quantizer in quantizers(model).items():
+            quantizer.mode = choose(name, quantizer)
+        yield
+    finally:
+        for quantizer, mode in before.items():
+            quantizer.mode = mode
+
+
+def only_observing(model: nn.Module, observing: dict[str, Quantizer]) -> Any:
+    """A context in which some quantizers observe and all others are off: the model computes in float."""
+    return modes(model, lambda name, _: Mode.OBSERVE if name in observing else Mode.OFF)
+
+
+def disabled(model: nn.Module) -> Any:
+    """A context in which all quantizers are off: the model computes in float.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> with disabled(model):
+    ...     y = model(torch.ones(1, 4))
+    """
+    return modes(model, lambda *_: Mode.OFF)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which every module is in eval mode; each module's own mode comes back."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch: a tensor, a dict of keyword arguments, or a tuple of arguments.
+
+    Of a tuple, as many leading items are passed as `forward` has parameters: a loader's labels are left out.
+    """
+    if isinstance(batch, dict):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch[: _parameters_of(model)])
+    return model(batch)
+
+
+def _parameters_of(model: nn.Module) -> int | None:
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def fold(model: Model) -> Model:
+    """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
+
+    The model computes the same as before, without quantizing weights again in every pass.
+    """
+    for layer in model.modules():
+        quantizer = getattr(layer, "_weight_quantizer", None)
+        if isinstance(layer, QuantizedLayer) and quantizer is not None:
+            with torch.no_grad():
+                layer.weight.copy_(quantizer(layer.weight))
+            layer._weight_quantizer = None
+    return model

@@ -1,0 +1,206 @@
+"""Quantization-aware training: the schedule that NVIDIA advises, as parts for your own loop and as one call.
+
+Source: NVIDIA pytorch-quantization, user guide: about 10 % of the original schedule, from 1 % of the original learning
+rate along half a cosine down to 1 % of that; scales are not changed at every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from fakequant.errors import ConfigError
+from fakequant.model.prepare import run_batch
+from fakequant.model.progress import track
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import quantizers
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long to fine-tune and with which learning rates.
+
+    Args:
+        original_lr: the learning rate that the float training began with.
+        original_epochs: the epochs of the float training.
+        fraction: share of those epochs to fine-tune.
+        start: first learning rate, as a share of the original one.
+        end: last learning rate, as a share of the first.
+
+    >>> schedule = Schedule(original_lr=0.1, original_epochs=90)
+    >>> schedule.epochs, schedule.lr(0.0), round(schedule.lr(1.0), 8)
+    (9, 0.001, 1e-05)
+    """
+
+    original_lr: float
+    original_epochs: float
+    fraction: float = 0.1
+    start: float = 0.01
+    end: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("original_lr", "original_epochs", "fraction", "start", "end"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"Schedule({name}={getattr(self, name)}): must be positive")
+
+    @property
+    def epochs(self) -> int:
+        """Epochs to fine-tune, at least one."""
+        return max(1, round(self.original_epochs * self.fraction))
+
+    def lr(self, progress: float) -> float:
+        """The learning rate at a progress from 0 to 1: the falling half of a cosine."""
+        first = self.original_lr * self.start
+        return first * (self.end + (1 - self.end) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2)
+
+
+class Scales(Enum):
+    """When scales may move during fine-tuning."""
+
+    FIXED = "fixed"
+    """Never: those found by calibration stay, as NVIDIA advises."""
+    EPOCH = "epoch"
+    """Those of weights are taken from the weights anew at the start of every epoch."""
+    LEARNED = "learned"
+    """At every step, by gradient: LSQ, arXiv 1902.08153."""
+
+
+def scheduler(optimizer: Optimizer, schedule: Schedule, steps: int) -> LambdaLR:
+    """A learning-rate scheduler for your own loop; call its `step()` after every optimizer step.
+
+    Args:
+        optimizer: made with lr=1.0, which the schedule multiplies.
+        steps: optimizer steps in total.
+    """
+    return LambdaLR(optimizer, lambda step: schedule.lr(step / max(1, steps - 1)))
+
+
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Put batch normalisations in eval mode, so that their statistics stay; call it after `model.train()`."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+
+
+def set_scales(model: nn.Module, scales: Scales) -> None:
+    """Bring the quantizers of a model to a policy for their scales; static weight ranges are fixed from the weights.
+
+    Raises:
+        ConfigError: LEARNED for a quantizer that has no scale yet.
+    """
+    for layer in model.modules():
+        quantizer = getattr(layer, "_weight_quantizer", None)
+        if not isinstance(layer, QuantizedLayer) or quantizer is None or quantizer.dynamic:
+            continue
+        if scales is Scales.EPOCH:
+            quantizer.reset()
+        if not quantizer.calibrated:
+            quantizer.freeze(layer.weight)
+    if scales is Scales.LEARNED:
+        for quantizer in quantizers(model).values():
+            if not quantizer.dynamic:
+                quantizer.learn_scale()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `finetune` does beside the schedule.
+
+    Args:
+        scales: when scales may move.
+        freeze_batch_norm_after: share of the epochs after which batch statistics are frozen; 1.0 never freezes.
+        optimizer: makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
+        on_epoch: called as on_epoch(epoch, mean loss) after every epoch; returning False ends the training.
+        progress: whether to show a progress bar; by default on a terminal.
+    """
+
+    scales: Scales = Scales.FIXED
+    freeze_batch_norm_after: float = 0.5
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda parameters: torch.optim.SGD(
+        parameters, lr=1.0, momentum=0.9
+    )
+    on_epoch: Callable[[int, float], bool | None] | None = None
+    progress: bool | None = None
+
+
+def finetune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss,
+    schedule: Schedule,
+    options: Options | None = None,
+) -> list[float]:
+    """Fine-tune a calibrated model with fake quantization in its graph.
+
+    Args:
+        model: a prepared and calibrated model; trained in place, left in eval mode.
+        batches: tuples of inputs with the targets as the last item, iterated once per epoch. For other kinds of
+            batches write your own loop around `scheduler`, `freeze_batch_norm` and `set_scales`.
+        loss: called as loss(outputs, targets), for example `nn.functional.cross_entropy`.
+        schedule: epochs and learning rates.
+        options: scales, batch normalisation, optimizer, callback.
+
+    Returns:
+        The mean loss of every epoch.
+
+    Raises:
+        ConfigError: the model has no quantizers, or the loss became NaN or infinite (names the epoch).
+    """
+    options = options or Options()
+    if not quantizers(model):
+        raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
+    set_scales(model, options.scales)
+    optimizer = options.optimizer([p for p in model.parameters() if p.requires_grad])
+    history: list[float] = []
+    for epoch in range(schedule.epochs):
+        model.train()
+        if epoch >= options.freeze_batch_norm_after * schedule.epochs:
+            freeze_batch_norm(model)
+        if epoch and options.scales is Scales.EPOCH:
+            set_scales(model, options.scales)
+        history.append(_epoch(model, batches, loss, optimizer, (schedule, epoch, options.progress)))
+        if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
+            break
+    model.eval()
+    return history
+
+
+def _epoch(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss,
+    optimizer: Optimizer,
+    when: tuple[Schedule, int, bool | None],
+) -> float:
+    schedule, epoch, progress = when
+    total = len(batches) if isinstance(batches, Sized) else None
+    losses: list[Tensor] = []
+    steps = max(1, schedule.epochs * total - 1) if total else None
+    for index, batch in enumerate(track(batches, f"epoch {epoch + 1}/{schedule.epochs}", total, progress)):
+        # Without a length the learning rate moves once per epoch.
+        done = (epoch * total + index) / steps if total and steps else epoch / max(1, schedule.epochs - 1)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.lr(done)
+        optimizer.zero_grad(set_to_none=True)
+        value = loss(run_batch(model, tuple(batch[:-1])), batch[-1])
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    if not losses:
+        raise ConfigError(
+            f"epoch {epoch + 1}: the batches were empty; give a list or a loader that can be iterated again"
+        )
+    mean = torch.stack(losses).mean().item()
+    if not math.isfinite(mean):
+        raise ConfigError(f"epoch {epoch + 1}: the loss became {mean}; lower Schedule.start or check the data for NaN")
+    return mean

@@ -1,0 +1,106 @@
+"""A table of what was quantized and what was left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fakequant.model.operations import Operation, unquantized
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer: its path, type, quantizers by attribute, and weight elements."""
+
+    name: str
+    type: str
+    quantizers: dict[str, str]
+    calibrated: bool
+    weight_elements: int
+    weight_bits: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary` found; prints as a table."""
+
+    layers: list[LayerSummary]
+    left: list[Operation] | None = None
+    parameters: int = 0
+    bytes_float: int = 0
+    bytes_quantized: int = 0
+    header: tuple[str, ...] = field(default=("layer", "type", "input", "weight", "state"))
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The rows of the table, one per layer, as text."""
+        return [
+            (
+                layer.name or "(model)",
+                layer.type,
+                ", ".join(text for name, text in layer.quantizers.items() if name != "_weight_quantizer") or "float",
+                layer.quantizers.get("_weight_quantizer", "float" if layer.weight_elements else ""),
+                "ready" if layer.calibrated else "not calibrated",
+            )
+            for layer in self.layers
+        ]
+
+    def __str__(self) -> str:
+        rows = [self.header, *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.append(f"weights: {self.bytes_float:,} bytes in float, {self.bytes_quantized:,} quantized")
+        if self.left is not None:
+            products = [operation for operation in self.left if operation.is_product]
+            lines.append(f"left in float: {len(products)} products, {len(self.left) - len(products)} other operations")
+            lines += [f"  {operation}" for operation in (*products, *(o for o in self.left if not o.is_product))]
+        return "\n".join(lines)
+
+
+def summary(model: nn.Module, example: Any = None) -> Summary:
+    """What of a model is quantized, how, and whether it is calibrated; with an example also what was left in float.
+
+    Args:
+        model: a prepared model.
+        example: an input, a tuple or a dict of inputs; with it the model is traced and the operations that were left
+            unquantized are listed.
+
+    >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))
+    layer  type    input            weight                state
+    -----  ------  ---------------  --------------------  --------------
+    0      Linear  int8 per_tensor  int8 per_channel(0)  not calibrated
+    weights: 64 bytes in float, 16 quantized
+    """
+    layers = [_layer_summary(name, layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)]
+    parameters = list(model.parameters())
+    all_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    saved = sum(layer.weight_elements * (32 - layer.weight_bits) // 8 for layer in layers)
+    return Summary(
+        layers,
+        None if example is None else unquantized(model, example),
+        sum(p.numel() for p in parameters),
+        all_bytes,
+        all_bytes - saved,
+    )
+
+
+def _layer_summary(name: str, layer: QuantizedLayer) -> LayerSummary:
+    held: dict[str, Quantizer] = {
+        attribute: quantizer
+        for attribute in type(layer).quantizer_names()
+        if (quantizer := getattr(layer, attribute)) is not None
+    }
+    weight_quantizer = held.get("_weight_quantizer")
+    has_weight = type(layer).output_channels is not None
+    return LayerSummary(
+        name,
+        type(layer).float_class.__name__,
+        {key: f"{value.spec}{' dynamic' if value.dynamic else ''}" for key, value in held.items()},
+        not any(quantizer.needs_calibration for quantizer in held.values()),
+        layer.weight.numel() if has_weight else 0,
+        weight_quantizer.spec.format.bits if weight_quantizer else 32,
+    )

@@ -1,0 +1,269 @@
+"""Quantized layers: the table of which float layer becomes which, and how each computes.
+
+A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
+own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.errors import ConfigError
+from fakequant.nn.quantizer import Quantizer
+
+
+class QuantizedLayer(nn.Module):
+    """What quantized layers share; always combined with the float layer's class.
+
+    A quantizer that is None leaves its tensor in float.
+    """
+
+    float_class: ClassVar[type[nn.Module]]
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer",)
+    """The attributes that hold the quantizers of the inputs, in the order of `forward`'s arguments."""
+    output_channels: ClassVar[int | None] = 0
+    """The axis of the weight that holds output channels; None where there is no weight."""
+
+    weight: Tensor
+    _input_quantizer: Quantizer | None
+    _weight_quantizer: Quantizer | None
+
+    @classmethod
+    def quantizer_names(cls) -> tuple[str, ...]:
+        """The attributes that hold quantizers."""
+        return cls.inputs if cls.output_channels is None else (*cls.inputs, "_weight_quantizer")
+
+    def quantized_weight(self) -> Tensor:
+        """The weight as the product sees it."""
+        return self.weight if self._weight_quantizer is None else self._weight_quantizer(self.weight)
+
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """The first input as the operation sees it."""
+        return x if self._input_quantizer is None else self._input_quantizer(x)
+
+
+_layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
+LayerClass = TypeVar("LayerClass", bound=type[QuantizedLayer])
+
+
+def quantizes(float_class: type[nn.Module]) -> Callable[[LayerClass], LayerClass]:
+    """Register a class as the quantized form of a float layer.
+
+    Raises:
+        ConfigError: the class is not a subclass of the float layer.
+    """
+
+    def register(quantized: LayerClass) -> LayerClass:
+        if not issubclass(quantized, float_class):
+            raise ConfigError(
+                f"{quantized.__name__} must be a subclass of {float_class.__name__}, so that models keep working"
+            )
+        quantized.float_class = float_class
+        _layers[float_class] = quantized
+        return quantized
+
+    return register
+
+
+def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
+    """The table: float layer to quantized layer."""
+    return dict(_layers)
+
+
+@quantizes(nn.Linear)
+class QuantLinear(QuantizedLayer, nn.Linear):
+    """Linear with quantized input [..., in] and weight [out, in]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
+
+
+class _QuantConv(QuantizedLayer):
+    bias: Tensor | None
+    _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
+
+
+@quantizes(nn.Conv1d)
+class QuantConv1d(_QuantConv, nn.Conv1d):
+    """Conv1d with quantized input [n, in, length] and weight [out, in / groups, k]."""
+
+
+@quantizes(nn.Conv2d)
+class QuantConv2d(_QuantConv, nn.Conv2d):
+    """Conv2d with quantized input [n, in, h, w] and weight [out, in / groups, kh, kw]."""
+
+
+@quantizes(nn.Conv3d)
+class QuantConv3d(_QuantConv, nn.Conv3d):
+    """Conv3d with quantized input [n, in, d, h, w] and weight [out, in / groups, kd, kh, kw]."""
+
+
+class _QuantConvTranspose(QuantizedLayer):
+    output_channels: ClassVar[int | None] = 1
+    convolution: ClassVar[Callable[..., Tensor]]
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        layer = cast("nn.ConvTranspose2d", self)
+        axes = len(layer.kernel_size)
+        output_padding = layer._output_padding(
+            input,
+            output_size,
+            list(layer.stride),
+            list(cast("tuple[int, ...]", layer.padding)),
+            list(layer.kernel_size),
+            axes,
+            list(layer.dilation),
+        )
+        return type(self).convolution(
+            self.quantized_input(input),
+            self.quantized_weight(),
+            layer.bias,
+            layer.stride,
+            layer.padding,
+            output_padding,
+            layer.groups,
+            layer.dilation,
+        )
+
+
+@quantizes(nn.ConvTranspose1d)
+class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
+    """ConvTranspose1d with quantized input [n, in, length] and weight [in, out / groups, k]."""
+
+    convolution = staticmethod(F.conv_transpose1d)
+
+
+@quantizes(nn.ConvTranspose2d)
+class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
+    """ConvTranspose2d with quantized input [n, in, h, w] and weight [in, out / groups, kh, kw]."""
+
+    convolution = staticmethod(F.conv_transpose2d)
+
+
+@quantizes(nn.ConvTranspose3d)
+class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
+    """ConvTranspose3d with quantized input [n, in, d, h, w] and weight [in, out / groups, kd, kh, kw]."""
+
+    convolution = staticmethod(F.conv_transpose3d)
+
+
+@quantizes(nn.Embedding)
+class QuantEmbedding(QuantizedLayer, nn.Embedding):
+    """Embedding with a quantized table [rows, features], one channel per row."""
+
+    inputs: ClassVar[tuple[str, ...]] = ()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.max_norm is not None:
+            raise ConfigError(
+                "Embedding(max_norm=...) rescales its weight in every forward pass and cannot be quantized; "
+                "leave it in float by a rule, or normalise the weight once and set max_norm=None"
+            )
+        return F.embedding(
+            input,
+            self.quantized_weight(),
+            self.padding_idx,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+        )
+
+
+class _QuantPool(QuantizedLayer):
+    output_channels: ClassVar[int | None] = None
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(self.quantized_input(input))
+
+
+@quantizes(nn.MaxPool1d)
+class QuantMaxPool1d(_QuantPool, nn.MaxPool1d):
+    """MaxPool1d of a quantized input."""
+
+
+@quantizes(nn.MaxPool2d)
+class QuantMaxPool2d(_QuantPool, nn.MaxPool2d):
+    """MaxPool2d of a quantized input."""
+
+
+@quantizes(nn.MaxPool3d)
+class QuantMaxPool3d(_QuantPool, nn.MaxPool3d):
+    """MaxPool3d of a quantized input."""
+
+
+@quantizes(nn.AvgPool1d)
+class QuantAvgPool1d(_QuantPool, nn.AvgPool1d):
+    """AvgPool1d of a quantized input."""
+
+
+@quantizes(nn.AvgPool2d)
+class QuantAvgPool2d(_QuantPool, nn.AvgPool2d):
+    """AvgPool2d of a quantized input."""
+
+
+@quantizes(nn.AvgPool3d)
+class QuantAvgPool3d(_QuantPool, nn.AvgPool3d):
+    """AvgPool3d of a quantized input."""
+
+
+@quantizes(nn.AdaptiveAvgPool1d)
+class QuantAdaptiveAvgPool1d(_QuantPool, nn.AdaptiveAvgPool1d):
+    """AdaptiveAvgPool1d of a quantized input."""
+
+
+@quantizes(nn.AdaptiveAvgPool2d)
+class QuantAdaptiveAvgPool2d(_QuantPool, nn.AdaptiveAvgPool2d):
+    """AdaptiveAvgPool2d of a quantized input."""
+
+
+@quantizes(nn.AdaptiveAvgPool3d)
+class QuantAdaptiveAvgPool3d(_QuantPool, nn.AdaptiveAvgPool3d):
+    """AdaptiveAvgPool3d of a quantized input."""
+
+
+class MatMul(nn.Module):
+    """The product of two activations as a module, so that `prepare` can quantize it (attention).
+
+    >>> MatMul()(torch.eye(2), torch.ones(2, 2))
+    tensor([[1., 1.],
+            [1., 1.]])
+    """
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        """input [..., n, k] times other [..., k, m]."""
+        return torch.matmul(input, other)
+
+
+class Add(nn.Module):
+    """The sum of two activations as a module, so that `prepare` can quantize it (residual connections)."""
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        """Input plus other, broadcast."""
+        return input + other
+
+
+class _QuantPair(QuantizedLayer):
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_other_quantizer")
+    output_channels: ClassVar[int | None] = None
+    _other_quantizer: Quantizer | None
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        other = other if self._other_quantizer is None else self._other_quantizer(other)
+        return super().forward(self.quantized_input(input), other)
+
+
+@quantizes(MatMul)
+class QuantMatMul(_QuantPair, MatMul):
+    """MatMul of two quantized activations."""
+
+
+@quantizes(Add)
+class QuantAdd(_QuantPair, Add):
+    """Add of two quantized activations."""

@@ -1,0 +1,31 @@
+"""Reports: one HTML file that shows what quantization did to a model."""
+
+from fakequant.report.collect import accuracies, distributions, environment, layers_left, sizes, verification
+from fakequant.report.data import (
+    Accuracy,
+    Distribution,
+    NodeCheck,
+    ReportData,
+    Section,
+    Size,
+    Verification,
+)
+from fakequant.report.page import render, write_report
+
+__all__ = [
+    "Accuracy",
+    "Distribution",
+    "NodeCheck",
+    "ReportData",
+    "Section",
+    "Size",
+    "Verification",
+    "accuracies",
+    "distributions",
+    "environment",
+    "layers_left",
+    "render",
+    "sizes",
+    "verification",
+    "write_report",
+]

@@ -1,0 +1,91 @@
+"""From models, calibrators and files to the plain values that a report shows."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from fakequant.calibration import Calibrator
+from fakequant.export import ExportReport, VerifyReport
+from fakequant.model.summary import Summary
+from fakequant.ops.dispatch import backends
+from fakequant.report.data import Distribution, NodeCheck, Size, Verification
+
+_PACKAGES = (
+    "torch numpy onnx onnxscript onnxruntime safetensors matplotlib rich typer scikit-learn triton".split()
+)
+_COMPILERS = ("c++", "g++", "clang++", "cl")
+
+
+def distributions(
+    calibrators: Mapping[str, Mapping[str, Calibrator]], *, bins: int = 96
+) -> list[Distribution]:
+    """What calibrators saw and which ranges they chose, one distribution per quantizer.
+
+    Args:
+        calibrators: what `fakequant.calibrate` returned, by method. For a quantizer the counts are taken from the
+            first method that keeps a histogram; a quantizer that none has a histogram for is left out.
+        bins: how many bars the plot will have.
+    """
+    names = dict.fromkeys(name for by_name in calibrators.values() for name in by_name)
+    found = []
+    for name in names:
+        own = {method: by_name[name] for method, by_name in calibrators.items() if name in by_name}
+        shown = _distribution(name, own, bins)
+        if shown is not None:
+            found.append(shown)
+    return found
+
+
+def _distribution(name: str, calibrators: Mapping[str, Calibrator], bins: int) -> Distribution | None:
+    histogram = next((h for c in calibrators.values() if (h := c.histogram()) is not None), None)
+    if histogram is None:
+        return None
+    lowest, highest = histogram.range.lo.min().double().item(), histogram.range.hi.max().double().item()
+    if lowest == highest:
+        return None
+    edges, counts = histogram.line()
+    centres = ((edges[:, 1:] + edges[:, :-1]) / 2).clamp(lowest, highest)
+    index = ((centres - lowest) * (bins / (highest - lowest))).long().clamp(0, bins - 1)
+    total = torch.zeros(bins, dtype=torch.int64).scatter_add_(0, index.reshape(-1).cpu(), counts.reshape(-1).cpu())
+    ranges = {method: c.compute_range() for method, c in calibrators.items()}
+    return Distribution(
+        name,
+        torch.linspace(lowest, highest, bins + 1, dtype=torch.float64).tolist(),
+        total.tolist(),
+        {method: (r.lo.min().item(), r.hi.max().item()) for method, r in ranges.items()},
+        histogram.counts.shape[0],
+    )
+
+
+def environment() -> dict[str, str]:
+    """Versions, machine, backends with the reason why one cannot serve, compiler, GPU, threads.
+
+    >>> environment()["backend reference"]
+    'serves'
+    """
+    found = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
+    found["fakequant"] = version("fakequant")
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    for backend in backends():
+        reason = backend.unavailable()
+        found[f"backend {backend.name}"] = "serves" if reason is None else f"cannot serve: {reason}"
+    found["C++ compiler"] = _compiler()
+    found["CPU"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    found["threads"] = str(torch.get_num_threads())
+    found["GPU"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
+    return found
+
+
+def _compiler() -> str:
+    names = [os.environ["CXX"], *_COMPILERS] if "CXX" in os.environ else list(_COMPILERS)
+    return next((path for name in names if (path := shutil.which(name))), "none found")

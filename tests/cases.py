@@ -1,0 +1,197 @@
+"""The cases that every backend is compared on: formats, granularities, memory layouts, and hostile numbers for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import oracle
+import torch
+from torch import Tensor
+
+import fakequant as fq
+from fakequant.numerics.formats import FloatFormat, Specials
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class FormatCase:
+    """A format with and without a zero point, and the same format as the oracle knows it."""
+
+    format: str | fq.Format
+    oracle: oracle.OracleFormat
+    symmetric: bool = True
+
+    def spec(self, granularity: fq.Granularity, arithmetic: fq.Arithmetic, **options: fq.Gradient) -> fq.QuantSpec:
+        return fq.QuantSpec(self.format, granularity, symmetric=self.symmetric, arithmetic=arithmetic, **options)
+
+    def arithmetics(self) -> list[fq.Arithmetic]:
+        return [a for a in fq.Arithmetic if self.symmetric or a is not fq.Arithmetic.MULTIPLIER]
+
+
+FORMATS = {
+    "int8": FormatCase("int8", oracle.Integers(-128, 127)),
+    "int8_affine": FormatCase("int8", oracle.Integers(-128, 127), symmetric=False),
+    "uint8_affine": FormatCase("uint8", oracle.Integers(0, 255), symmetric=False),
+    "uint4": FormatCase("uint4", oracle.Integers(0, 15)),
+    "int8_narrow": FormatCase("int8_narrow", oracle.Integers(-127, 127)),
+    "int4": FormatCase("int4", oracle.Integers(-8, 7)),
+    "int1": FormatCase("int1", oracle.Integers(-1, 0)),
+    "uint1_affine": FormatCase("uint1", oracle.Integers(0, 1), symmetric=False),
+    "odd_range_affine": FormatCase("int[-100,37]", oracle.Integers(-100, 37), symmetric=False),
+    "uint16_affine": FormatCase("uint16", oracle.Integers(0, 65535), symmetric=False),
+    "int16": FormatCase("int16", oracle.Integers(-32768, 32767)),
+    "float8_e4m3fn": FormatCase("float8_e4m3fn", oracle.E4M3FN),
+    "float8_e5m2": FormatCase("float8_e5m2", oracle.E5M2),
+    # Not registered: formats are values, and the kernels know only their fields.
+    "float4": FormatCase(FloatFormat("e2m1", 2, 1, Specials.NONE), oracle.SmallFloat(2, 1, finite_codes=8)),
+    "float6": FormatCase(FloatFormat("e3m2", 3, 2, Specials.NONE), oracle.SmallFloat(3, 2, finite_codes=32)),
+    "half": FormatCase(FloatFormat("e5m10", 5, 10, Specials.IEEE), oracle.FLOAT16),
+}
+
+
+@dataclass(frozen=True)
+class GranularityCase:
+    """A granularity on a shape, and the block sizes that it must mean there."""
+
+    granularity: fq.Granularity
+    shape: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return tuple(n // b for n, b in zip(self.shape, self.blocks, strict=True))
+
+
+# Runs of one scale from 1 element to many, shorter and longer than a vector register; sizes that no 8 divides.
+GRANULARITIES = {
+    "tensor": GranularityCase(fq.PerTensor(), (5, 7, 9), (5, 7, 9)),
+    "channel_0": GranularityCase(fq.PerChannel(0), (6, 5, 7), (1, 5, 7)),
+    "channel_1": GranularityCase(fq.PerChannel(1), (2, 5, 3, 6), (2, 1, 3, 6)),
+    "channel_1_short_runs": GranularityCase(fq.PerChannel(1), (9, 5, 3), (9, 1, 3)),
+    "channel_last": GranularityCase(fq.PerChannel(-1), (4, 3, 37), (4, 3, 1)),
+    "channels_0_2": GranularityCase(fq.PerChannel(0, 2), (5, 6, 7), (1, 6, 1)),
+    "channels_alternating": GranularityCase(fq.PerChannel(1, -1), (2, 3, 4, 5), (2, 1, 4, 1)),
+    "token": GranularityCase(fq.PerToken(), (3, 5, 19), (1, 1, 19)),
+    "token_short": GranularityCase(fq.PerToken(), (35, 5), (1, 5)),
+    "block_32": GranularityCase(fq.PerBlock({-1: 32}), (5, 64), (1, 32)),
+    "block_short": GranularityCase(fq.PerBlock({-1: 4}), (11, 3, 8), (1, 1, 4)),
+    "block_first_axis": GranularityCase(fq.PerBlock({0: 3}), (6, 13), (3, 1)),
+    "block_middle_axis": GranularityCase(fq.PerBlock({1: 2}), (3, 4, 11), (1, 2, 1)),
+    "tiles": GranularityCase(fq.PerBlock({0: 4, 1: 8}), (8, 24), (4, 8)),
+    "tiles_alternating": GranularityCase(fq.PerBlock({0: 2, 1: 2, 2: 3}), (4, 4, 6), (2, 2, 3)),
+    "every_element": GranularityCase(fq.PerBlock({0: 1}), (7, 11), (1, 1)),
+    "no_axes": GranularityCase(fq.PerTensor(), (), ()),
+}
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x
+
+
+def _sliced(x: Tensor) -> Tensor:
+    """Every second element of each row of a larger tensor; what lies between is poison."""
+    if not x.dim():
+        return x
+    larger = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+    larger[..., ::2] = x
+    return larger[..., ::2]
+
+
+def _offset(x: Tensor) -> Tensor:
+    """Contiguous, but one element into its storage, so that no vector load is aligned."""
+    return torch.cat([x.new_full((1,), float("nan")), x.reshape(-1)])[1:].view(x.shape)
+
+
+# Each returns the values of x in another layout; only `expanded` changes values: it repeats the first row.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x,
+    "channels_last": _channels_last,
+    "sliced": _sliced,
+    "expanded": lambda x: x[:1].expand_as(x) if x.dim() else x,
+    "offset": _offset,
+}
+
+
+def neighbour(x: Tensor, steps: Tensor) -> Tensor:
+    """The number `steps` representable values further from zero; x where it is zero or not finite."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    moved = (x.view(integer) + steps.to(integer)).view(x.dtype)
+    return torch.where((x != 0) & x.isfinite(), moved, x)
+
+
+@cache
+def _special_numbers(dtype: torch.dtype) -> Tensor:
+    """Numbers on which arithmetic goes wrong: zeros, subnormals, non-finite ones, extremes, around powers of two."""
+    info = torch.finfo(dtype)
+    subnormal = neighbour(torch.tensor(info.tiny, dtype=dtype), torch.tensor(-1))
+    smallest = torch.tensor(1).to({2: torch.int16, 4: torch.int32, 8: torch.int64}[subnormal.element_size()])
+    numbers = [0.0, float("inf"), float("nan"), info.max, info.tiny, subnormal.item(), smallest.view(dtype).item(), 1e4]
+    powers = 2.0 ** torch.arange(-14, 15, dtype=torch.float64).to(dtype)
+    around = torch.cat([neighbour(powers, torch.full((), step)) for step in (-1, 0, 1)])
+    positive = torch.cat([torch.tensor(numbers, dtype=dtype), around])
+    return torch.cat([positive, -positive])
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """An input with its parameters, [groups, axes kept]."""
+
+    x: Tensor
+    params: fq.QParams
+
+
+def _random_scales(shape: tuple[int, ...], dtype: torch.dtype, random: np.random.Generator) -> Tensor:
+    """Half of them powers of two, so that exact ties occur in every dtype; some extreme."""
+    exact = 2.0 ** random.integers(-6, 7, shape)
+    rough = np.exp(random.normal(-2, 2, shape))
+    scale = torch.from_numpy(np.where(random.random(shape) < 0.5, exact, rough)).reshape(shape).to(dtype)
+    extremes = torch.tensor([torch.finfo(dtype).tiny, 1e-30, 1e30], dtype=dtype)
+    pick = torch.from_numpy(random.integers(0, 40, shape)).reshape(shape)
+    return torch.where(pick < 3, extremes[pick.clamp(max=2)], scale)
+
+
+def _ties(case: FormatCase, zero_point: np.ndarray | float, shape: tuple[int, ...], random: np.random.Generator):
+    """In units of codes: middles between neighbouring values, more often those at the bounds of the format."""
+    if isinstance(case.oracle, oracle.Integers):
+        low, high = case.oracle.low - 2, case.oracle.high + 2
+        near = np.where(random.random(shape) < 0.5, low, high - 4) + random.integers(0, 5, shape)
+        code = np.where(random.random(shape) < 0.3, near, random.integers(low, high + 1, shape))
+        return code + 0.5 * random.integers(0, 2, shape) - zero_point
+    middles = oracle.table(case.oracle).middles[1:]
+    index = random.integers(0, len(middles), shape)
+    index = np.where(random.random(shape) < 0.2, len(middles) - 1 - index % 2, index)
+    return middles[index] * random.choice([-1.0, 1.0], shape)
+
+
+def hostile(
+    case: FormatCase, where: GranularityCase, arithmetic: fq.Arithmetic, dtype: torch.dtype, seed: int = 0
+) -> Numbers:
+    """Numbers at ties of the scale in use and one representable value beside them, mixed with special ones."""
+    random = np.random.default_rng(seed)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    scale = _random_scales(where.groups, compute, random)
+    zero_point = None
+    offset: np.ndarray | float = 0.0
+    if not case.symmetric:
+        assert isinstance(case.oracle, oracle.Integers)
+        codes = random.integers(case.oracle.low, case.oracle.high + 1, where.groups)
+        zero_point = torch.from_numpy(np.asarray(codes, np.int32)).reshape(where.groups)
+        offset = oracle.spread(np.asarray(codes), where.blocks)
+    ties = torch.from_numpy(np.asarray(_ties(case, offset, where.shape, random))).to(compute)
+    unit = torch.from_numpy(oracle.spread(scale.numpy(), where.blocks))
+    x = (ties / unit if arithmetic is fq.Arithmetic.MULTIPLIER else ties * unit).to(dtype)
+    x = neighbour(x, torch.from_numpy(np.asarray(random.integers(-1, 2, where.shape))))
+    special = _special_numbers(dtype)
+    pick = torch.from_numpy(np.asarray(random.integers(0, 4 * len(special), where.shape)))
+    x = torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], x)
+    return Numbers(x, fq.QParams(scale, zero_point))

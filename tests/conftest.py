@@ -1,0 +1,10 @@
+"""What holds for every test: fixed seeds, and one thread per process (tests of threads ask for more themselves)."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)

@@ -1,0 +1,80 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fakequant.errors import ConfigError
+from fakequant.model import presets
+from fakequant.model.analysis import layer_sqnr, sensitivity
+from fakequant.model.config import Rule, TensorConfig
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.nn import Mode, quantizers
+from models import images, small_net
+
+WORST = presets.INT8.with_rule(Rule("branch", TensorConfig("int2"), TensorConfig("int2 per_channel(0)")))
+
+
+def calibrated(config: object = presets.INT8) -> nn.Module:
+    model = prepare(small_net(), config)  # type: ignore[arg-type]
+    calibrate(model, [images()])
+    return model
+
+
+def test_sqnr_is_the_ratio_of_powers() -> None:
+    model = calibrated()
+    found = layer_sqnr(model, [images(), images(seed=5)])
+    assert set(found) == set(quantizers(model))
+    quantizer = model.stem._input_quantizer
+    x = torch.cat([images(), images(seed=5)]).double()
+    noise = torch.cat([quantizer(images()), quantizer(images(seed=5))]).double() - x
+    expected = 10 * math.log10(x.square().sum() / noise.square().sum())
+    assert found["stem._input_quantizer"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_more_bits_give_a_higher_ratio() -> None:
+    coarse, fine = layer_sqnr(calibrated(presets.INT4), [images()]), layer_sqnr(calibrated(), [images()])
+    assert all(fine[name] > coarse[name] for name in fine)
+
+
+def test_an_exact_quantizer_has_no_noise() -> None:
+    model = prepare(nn.Sequential(nn.Linear(2, 2)), presets.INT8)
+    batch = [torch.tensor([[127.0, -3.0]])]
+    calibrate(model, batch)
+    assert layer_sqnr(model, batch)["0._input_quantizer"] == math.inf
+
+
+def test_the_worst_layer_comes_first() -> None:
+    found = sensitivity(calibrated(WORST), [images()])
+    assert found[0].layer == "branch"
+    assert len(found) == 7
+    assert [s.value for s in found] == sorted(s.value for s in found)
+
+
+def test_a_metric_of_ones_own() -> None:
+    model = calibrated(WORST)
+    exact = small_net()(images()).argmax(1)
+
+    def agreement(m: nn.Module) -> float:
+        return (m(images()).argmax(1) == exact).float().mean().item()
+
+    found = sensitivity(model, [], agreement)
+    assert all(s.change == s.value - 1.0 for s in found)
+
+
+def test_modes_and_hooks_are_left_as_they_were() -> None:
+    model = calibrated()
+    model.train()
+    model.stem._input_quantizer.mode = Mode.OFF
+    sensitivity(model, [images()])
+    layer_sqnr(model, [images()])
+    assert model.training
+    assert model.stem._input_quantizer.mode is Mode.OFF
+    assert all(not q._forward_hooks for q in quantizers(model).values())
+
+
+def test_errors() -> None:
+    with pytest.raises(ConfigError, match="needs a prepared model"):
+        sensitivity(small_net(), [images()])
+    with pytest.raises(ConfigError, match="give a list or a loader, not an iterator"):
+        sensitivity(calibrated(), iter([images()]))

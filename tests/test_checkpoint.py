@@ -1,0 +1,179 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fakequant import files
+from fakequant.errors import CheckpointError, OutputError
+from fakequant.model import presets
+from fakequant.model.checkpoint import load, save
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.nn import Mode, quantizers
+from models import SmallNet, images, small_net
+
+
+def saved(folder: Path, config: Any = presets.INT8) -> SmallNet:
+    model = prepare(small_net(), config)
+    calibrate(model, [images()])
+    save(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("name", sorted(presets.presets()))
+def test_round_trip_into_a_fresh_model(name: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, presets.presets()[name])
+    fresh = small_net()
+    for parameter in fresh.parameters():
+        nn.init.normal_(parameter)
+    restored = load(fresh, tmp_path)
+    assert torch.equal(restored(images()), model(images()))
+    assert repr(restored) == repr(model)
+
+
+def test_learned_scales_modes_and_shared_weights(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(6, 4)
+            self.head = nn.Linear(4, 6, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(x))
+
+    x = torch.tensor([[0, 5, 3]])
+    model = prepare(Tied(), presets.INT8)
+    calibrate(model, [x])
+    model.head._input_quantizer.learn_scale()
+    model.table._weight_quantizer.mode = Mode.OFF
+    save(model, tmp_path)
+    restored = load(Tied(), tmp_path)
+    assert torch.equal(restored(x), model(x))
+    assert isinstance(restored.head._input_quantizer.scale, nn.Parameter)
+    assert restored.table._weight_quantizer.mode is Mode.OFF
+    assert restored.head.weight is restored.table.weight
+
+
+def test_an_uncalibrated_model_stays_uncalibrated(tmp_path: Path) -> None:
+    save(prepare(small_net(), presets.INT8), tmp_path)
+    assert not any(q.calibrated for q in quantizers(load(small_net(), tmp_path)).values())
+
+
+def test_saving_again_leaves_one_tensor_file(tmp_path: Path) -> None:
+    saved(tmp_path)
+    saved(tmp_path, presets.INT4)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".safetensors"]
+
+
+def _tensor_file(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+def _truncate(folder: Path) -> None:
+    path = _tensor_file(folder)
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _flip_a_bit(folder: Path) -> None:
+    path = _tensor_file(folder)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _drop(folder: Path) -> None:
+    _tensor_file(folder).unlink()
+
+
+def _cut_manifest(folder: Path) -> None:
+    path = folder / "fakequant.json"
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def _foreign_manifest(folder: Path) -> None:
+    (folder / "fakequant.json").write_text('{"model": "other"}')
+
+
+def _without_layers(folder: Path) -> None:
+    path = folder / "fakequant.json"
+    manifest = json.loads(path.read_text())
+    del manifest["layers"]
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (_truncate, r"is truncated or damaged: \d+ bytes instead of \d+"),
+        (_flip_a_bit, "its SHA-256 is not the one"),
+        (_drop, "cannot read .*safetensors"),
+        (_cut_manifest, "fakequant.json is damaged"),
+        (_foreign_manifest, "is no checkpoint of version 1"),
+        (_without_layers, "it lacks layers"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_damage_is_found_and_the_model_is_untouched(damage: Any, text: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    damage(tmp_path)
+    fresh = small_net()
+    with pytest.raises(CheckpointError, match=text):
+        load(fresh, tmp_path)
+    assert quantizers(fresh) == {}
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load(small_net(), tmp_path / "nowhere")
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(CheckpointError, match="layers that the model lacks: stem, "):
+        load(nn.Sequential(nn.Linear(2, 2)), tmp_path)
+    other = small_net()
+    other.head = nn.Conv2d(1, 1, 1)  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match="layer head is a Linear, the model's is a Conv2d"):
+        load(other, tmp_path)
+    wider = small_net()
+    wider.head = nn.Linear(8 * 16, 11)
+    with pytest.raises(CheckpointError, match=r"does not fit the model: (?s:.)*head\.weight"):
+        load(wider, tmp_path)
+
+
+def test_a_prepared_model_is_refused(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    with pytest.raises(CheckpointError, match="already prepared"):
+        load(model, tmp_path)
+    with pytest.raises(CheckpointError, match="no quantizers; prepare it first"):
+        save(small_net(), tmp_path)
+
+
+def test_an_interrupted_save_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(tmp_path)
+    expected = model(images())
+    other = prepare(small_net(), presets.INT4)
+    replace = os.replace
+
+    def interrupted(source: Any, target: Any) -> None:
+        if str(target).endswith("fakequant.json"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(other, tmp_path)
+    monkeypatch.undo()
+    assert torch.equal(load(small_net(), tmp_path)(images()), expected)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises(OutputError, match=r"cannot write to .*file; choose another folder|cannot write to .*file"):
+        save(prepare(small_net(), presets.INT8), blocked / "inside")

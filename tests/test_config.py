@@ -1,0 +1,92 @@
+import json
+
+import pytest
+from torch import nn
+
+from fakequant.errors import ConfigError
+from fakequant.model import presets
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.prepare import prepare
+from fakequant.nn import quantizers
+from models import small_net
+
+
+@pytest.mark.parametrize("name", sorted(presets.presets()))
+def test_presets_prepare_and_round_trip_through_json(name: str) -> None:
+    config = presets.presets()[name]
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    model = prepare(small_net(), config)
+    assert model.stem._weight_quantizer is not None
+    assert type(model.maximum) is nn.MaxPool2d
+    with_inputs = any(rule.input for rule in config.rules)
+    assert any("_input_quantizer" in q for q in quantizers(model)) == with_inputs
+
+
+def test_the_last_matching_rule_holds() -> None:
+    config = presets.INT8.with_rule(
+        Rule("head"),
+        Rule("br*", input=TensorConfig("float8_e4m3fn")),
+        Rule("stem", weight=TensorConfig("int4 per_channel(0)"), layers=("Conv2d",)),
+    )
+    model = prepare(small_net(), config)
+    assert type(model.head) is nn.Linear
+    assert str(model.branch._input_quantizer.spec) == "float8_e4m3fn per_tensor"
+    assert model.branch._weight_quantizer is None
+    assert str(model.stem._weight_quantizer.spec) == "int4 per_channel(0)"
+    assert model.stem._input_quantizer is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (Rule("haed"), r"the rule 'haed' matches no layer; layers that can be quantized are stem \(Conv2d\)"),
+        (Rule("head", layers=("Conv2d",)), r"the rule 'head' of type Conv2d matches no layer"),
+    ],
+    ids=["name", "type"],
+)
+def test_a_rule_that_matches_nothing_raises(rule: Rule, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        prepare(small_net(), presets.INT8.with_rule(rule))
+
+
+def test_nothing_changes_when_a_rule_fails() -> None:
+    model = small_net()
+    with pytest.raises(ConfigError):
+        prepare(model, presets.INT8.with_rule(Rule("nowhere")))
+    assert quantizers(model) == {}
+    assert type(model.stem) is nn.Conv2d
+
+
+def test_a_model_without_layers_raises() -> None:
+    with pytest.raises(ConfigError, match="no layer that can be quantized"):
+        prepare(nn.Sequential(nn.ReLU()), presets.INT8)
+
+
+def test_an_optional_rule_may_match_nothing() -> None:
+    prepare(small_net(), presets.INT8.with_rule(Rule("nowhere", optional=True)))
+
+
+def test_output_channels_of_transposed_convolutions() -> None:
+    model = prepare(small_net(), presets.INT8)
+    assert str(model.up._weight_quantizer.spec.granularity) == "per_channel(1)"
+    assert str(model.stem._weight_quantizer.spec.granularity) == "per_channel(0)"
+
+
+def test_subclasses_of_float_layers_stay() -> None:
+    class MyLinear(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), MyLinear(2, 2))
+    prepare(model, presets.INT8)
+    assert list(quantizers(model)) == ["0._input_quantizer", "0._weight_quantizer"]
+
+
+def test_preparing_twice_raises() -> None:
+    model = prepare(small_net(), presets.INT8)
+    with pytest.raises(ConfigError, match=r"already prepared: it has 1\d quantizers, the first is stem\."):
+        prepare(model, presets.INT8)
+
+
+def test_tensor_config_text() -> None:
+    config = TensorConfig("uint8 per_token reciprocal", dynamic=True)
+    assert TensorConfig.parse(str(config)) == config

@@ -1,0 +1,235 @@
+"""Every backend returns the reference's bits: values, masks, gradients, codes. A new backend is tested by being listed."""
+
+import shutil
+import threading
+
+import cases
+import pytest
+import torch
+from bits import assert_same_bits
+from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+
+import fakequant as fq
+from fakequant.numerics import reference
+from fakequant.ops.cpu.backend import load_kernels
+from fakequant.ops.dispatch import backends, unpack_bits
+
+BACKENDS = [backend for backend in backends() if backend.name != "reference"]
+GRADIENTS = [fq.Gradient.CODE_RANGE, fq.Gradient.INPUT_RANGE]  # IDENTITY needs no mask: see test_library.py
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """torch.empty gives NaN, or the largest integer, so that an element that no kernel wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def skip_unavailable(backend):
+    if reason := backend.unavailable():
+        pytest.skip(reason)
+
+
+def test_cpu_kernels_are_there_where_a_compiler_is():
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")):
+        pytest.skip("no C++ compiler here")
+    assert load_kernels() is None
+
+
+def test_poison_works():
+    assert torch.empty(3).isnan().all()
+    assert (torch.empty_like(torch.ones(3, dtype=torch.uint8)) == 255).all()
+
+
+def compare(backend, numbers, spec, label):
+    """All four operations of a backend on one input; the number of comparisons that the backend could serve."""
+    x, params = numbers.x, numbers.params
+    served = 0
+    if backend.unsupported(x, spec, codes=False) is None:
+        plain, nothing = backend.fake_quantize(x, params, spec, mask=False)
+        assert nothing is None
+        right = reference.fake_quantize(x, params, spec)
+        assert_same_bits(plain, right, label)
+        for gradient in GRADIENTS:
+            spec_of_gradient = spec.replace(gradient=gradient)
+            y, mask = backend.fake_quantize(x, params, spec_of_gradient, mask=True)
+            assert_same_bits(y, right, f"{label} {gradient.value} y")
+            assert mask.numel() <= (x.numel() + 7) // 8
+            dy = torch.arange(1, x.numel() + 1).to(x.dtype).view(x.shape)
+            dx = backend.grad_input(dy, mask, spec_of_gradient, x.stride())
+            inside = reference.passes(x, params, spec_of_gradient)
+            assert_same_bits(dx, reference.grad_input(dy, inside), f"{label} {gradient.value} dx")
+            served += 1
+    # Some formats have no dtype for their codes; those that do are named as strings in the cases.
+    if backend.unsupported(x, spec, codes=True) is None and spec.format in fq.formats().values():
+        codes = reference.quantize(x, params, spec)
+        assert_same_bits(backend.quantize(x, params, spec), codes, f"{label} codes")
+        for dtype in (torch.float32, x.dtype):
+            decoded = backend.dequantize(codes, params, spec, dtype)
+            assert_same_bits(decoded, reference.dequantize(codes, params, spec, dtype), f"{label} decoded")
+        served += 1
+    return served
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_equals_the_reference(backend, name, dtype):
+    skip_unavailable(backend)
+    case = FORMATS[name]
+    served = 0
+    for where_index, (where_name, where) in enumerate(GRANULARITIES.items()):
+        for arithmetic_index, arithmetic in enumerate(case.arithmetics()):
+            numbers = cases.hostile(case, where, arithmetic, dtype, seed=where_index)
+            spec = case.spec(where.granularity, arithmetic)
+            # Two layouts each, in turn: over the formats every layout meets every granularity and arithmetic.
+            turn = where_index + 2 * arithmetic_index + list(FORMATS).index(name)
+            for layout_name in [list(LAYOUTS)[(turn + k) % len(LAYOUTS)] for k in (0, 1)]:
+                laid = cases.Numbers(LAYOUTS[layout_name](numbers.x), numbers.params)
+                served += compare(backend, laid, spec, f"{where_name} {arithmetic.value} {layout_name}")
+    assert served or any(backend.unsupported(numbers.x, spec, codes=codes) for codes in (False, True))
+
+
+@each_backend
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_equals_the_reference_in_every_layout(backend, name, dtype):
+    skip_unavailable(backend)
+    case = FORMATS[name]
+    for seed in range(3):
+        for where_name, where in GRANULARITIES.items():
+            for arithmetic in case.arithmetics():
+                numbers = cases.hostile(case, where, arithmetic, dtype, seed=1000 + seed)
+                spec = case.spec(where.granularity, arithmetic)
+                for layout_name, layout in LAYOUTS.items():
+                    laid = cases.Numbers(layout(numbers.x), numbers.params)
+                    compare(backend, laid, spec, f"{where_name} {arithmetic.value} {layout_name} {seed}")
+
+
+# A chunk of the kernels has 1024 elements, a thread's share at least 32,768, a short run of one scale less than 16.
+SIZES = [1, 7, 8, 9, 15, 16, 17, 1023, 1024, 1025, 2047, 4099, 32768, 32769, 70001]
+
+
+@each_backend
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["int8", "uint8_affine", "float8_e4m3fn"])
+def test_chunks_and_remainders(backend, name, size):
+    skip_unavailable(backend)
+    torch.set_num_threads(2 if size > 32768 else 1)
+    case = FORMATS[name]
+    arithmetic = fq.Arithmetic.DIVIDE
+    shapes = {
+        "tensor": cases.GranularityCase(fq.PerTensor(), (size,), (size,)),
+        "runs_of_3": cases.GranularityCase(fq.PerChannel(0), (size // 3 + 1, 3), (1, 3)),
+        "runs_of_17": cases.GranularityCase(fq.PerToken(), (size // 17 + 1, 17), (1, 17)),
+        "rows": cases.GranularityCase(fq.PerChannel(-1), (5, size // 5 + 1), (5, 1)),
+        "long_runs": cases.GranularityCase(fq.PerChannel(1), (2, 3, size // 6 + 1), (2, 1, size // 6 + 1)),
+        "two_rows": cases.GranularityCase(fq.PerBlock({0: 2, 1: 1}), (4, size // 4 + 1), (2, 1)),
+    }
+    for where_name, where in shapes.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            numbers = cases.hostile(case, where, arithmetic, dtype, seed=size)
+            compare(backend, numbers, case.spec(where.granularity, arithmetic), where_name)
+
+
+@each_backend
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 32), (0, 2, 3, 4)], ids=str)
+def test_empty(backend, shape):
+    skip_unavailable(backend)
+    granularities = [fq.PerTensor(), fq.PerChannel(0), fq.PerChannel(-1), fq.PerToken(), fq.PerBlock({-1: 1})]
+    for granularity in granularities:
+        x = torch.empty(shape)
+        spec = fq.QuantSpec("int8", granularity)
+        params = fq.QParams(torch.ones(granularity.group_shape(shape)))
+        assert compare(backend, cases.Numbers(x, params), spec, str(granularity))
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["int8", "uint8_affine", "float8_e5m2"])
+def test_every_float16_and_bfloat16_pattern(backend, name):
+    skip_unavailable(backend)
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    case = FORMATS[name]
+    for dtype in (torch.float16, torch.bfloat16):
+        for scale in (1.0, 0.013, 1e-30):
+            for arithmetic in case.arithmetics():
+                zero_point = None if case.symmetric else torch.tensor([37], dtype=torch.int32)
+                numbers = cases.Numbers(patterns.view(dtype), fq.QParams(torch.tensor([scale]), zero_point))
+                compare(backend, numbers, case.spec(fq.PerTensor(), arithmetic), f"{dtype} {scale}")
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_mask_has_one_bit_per_element_and_its_gradient_keeps_bits(backend, dtype):
+    skip_unavailable(backend)
+    x = cases.hostile(FORMATS["int8"], GRANULARITIES["tensor"], fq.Arithmetic.DIVIDE, dtype).x
+    spec, params = fq.QuantSpec("int8"), fq.QParams(torch.ones(1, 1, 1))
+    _, mask = backend.fake_quantize(x, params, spec, mask=True)
+    assert mask.dtype == torch.uint8
+    assert mask.numel() == -(-x.numel() // 8)
+    # The input itself is as hostile a gradient as any: NaN, inf, -0.0.
+    dx = backend.grad_input(x, mask, spec, x.stride())
+    assert_same_bits(dx, reference.grad_input(x, unpack_bits(mask, x.shape)))
+
+
+@each_backend
+def test_gradient_in_another_layout_than_the_input(backend):
+    skip_unavailable(backend)
+    where = GRANULARITIES["channel_1"]
+    numbers = cases.hostile(FORMATS["int8"], where, fq.Arithmetic.DIVIDE, torch.float32)
+    spec = fq.QuantSpec("int8", where.granularity)
+    right = reference.passes(numbers.x, numbers.params, spec)
+    for x_layout in LAYOUTS:
+        if x_layout == "expanded":
+            continue
+        x = LAYOUTS[x_layout](numbers.x)
+        _, mask = backend.fake_quantize(x, numbers.params, spec, mask=True)
+        for dy_layout in LAYOUTS:
+            dy = LAYOUTS[dy_layout](torch.randn(where.shape))
+            dx = backend.grad_input(dy, mask, spec, x.stride())
+            assert_same_bits(dx, reference.grad_input(dy, right), f"x {x_layout}, dy {dy_layout}")
+
+
+@each_backend
+def test_input_is_not_written(backend):
+    skip_unavailable(backend)
+    for layout_name, layout in LAYOUTS.items():
+        x = layout(torch.randn(4, 5, 6))
+        before = x.clone()
+        for spec in (fq.QuantSpec("int8"), fq.QuantSpec("int8", fq.PerChannel(1))):
+            params = fq.choose_qparams(x, spec)
+            backend.fake_quantize(x, params, spec, mask=True)
+            backend.quantize(x, params, spec)
+            assert_same_bits(x, before, layout_name)
+
+
+@each_backend
+def test_threads_give_equal_bits(backend):
+    """Several Python threads at once, each with several threads of torch's pool, on tensors of many chunks."""
+    skip_unavailable(backend)
+    torch.set_num_threads(2)
+    where = cases.GranularityCase(fq.PerChannel(0), (7, 23_001), (1, 23_001))
+    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
+    spec = fq.QuantSpec("uint8", where.granularity)
+    right = reference.fake_quantize(numbers.x, numbers.params, spec)
+    inside = reference.passes(numbers.x, numbers.params, spec)
+    failures = []
+
+    def work():
+        for _ in range(10):
+            y, mask = backend.fake_quantize(numbers.x, numbers.params, spec, mask=True)
+            try:
+                assert_same_bits(y, right)
+                assert_same_bits(unpack_bits(mask, inside.shape), inside)
+            except AssertionError as failure:
+                failures.append(failure)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

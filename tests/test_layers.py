@@ -1,0 +1,120 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant import fake_quantize
+from fakequant.errors import ConfigError
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.presets import INT4_WEIGHT_ONLY, INT8
+from fakequant.nn import Add, MatMul, QuantizedLayer, layers, quantizes
+
+G = torch.Generator().manual_seed(3)
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=G)
+
+
+CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
+    "Linear": (nn.Linear(6, 5), (data(2, 3, 6),)),
+    "Linear-no-bias": (nn.Linear(6, 5, bias=False), (data(4, 6),)),
+    "Conv1d": (nn.Conv1d(4, 6, 3, stride=2, dilation=2), (data(2, 4, 11),)),
+    "Conv2d": (nn.Conv2d(4, 6, 3, groups=2, padding="same"), (data(2, 4, 5, 5),)),
+    "Conv2d-reflect": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (data(2, 4, 5, 5),)),
+    "Conv3d": (nn.Conv3d(2, 3, 2), (data(2, 2, 3, 3, 3),)),
+    "ConvTranspose1d": (nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2), (data(2, 4, 5),)),
+    "ConvTranspose2d": (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (data(2, 4, 5, 5),)),
+    "ConvTranspose3d": (nn.ConvTranspose3d(2, 3, 2), (data(1, 2, 3, 3, 3),)),
+    "Embedding": (nn.Embedding(7, 4, padding_idx=0), (torch.tensor([[0, 3], [6, 3]]),)),
+    "MaxPool1d": (nn.MaxPool1d(2), (data(1, 2, 6),)),
+    "MaxPool2d": (nn.MaxPool2d(2, return_indices=True), (data(1, 2, 4, 4),)),
+    "MaxPool3d": (nn.MaxPool3d(2), (data(1, 2, 4, 4, 4),)),
+    "AvgPool1d": (nn.AvgPool1d(2), (data(1, 2, 6),)),
+    "AvgPool2d": (nn.AvgPool2d(2), (data(1, 2, 4, 4),)),
+    "AvgPool3d": (nn.AvgPool3d(2), (data(1, 2, 4, 4, 4),)),
+    "AdaptiveAvgPool1d": (nn.AdaptiveAvgPool1d(3), (data(1, 2, 7),)),
+    "AdaptiveAvgPool2d": (nn.AdaptiveAvgPool2d(1), (data(1, 2, 7, 7),)),
+    "AdaptiveAvgPool3d": (nn.AdaptiveAvgPool3d(1), (data(1, 2, 3, 3, 3),)),
+    "MatMul": (MatMul(), (data(2, 3, 4), data(2, 4, 5))),
+    "Add": (Add(), (data(2, 3), data(3))),
+}
+EVERYTHING = type(INT8)("everything", INT8.rules[:1])
+
+
+def test_every_layer_of_the_table_has_a_case() -> None:
+    assert {type(module) for module, _ in CASES.values()} == set(layers())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_is_the_float_layer_on_quantized_tensors(name: str) -> None:
+    """The same layer in float, given inputs and weight that were fake-quantized by hand, computes the same bits."""
+    module, inputs = CASES[name]
+    expected_module = _copy(module)
+    expected_inputs = [fake_quantize(x, "int8") if x.is_floating_point() else x for x in inputs]
+    if hasattr(module, "weight"):
+        channels = 1 if "Transpose" in name else 0
+        with torch.no_grad():
+            expected_module.weight.copy_(fake_quantize(module.weight, f"int8 per_channel({channels})"))
+    quantized = prepare(_copy(module), EVERYTHING)
+    calibrate(quantized, [inputs])
+    got, expected = quantized(*inputs), expected_module(*expected_inputs)
+    if not isinstance(got, tuple):
+        got, expected = (got,), (expected,)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    assert isinstance(quantized, type(module))
+    assert set(module.state_dict()) <= set(quantized.state_dict())
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(module)
+
+
+def test_output_size_of_a_transposed_convolution() -> None:
+    layer = nn.ConvTranspose2d(2, 3, 3, stride=2)
+    x = data(1, 2, 4, 4)
+    shape = layer(x, output_size=[10, 10]).shape
+    prepare(layer, INT4_WEIGHT_ONLY)
+    assert layer(x, output_size=[10, 10]).shape == shape
+
+
+def test_gradients_reach_input_weight_and_bias() -> None:
+    layer = prepare(nn.Linear(4, 3), INT8)
+    x = data(2, 4).requires_grad_()
+    calibrate(layer, [x.detach()])
+    layer(x).sum().backward()
+    weight = fake_quantize(layer.weight, "int8 per_channel(0)").detach()
+    assert torch.equal(x.grad, F.linear(torch.ones(2, 3), weight.t()))
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.bias.grad, torch.full((3,), 2.0))
+
+
+def test_embedding_with_max_norm_is_refused() -> None:
+    layer = prepare(nn.Embedding(3, 2, max_norm=1.0), INT8)
+    with pytest.raises(ConfigError, match=r"max_norm=.*leave it in float by a rule"):
+        layer(torch.tensor([1]))
+
+
+def test_registration_needs_a_subclass() -> None:
+    class NotLinear(QuantizedLayer):
+        pass
+
+    with pytest.raises(ConfigError, match="NotLinear must be a subclass of Linear"):
+        quantizes(nn.Linear)(NotLinear)
+
+
+def test_conv_channels_last() -> None:
+    layer = nn.Conv2d(4, 6, 3)
+    x = data(2, 4, 6, 6)
+    quantized = prepare(layer, INT8)
+    calibrate(quantized, [x])
+    nchw = quantized(x)
+    nhwc = quantized(x.to(memory_format=torch.channels_last))
+    # The product may be summed in another order; the quantized operands are the same bits.
+    assert torch.equal(
+        quantized.quantized_input(x), quantized.quantized_input(x.to(memory_format=torch.channels_last))
+    )
+    assert nhwc.shape == nchw.shape

@@ -1,0 +1,172 @@
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fakequant import choose_qparams
+from fakequant.calibration import calibrators
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model import presets
+from fakequant.model.config import Rule
+from fakequant.model.prepare import calibrate, disabled, fold, prepare
+from fakequant.nn import Mode, quantizers
+from models import SmallNet, images, small_net
+
+
+def calibrated(config: Any = presets.INT8, method: str = "max") -> SmallNet:
+    model = prepare(small_net(), config)
+    calibrate(model, [images(), images(seed=2)], method)
+    return model
+
+
+@pytest.mark.parametrize("method", calibrators())
+def test_every_method_calibrates_every_quantizer(method: str) -> None:
+    model = calibrated(method=method)
+    assert all(q.calibrated for q in quantizers(model).values())
+    exact = small_net()(images())
+    error = (model(images()) - exact).norm() / exact.norm()
+    assert 0 < error < 0.2
+
+
+def test_calibration_sees_the_float_model() -> None:
+    """Later layers must not see the quantization error of earlier ones, nor the labels or the training mode."""
+    model = prepare(small_net().train(), presets.INT4)
+    calibrate(model, [(images(), torch.zeros(4))])
+    assert model.training
+    assert model.norm.training
+    assert torch.equal(model.norm.running_mean, torch.zeros(8))
+    seen = []
+    reference = small_net()
+    reference.head.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    reference(images())
+    quantizer = model.head._input_quantizer
+    assert torch.equal(quantizer.scale, choose_qparams(seen[0], quantizer.spec).scale)
+
+
+def test_weights_are_calibrated_without_batches() -> None:
+    model = prepare(small_net(), presets.INT8_WEIGHT_ONLY)
+    used = calibrate(model, weight_method="mse")
+    assert set(used) == set(quantizers(model))
+    assert all(q.calibrated for q in quantizers(model).values())
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [images(), (images(),), [images(), torch.zeros(4)], {"x": images()}],
+    ids=["tensor", "tuple", "with-labels", "dict"],
+)
+def test_kinds_of_batches(batch: Any) -> None:
+    model = prepare(small_net(), presets.INT8)
+    calibrate(model, iter([batch]))
+    assert torch.equal(model.stem._input_quantizer.scale, calibrated_once().stem._input_quantizer.scale)
+
+
+def calibrated_once() -> SmallNet:
+    model = prepare(small_net(), presets.INT8)
+    calibrate(model, [None], forward=lambda m, _: m(images()))
+    return model
+
+
+class TwoPaths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(2, 2)
+        self.spare = nn.Linear(2, 2)
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_unseen_quantizers_are_all_named_and_nothing_changes() -> None:
+    model = prepare(TwoPaths(), presets.INT8)
+    with pytest.raises(CalibrationError, match=r"2 of 3 .* saw no data: spare\._input_quantizer, idle\._input_quant"):
+        calibrate(model, [torch.ones(1, 2)])
+    assert not any(q.calibrated for q in quantizers(model).values())
+    assert all(q.mode is Mode.QUANTIZE and q.calibrator is None for q in quantizers(model).values())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("method", calibrators())
+def test_a_bad_batch_names_the_quantizer_and_changes_nothing(bad: float, method: str) -> None:
+    model = calibrated()
+    before = copy.deepcopy(model.state_dict())
+    batch = images()
+    batch[0, 0, 0, 0] = bad
+    with pytest.raises(CalibrationError, match=r"^stem\._input_quantizer: "):
+        calibrate(model, [images(), batch], method)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(q.mode is Mode.QUANTIZE for q in quantizers(model).values())
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(CalibrationError, match="no quantizers; call fakequant.prepare"):
+        calibrate(small_net(), [images()])
+    model = prepare(small_net(), presets.INT8)
+    with pytest.raises(ConfigError, match="entropy"):
+        calibrate(model, [images()], "entorpy")
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_compute_the_same(copier: Callable[[nn.Module], nn.Module]) -> None:
+    model = calibrated()
+    assert torch.equal(copier(model)(images()), model(images()))
+
+
+@pytest.mark.parametrize("name", sorted(presets.presets()))
+def test_state_dict_goes_into_a_fresh_prepared_model(name: str) -> None:
+    config = presets.presets()[name]
+    model = calibrated(config)
+    fresh = prepare(small_net(), config)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(images()), model(images()))
+
+
+def test_float_keys_stay() -> None:
+    assert set(small_net().state_dict()) <= set(calibrated().state_dict())
+
+
+def test_disabled_is_the_float_model() -> None:
+    model = calibrated()
+    with disabled(model):
+        assert torch.equal(model(images()), small_net()(images()))
+    assert not torch.equal(model(images()), small_net()(images()))
+
+
+def test_fold_computes_the_same_without_weight_quantizers() -> None:
+    model = calibrated(presets.INT4)
+    expected = model(images())
+    folded = fold(copy.deepcopy(model))
+    assert torch.equal(folded(images()), expected)
+    assert not any(name.endswith("_weight_quantizer") for name in quantizers(folded))
+    assert folded.stem.weight.unique().numel() <= 8 * 16
+
+
+@pytest.mark.parametrize("config", [presets.INT8, presets.FP8], ids=["INT8", "FP8"])
+def test_compile_and_export_compute_the_same(config: Any) -> None:
+    model = calibrated(config.with_rule(Rule("product")))
+    expected = model(images())
+    # The products themselves may be fused or reordered by the compiler, hence the tolerance of one float32 sum.
+    compiled = torch.compile(model, fullgraph=True)(images())
+    torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-4)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(model, (images(),), dynamic_shapes=({0: batch},))
+    assert torch.equal(program.module()(images(7)), model(images(7)))
+    count = sum(n.target is torch.ops.fakequant.fake_quantize.default for n in program.graph.nodes)
+    assert count == len(quantizers(model))
+
+
+def test_half_precision_model() -> None:
+    model = calibrated().bfloat16()
+    assert model(images().bfloat16()).dtype == torch.bfloat16
+    assert all(q.scale.dtype == torch.float32 for q in quantizers(model).values())
+
+
+def test_autocast() -> None:
+    model = calibrated()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(images()).shape == (4, 10)

@@ -1,0 +1,162 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fakequant import PerChannel, PerToken, QParams, QuantSpec, Range, fake_quantize
+from fakequant.calibration import make_calibrator
+from fakequant.errors import CalibrationError, ConfigError, ShapeError
+from fakequant.nn import Kind, Mode, Quantizer, quantizers
+
+X = torch.tensor([[0.3, -1.0, 2.0], [0.0, 5.0, -0.2]])
+
+
+def calibrated(spec: str = "int8 per_channel(0)") -> Quantizer:
+    quantizer = Quantizer(spec)
+    quantizer.name = "block._input_quantizer"
+    quantizer.set_range(Range(torch.tensor([[-1.0], [-0.5]]), torch.tensor([[2.0], [5.0]])))
+    return quantizer
+
+
+@pytest.mark.parametrize("spec", ["int8 per_channel(0)", "uint8 per_channel(0)", "float8_e4m3fn per_channel(0)"])
+def test_static_equals_function(spec: str) -> None:
+    quantizer = calibrated(spec)
+    assert torch.equal(
+        quantizer(X), fake_quantize(X, spec, scale=quantizer.scale, zero_point=quantizer.zero_point)
+    )
+
+
+def test_dynamic_takes_the_range_from_every_tensor() -> None:
+    quantizer = Quantizer(QuantSpec("int8", PerToken()), dynamic=True)
+    for x in (X, X * 100, X[:1]):
+        assert torch.equal(quantizer(x), fake_quantize(x, quantizer.spec))
+    assert not quantizer.needs_calibration
+
+
+def test_weight_follows_until_frozen() -> None:
+    quantizer = Quantizer("int8", kind=Kind.WEIGHT)
+    before = quantizer(X * 10)
+    assert torch.equal(before, fake_quantize(X * 10, "int8"))
+    quantizer.freeze(X)
+    assert torch.equal(quantizer(X * 10), fake_quantize(X * 10, "int8", amax=5.0))
+
+
+def test_modes() -> None:
+    quantizer = calibrated()
+    quantizer.mode = Mode.OFF
+    assert quantizer(X) is X
+    quantizer.mode = Mode.OBSERVE
+    quantizer.calibrator = make_calibrator("max", quantizer.spec)
+    assert quantizer(X) is X
+    assert torch.equal(quantizer.observed_range().hi, torch.tensor([[2.0], [5.0]]))
+
+
+def test_uncalibrated_input_names_itself() -> None:
+    quantizer = Quantizer("int8")
+    quantizer.name = "layer1._input_quantizer"
+    with pytest.raises(CalibrationError, match=r"layer1\._input_quantizer has not been calibrated; call fakequant"):
+        quantizer(X)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_observing_bad_data_names_the_quantizer(bad: float) -> None:
+    quantizer = calibrated()
+    quantizer.calibrator = make_calibrator("max", quantizer.spec)
+    with pytest.raises(CalibrationError, match=r"^block\._input_quantizer: "):
+        quantizer.observe(torch.tensor([[1.0], [bad]]))
+
+
+def test_observing_without_calibrator() -> None:
+    quantizer = calibrated()
+    with pytest.raises(CalibrationError, match="without a calibrator"):
+        quantizer.observe(X)
+    with pytest.raises(CalibrationError, match="nothing was observed"):
+        quantizer.observed_range()
+
+
+def test_shape_that_does_not_fit_the_scale() -> None:
+    with pytest.raises(ShapeError, match=r"scale of shape \[2, 1\], which does not fit .* shape \[3, 2\]"):
+        calibrated()(X.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_scale_keeps_its_precision(dtype: torch.dtype) -> None:
+    quantizer = calibrated("uint8 per_channel(0)")
+    scale, zero_point = quantizer.scale.clone(), quantizer.zero_point.clone()
+    assert torch.equal(quantizer.to(dtype).scale, scale)
+    assert torch.equal(quantizer.zero_point, zero_point)
+    assert quantizer(X.to(dtype)).dtype == dtype
+    learned = calibrated()
+    learned.learn_scale()
+    assert learned.to(dtype).scale.dtype == torch.float32
+    assert isinstance(learned.scale, nn.Parameter)
+
+
+def test_state_dict_round_trip_into_a_fresh_quantizer() -> None:
+    quantizer = calibrated("uint8 per_channel(0)")
+    fresh = Quantizer(quantizer.spec)
+    fresh.load_state_dict(quantizer.state_dict())
+    assert torch.equal(fresh(X), quantizer(X))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        fresh.load_state_dict({})
+
+
+def test_state_dict_of_another_shape_replaces() -> None:
+    quantizer = Quantizer("int8")
+    quantizer.set_qparams(QParams(torch.tensor([0.5])))
+    quantizer.load_state_dict({"scale": torch.tensor([[0.25]])})
+    assert torch.equal(quantizer.scale, torch.tensor([[0.25]]))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))], ids=["copy", "pickle"])
+def test_copies_are_independent(copier: object) -> None:
+    quantizer = calibrated()
+    twin = copier(quantizer)  # type: ignore[operator]
+    assert torch.equal(twin(X), quantizer(X))
+    twin.scale.mul_(2)
+    assert not torch.equal(twin(X), quantizer(X))
+
+
+def test_learned_scale_gets_a_gradient_and_trains() -> None:
+    quantizer = calibrated()
+    quantizer.learn_scale()
+    quantizer.learn_scale()
+    assert [name for name, _ in quantizer.named_parameters()] == ["scale"]
+    quantizer(X * 1.7).square().sum().backward()
+    assert quantizer.scale.grad is not None
+    assert bool((quantizer.scale.grad != 0).all())
+    quantizer.set_qparams(QParams(torch.ones(2, 1)))
+    assert isinstance(quantizer.scale, nn.Parameter)
+    quantizer.reset()
+    assert not quantizer.calibrated
+    assert list(quantizer.parameters()) == []
+
+
+def test_learning_needs_a_scale() -> None:
+    with pytest.raises(ConfigError, match="no scale to learn; calibrate it first"):
+        Quantizer("int8").learn_scale()
+    with pytest.raises(ConfigError, match="is dynamic"):
+        Quantizer("int8", dynamic=True).learn_scale()
+
+
+def test_given_parameters_are_not_aliased() -> None:
+    scale = torch.tensor([0.5])
+    quantizer = Quantizer("int8")
+    quantizer.set_qparams(QParams(scale))
+    scale.fill_(9.0)
+    assert quantizer.scale.item() == 0.5
+
+
+def test_repr_says_what_matters() -> None:
+    quantizer = calibrated()
+    quantizer.learn_scale()
+    quantizer.mode = Mode.OFF
+    assert repr(quantizer) == "Quantizer(int8 per_channel(0), input, off, scale 0.01575 to 0.03937 [2], learned)"
+    assert repr(Quantizer("int8", dynamic=True)) == "Quantizer(int8 per_tensor, input, dynamic)"
+
+
+def test_quantizers_by_path() -> None:
+    model = nn.Sequential(Quantizer("int8"), nn.Sequential(Quantizer(QuantSpec("int4", PerChannel(0)))))
+    assert list(quantizers(model)) == ["0", "1.0"]
