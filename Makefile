@@ -10,7 +10,7 @@ setup: $(STAMP)
 
 # The kernels are compiled against the torch in the virtual environment (no build isolation), then the package is
 # installed in place. A change of the kernels or of the requirements installs again.
-$(STAMP): pyproject.toml setup.py constraints.txt src/fakequant/ops/cpu/kernels.cpp
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/fakequant/ops/cpu/*.cpp src/fakequant/ops/cpu/*.h)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools wheel torch numpy
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fakequant.errors import ShapeError
 from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles
 
 
@@ -24,6 +25,7 @@ class Layout:
     order: tuple[int, ...]
     dense: bool
     tiles: Tiles
+    group_shape: tuple[int, ...]
     group_order: tuple[int, ...]
 
     def pack(self, x: Tensor) -> Tensor:
@@ -38,8 +40,19 @@ class Layout:
         return y if self.dense else y.permute(_inverse(self.order)).reshape(self.shape)
 
     def pack_groups(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Per-group values [groups, axes kept] in the kernel's order."""
-        return values.permute(self.group_order).to(dtype).contiguous()
+        """Per-group values [groups, axes kept] in the kernel's order.
+
+        Raises:
+            ShapeError: another shape, with which a kernel would read memory that is not there.
+        """
+        if values.shape != self.group_shape:
+            raise ShapeError(
+                f"parameters of shape {list(values.shape)} for a tensor of shape {list(self.shape)}, "
+                f"which has groups of shape {list(self.group_shape)}"
+            )
+        if self.tiles.groups > 1:
+            values = values.permute(self.group_order).contiguous()
+        return values if values.dtype == dtype else values.to(dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -50,10 +63,11 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
         ShapeError: the granularity does not fit the shape.
     """
     blocks = granularity.block_shape(shape)
+    group_shape = granularity.group_shape(shape)
     order = _memory_order(shape, stride)
     tiles = fit_tiles([shape[a] for a in order], [blocks[a] for a in order])
     if tiles is not None:
-        return Layout(shape, shape, order, True, tiles, order)
+        return Layout(shape, shape, order, True, tiles, group_shape, order)
     # Groups and blocks alternate too often for [g0, b0, g1, b1]: all groups first, then all that lies in a block.
     split: list[int] = []
     for n, b in zip(shape, blocks, strict=True):
@@ -61,7 +75,7 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     groups, inner = tuple(range(0, len(split), 2)), tuple(range(1, len(split), 2))
     elements = torch.Size([split[a] for a in groups]).numel()
     tiles = Tiles(elements, torch.Size([split[a] for a in inner]).numel(), 1, 1)
-    return Layout(shape, tuple(split), groups + inner, False, tiles, tuple(range(len(shape))))
+    return Layout(shape, tuple(split), groups + inner, False, tiles, group_shape, tuple(range(len(shape))))
 
 
 def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 // CPU kernels on LibTorch's stable ABI: fake quantization, encoding, decoding and the masked gradient.
 //
-// They return the bits of numerics/reference.py. That rests on three compiler settings (pyproject.toml's build):
+// They return the bits of numerics/reference.py. That rests on three compiler settings (setup.py):
 // -ffp-contract=off (no FMA contraction), true division, and no -ffast-math; NaN survives because every clamp is
 // written as `bound > v ? bound : v`, which keeps v where the comparison is false.
 //
@@ -12,246 +12,29 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <optional>
 #include <type_traits>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FAKEQUANT_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FAKEQUANT_CLONES
-#endif
-#define FAKEQUANT_INLINE inline __attribute__((always_inline))
+#include "call.h"
+#include "convert.h"
+#include "rounding.h"
+#include "runs.h"
 
+namespace fakequant {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kChunk = 1024;
-constexpr int64_t kGrainChunks = 32;   // 32,768 elements: below that a second thread costs more than it brings.
-constexpr int64_t kShortRun = 16;      // Runs shorter than a vector register get a scale per element instead.
-
-enum class Arithmetic : int64_t { kDivide = 0, kReciprocal = 1, kMultiplier = 2 };
-enum class Mask : int64_t { kNone = 0, kCodeRange = 1, kInputRange = 2 };
-enum class Emit { kValue, kCode };
-
-struct Grid {
-  double quant_min;
-  double quant_max;
-  int64_t mantissa_bits;  // negative: integers
-  int64_t min_exponent;
-  bool is_integer() const { return mantissa_bits < 0; }
-};
-
-struct Tiles {
-  int64_t g0, b0, g1, b1;
-  int64_t elements() const { return g0 * b0 * g1 * b1; }
-};
-
-// What every element of a chunk needs, in the compute type C; null pointers mean "absent".
-template <typename C>
-struct Params {
-  const C* scale;
-  const C* zero_point;
-  const C* lo;
-  const C* hi;
-};
-
-template <typename C>
-struct Call {
-  Tiles tiles;
-  Grid grid;
-  Arithmetic arithmetic;
-  Mask mask;
-  Params<C> params;
-};
-
-// ---- rounding -------------------------------------------------------------------------------------------------
-
-template <typename C>
-struct FloatBits;
-template <>
-struct FloatBits<float> {
-  using Int = uint32_t;
-  static constexpr int kMantissa = 23;
-  static constexpr int kBias = 127;
-  static constexpr Int kExponentMask = 0x7F800000u;
-};
-template <>
-struct FloatBits<double> {
-  using Int = uint64_t;
-  static constexpr int kMantissa = 52;
-  static constexpr int kBias = 1023;
-  static constexpr Int kExponentMask = 0x7FF0000000000000ull;
-};
-
-template <typename C>
-struct IntegerRounding {
-  C lo, hi;
-  explicit IntegerRounding(const Grid& g) : lo(static_cast<C>(g.quant_min)), hi(static_cast<C>(g.quant_max)) {}
-  FAKEQUANT_INLINE C round(C v) const { return std::rint(v); }
-};
-
-// Adding and subtracting c = 2**(e + mantissa(C) - M) rounds |v| to a multiple of 2**(e - M), ties to even, because
-// that is the spacing of C just above c. |v| is first limited to twice the largest value, so that c stays finite.
-template <typename C>
-struct FloatRounding {
-  using Bits = FloatBits<C>;
-  using Int = typename Bits::Int;
-  C lo, hi, limit;
-  Int least, shift;
-  explicit FloatRounding(const Grid& g)
-      : lo(static_cast<C>(g.quant_min)),
-        hi(static_cast<C>(g.quant_max)),
-        limit(static_cast<C>(2 * g.quant_max)),
-        least(static_cast<Int>(g.min_exponent + Bits::kBias) << Bits::kMantissa),
-        shift(static_cast<Int>(Bits::kMantissa - g.mantissa_bits) << Bits::kMantissa) {}
-  FAKEQUANT_INLINE C round(C v) const {
-    const C magnitude = std::fabs(v);
-    const C limited = magnitude > limit ? limit : magnitude;
-    Int exponent = __builtin_bit_cast(Int, limited) & Bits::kExponentMask;
-    exponent = exponent < least ? least : exponent;
-    const C c = __builtin_bit_cast(C, static_cast<Int>(exponent + shift));
-    return std::copysign((limited + c) - c, v);
-  }
-};
-
-// ---- one run of elements --------------------------------------------------------------------------------------
-
-template <typename C>
-struct Uniform {
-  C scale, zero_point, lo, hi;
-  FAKEQUANT_INLINE C s(int64_t) const { return scale; }
-  FAKEQUANT_INLINE C z(int64_t) const { return zero_point; }
-  FAKEQUANT_INLINE C low(int64_t) const { return lo; }
-  FAKEQUANT_INLINE C high(int64_t) const { return hi; }
-};
-
-template <typename C>
-struct PerElement {
-  const C *scale, *zero_point, *lo, *hi;
-  FAKEQUANT_INLINE C s(int64_t i) const { return scale[i]; }
-  FAKEQUANT_INLINE C z(int64_t i) const { return zero_point ? zero_point[i] : C(0); }
-  FAKEQUANT_INLINE C low(int64_t i) const { return lo[i]; }
-  FAKEQUANT_INLINE C high(int64_t i) const { return hi[i]; }
-};
-
-template <Arithmetic A, Mask M, Emit E, typename C, typename Rounding, typename P>
-FAKEQUANT_INLINE void quantize_run(const C* x, C* y, uint8_t* inside, int64_t n, const Rounding& rounding, const P& p) {
-  constexpr bool kInteger = std::is_same_v<Rounding, IntegerRounding<C>>;
-  constexpr bool kOffset = kInteger && A != Arithmetic::kMultiplier;
-  for (int64_t i = 0; i < n; ++i) {
-    const C value = x[i];
-    const C scale = p.s(i);
-    const C scaled = A == Arithmetic::kDivide ? value / scale
-                     : A == Arithmetic::kReciprocal ? value * (C(1) / scale)
-                                                    : value * scale;
-    C code = rounding.round(scaled);
-    if constexpr (kOffset) code += p.z(i);
-    if constexpr (M == Mask::kCodeRange) inside[i] = (code >= rounding.lo) & (code <= rounding.hi);
-    if constexpr (M == Mask::kInputRange) inside[i] = (value >= p.low(i)) & (value <= p.high(i));
-    code = rounding.lo > code ? rounding.lo : code;
-    code = rounding.hi < code ? rounding.hi : code;
-    if constexpr (E == Emit::kCode) {
-      y[i] = code == code ? code : rounding.lo;
-    } else if constexpr (A == Arithmetic::kMultiplier) {
-      y[i] = code / scale;
-    } else {
-      if constexpr (kOffset) code -= p.z(i);
-      y[i] = code * scale;
-    }
-  }
-}
-
-template <Emit E, typename C, typename Rounding, typename P>
-FAKEQUANT_INLINE void quantize_run_as(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t n,
-                                      const Rounding& rounding, const P& p) {
-#define FAKEQUANT_RUN(A, M)                                                 \
-  if (call.arithmetic == A && (E == Emit::kCode || call.mask == M)) {       \
-    quantize_run<A, E == Emit::kCode ? Mask::kNone : M, E>(x, y, inside, n, rounding, p); \
-    return;                                                                 \
-  }
-#define FAKEQUANT_RUN_ARITHMETIC(A)   \
-  FAKEQUANT_RUN(A, Mask::kNone)       \
-  if constexpr (E == Emit::kValue) {  \
-    FAKEQUANT_RUN(A, Mask::kCodeRange) \
-    FAKEQUANT_RUN(A, Mask::kInputRange) \
-  }
-  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kDivide)
-  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kReciprocal)
-  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kMultiplier)
-#undef FAKEQUANT_RUN_ARITHMETIC
-#undef FAKEQUANT_RUN
-}
-
-template <typename C, typename P>
-FAKEQUANT_INLINE void decode_run(const Call<C>& call, const C* codes, C* y, int64_t n, const P& p) {
-  if (call.arithmetic == Arithmetic::kMultiplier) {
-    for (int64_t i = 0; i < n; ++i) y[i] = codes[i] / p.s(i);
-  } else {
-    for (int64_t i = 0; i < n; ++i) y[i] = (codes[i] - p.z(i)) * p.s(i);
-  }
-}
-
-// ---- a chunk: split into runs that share a scale --------------------------------------------------------------
-
-// Calls `uniform(begin, length, Uniform)` or `varying(begin, length, PerElement)` for consecutive pieces of the
-// elements [first, first + n), with begin counted from `first`.
-template <typename C, typename F>
-FAKEQUANT_INLINE void for_each_run(const Call<C>& call, int64_t first, int64_t n, const F& run) {
-  const Tiles& t = call.tiles;
-  const Params<C>& p = call.params;
-  // b1 == 1 with several g1 is a row of scales; otherwise a run of `length` elements shares one.
-  const bool one_axis = t.g1 == 1 && t.b1 == 1;
-  const int64_t length = one_axis ? t.b0 : t.b1;
-  const int64_t row = t.g1 * t.b1;  // elements of one (g0, b0) index
-  const auto group = [&](int64_t element) {
-    return one_axis ? element / t.b0 : element / (row * t.b0) * t.g1 + element % row / t.b1;
-  };
-  if (length >= kShortRun || length >= n) {
-    for (int64_t i = 0; i < n;) {
-      const int64_t g = group(first + i);
-      const int64_t piece = std::min(length - (first + i) % length, n - i);
-      const Uniform<C> uniform{p.scale[g], p.zero_point ? p.zero_point[g] : C(0), p.lo ? p.lo[g] : C(0),
-                               p.hi ? p.hi[g] : C(0)};
-      run(i, piece, uniform);
-      i += piece;
-    }
-    return;
-  }
-  if (!one_axis && t.b1 == 1) {  // the scales of a row lie side by side already
-    for (int64_t i = 0; i < n;) {
-      const int64_t g = group(first + i);
-      const int64_t piece = std::min(t.g1 - (first + i) % t.g1, n - i);
-      const PerElement<C> row_params{p.scale + g, p.zero_point ? p.zero_point + g : nullptr, p.lo ? p.lo + g : nullptr,
-                                     p.hi ? p.hi + g : nullptr};
-      run(i, piece, row_params);
-      i += piece;
-    }
-    return;
-  }
-  C scale[kChunk], zero_point[kChunk], lo[kChunk], hi[kChunk];
-  int64_t within = (first % length), g = group(first);
-  for (int64_t i = 0; i < n; ++i) {
-    scale[i] = p.scale[g];
-    if (p.zero_point) zero_point[i] = p.zero_point[g];
-    if (p.lo) lo[i] = p.lo[g], hi[i] = p.hi[g];
-    if (++within == length) within = 0, g = group(first + i + 1);
-  }
-  run(int64_t(0), n, PerElement<C>{scale, p.zero_point ? zero_point : nullptr, lo, hi});
-}
+constexpr int64_t kGrainChunks = 32;  // 32,768 elements: below that a second thread costs more than it brings.
 
 template <Emit E, typename C, typename Rounding>
 FAKEQUANT_INLINE void quantize_chunk(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first, int64_t n) {
   const Rounding rounding(call.grid);
-  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) __attribute__((always_inline)) {
+  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
     quantize_run_as<E>(call, x + i, y + i, inside + i, piece, rounding, p);
   });
 }
@@ -281,13 +64,13 @@ void encode_chunk_f64(const Call<double>& call, const double* x, double* codes, 
 }
 
 FAKEQUANT_CLONES void decode_chunk_f32(const Call<float>& call, const float* codes, float* y, int64_t first, int64_t n) {
-  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) __attribute__((always_inline)) {
+  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
     decode_run(call, codes + i, y + i, piece, p);
   });
 }
 
 void decode_chunk_f64(const Call<double>& call, const double* codes, double* y, int64_t first, int64_t n) {
-  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) __attribute__((always_inline)) {
+  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
     decode_run(call, codes + i, y + i, piece, p);
   });
 }
@@ -310,68 +93,6 @@ void decode_chunk(const Call<float>& c, const float* q, float* y, int64_t first,
 void decode_chunk(const Call<double>& c, const double* q, double* y, int64_t first, int64_t n) {
   decode_chunk_f64(c, q, y, first, n);
 }
-
-// ---- conversions between storage and compute types ------------------------------------------------------------
-
-#ifdef __FLT16_MAX__
-using Half = _Float16;  // vectorised by the compiler where the processor converts
-#else
-using Half = torch::headeronly::Half;
-#endif
-struct BFloat16 {
-  uint16_t bits;
-};
-
-FAKEQUANT_CLONES void load_half(const Half* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]);
-}
-FAKEQUANT_CLONES void store_half(const float* from, Half* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<Half>(from[i]);
-}
-FAKEQUANT_CLONES void load_bfloat16(const BFloat16* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = __builtin_bit_cast(float, static_cast<uint32_t>(from[i].bits) << 16);
-}
-FAKEQUANT_CLONES void store_bfloat16(const float* from, BFloat16* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, from[i]);
-    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-    to[i].bits = static_cast<uint16_t>(from[i] == from[i] ? rounded : 0x7FC0u);
-  }
-}
-template <typename From, typename To>
-FAKEQUANT_INLINE void convert_each(const From* from, To* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
-}
-
-void load(const Half* from, float* to, int64_t n) { load_half(from, to, n); }
-void load(const BFloat16* from, float* to, int64_t n) { load_bfloat16(from, to, n); }
-template <typename From, typename To>
-void load(const From* from, To* to, int64_t n) {
-  convert_each(from, to, n);
-}
-void store(const float* from, Half* to, int64_t n) { store_half(from, to, n); }
-void store(const float* from, BFloat16* to, int64_t n) { store_bfloat16(from, to, n); }
-template <typename From, typename To>
-void store(const From* from, To* to, int64_t n) {
-  convert_each(from, to, n);
-}
-
-// One bit per element: bit i % 8 of byte i / 8. The multiplication gathers the low bits of eight bytes in the top one.
-FAKEQUANT_CLONES void pack(const uint8_t* inside, uint8_t* bits, int64_t n) {
-  const int64_t bytes = n / 8;
-  for (int64_t i = 0; i < bytes; ++i) {
-    uint64_t eight;
-    std::memcpy(&eight, inside + 8 * i, 8);
-    bits[i] = static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);
-  }
-  if (n % 8) {
-    uint8_t last = 0;
-    for (int64_t i = 8 * bytes; i < n; ++i) last |= static_cast<uint8_t>(inside[i] << (i % 8));
-    bits[bytes] = last;
-  }
-}
-
-// ---- the loops over chunks ------------------------------------------------------------------------------------
 
 template <typename F>
 void for_each_chunk(int64_t elements, const F& body) {
@@ -440,8 +161,6 @@ FAKEQUANT_CLONES void apply_mask_32(const uint32_t* dy, const uint8_t* mask, uin
 FAKEQUANT_CLONES void apply_mask_64(const uint64_t* dy, const uint8_t* mask, uint64_t* dx, int64_t n) {
   apply_mask(dy, mask, dx, n);
 }
-
-// ---- operators ------------------------------------------------------------------------------------------------
 
 template <typename C>
 Params<C> params_of(const Tensor& scale, const std::optional<Tensor>& zero_point, const std::optional<Tensor>& lo,
@@ -543,6 +262,7 @@ void mask_gradient(const Tensor& dy, const Tensor& mask, Tensor dx) {
 }
 
 }  // namespace
+}  // namespace fakequant
 
 #define FAKEQUANT_SCHEMA_PARAMS "Tensor scale, Tensor? zero_point, Tensor? lo, Tensor? hi, "
 #define FAKEQUANT_SCHEMA_CALL                                                              \
@@ -558,8 +278,8 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
-  m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
-  m.impl("quantize", TORCH_BOX(&quantize));
-  m.impl("dequantize", TORCH_BOX(&dequantize));
-  m.impl("mask_gradient", TORCH_BOX(&mask_gradient));
+  m.impl("fake_quantize", TORCH_BOX(&fakequant::fake_quantize));
+  m.impl("quantize", TORCH_BOX(&fakequant::quantize));
+  m.impl("dequantize", TORCH_BOX(&fakequant::dequantize));
+  m.impl("mask_gradient", TORCH_BOX(&fakequant::mask_gradient));
 }

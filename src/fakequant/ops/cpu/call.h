@@ -1,0 +1,63 @@
+// What one call says: the arithmetic, the format's grid, the tiles and the parameters of every group.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FAKEQUANT_X86
+#include <immintrin.h>
+#endif
+// Each marked function is compiled for three instruction sets; the processor's is chosen when the library loads.
+#if defined(FAKEQUANT_X86) && !defined(__clang__)
+#define FAKEQUANT_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FAKEQUANT_CLONES
+#endif
+#if defined(_MSC_VER)
+#define FAKEQUANT_INLINE __forceinline
+#define FAKEQUANT_INLINE_LAMBDA
+#else
+#define FAKEQUANT_INLINE inline __attribute__((always_inline))
+#define FAKEQUANT_INLINE_LAMBDA __attribute__((always_inline))
+#endif
+
+namespace fakequant {
+
+constexpr int64_t kChunk = 1024;
+
+enum class Arithmetic : int64_t { kDivide = 0, kReciprocal = 1, kMultiplier = 2 };
+enum class Mask : int64_t { kNone = 0, kCodeRange = 1, kInputRange = 2 };
+enum class Emit { kValue, kCode };
+
+struct Grid {
+  double quant_min;
+  double quant_max;
+  int64_t mantissa_bits;  // negative: integers
+  int64_t min_exponent;
+  bool is_integer() const { return mantissa_bits < 0; }
+};
+
+struct Tiles {
+  int64_t g0, b0, g1, b1;
+  int64_t elements() const { return g0 * b0 * g1 * b1; }
+};
+
+// What every element of a chunk needs, in the compute type C; null pointers mean "absent".
+template <typename C>
+struct Params {
+  const C* scale;
+  const C* zero_point;
+  const C* lo;
+  const C* hi;
+};
+
+template <typename C>
+struct Call {
+  Tiles tiles;
+  Grid grid;
+  Arithmetic arithmetic;
+  Mask mask;
+  Params<C> params;
+};
+
+}  // namespace fakequant

@@ -1,0 +1,137 @@
+// The inner loops: runs of elements that share a scale or have one each, and the split of a chunk into them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "call.h"
+#include "rounding.h"
+
+namespace fakequant {
+
+// Runs shorter than a vector register get a scale per element instead.
+constexpr int64_t kShortRun = 16;
+
+template <typename C>
+struct Uniform {
+  C scale, zero_point, lo, hi;
+  FAKEQUANT_INLINE C s(int64_t) const { return scale; }
+  FAKEQUANT_INLINE C z(int64_t) const { return zero_point; }
+  FAKEQUANT_INLINE C low(int64_t) const { return lo; }
+  FAKEQUANT_INLINE C high(int64_t) const { return hi; }
+};
+
+template <typename C>
+struct PerElement {
+  const C *scale, *zero_point, *lo, *hi;
+  FAKEQUANT_INLINE C s(int64_t i) const { return scale[i]; }
+  FAKEQUANT_INLINE C z(int64_t i) const { return zero_point ? zero_point[i] : C(0); }
+  FAKEQUANT_INLINE C low(int64_t i) const { return lo[i]; }
+  FAKEQUANT_INLINE C high(int64_t i) const { return hi[i]; }
+};
+
+template <Arithmetic A, Mask M, Emit E, typename C, typename Rounding, typename P>
+FAKEQUANT_INLINE void quantize_run(const C* x, C* y, uint8_t* inside, int64_t n, const Rounding& rounding, const P& p) {
+  constexpr bool kInteger = std::is_same_v<Rounding, IntegerRounding<C>>;
+  constexpr bool kOffset = kInteger && A != Arithmetic::kMultiplier;
+  for (int64_t i = 0; i < n; ++i) {
+    const C value = x[i];
+    const C scale = p.s(i);
+    const C scaled = A == Arithmetic::kDivide ? value / scale
+                     : A == Arithmetic::kReciprocal ? value * (C(1) / scale)
+                                                    : value * scale;
+    C code = rounding.round(scaled);
+    if constexpr (kOffset) code += p.z(i);
+    if constexpr (M == Mask::kCodeRange) inside[i] = (code >= rounding.lo) & (code <= rounding.hi);
+    if constexpr (M == Mask::kInputRange) inside[i] = (value >= p.low(i)) & (value <= p.high(i));
+    code = rounding.lo > code ? rounding.lo : code;
+    code = rounding.hi < code ? rounding.hi : code;
+    if constexpr (E == Emit::kCode) {
+      y[i] = code == code ? code : rounding.lo;
+    } else if constexpr (A == Arithmetic::kMultiplier) {
+      y[i] = code / scale;
+    } else {
+      if constexpr (kOffset) code -= p.z(i);
+      y[i] = code * scale;
+    }
+  }
+}
+
+template <Emit E, typename C, typename Rounding, typename P>
+FAKEQUANT_INLINE void quantize_run_as(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t n,
+                                      const Rounding& rounding, const P& p) {
+#define FAKEQUANT_RUN(A, M)                                                 \
+  if (call.arithmetic == A && (E == Emit::kCode || call.mask == M)) {       \
+    quantize_run<A, E == Emit::kCode ? Mask::kNone : M, E>(x, y, inside, n, rounding, p); \
+    return;                                                                 \
+  }
+#define FAKEQUANT_RUN_ARITHMETIC(A)   \
+  FAKEQUANT_RUN(A, Mask::kNone)       \
+  if constexpr (E == Emit::kValue) {  \
+    FAKEQUANT_RUN(A, Mask::kCodeRange) \
+    FAKEQUANT_RUN(A, Mask::kInputRange) \
+  }
+  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kDivide)
+  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kReciprocal)
+  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kMultiplier)
+#undef FAKEQUANT_RUN_ARITHMETIC
+#undef FAKEQUANT_RUN
+}
+
+template <typename C, typename P>
+FAKEQUANT_INLINE void decode_run(const Call<C>& call, const C* codes, C* y, int64_t n, const P& p) {
+  if (call.arithmetic == Arithmetic::kMultiplier) {
+    for (int64_t i = 0; i < n; ++i) y[i] = codes[i] / p.s(i);
+  } else {
+    for (int64_t i = 0; i < n; ++i) y[i] = (codes[i] - p.z(i)) * p.s(i);
+  }
+}
+
+// Calls `uniform(begin, length, Uniform)` or `varying(begin, length, PerElement)` for consecutive pieces of the
+// elements [first, first + n), with begin counted from `first`.
+template <typename C, typename F>
+FAKEQUANT_INLINE void for_each_run(const Call<C>& call, int64_t first, int64_t n, const F& run) {
+  const Tiles& t = call.tiles;
+  const Params<C>& p = call.params;
+  // b1 == 1 with several g1 is a row of scales; otherwise a run of `length` elements shares one.
+  const bool one_axis = t.g1 == 1 && t.b1 == 1;
+  const int64_t length = one_axis ? t.b0 : t.b1;
+  const int64_t row = t.g1 * t.b1;  // elements of one (g0, b0) index
+  const auto group = [&](int64_t element) {
+    return one_axis ? element / t.b0 : element / (row * t.b0) * t.g1 + element % row / t.b1;
+  };
+  if (length >= kShortRun || length >= n) {
+    for (int64_t i = 0; i < n;) {
+      const int64_t g = group(first + i);
+      const int64_t piece = std::min(length - (first + i) % length, n - i);
+      const Uniform<C> uniform{p.scale[g], p.zero_point ? p.zero_point[g] : C(0), p.lo ? p.lo[g] : C(0),
+                               p.hi ? p.hi[g] : C(0)};
+      run(i, piece, uniform);
+      i += piece;
+    }
+    return;
+  }
+  if (!one_axis && t.b1 == 1) {  // the scales of a row lie side by side already
+    for (int64_t i = 0; i < n;) {
+      const int64_t g = group(first + i);
+      const int64_t piece = std::min(t.g1 - (first + i) % t.g1, n - i);
+      const PerElement<C> row_params{p.scale + g, p.zero_point ? p.zero_point + g : nullptr, p.lo ? p.lo + g : nullptr,
+                                     p.hi ? p.hi + g : nullptr};
+      run(i, piece, row_params);
+      i += piece;
+    }
+    return;
+  }
+  C scale[kChunk], zero_point[kChunk], lo[kChunk], hi[kChunk];
+  int64_t within = (first % length), g = group(first);
+  for (int64_t i = 0; i < n; ++i) {
+    scale[i] = p.scale[g];
+    if (p.zero_point) zero_point[i] = p.zero_point[g];
+    if (p.lo) lo[i] = p.lo[g], hi[i] = p.hi[g];
+    if (++within == length) within = 0, g = group(first + i + 1);
+  }
+  run(int64_t(0), n, PerElement<C>{scale, p.zero_point ? zero_point : nullptr, lo, hi});
+}
+
+}  // namespace fakequant
