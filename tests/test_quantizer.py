@@ -1,4 +1,5 @@
 import copy
+import math
 import pickle
 
 import pytest
@@ -79,6 +80,15 @@ def test_observing_without_calibrator() -> None:
 def test_shape_that_does_not_fit_the_scale() -> None:
     with pytest.raises(ShapeError, match=r"scale of shape \[2, 1\], which does not fit .* shape \[3, 2\]"):
         calibrated()(X.t())
+
+
+@pytest.mark.parametrize("spec", ["int8", "uint8"])
+def test_one_scale_fits_tensors_of_any_rank(spec: str) -> None:
+    quantizer = Quantizer(spec)
+    quantizer.set_range(Range(torch.tensor([[-1.0]]), torch.tensor([[5.0]])))
+    for shape in ((6,), (1, 6), (1, 2, 3), ()):
+        x = X.flatten()[: math.prod(shape)].reshape(shape)
+        assert torch.equal(quantizer(x), quantizer(x.reshape(1, -1)).reshape(shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -31,8 +31,8 @@ class EntropyCalibrator(HistogramCalibrator):
     spread again over the bins of each cell that are not empty. The threshold with the smallest KL(P || Q) is taken, of
     equal ones the largest. Bin 0 counts as much as its neighbour: it holds the exact zeros (of a ReLU, often half of
     the data), which have an exact code whatever the threshold is. Thresholds are edges of bins, from as many bins as
-    the format has codes on a side; all are tried where there are at most 512, else every n-th and then the neighbours
-    of the best.
+    the format has codes on a side; all are tried where there are at most 512 (fewer for formats of more than 8 bits),
+    else every n-th and then the neighbours of the best.
 
     Args:
         spec: how the tensor will be quantized.
@@ -76,7 +76,7 @@ class EntropyCalibrator(HistogramCalibrator):
         """Bins up to the threshold with the smallest divergence."""
         counts = self.magnitudes(histogram)[:, None] if self.spec.symmetric else histogram.counts
         used = used_bins(counts)
-        divergence = _Divergence(counts, used, self._midpoints.to(counts.device), self._span, self.spec.symmetric)
+        divergence = _Divergence(counts, used, self._midpoints, self._span, self.spec.symmetric)
         return cheapest(divergence, self._codes, used.amax(1), bins=histogram.bins, coarse=self._coarse)
 
 
@@ -124,7 +124,7 @@ class _Divergence:
         counts[..., 0] = counts[..., 1]
         self.counts, self.used, self.midpoints, self.span, self.symmetric = counts, used, midpoints, span, symmetric
         filled = counts > 0
-        positions = torch.arange(counts.shape[-1], device=counts.device)
+        positions = torch.arange(counts.shape[-1])
         # Entry k is about bins 0 to k - 1.
         self.mass = _from_zero(counts.cumsum(-1))
         self.filled = _from_zero(filled.cumsum(-1))
@@ -157,7 +157,7 @@ class _Divergence:
         cell_mass = self._between(self.mass, edges)
         spread = self._between(self.filled, edges)
         log_q = torch.where(cell_mass > 0, (cell_mass / spread).log(), 0.0)
-        cells = torch.arange(log_q.shape[-1], device=log_q.device)
+        cells = torch.arange(log_q.shape[-1])
         last = torch.where(cell_mass > 0, cells, 0).amax(-1, keepdim=True)
         return (cell_mass * log_q).sum(-1) + clipped * log_q.gather(-1, last)[..., 0]
 

@@ -70,6 +70,9 @@ def join_ranges(seen: Range | None, new: Range) -> Range:
     """
     if seen is None:
         return new
+    if seen.lo.numel() == 1 == new.lo.numel():
+        # One group whatever the rank: a layer may see [n, features] and [n, tokens, features].
+        new = Range(new.lo.reshape(seen.lo.shape), new.hi.reshape(seen.hi.shape))
     if seen.lo.shape != new.lo.shape:
         raise ShapeError(
             f"the groups changed: scales have shape {list(seen.lo.shape)} for the data before and "
@@ -87,6 +90,8 @@ class ExtremaCalibrator(Calibrator):
         super().__init__(spec)
         self._seen: Range | None = None
 
+    # What is kept must be plain tensors, also when the batches come under torch.inference_mode.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Take in a batch; see `Calibrator.observe`."""
@@ -97,6 +102,7 @@ class ExtremaCalibrator(Calibrator):
         self._count(batch)
         self._seen = seen
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def merge(self, other: Calibrator) -> None:
         """Take in what another calibrator has seen; see `Calibrator.merge`."""
@@ -107,7 +113,7 @@ class ExtremaCalibrator(Calibrator):
             )
         if other._seen is None:
             return
-        seen = join_ranges(self._seen, Range(*(values.clone() for values in other._seen)))
+        seen = join_ranges(self._seen, other._seen)
         self._absorb(other)
         self._seen = seen
 
@@ -173,6 +179,7 @@ class MaxCalibrator(ExtremaCalibrator):
     Range(lo=tensor([[-3., -5.]]), hi=tensor([[1.0000, 0.2500]]))
     """
 
+    @torch.inference_mode(False)
     def compute_range(self) -> Range:
         """Lowest and highest value seen; see `Calibrator.compute_range`."""
         return Range(*(values.clone() for values in self.seen))

@@ -68,6 +68,11 @@ class Histogram(NamedTuple):
         steps = torch.arange(-self.bins, self.bins + 1, dtype=torch.float64, device=self.counts.device)
         return steps * self.width[:, None], torch.cat([self.counts[:, 0].flip(-1), self.counts[:, 1]], dim=1)
 
+    def to(self, device: torch.device | str) -> Histogram:
+        """The histogram on a device."""
+        lo, hi = self.range
+        return Histogram(self.counts.to(device), self.exponent.to(device), Range(lo.to(device), hi.to(device)))
+
     def split(self, groups: int) -> Iterator[Histogram]:
         """The histogram in parts of at most so many groups."""
         for start in range(0, self.counts.shape[0], groups):
@@ -114,21 +119,23 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     @abstractmethod
     def find_clip(self, histogram: Histogram) -> Tensor:
-        """How many bins of the magnitude to keep, int64 [groups]; at most `used_bins` of what counts."""
+        """How many bins of the magnitude to keep, int64 [groups], of a histogram on the CPU."""
 
     def search_bytes(self, bins: int) -> int:
         """Memory that `find_clip` takes for one group, in bytes."""
         return 64 * bins
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def compute_range(self) -> Range:
         """The range seen, clipped at the magnitude that the method finds; see `Calibrator.compute_range`."""
         seen = self.seen
-        histogram = self._histogram()
+        # Sums of floats round differently on other devices; on the CPU the same counts give the same range everywhere.
+        histogram = self._histogram().to("cpu")
         parts = histogram.split(max(1, _SEARCH_BYTES // self.search_bytes(histogram.bins)))
         kept = torch.cat([self.find_clip(part) for part in parts])
         # (bins kept) * width is exact in float64, and in float32 too where the data was.
-        limit = (kept * histogram.width).reshape(seen.lo.shape).to(seen.lo.dtype)
+        limit = (kept * histogram.width).reshape(seen.lo.shape).to(seen.lo.device, seen.lo.dtype)
         lo = torch.zeros_like(seen.lo) if self.ignores_negative else torch.maximum(seen.lo, -limit)
         return Range(lo + 0.0, torch.minimum(seen.hi, limit))
 

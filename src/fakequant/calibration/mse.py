@@ -54,7 +54,7 @@ class _SquaredError:
         self.ignores_negative = calibrator.ignores_negative
         # Every row is a candidate threshold.
         self.spec = calibrator.spec.replace(granularity=PerChannel(0))
-        centers = torch.arange(histogram.bins, device=histogram.counts.device) + 0.5
+        centers = torch.arange(histogram.bins, dtype=torch.float32) + 0.5
         if self.ignores_negative or not histogram.counts[:, 0].any():
             self.centers, counts = centers, histogram.counts[:, 1]
         else:
@@ -67,8 +67,10 @@ class _SquaredError:
         """The sum of squared errors for every number of bins kept, float64 [groups, n]."""
         limit = kept.to(torch.float32)
         lo = torch.zeros_like(limit) if self.ignores_negative else torch.maximum(self.seen.lo, -limit)
-        clipped = Range(lo, torch.minimum(self.seen.hi, limit))
-        params = choose_qparams(Range(*(values.reshape(-1, 1) for values in clipped)), self.spec)
+        hi = torch.minimum(self.seen.hi, limit)
+        # Where there are only zeros every range serves, but that of one bin has a finite scale in every arithmetic.
+        hi = torch.where(lo < hi, hi, 1.0)
+        params = choose_qparams(Range(lo.reshape(-1, 1), hi.reshape(-1, 1)), self.spec)
         x = self.centers.expand(kept.numel(), -1)
         error = fake_quantize(x, self.spec, scale=params.scale, zero_point=params.zero_point).sub_(x)
         # In place and in float32 but for the sum: fresh float64 arrays of this size cost ten times the arithmetic.

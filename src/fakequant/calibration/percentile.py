@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import torch
 from torch import Tensor
 
 from fakequant.errors import ConfigError
@@ -52,5 +51,4 @@ class PercentileCalibrator(HistogramCalibrator):
         share = (Fraction(str(self.percentile)) / 100).limit_denominator(_LARGEST_DENOMINATOR)
         whole, rest = total // share.denominator, total % share.denominator
         needed = whole * share.numerator + (rest * share.numerator + share.denominator - 1) // share.denominator
-        kept = (below < needed.clamp(min=1)[:, None]).sum(-1) + 1
-        return torch.where(total > 0, kept, 0)
+        return (below < needed.clamp(min=1)[:, None]).sum(-1) + 1

@@ -17,7 +17,7 @@ def used_bins(counts: Tensor) -> Tensor:
     >>> used_bins(torch.tensor([[0, 3, 0, 1, 0], [0, 0, 0, 0, 0]]))
     tensor([4, 0])
     """
-    positions = torch.arange(1, counts.shape[-1] + 1, device=counts.device)
+    positions = torch.arange(1, counts.shape[-1] + 1)
     return torch.where(counts > 0, positions, 0).amax(-1)
 
 
@@ -43,7 +43,7 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int, last: Tensor, *, bins
     """
     lowest = last.clamp(max=first)[:, None]
     stride = -(-bins // coarse)
-    steps = torch.arange(0, -(-bins // stride) + 1, device=last.device)
+    steps = torch.arange(0, -(-bins // stride) + 1)
     best = last[:, None]
     while True:
         # Descending, because of equal costs argmin takes the first.
@@ -52,4 +52,4 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int, last: Tensor, *, bins
         if stride == 1:
             return best[:, 0]
         stride = -(-stride // _FINER)
-        steps = torch.arange(-_FINER, _FINER + 1, device=last.device)
+        steps = torch.arange(-_FINER, _FINER + 1)

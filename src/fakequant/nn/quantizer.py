@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -103,7 +104,11 @@ class Quantizer(nn.Module):
                     "call fakequant.calibrate(model, batches), or load a checkpoint"
                 )
             return choose_qparams_of(x, self.spec)
-        if self.spec.granularity.group_shape(x.shape) != tuple(self.scale.shape):
+        groups = self.spec.granularity.group_shape(x.shape)
+        if groups != tuple(self.scale.shape):
+            if self.scale.numel() == 1 == math.prod(groups):  # one scale fits tensors of any rank
+                zero_point = None if self.zero_point is None else self.zero_point.reshape(groups)
+                return QParams(self.scale.reshape(groups), zero_point)
             raise ShapeError(
                 f"the quantizer {self.name or self} has a scale of shape {list(self.scale.shape)}, which does not fit "
                 f"{self.spec.granularity} on a tensor of shape {list(x.shape)}; calibrate it on tensors of that shape"

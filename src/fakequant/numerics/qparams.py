@@ -24,7 +24,8 @@ class Range(NamedTuple):
     @property
     def amax(self) -> Tensor:
         """The largest magnitude of every group."""
-        return torch.maximum(-self.lo, self.hi)
+        # + 0.0: of an all-zero group -lo is -0.0, and bound / -0.0 would be -inf.
+        return torch.maximum(-self.lo, self.hi) + 0.0
 
 
 class QParams(NamedTuple):
