@@ -31,7 +31,7 @@ lint: setup
 	$(BIN)/pyright
 
 bench: setup
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.kernels
 
 bars: setup
 	$(BIN)/python -m benchmarks.bars

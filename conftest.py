@@ -5,14 +5,19 @@ import torch
 from _pytest.doctest import DoctestItem
 
 import fakequant
+from fakequant.numerics import formats
+
+NAMES = {
+    **{name: value for name, value in vars(formats).items() if name.isupper()},
+    **{name: getattr(fakequant, name) for name in fakequant.__all__},
+    "torch": torch,
+    "fq": fakequant,
+}
 
 
 @pytest.fixture(autouse=True)
 def _example_names(request: pytest.FixtureRequest) -> None:
-    """Offer torch, fq and the public names; a name that the module itself defines stays the module's."""
-    if not isinstance(request.node, DoctestItem):
-        return
-    examples = request.node.dtest.globs
-    for name, value in {"torch": torch, "fq": fakequant, **vars(fakequant)}.items():
-        if name in ("torch", "fq", *fakequant.__all__):
-            examples.setdefault(name, value)
+    """Offer torch, fq, the public names and the named formats; what the module itself defines stays the module's."""
+    if isinstance(request.node, DoctestItem):
+        for name, value in NAMES.items():
+            request.node.dtest.globs.setdefault(name, value)

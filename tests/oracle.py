@@ -7,6 +7,7 @@ and are exact in float64, and so is every float32 that is compared with them: no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -88,7 +89,7 @@ def table(fmt: SmallFloat) -> Table:
     """The table of the magnitudes of a float format."""
     below_zero = Fraction(-1)  # never reached by a magnitude
     numbers = [below_zero, *(fmt.decode(code) for code in range(fmt.finite_codes + 1))]
-    middles = [(low + high) / 2 for low, high in zip(numbers, numbers[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(numbers)]
     middle_floats = np.array([float(m) for m in middles])
     assert [Fraction(m) for m in middle_floats] == middles, "a middle is not exact in float64"
     codes = np.arange(-1, fmt.finite_codes + 1)

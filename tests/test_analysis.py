@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from models import images, small_net
 from torch import nn
 
 from fakequant.errors import ConfigError
@@ -10,7 +11,6 @@ from fakequant.model.analysis import layer_sqnr, sensitivity
 from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.prepare import calibrate, prepare
 from fakequant.nn import Mode, quantizers
-from models import images, small_net
 
 WORST = presets.INT8.with_rule(Rule("branch", TensorConfig("int2"), TensorConfig("int2 per_channel(0)")))
 

@@ -7,7 +7,9 @@ from bits import assert_same_bits
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2], ids=str
+)
 def test_equal_tensors_pass(dtype):
     x = torch.tensor([1.0, -0.0, NAN, float("inf")]).to(dtype)
     assert_same_bits(x, x.clone())
@@ -21,7 +23,11 @@ def test_any_nan_equals_any_nan():
 @pytest.mark.parametrize(
     ("actual", "expected", "message"),
     [
-        ([1.0, 2.0], [1.0, 2.0000002], r"1 of 2 elements differ, first at \(1,\): got 2.0 \(0x40000000\), .*0x40000001"),
+        (
+            [1.0, 2.0],
+            [1.0, 2.0000002],
+            r"1 of 2 elements differ, first at \(1,\): got 2.0 \(0x40000000\), .*0x40000001",
+        ),
         ([0.0], [-0.0], r"got 0.0 \(0x00000000\), expected -0.0 \(0x80000000\)"),
         ([NAN], [1.0], r"got nan \(0x7fc00000\)"),
         ([1.0], [NAN], r"expected nan"),

@@ -105,7 +105,9 @@ def test_equals_definition(data, name, symmetric, bins):
         assert kept == 0
         return
     codes = codes_of(name, symmetric)
-    candidates = range(min(len(codes), last), last + 1)
+    filled = [sum(1 for side in sides for count in [side[1], *side[1:]][:n] if count) for n in range(bins + 1)]
+    first = next((n for n in range(bins + 1) if filled[n] >= len(codes)), last)
+    candidates = range(min(first, last), last + 1)
     if not any(sum([side[1], *side[1:]]) for side in sides):
         assert kept == last
         return
@@ -125,6 +127,13 @@ def test_divergence_at_full_resolution_is_near_the_best(name, symmetric):
     found = divergence(sides, calibrator.find_clip(histogram).item(), codes, symmetric)
     others = [divergence(sides, n, codes, symmetric) for n in range(len(codes), 2048, 61)]
     assert found <= min(others)
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4"])
+def test_few_distinct_values_are_kept(name):
+    """Where every value has a code of its own, Q equals P whatever is clipped: nothing must be."""
+    calibrator, _ = calibrated(QuantSpec(name), 4096, torch.arange(7) / 7.0, torch.zeros(50))
+    assert calibrator.compute_range().hi == torch.tensor(6 / 7.0)
 
 
 def test_clips_an_outlier_and_not_the_data():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import SmallNet, images, small_net
 from torch import nn
 
 from fakequant import files
@@ -13,7 +14,6 @@ from fakequant.model import presets
 from fakequant.model.checkpoint import load, save
 from fakequant.model.prepare import calibrate, prepare
 from fakequant.nn import Mode, quantizers
-from models import SmallNet, images, small_net
 
 
 def saved(folder: Path, config: Any = presets.INT8) -> SmallNet:

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from models import small_net
 from torch import nn
 
 from fakequant.errors import ConfigError
@@ -8,7 +9,6 @@ from fakequant.model import presets
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
-from models import small_net
 
 
 @pytest.mark.parametrize("name", sorted(presets.presets()))

@@ -1,4 +1,4 @@
-"""Every backend returns the reference's bits: values, masks, gradients, codes. A new backend is tested by being listed."""
+"""Every backend returns the reference's bits: values, masks, gradients, codes. A listed backend is a tested one."""
 
 import shutil
 import threading
@@ -11,8 +11,9 @@ from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 
 import fakequant as fq
 from fakequant.numerics import reference
+from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.dispatch import backends, unpack_bits
+from fakequant.ops.dispatch import REFERENCE, backends, unpack_bits
 
 BACKENDS = [backend for backend in backends() if backend.name != "reference"]
 GRADIENTS = [fq.Gradient.CODE_RANGE, fq.Gradient.INPUT_RANGE]  # IDENTITY needs no mask: see test_library.py
@@ -159,6 +160,24 @@ def test_every_float16_and_bfloat16_pattern(backend, name):
                 zero_point = None if case.symmetric else torch.tensor([37], dtype=torch.int32)
                 numbers = cases.Numbers(patterns.view(dtype), fq.QParams(torch.tensor([scale]), zero_point))
                 compare(backend, numbers, case.spec(fq.PerTensor(), arithmetic), f"{dtype} {scale}")
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("exponent_bits", [6, 7, 8])
+def test_formats_nearly_as_wide_as_float32(backend, exponent_bits, dtype):
+    """The rounding must not overflow where the format itself does not."""
+    skip_unavailable(backend)
+    fmt = FloatFormat("wide", exponent_bits, 7, Specials.IEEE)
+    powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
+    x = torch.cat([powers * factor for factor in (1.0, 1.001, 1.00390625, 1.99)]).to(dtype)
+    numbers = cases.Numbers(torch.cat([x, -x]), fq.QParams(torch.ones(1, dtype=dtype)))
+    if exponent_bits == 8 and dtype == torch.float32:
+        assert backend.name == REFERENCE.name or "2**64" in backend.unsupported(
+            numbers.x, fq.QuantSpec(fmt), codes=False
+        )
+    else:
+        assert compare(backend, numbers, fq.QuantSpec(fmt), str(exponent_bits))
 
 
 @each_backend

@@ -114,7 +114,5 @@ def test_conv_channels_last() -> None:
     nchw = quantized(x)
     nhwc = quantized(x.to(memory_format=torch.channels_last))
     # The product may be summed in another order; the quantized operands are the same bits.
-    assert torch.equal(
-        quantized.quantized_input(x), quantized.quantized_input(x.to(memory_format=torch.channels_last))
-    )
+    assert torch.equal(quantized.quantized_input(x), quantized.quantized_input(x.to(memory_format=torch.channels_last)))
     assert nhwc.shape == nchw.shape

@@ -1,4 +1,5 @@
 import torch
+from models import images, small_net
 from torch import Tensor, nn
 
 from fakequant.model import presets
@@ -7,7 +8,6 @@ from fakequant.model.operations import operations, unquantized
 from fakequant.model.prepare import prepare
 from fakequant.model.summary import summary
 from fakequant.nn import quantizers
-from models import images, small_net
 
 
 class Attention(nn.Module):
@@ -33,7 +33,11 @@ def test_functional_products_are_listed() -> None:
 def test_nothing_is_left_where_all_products_are_quantized() -> None:
     model = prepare(small_net(), presets.INT8)
     assert unquantized(model, images(), products_only=True) == []
-    assert {(o.module, o.name) for o in unquantized(model, images())} == {("norm", "batch_norm"), ("", "mean"), ("", "add")}
+    assert {(o.module, o.name) for o in unquantized(model, images())} == {
+        ("norm", "batch_norm"),
+        ("", "mean"),
+        ("", "add"),
+    }
     assert all(not q.dynamic for q in quantizers(model).values())
 
 

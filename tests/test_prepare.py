@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import SmallNet, images, small_net
 from torch import nn
 
 from fakequant import choose_qparams
@@ -14,7 +15,6 @@ from fakequant.model import presets
 from fakequant.model.config import Rule
 from fakequant.model.prepare import calibrate, disabled, fold, prepare
 from fakequant.nn import Mode, quantizers
-from models import SmallNet, images, small_net
 
 
 def calibrated(config: Any = presets.INT8, method: str = "max") -> SmallNet:
@@ -104,7 +104,7 @@ def test_a_bad_batch_names_the_quantizer_and_changes_nothing(bad: float, method:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(CalibrationError, match="no quantizers; call fakequant.prepare"):
+    with pytest.raises(CalibrationError, match=r"no quantizers; call fakequant\.prepare"):
         calibrate(small_net(), [images()])
     model = prepare(small_net(), presets.INT8)
     with pytest.raises(ConfigError, match="entropy"):

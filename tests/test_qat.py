@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from models import SmallNet, images, small_net
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
@@ -9,7 +10,6 @@ from fakequant.model import presets
 from fakequant.model.prepare import calibrate, prepare
 from fakequant.model.qat import Options, Scales, Schedule, finetune, freeze_batch_norm, scheduler, set_scales
 from fakequant.nn import quantizers
-from models import SmallNet, images, small_net
 
 BATCHES = [(images(8, seed), torch.arange(8) % 10) for seed in range(3)]
 SCHEDULE = Schedule(original_lr=0.5, original_epochs=40)

@@ -24,9 +24,7 @@ def calibrated(spec: str = "int8 per_channel(0)") -> Quantizer:
 @pytest.mark.parametrize("spec", ["int8 per_channel(0)", "uint8 per_channel(0)", "float8_e4m3fn per_channel(0)"])
 def test_static_equals_function(spec: str) -> None:
     quantizer = calibrated(spec)
-    assert torch.equal(
-        quantizer(X), fake_quantize(X, spec, scale=quantizer.scale, zero_point=quantizer.zero_point)
-    )
+    assert torch.equal(quantizer(X), fake_quantize(X, spec, scale=quantizer.scale, zero_point=quantizer.zero_point))
 
 
 def test_dynamic_takes_the_range_from_every_tensor() -> None:

@@ -1,10 +1,12 @@
 """fakequant: fake quantization for PyTorch, bit for bit the same on every backend.
 
 The functions work on tensors (`fake_quantize`, `quantize`, `dequantize`, `choose_qparams`) or on models (`prepare`,
+`calibrate`, `summary`, `sensitivity`, `qat`, `save`, `load`, `export_onnx`, `verify_onnx`).
 """
 
 from fakequant import nn
 from fakequant.errors import FakeQuantError
+from fakequant.export import export_onnx, verify_onnx
 from fakequant.functional import choose_qparams, dequantize, fake_quantize, quantize
 from fakequant.model import presets, qat
 from fakequant.model.analysis import layer_sqnr, sensitivity
@@ -42,6 +44,7 @@ __all__ = [
     "choose_qparams",
     "dequantize",
     "disabled",
+    "export_onnx",
     "fake_quantize",
     "fold",
     "formats",
@@ -58,4 +61,5 @@ __all__ = [
     "sensitivity",
     "summary",
     "unquantized",
+    "verify_onnx",
 ]

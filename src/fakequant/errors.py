@@ -62,7 +62,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """The end of an error message that offers the names closest to a mistyped one.
 
     >>> nearest("int9x", ["int9", "uint8", "float8_e5m2"])
-    '; did you mean int9?'
+    '; did you mean int9 or uint8?'
     """
     matches = get_close_matches(name, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(matches)}?" if matches else f"; known names are {', '.join(known)}"

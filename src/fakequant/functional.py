@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from .errors import QParamsError, ShapeError, SpecError
+from .errors import DTypeError, QParamsError, ShapeError, SpecError
 from .numerics.qparams import QParams, Range, compute_dtype, has_values, measure
 from .numerics.qparams import choose_qparams as _choose_qparams
-from .numerics.spec import QuantSpec, as_spec
+from .numerics.spec import Arithmetic, QuantSpec, as_spec
 from .ops import library
 
 Number = float | int | Tensor
@@ -82,6 +84,11 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
     tensor([ 0.1000, -0.5200,  1.2700])
     """
     spec = as_spec(spec)
+    if codes.dtype != spec.format.storage:
+        raise DTypeError(
+            f"codes of dtype {codes.dtype}, but the codes of {spec.format} come in {spec.format.storage}; "
+            "give what fakequant.quantize returned"
+        )
     scale = _fit("scale", params.scale, codes, spec)
     zero_point = None if params.zero_point is None else _fit("zero_point", params.zero_point, codes, spec)
     dtype = dtype or params.scale.dtype
@@ -96,7 +103,7 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
     tensor([0.0079])
     """
     spec = as_spec(spec)
-    return _choose_qparams(measure(x, spec.granularity), spec)
+    return _choose_qparams(measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
 
 
 def _resolve(
@@ -109,21 +116,29 @@ def _resolve(
         return choose_qparams(x, spec)
     if scale is not None and amax is not None:
         raise QParamsError("both scale and amax were given; the scale follows from amax, so give one of them")
+    if amax is not None and zero_point is not None:
+        raise QParamsError("a zero_point was given with amax, which is for symmetric ranges; give it with a scale")
     if zero_point is not None and spec.symmetric:
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     if amax is not None:
         limit = _fit("amax", _as_tensor(amax, x, dtype), x, spec)
-        _check_values("amax", limit, limit >= 0, "a number >= 0")
-        return _choose_qparams(Range(-limit, limit), spec)
+        _check_values("amax", limit, lambda amax: amax >= 0, "a number >= 0")
+        return _choose_qparams(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
     assert scale is not None
     scale_tensor = _fit("scale", _as_tensor(scale, x, dtype), x, spec)
-    _check_values("scale", scale_tensor, scale_tensor > 0, "a positive, finite number")
+    if spec.arithmetic is Arithmetic.RECIPROCAL:
+        _check_values("scale", scale_tensor, _has_reciprocal, "a positive, finite number with a finite reciprocal")
+    else:
+        _check_values("scale", scale_tensor, lambda scale: scale > 0, "a positive, finite number")
     if zero_point is None:
         return QParams(scale_tensor)
     zero_point_tensor = _fit("zero_point", _as_tensor(zero_point, x, dtype), x, spec)
     lowest, highest = spec.format.quant_min, spec.format.quant_max
-    inside = (zero_point_tensor >= lowest) & (zero_point_tensor <= highest)
-    _check_values("zero_point", zero_point_tensor, inside, f"a code of {spec.format}, {lowest} to {highest}")
+
+    def is_code(values: Tensor) -> Tensor:
+        return (values >= lowest) & (values <= highest) & (values == values.round())
+
+    _check_values("zero_point", zero_point_tensor, is_code, f"a code of {spec.format}, {lowest:g} to {highest:g}")
     return QParams(scale_tensor, zero_point_tensor)
 
 
@@ -145,9 +160,16 @@ def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     )
 
 
-def _check_values(name: str, values: Tensor, good: Tensor, expected: str) -> None:
+def _has_reciprocal(scale: Tensor) -> Tensor:
+    return (scale > 0) & scale.reciprocal().isfinite()
+
+
+def _check_values(name: str, values: Tensor, is_good: Callable[[Tensor], Tensor], expected: str) -> None:
     """Raise if a parameter has a bad value. Not while tracing, where values are unknown."""
-    if not has_values(values) or bool((good & values.isfinite()).all()):
+    if not has_values(values):
         return
-    bad = values[~(good & values.isfinite())][0].item()
+    good = is_good(values) & values.isfinite()
+    if bool(good.all()):
+        return
+    bad = values[~good][0].item()
     raise QParamsError(f"{name} must be {expected} in every group, got {bad}")

@@ -30,9 +30,10 @@ class EntropyCalibrator(HistogramCalibrator):
     the same histogram without these, merged into the cells of the format (all magnitudes that become one code) and
     spread again over the bins of each cell that are not empty. The threshold with the smallest KL(P || Q) is taken, of
     equal ones the largest. Bin 0 counts as much as its neighbour: it holds the exact zeros (of a ReLU, often half of
-    the data), which have an exact code whatever the threshold is. Thresholds are edges of bins, from as many bins as
-    the format has codes on a side; all are tried where there are at most 512 (fewer for formats of more than 8 bits),
-    else every n-th and then the neighbours of the best.
+    the data), which have an exact code whatever the threshold is. Thresholds are edges of bins, from the one that keeps
+    as many bins that are not empty as the format has codes on a side: fewer could each have a code of their own, and Q
+    would equal P whatever was clipped. All are tried where there are at most 512 (fewer for formats of more than 8
+    bits), else every n-th and then the neighbours of the best.
 
     Args:
         spec: how the tensor will be quantized.
@@ -77,7 +78,9 @@ class EntropyCalibrator(HistogramCalibrator):
         counts = self.magnitudes(histogram)[:, None] if self.spec.symmetric else histogram.counts
         used = used_bins(counts)
         divergence = _Divergence(counts, used, self._midpoints, self._span, self.spec.symmetric)
-        return cheapest(divergence, self._codes, used.amax(1), bins=histogram.bins, coarse=self._coarse)
+        last = used.amax(1)
+        first = (divergence.filled.sum(1) < self._codes).sum(1)
+        return cheapest(divergence, torch.minimum(first, last), last, bins=histogram.bins, coarse=self._coarse)
 
 
 def _span(spec: QuantSpec) -> float:

@@ -21,7 +21,7 @@ def used_bins(counts: Tensor) -> Tensor:
     return torch.where(counts > 0, positions, 0).amax(-1)
 
 
-def cheapest(cost: Callable[[Tensor], Tensor], first: int, last: Tensor, *, bins: int, coarse: int) -> Tensor:
+def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor, *, bins: int, coarse: int) -> Tensor:
     """The candidate from `first` to `last` with the smallest cost; of equal ones the largest.
 
     All candidates are tried where there are at most `coarse`; otherwise every n-th, counted from the last, and then the
@@ -30,7 +30,7 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int, last: Tensor, *, bins
 
     Args:
         cost: from candidates, int64 [groups, n], to their costs [groups, n].
-        first: the smallest candidate of every group whose last is not smaller still.
+        first: the smallest candidate, one for all groups or int64 [groups]; where last is smaller still, that.
         last: the largest candidate, int64 [groups].
         bins: no group's last is larger.
         coarse: how many candidates to try at first.
@@ -41,7 +41,7 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int, last: Tensor, *, bins
     >>> cheapest(lambda n: ((n - 700) ** 2).double(), 1, torch.tensor([4096, 512]), bins=4096, coarse=64)
     tensor([700, 512])
     """
-    lowest = last.clamp(max=first)[:, None]
+    lowest = torch.minimum(last, torch.as_tensor(first, device=last.device))[:, None]
     stride = -(-bins // coarse)
     steps = torch.arange(0, -(-bins // stride) + 1)
     best = last[:, None]

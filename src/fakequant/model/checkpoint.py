@@ -20,7 +20,9 @@ from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_MANIFEST = "fakequant.json"
+MANIFEST = "fakequant.json"
+"""The file that says which layers are quantized and where the tensors are."""
+
 _VERSION = 1
 
 
@@ -52,7 +54,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         },
     }
     write_whole(folder / tensors, data)
-    write_whole(folder / _MANIFEST, json.dumps(manifest, indent=2).encode())
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
     for old in folder.glob("model-*.safetensors"):
         if old.name != tensors:
             old.unlink()
@@ -70,7 +72,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     from safetensors.torch import load as from_bytes
 
     folder = Path(directory)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     data = _read_tensors(folder, manifest)
     try:
         tensors = from_bytes(data)
@@ -79,7 +81,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     if quantizers(model):
         raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
     entries = manifest["layers"]
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in entries if name not in modules]:
         raise CheckpointError(f"the checkpoint has layers that the model lacks: {', '.join(missing)}")
     _check_types(modules, entries)
@@ -145,12 +147,17 @@ def _restore_layer(layer: nn.Module, entry: dict[str, Any], name: str) -> None:
             quantizer.scale = nn.Parameter(torch.empty(0))
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / _MANIFEST
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} holds no checkpoint: there is no {_MANIFEST} in it") from error
+        raise CheckpointError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("fakequant") != _VERSION:

@@ -70,10 +70,10 @@ def summary(model: nn.Module, example: Any = None) -> Summary:
             unquantized are listed.
 
     >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))
-    layer  type    input            weight                state
-    -----  ------  ---------------  --------------------  --------------
+    layer  type    input            weight               state
+    -----  ------  ---------------  -------------------  --------------
     0      Linear  int8 per_tensor  int8 per_channel(0)  not calibrated
-    weights: 64 bytes in float, 16 quantized
+    weights: 80 bytes in float, 32 quantized
     """
     layers = [_layer_summary(name, layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)]
     parameters = list(model.parameters())

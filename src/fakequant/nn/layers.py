@@ -59,7 +59,7 @@ def quantizes(float_class: type[nn.Module]) -> Callable[[LayerClass], LayerClass
     """
 
     def register(quantized: LayerClass) -> LayerClass:
-        if not issubclass(quantized, float_class):
+        if float_class not in quantized.__mro__:
             raise ConfigError(
                 f"{quantized.__name__} must be a subclass of {float_class.__name__}, so that models keep working"
             )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.errors import ShapeError, SpecError, nearest
@@ -25,7 +26,7 @@ class Granularity(ABC):
 
     @abstractmethod
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
-        """The block size along every axis of a tensor; each divides that axis.
+        """The block size along every axis of a tensor; a last block that is not full is padded with zeros.
 
         Raises:
             ShapeError: the granularity does not fit the shape.
@@ -34,7 +35,7 @@ class Granularity(ABC):
     def group_shape(self, shape: Shape) -> tuple[int, ...]:
         """The shape of the scales: one per block, axes kept."""
         # A whole axis without elements is one empty block; a block of 1 along it is none.
-        return tuple(n // b if b else 1 for n, b in zip(shape, self.block_shape(shape), strict=True))
+        return tuple(-(-n // b) if b else 1 for n, b in zip(shape, self.block_shape(shape), strict=True))
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
         """Shapes in which scales may be given; the first is the one that broadcasts."""
@@ -143,16 +144,22 @@ class PerToken(Granularity):
 class PerBlock(Granularity):
     """One scale per block of neighbours along some axes; every index of the other axes has its own blocks.
 
-    >>> PerBlock({-1: 32}).group_shape((8, 64)), PerBlock({0: 128, 1: 128}).group_shape((256, 512))
+    Args:
+        sizes: the block size along each axis.
+        pad: whether a last block may be smaller, as if zeros followed; otherwise that is an error.
+
+    >>> PerBlock({-1: 32}).group_shape((8, 64)), PerBlock({0: 128, 1: 128}, pad=True).group_shape((200, 512))
     ((8, 2), (2, 4))
     """
 
     sizes: tuple[tuple[int, int], ...]
+    pad: bool
 
-    def __init__(self, sizes: dict[int, int]) -> None:
+    def __init__(self, sizes: dict[int, int], *, pad: bool = False) -> None:
         if not sizes or any(size < 1 for size in sizes.values()):
             raise SpecError(f"PerBlock({sizes}): needs a positive block size for at least one axis, e.g. {{-1: 32}}")
         object.__setattr__(self, "sizes", tuple(sizes.items()))
+        object.__setattr__(self, "pad", pad)
 
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
         blocks = [1] * len(shape)
@@ -162,21 +169,24 @@ class PerBlock(Granularity):
             if index in seen:
                 raise ShapeError(f"{self} on shape {tuple(shape)}: axis {index} is named twice")
             seen.add(index)
-            if shape[index] % size:
+            if shape[index] % size and not self.pad:
                 raise ShapeError(
                     f"{self} on shape {tuple(shape)}: axis {axis} has {shape[index]} elements, no multiple of {size}; "
-                    "choose a block size that divides it, pad the tensor, or use PerToken() or PerChannel()"
+                    "choose a block size that divides it, allow a smaller last block by PerBlock(..., pad=True), "
+                    "or use PerToken() or PerChannel()"
                 )
             blocks[index] = size
         return tuple(blocks)
 
     @classmethod
     def parse(cls, arguments: str) -> PerBlock:
-        pairs = (pair.split(":") for pair in arguments.split(","))
-        return cls({int(axis): int(size) for axis, size in pairs})
+        words = arguments.split(",")
+        pairs = (word.split(":") for word in words if word != "pad")
+        return cls({int(axis): int(size) for axis, size in pairs}, pad="pad" in words)
 
     def __str__(self) -> str:
-        return f"per_block({','.join(f'{axis}:{size}' for axis, size in self.sizes)})"
+        words = [f"{axis}:{size}" for axis, size in self.sizes] + ["pad"] * self.pad
+        return f"per_block({','.join(words)})"
 
 
 _registry: dict[str, Callable[[str], Granularity]] = {
@@ -205,7 +215,7 @@ def parse_granularity(text: str) -> Granularity:
         SpecError: the text is not one.
 
     >>> parse_granularity("per_block(-1:32)")
-    PerBlock(sizes=((-1, 32),))
+    PerBlock(sizes=((-1, 32),), pad=False)
     """
     match = _TEXT.fullmatch(text)
     if match is None or match[1] not in _registry:
@@ -216,18 +226,40 @@ def parse_granularity(text: str) -> Granularity:
         raise SpecError(f"cannot read the granularity {text!r}: {error}") from error
 
 
+def padding(shape: Shape, blocks: Shape) -> list[int]:
+    """How many elements each axis lacks to be full blocks."""
+    return [-n % b if b else 0 for n, b in zip(shape, blocks, strict=True)]
+
+
+def pad_blocks(x: Tensor, blocks: Shape) -> Tensor:
+    """x with zeros at the end of every axis whose last block is not full."""
+    missing = padding(x.shape, blocks)
+    return F.pad(x, [p for n in reversed(missing) for p in (0, n)]) if any(missing) else x
+
+
 def blocked(x: Tensor, blocks: Shape) -> Tensor:
-    """A view of x [n0, n1, ...] in which every axis that a block divides is split into (groups, block)."""
+    """x [n0, n1, ...], padded to full blocks, with every axis that a block divides split into (groups, block)."""
+    x = pad_blocks(x, blocks)
     split: list[int] = []
     for n, b in zip(x.shape, blocks, strict=True):
         split += [n // b, b] if b not in (1, n) else [n]
     return x if len(split) == x.dim() else x.reshape(split)
 
 
+def unblocked(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
+    """What `blocked` made of a tensor [shape], as that tensor again."""
+    missing = padding(shape, blocks)
+    values = values.reshape([n + m for n, m in zip(shape, missing, strict=True)])
+    for axis, m in enumerate(missing):
+        if m:
+            values = values.narrow(axis, 0, shape[axis])
+    return values
+
+
 def blocked_groups(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
     """Per-group values [groups, axes kept] shaped to broadcast with `blocked(x)`."""
     split: list[int] = []
-    for groups, n, b in zip(values.shape, shape, blocks, strict=True):
+    for groups, n, b in zip(values.shape, _padded(shape, blocks), blocks, strict=True):
         split += [groups, 1] if b not in (1, n) else [groups]
     return values if len(split) == values.dim() else values.reshape(split)
 
@@ -236,12 +268,16 @@ def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
     """The axes of `blocked(x)` that lie inside a block: those that a reduction per group runs over."""
     axes: list[int] = []
     position = 0
-    for n, b in zip(shape, blocks, strict=True):
+    for n, b in zip(_padded(shape, blocks), blocks, strict=True):
         position += b not in (1, n)
         if b != 1:
             axes.append(position)
         position += 1
     return tuple(axes)
+
+
+def _padded(shape: Shape, blocks: Shape) -> list[int]:
+    return [n + m for n, m in zip(shape, padding(shape, blocks), strict=True)]
 
 
 class Tiles(NamedTuple):

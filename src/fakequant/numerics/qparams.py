@@ -93,16 +93,18 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return Range(lo.reshape(groups).clamp(max=0.0), hi.reshape(groups).clamp(min=0.0))
 
 
-def choose_qparams(range: Range, spec: QuantSpec) -> QParams:
+def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = None) -> QParams:
     """The scale and zero point that map a range onto the codes of a format.
 
     Symmetric: amax is mapped to the format's bound. Asymmetric: lo and hi to quant_min and quant_max, 0.0 to a code.
-    A range too small for a normal float32 scale gets the smallest normal one (2**-126), so that no scale is zero and
-    no reciprocal infinite: all-zero groups stay zero.
+    A range too small for a normal scale gets the smallest normal one (2**-126 in float32), so that no scale is zero and
+    no reciprocal infinite: all-zero groups stay zero. A range at the end of the dtype's gets the largest scale with
+    which every code stays finite.
 
     Args:
         range: lo and hi of every group [groups, axes kept], in units of x.
         spec: decides symmetry, format and which reciprocal `scale` is.
+        largest: the largest finite value of x's dtype; by default of the range's.
 
     Returns:
         scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
@@ -120,18 +122,28 @@ def choose_qparams(range: Range, spec: QuantSpec) -> QParams:
         raise CalibrationError(
             f"a range with lo > hi (lo={lo.max().item()}, hi={hi.min().item()}): no data was observed"
         )
-    tiny = torch.finfo(lo.dtype).tiny
+    # Less a unit in the last place: a quotient rounded to nearest may be half of one too large.
+    largest = (torch.finfo(lo.dtype).max if largest is None else largest) * (1.0 - torch.finfo(lo.dtype).eps)
     fmt = spec.format
     if spec.symmetric:
         amax = range.amax
-        symmetric_range = Range(-amax, amax)
-        bound = torch.full_like(amax, fmt.bound)
-        if spec.arithmetic is Arithmetic.MULTIPLIER:
-            return QParams((bound / amax).clamp(max=1.0 / tiny), None, symmetric_range)
-        return QParams((amax / bound).clamp(min=tiny), None, symmetric_range)
+        limit = largest / max(-fmt.quant_min, fmt.quant_max)
+        return QParams(_symmetric_scale(amax, spec, limit), None, Range(-amax, amax))
+    tiny = torch.finfo(lo.dtype).tiny
     lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
     # Halved before the subtraction, so that hi - lo cannot overflow; exact in binary.
     steps = torch.full_like(lo, fmt.quant_max - fmt.quant_min)
     scale = ((hi * 0.5 - lo * 0.5) / steps * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
     zero_point = (fmt.quant_min - (lo / scale).round()).clamp(fmt.quant_min, fmt.quant_max)
+    farthest = torch.maximum(zero_point - fmt.quant_min, fmt.quant_max - zero_point)
+    scale = torch.minimum(scale, torch.full_like(scale, largest) / farthest)
     return QParams(scale, zero_point.to(torch.int32), Range(lo, hi))
+
+
+def _symmetric_scale(amax: Tensor, spec: QuantSpec, limit: float) -> Tensor:
+    """The scale that maps amax to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
+    if spec.arithmetic is not Arithmetic.MULTIPLIER:
+        return spec.scale.choose(amax, spec.format, limit)
+    tiny = torch.finfo(amax.dtype).tiny
+    multiplier = torch.full_like(amax, spec.format.bound) / amax
+    return multiplier.clamp(1.0 / limit, 1.0 / tiny)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .granularity import block_axes, blocked, blocked_groups
+from .granularity import block_axes, blocked, blocked_groups, unblocked
 from .qparams import QParams, Range, compute_dtype
 from .spec import Arithmetic, Gradient, QuantSpec
 
@@ -35,9 +35,9 @@ class _Blocked(NamedTuple):
     zero_point: Tensor | None
 
 
-def _blocked(x: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype | None = None) -> _Blocked:
+def _blocked(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
     blocks = spec.granularity.block_shape(x.shape)
-    dtype = dtype or compute_dtype(x.dtype)
+    dtype = compute_dtype(x.dtype)
     scale = blocked_groups(params.scale.to(dtype), x.shape, blocks)
     zero_point = params.zero_point
     if zero_point is not None:
@@ -72,21 +72,20 @@ def _decode(codes: Tensor, b: _Blocked, spec: QuantSpec) -> Tensor:
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The values that x becomes: encoded, then decoded; shape and dtype of x."""
     b = _blocked(x, params, spec)
-    return _decode(_encode(b, spec).clamped, b, spec).reshape(x.shape).to(x.dtype)
+    values = _decode(_encode(b, spec).clamped, b, spec)
+    return unblocked(values, x.shape, spec.granularity.block_shape(x.shape)).to(x.dtype)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x in the format's storage dtype; NaN has no integer code and becomes quant_min (ONNX Runtime)."""
-    codes = _encode(_blocked(x, params, spec), spec).clamped.reshape(x.shape)
-    if spec.format.has_zero_point:
-        codes = torch.where(codes.isnan(), spec.format.quant_min, codes)
-    return codes.to(spec.format.storage)
+    codes = _encode(_blocked(x, params, spec), spec).clamped
+    return spec.format.to_storage(unblocked(codes, x.shape, spec.granularity.block_shape(x.shape)))
 
 
 def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """The values of codes, in the given dtype."""
-    b = _blocked(codes, params, spec, compute_dtype(dtype))
-    return _decode(b.x, b, spec).reshape(codes.shape).to(dtype)
+    b = _blocked(spec.format.from_storage(codes, compute_dtype(dtype)), params, spec)
+    return unblocked(_decode(b.x, b, spec), codes.shape, spec.granularity.block_shape(codes.shape)).to(dtype)
 
 
 def input_range(params: QParams, spec: QuantSpec) -> Range:
@@ -106,15 +105,15 @@ def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """Where the gradient of the output reaches the input; bool, the shape of x."""
     if spec.gradient is Gradient.IDENTITY:
         return torch.ones_like(x, dtype=torch.bool)
+    blocks = spec.granularity.block_shape(x.shape)
     b = _blocked(x, params, spec)
     if spec.gradient is Gradient.CODE_RANGE:
         code = _encode(b, spec).unclamped
         inside = (code >= spec.format.quant_min) & (code <= spec.format.quant_max)
     else:
-        blocks = spec.granularity.block_shape(x.shape)
         lo, hi = (blocked_groups(r.to(b.x.dtype), x.shape, blocks) for r in input_range(params, spec))
         inside = (b.x >= lo) & (b.x <= hi)
-    return inside.reshape(x.shape)
+    return unblocked(inside, x.shape, blocks)
 
 
 def grad_input(dy: Tensor, mask: Tensor) -> Tensor:
@@ -122,37 +121,68 @@ def grad_input(dy: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, dy, 0.0)
 
 
+class _Slopes(NamedTuple):
+    """The derivatives of y by scale and zero point, in the blocked view of x."""
+
+    scale: Tensor
+    zero_point: Tensor
+
+
+def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
+    """Rounding is taken as the identity; nothing depends on `Gradient`, which is about the input.
+
+    Where a code is in range, y = (rint(x/s) + zp - zp) * s has dy/ds = rint(x/s) - x/s and dy/dzp = 0; where it
+    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s.
+
+    Source: LSQ, arXiv 1902.08153, equation 3; LSQ+, arXiv 2004.09576, section 3.
+    """
+    codes = _encode(b, spec)
+    inside = (codes.unclamped >= spec.format.quant_min) & (codes.unclamped <= spec.format.quant_max)
+    offset = 0.0 if b.zero_point is None else b.zero_point
+    scale = torch.where(inside, codes.unclamped - offset - codes.scaled, codes.clamped - offset)
+    if spec.arithmetic is Arithmetic.MULTIPLIER:
+        # y = q / m and, in range, q ~ x * m: dy/dm = x/m - q/m^2.
+        scale = -scale / (b.scale * b.scale)
+    return _Slopes(scale, torch.where(inside, 0.0, -b.scale))
+
+
 def grad_params(
     dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of scale and zero point [groups, axes kept], rounding taken as the identity.
-
-    Where a code is in range, y = (rint(x/s) + zp - zp) * s has dy/ds = rint(x/s) - x/s and dy/dzp = 0; where it
-    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Sums run in float64.
-
-    Source: LSQ, arXiv 1902.08153, equation 3; LSQ+, arXiv 2004.09576, section 3.
+    """The gradients of scale and zero point [groups, axes kept]; sums run in float64.
 
     Args:
         wants: whether the gradient of the scale, and that of the zero point, is wanted.
     """
     b = _blocked(x, params, spec)
-    codes = _encode(b, spec)
-    inside = (codes.unclamped >= spec.format.quant_min) & (codes.unclamped <= spec.format.quant_max)
-    offset = 0.0 if b.zero_point is None else b.zero_point
-    dy = dy.to(b.x.dtype).reshape(b.x.shape)
-    axes = block_axes(x.shape, spec.granularity.block_shape(x.shape))
+    slopes = _slopes(b, spec)
+    blocks = spec.granularity.block_shape(x.shape)
+    axes = block_axes(x.shape, blocks)
+    dy = blocked(dy.to(b.x.dtype), blocks)
 
-    def per_group(values: Tensor) -> Tensor:
-        total = values.double().sum(axes) if axes else values.double()
-        return total.reshape(params.scale.shape)
+    def per_group(slope: Tensor, parameter: Tensor) -> Tensor:
+        products = (dy * slope).double()
+        return (products.sum(axes) if axes else products).reshape(parameter.shape).to(parameter.dtype)
 
-    scale_grad = zero_point_grad = None
-    if wants[0]:
-        error = torch.where(inside, codes.unclamped - offset - codes.scaled, codes.clamped - offset)
-        if spec.arithmetic is Arithmetic.MULTIPLIER:
-            # y = q / m and, in range, q ~ x * m: dy/dm = x/m - q/m^2.
-            error = -error / (b.scale * b.scale)
-        scale_grad = per_group(dy * error).to(params.scale.dtype)
-    if wants[1] and params.zero_point is not None:
-        zero_point_grad = per_group(torch.where(inside, 0.0, -dy * b.scale)).to(params.zero_point.dtype)
-    return scale_grad, zero_point_grad
+    scale_grad = per_group(slopes.scale, params.scale) if wants[0] else None
+    if not wants[1] or params.zero_point is None:
+        return scale_grad, None
+    return scale_grad, per_group(slopes.zero_point, params.zero_point)
+
+
+def tangent_params(
+    x: Tensor, params: QParams, spec: QuantSpec, tangents: tuple[Tensor | None, Tensor | None]
+) -> Tensor | None:
+    """How y moves with scale and zero point (forward mode), the shape of x; None where neither has a tangent.
+
+    Args:
+        tangents: of scale and zero point [groups, axes kept].
+    """
+    b = _blocked(x, params, spec)
+    blocks = spec.granularity.block_shape(x.shape)
+    moved = [
+        slope * blocked_groups(tangent.to(b.x.dtype), x.shape, blocks)
+        for slope, tangent in zip(_slopes(b, spec), tangents, strict=True)
+        if tangent is not None
+    ]
+    return unblocked(sum(moved[1:], moved[0]), x.shape, blocks).to(x.dtype) if moved else None

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+import torch
+
 from fakequant.errors import SpecError, nearest
 
 from .formats import Format, parse_format
 from .granularity import Granularity, PerTensor, parse_granularity
+from .scales import ScaleSpec
 
 
 class Arithmetic(Enum):
@@ -47,6 +50,7 @@ class QuantSpec:
         symmetric: whether 0.0 has the code 0, so that there is no zero point. Default: true for signed formats.
         arithmetic: see `Arithmetic`.
         gradient: see `Gradient`.
+        scale: the format of the scales, see `ScaleSpec`; by default float32.
 
     Raises:
         SpecError: an unknown format, an asymmetric float format, or a zero point under MULTIPLIER.
@@ -63,6 +67,7 @@ class QuantSpec:
     symmetric: bool = True
     arithmetic: Arithmetic = Arithmetic.DIVIDE
     gradient: Gradient = Gradient.CODE_RANGE
+    scale: ScaleSpec = field(default_factory=ScaleSpec)
 
     def __init__(
         self,
@@ -72,6 +77,7 @@ class QuantSpec:
         symmetric: bool | None = None,
         arithmetic: Arithmetic = Arithmetic.DIVIDE,
         gradient: Gradient = Gradient.CODE_RANGE,
+        scale: ScaleSpec | None = None,
     ) -> None:
         fmt = parse_format(format)
         if symmetric is None:
@@ -82,6 +88,7 @@ class QuantSpec:
             "symmetric": symmetric,
             "arithmetic": arithmetic,
             "gradient": gradient,
+            "scale": ScaleSpec() if scale is None else scale,
         }.items():
             object.__setattr__(self, name, value)
         self._check()
@@ -89,6 +96,13 @@ class QuantSpec:
     def _check(self) -> None:
         if not isinstance(self.granularity, Granularity):
             raise SpecError(f"granularity must be a Granularity such as PerChannel(0), got {self.granularity!r}")
+        if not self.format.has_zero:
+            raise SpecError(f"{self.format} has no code for 0.0: it is a format for scales, see ScaleSpec")
+        if self.scale.format is not None and not (self.symmetric and self.arithmetic is not Arithmetic.MULTIPLIER):
+            raise SpecError(
+                f"scales in {self.scale.format} are for symmetric specifications with DIVIDE or RECIPROCAL; "
+                "leave the scale format out, or change the specification"
+            )
         if self.symmetric:
             return
         if not self.format.has_zero_point:
@@ -116,7 +130,7 @@ class QuantSpec:
             )
             if value is not default
         ]
-        return " ".join(words)
+        return " ".join([*words, str(self.scale)]).rstrip()
 
     @staticmethod
     def parse(text: str) -> QuantSpec:
@@ -125,6 +139,8 @@ class QuantSpec:
         Raises:
             SpecError: a word that means nothing; the nearest words are offered.
         """
+        if torch.compiler.is_compiling():
+            return _parse(text)  # a trace must not change what outlives it
         if text not in _parsed:
             _parsed[text] = _parse(text)
         return _parsed[text]
@@ -137,6 +153,7 @@ class QuantSpec:
             "symmetric": self.symmetric,
             "arithmetic": self.arithmetic.value,
             "gradient": self.gradient.value,
+            "scale": str(self.scale),
         }
 
     @classmethod
@@ -155,6 +172,7 @@ class QuantSpec:
             options["granularity"] = parse_granularity(options.get("granularity", "per_tensor"))
             options["arithmetic"] = Arithmetic(options.get("arithmetic", "divide"))
             options["gradient"] = Gradient(options.get("gradient", "code_range"))
+            options["scale"] = ScaleSpec.parse(options.get("scale", ""))
             return cls(**options)
         except (ValueError, TypeError) as error:
             raise SpecError(f"cannot read the specification {values}: {error}") from error
@@ -177,11 +195,15 @@ _parsed: dict[str, QuantSpec] = {}
 
 
 def _parse(text: str) -> QuantSpec:
+    if not text.strip():
+        raise SpecError("an empty text is no specification; give a format at least, such as 'int8'")
     format_name, *words = text.split()
     options: dict[str, Any] = {}
     for position, word in enumerate(words):
         if option := _WORDS.get(word):
             options.update(option)
+        elif word.startswith("scale="):
+            options["scale"] = ScaleSpec.parse(word)
         elif position == 0:
             options["granularity"] = parse_granularity(word)
         else:
@@ -190,5 +212,13 @@ def _parse(text: str) -> QuantSpec:
 
 
 def as_spec(spec: QuantSpec | str) -> QuantSpec:
-    """A specification from itself or from its text form."""
-    return spec if isinstance(spec, QuantSpec) else QuantSpec.parse(spec)
+    """A specification from itself or from its text form.
+
+    Raises:
+        SpecError: neither of the two.
+    """
+    if isinstance(spec, QuantSpec):
+        return spec
+    if not isinstance(spec, str):
+        raise SpecError(f"expected a QuantSpec or its text, such as 'int8 per_channel(0)', got {spec!r}")
+    return QuantSpec.parse(spec)

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ShapeError
-from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles
+from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles, pad_blocks, padding, unblocked
 
 
 @dataclass(frozen=True)
 class Layout:
     """How tensors of one shape and stride are handed to a kernel.
 
-    `order` lists the axes of the split view (see `split`) in the order in which the kernel meets them. Where `dense`,
-    the tensor's memory already has that order and nothing is copied; channels-last tensors stay channels-last.
+    `blocks` are the granularity's block sizes. `order` lists the axes of the split view (see `split`) in the order in
+    which the kernel meets them. Where `dense`, the tensor's memory already has that order and nothing is copied;
+    channels-last tensors stay channels-last.
     """
 
     shape: tuple[int, ...]
+    blocks: tuple[int, ...]
     split: tuple[int, ...]
     order: tuple[int, ...]
     dense: bool
@@ -29,15 +31,15 @@ class Layout:
     group_order: tuple[int, ...]
 
     def pack(self, x: Tensor) -> Tensor:
-        """A tensor of `shape` whose memory the kernel can read in order."""
+        """A tensor whose memory the kernel can read in order, padded to full blocks."""
         if self.dense:
             wanted = x.permute(self.order)
             return x if wanted.is_contiguous() else wanted.contiguous().permute(_inverse(self.order))
-        return x.reshape(self.split).permute(self.order).contiguous()
+        return pad_blocks(x, self.blocks).reshape(self.split).permute(self.order).contiguous()
 
     def unpack(self, y: Tensor) -> Tensor:
         """The tensor of `shape` of a result that lies in the kernel's order."""
-        return y if self.dense else y.permute(_inverse(self.order)).reshape(self.shape)
+        return y if self.dense else unblocked(y.permute(_inverse(self.order)), self.shape, self.blocks)
 
     def pack_groups(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Per-group values [groups, axes kept] in the kernel's order.
@@ -65,17 +67,19 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     blocks = granularity.block_shape(shape)
     group_shape = granularity.group_shape(shape)
     order = _memory_order(shape, stride)
-    tiles = fit_tiles([shape[a] for a in order], [blocks[a] for a in order])
+    full = not any(padding(shape, blocks))
+    tiles = fit_tiles([shape[a] for a in order], [blocks[a] for a in order]) if full else None
     if tiles is not None:
-        return Layout(shape, shape, order, True, tiles, group_shape, order)
-    # Groups and blocks alternate too often for [g0, b0, g1, b1]: all groups first, then all that lies in a block.
+        return Layout(shape, blocks, shape, order, True, tiles, group_shape, order)
+    # A last block is not full, or groups and blocks alternate too often for [g0, b0, g1, b1]: a padded copy with all
+    # groups first, then all that lies in a block.
     split: list[int] = []
-    for n, b in zip(shape, blocks, strict=True):
-        split += [n // b, b]
+    for groups_along, b in zip(group_shape, blocks, strict=True):
+        split += [groups_along, b]
     groups, inner = tuple(range(0, len(split), 2)), tuple(range(1, len(split), 2))
     elements = torch.Size([split[a] for a in groups]).numel()
     tiles = Tiles(elements, torch.Size([split[a] for a in inner]).numel(), 1, 1)
-    return Layout(shape, tuple(split), groups + inner, False, tiles, group_shape, tuple(range(len(shape))))
+    return Layout(shape, blocks, tuple(split), groups + inner, False, tiles, group_shape, tuple(range(len(shape))))
 
 
 def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

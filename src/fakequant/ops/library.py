@@ -34,7 +34,7 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     if torch.compiler.is_exporting():
         return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, str(spec))
     lo, hi = params.range or (None, None)
-    if _must_be_traced(x):
+    if _must_be_traced(x, params.scale, params.zero_point):
         traced = _Traced if torch.compiler.is_compiling() else _Transformed
         return traced.apply(x, params.scale, params.zero_point, lo, hi, spec)[0]
     if torch.is_grad_enabled() and (x.requires_grad or _learned(params)):
@@ -61,9 +61,14 @@ def _learned(params: QParams) -> bool:
     return params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
 
 
-def _must_be_traced(x: Tensor) -> bool:
+def _must_be_traced(*tensors: Tensor | None) -> bool:
     """Whether something other than plain eager execution watches: it must see torch operations, not a kernel."""
-    return not has_values(x) or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None)
+    if not all(has_values(tensor) for tensor in tensors if tensor is not None):
+        return True
+    in_forward_mode = forward_ad._current_level >= 0
+    return in_forward_mode and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors if tensor is not None
+    )
 
 
 class _Eager(torch.autograd.Function):
@@ -162,10 +167,13 @@ class _Transformed(_Traced):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
-        mask = ctx.saved_tensors[0]
-        tangent = tangents[0]
-        assert tangent is not None, "forward-mode AD calls jvp only for inputs with a tangent"
-        return reference.grad_input(tangent, mask), None
+        mask, x, *params = ctx.saved_tensors
+        moved = reference.tangent_params(x, _params(*params), ctx.spec, (tangents[1], tangents[2]))
+        if tangents[0] is not None:
+            through = reference.grad_input(tangents[0], mask)
+            moved = through if moved is None else through + moved
+        assert moved is not None, "forward-mode AD calls jvp only if an input has a tangent"
+        return moved, None
 
 
 def _params(scale: Tensor, zero_point: Tensor | None, lo: Tensor | None, hi: Tensor | None) -> QParams:

@@ -1,6 +1,6 @@
 """Reports: one HTML file that shows what quantization did to a model."""
 
-from fakequant.report.collect import accuracies, distributions, environment, layers_left, sizes, verification
+from fakequant.report.collect import distributions, environment, layers_left, sizes, verification
 from fakequant.report.data import (
     Accuracy,
     Distribution,
@@ -9,6 +9,7 @@ from fakequant.report.data import (
     Section,
     Size,
     Verification,
+    accuracy_cells,
 )
 from fakequant.report.page import render, write_report
 
@@ -20,7 +21,7 @@ __all__ = [
     "Section",
     "Size",
     "Verification",
-    "accuracies",
+    "accuracy_cells",
     "distributions",
     "environment",
     "layers_left",

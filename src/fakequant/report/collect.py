@@ -7,24 +7,26 @@ import platform
 import shutil
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from fakequant.calibration import Calibrator
-from fakequant.export import ExportReport, VerifyReport
-from fakequant.model.summary import Summary
+from fakequant.export import VerifyReport
+from fakequant.model.operations import unquantized
 from fakequant.ops.dispatch import backends
 from fakequant.report.data import Distribution, NodeCheck, Size, Verification
 
 _PACKAGES = (
-    "torch numpy onnx onnxscript onnxruntime safetensors matplotlib rich typer scikit-learn triton".split()
+    *("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors"),
+    *("matplotlib", "rich", "typer", "scikit-learn", "triton"),
 )
 _COMPILERS = ("c++", "g++", "clang++", "cl")
 
 
-def distributions(
-    calibrators: Mapping[str, Mapping[str, Calibrator]], *, bins: int = 96
-) -> list[Distribution]:
+def distributions(calibrators: Mapping[str, Mapping[str, Calibrator]], *, bins: int = 96) -> list[Distribution]:
     """What calibrators saw and which ranges they chose, one distribution per quantizer.
 
     Args:
@@ -63,6 +65,35 @@ def _distribution(name: str, calibrators: Mapping[str, Calibrator], bins: int) -
     )
 
 
+def layers_left(models: Mapping[str, nn.Module], example: Any) -> dict[str, list[str]]:
+    """The operations of prepared models that compute on unquantized tensors, as text, products first.
+
+    Args:
+        models: by the name that the report shows.
+        example: an input, a tuple or a dict of inputs, with which the models are traced.
+    """
+    found = {}
+    for name, model in models.items():
+        left = sorted(unquantized(model, example), key=lambda operation: not operation.is_product)
+        found[name] = [str(operation) for operation in left]
+    return found
+
+
+def sizes(files: Mapping[str, Path], float_bytes: Mapping[str, int]) -> list[Size]:
+    """The sizes of files and folders.
+
+    Args:
+        files: by the name that the report shows.
+        float_bytes: what they would take in float32, for those where that is known.
+    """
+    return [Size(name, _bytes_of(path), float_bytes.get(name)) for name, path in files.items()]
+
+
+def _bytes_of(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
 def environment() -> dict[str, str]:
     """Versions, machine, backends with the reason why one cannot serve, compiler, GPU, threads.
 
@@ -89,3 +120,24 @@ def environment() -> dict[str, str]:
 def _compiler() -> str:
     names = [os.environ["CXX"], *_COMPILERS] if "CXX" in os.environ else list(_COMPILERS)
     return next((path for name in names if (path := shutil.which(name))), "none found")
+
+
+def verification(title: str, report: VerifyReport) -> Verification:
+    """The comparison of an exported model, as `fakequant.verify_onnx` found it.
+
+    Args:
+        title: which model.
+        report: what `verify_onnx` returned.
+    """
+    nodes = [
+        NodeCheck(
+            row.quantizer, row.spec, row.elements, row.differing, "" if row.intact else "changed since the export"
+        )
+        for row in report.rows
+    ]
+    notes = [f"Compared on {report.batches} batches: {report.inputs}."]
+    notes += [f"The model's outputs against torch: {row}." for row in report.outputs]
+    notes += [f"What ONNX Runtime's default optimisations change: {row}." for row in report.optimised]
+    if report.optimised_error is not None:
+        notes.append(f"ONNX Runtime fails with its default optimisations: {report.optimised_error}")
+    return Verification(title, nodes, notes)

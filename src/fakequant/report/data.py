@@ -36,6 +36,21 @@ class Accuracy:
     note: str = ""
 
 
+def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, str]]:
+    """Measurements as text: format, method, value, change against the first, note; all with as many decimals.
+
+    >>> accuracy_cells([Accuracy("float32", "", 98.5), Accuracy("INT8", "mse", 98.0)])[1]
+    ('INT8', 'mse', '98.00', '-0.50', '')
+    """
+    # Percentages get two decimals; shares from 0 to 1 and losses get four.
+    decimals = 2 if any(abs(row.value) >= 10 for row in rows) else 4
+    cells = []
+    for index, row in enumerate(rows):
+        change = f"{row.value - rows[0].value:+.{decimals}f}" if index else ""
+        cells.append((row.format, row.method, f"{row.value:.{decimals}f}", change, row.note))
+    return cells
+
+
 @dataclass(frozen=True)
 class Distribution:
     """The values of one tensor and the ranges that calibrators chose for it.
@@ -66,12 +81,21 @@ class Size:
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """One quantizer of an exported model, compared bit for bit: elements compared, and those that differ."""
+    """One quantizer of an exported model, compared bit for bit.
+
+    Args:
+        name: its path.
+        spec: its specification.
+        elements: how many were compared.
+        differing: how many of them differ.
+        fault: what else is wrong with it; empty if nothing is.
+    """
 
     name: str
     spec: str
     elements: int
     differing: int
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +115,7 @@ class Verification:
     @property
     def exact(self) -> bool:
         """Whether something was compared and nothing differs."""
-        return bool(self.nodes) and not any(node.differing for node in self.nodes)
+        return bool(self.nodes) and not any(node.differing or node.fault for node in self.nodes)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fakequant.errors import OutputError
 from fakequant.files import writable_folder, write_whole
-from fakequant.report.data import Accuracy, ReportData, Section, Size, Verification
+from fakequant.report.data import ReportData, Section, Size, Verification, accuracy_cells
 from fakequant.report.plots import distribution_plot, sqnr_bars
 
 _STYLE = """
@@ -37,7 +37,9 @@ figure { margin: 0; break-inside: avoid; } figcaption { font-size: .85rem; overf
   --good: #116329; --bad: #b42318; } nav { display: none; } body { max-width: none; padding: 0; font-size: 10pt; }
   h2, h3 { break-after: avoid; } tr { break-inside: avoid; } }
 """
-_NO_MATPLOTLIB = "The plots are missing because matplotlib is not installed: <code>pip install fakequant[report]</code>."
+_NO_MATPLOTLIB = (
+    "The plots are missing because matplotlib is not installed: <code>pip install fakequant[report]</code>."
+)
 
 
 def write_report(path: str | os.PathLike[str], data: ReportData) -> Path:
@@ -64,6 +66,7 @@ def write_report(path: str | os.PathLike[str], data: ReportData) -> Path:
 def render(data: ReportData) -> str:
     """The report as HTML text.
 
+    >>> from fakequant.report import Accuracy, ReportData
     >>> page = render(ReportData("A model", accuracy=[Accuracy("float32", "", 98.5)]))
     >>> page.count("<h2"), "98.5" in page
     (7, True)
@@ -91,14 +94,8 @@ def _section(section: Section, data: ReportData) -> str:
 def _accuracy(data: ReportData) -> str:
     if not data.accuracy:
         return ""
-    baseline = data.accuracy[0]
-
-    def change(row: Accuracy) -> str:
-        return "" if row is baseline else f"{row.value - baseline.value:+.2f}"
-
-    rows = [(row.format, row.method, f"{row.value:.6g}", change(row), row.note) for row in data.accuracy]
-    header = ("format", "method", data.metric, f"change against {baseline.format}", "")
-    return _table(header, rows, numbers=(2, 3))
+    header = ("format", "method", data.metric, f"change against {data.accuracy[0].format}", "")
+    return _table(header, accuracy_cells(data.accuracy), numbers=(2, 3))
 
 
 def _sqnr(data: ReportData) -> str:
@@ -129,7 +126,8 @@ def _ranges(data: ReportData) -> str:
         return f"<p>{_NO_MATPLOTLIB}</p>" + _table(("quantizer", "method", "lowest", "highest"), rows, numbers=(2, 3))
     figures = []
     for shown in data.distributions:
-        groups = f" <span class=soft>all {shown.groups} groups together, widest range</span>" if shown.groups > 1 else ""
+        together = f"{shown.groups} groups together, widest range" if shown.groups > 1 else ""
+        groups = f' <span class="soft">{together}</span>' if together else ""
         caption = f"<figcaption><code>{escape(shown.name)}</code>{groups}</figcaption>"
         figures.append(f"<figure>{caption}{distribution_plot(shown)}</figure>")
     explanation = "What calibration saw. Values outside a range are clipped to it; inside it they are rounded."
@@ -165,11 +163,18 @@ def _verified_model(verification: Verification) -> str:
     if verification.exact:
         verdict = f'<p class="good">Exact: 0 of {elements:,} compared elements differ.</p>'
     elif verification.nodes:
-        verdict = f'<p class="bad">Not exact: {differing:,} of {elements:,} compared elements differ.</p>'
+        faults = sum(bool(node.fault) for node in verification.nodes)
+        verdict = (
+            f'<p class="bad">Not exact: {differing:,} of {elements:,} compared elements differ, '
+            f"and {faults} quantizers have another fault.</p>"
+        )
     else:
         verdict = '<p class="bad">Nothing was compared.</p>'
-    rows = [(node.name, node.spec, f"{node.elements:,}", f"{node.differing:,}") for node in verification.nodes]
-    table = _table(("quantizer", "specification", "elements", "differing"), rows, numbers=(2, 3)) if rows else ""
+    rows = [
+        (node.name or "(model)", node.spec, f"{node.elements:,}", f"{node.differing:,}", node.fault)
+        for node in verification.nodes
+    ]
+    table = _table(("quantizer", "specification", "elements", "differing", ""), rows, numbers=(2, 3)) if rows else ""
     return f"<h3>{escape(verification.title)}</h3>{verdict}{_paragraphs(verification.notes)}{table}"
 
 
@@ -191,9 +196,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seq
         return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return (
-        f'<div class="wide"><table><thead><tr>{cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    return f'<div class="wide"><table><thead><tr>{cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 _SECTIONS: dict[Section, Callable[[ReportData], str]] = {

@@ -53,9 +53,11 @@ def distribution_plot(distribution: Distribution) -> str:
         ModuleNotFoundError: matplotlib is not installed.
     """
     figure, axes = _figure(4.4, 2.5)
-    axes.stairs(distribution.counts, distribution.edges, fill=True, color=_INK, alpha=0.35, linewidth=0)
+    floor = 0.5  # below one value, so that a bar of one can be seen
+    heights = [max(count, floor) for count in distribution.counts]
+    axes.stairs(heights, distribution.edges, baseline=floor, fill=True, color=_INK, alpha=0.35, linewidth=0)
     axes.set_yscale("log")
-    axes.set_ylim(bottom=0.5)
+    axes.set_ylim(bottom=floor)
     for index, (method, (low, high)) in enumerate(distribution.ranges.items()):
         style: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _DASHES[index % len(_DASHES)]}
         axes.axvline(high, linewidth=1.4, label=f"{method} {_interval(low, high)}", **style)
@@ -100,7 +102,7 @@ def _svg(figure: Figure, description: str) -> str:
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
     # The names that matplotlib numbers per figure would occur twice in a page; those that are referred to are hashes.
-    text = re.sub(r'\sid="[a-zA-Z.]+_\d+"', "", text)
+    text = re.sub(r'\sid="[a-zA-Z][\w.]*_\d+"', "", text)
     width, height = figure.get_size_inches() * _POINTS_PER_INCH
     opening = (
         f'<svg role="img" aria-label="{escape(description)}" viewBox="0 0 {width:g} {height:g}" '

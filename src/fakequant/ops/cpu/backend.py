@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fakequant.numerics.format import Format
 from fakequant.numerics.qparams import QParams, compute_dtype
 from fakequant.numerics.reference import input_range
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
@@ -19,7 +21,9 @@ from fakequant.ops.layout import Layout, layout_of
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
 _NO_MASK = 0
 _MASK = {Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2}
-_INTEGERS = -1
+_NO_MANTISSA = -1
+# Rounding adds 2**(e + 23 - mantissa_bits), which must stay a float32.
+_LARGEST = 2.0**64
 
 
 @cache
@@ -48,15 +52,18 @@ class CpuBackend(Backend):
             return f"the tensor is on {x.device}"
         if type(x) not in (Tensor, torch.nn.Parameter):
             return f"{type(x).__name__} is no plain tensor"
+        grid = spec.format.grid
         if codes and not spec.format.has_zero_point:
             return f"the kernels read and write integer codes only, not those of {spec.format}"
+        if grid.mantissa_bits is not None and grid.quant_max > _LARGEST and x.dtype != torch.float64:
+            return f"the kernels round floats up to 2**64, {spec.format} reaches {grid.quant_max:g}"
         return None
 
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         layout = layout_of(spec.granularity, tuple(x.shape), x.stride())
         packed = layout.pack(x)
         y = torch.empty_like(packed)
-        bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8) if mask else None
+        bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
         kind = _MASK[spec.gradient] if mask else _NO_MASK
         tensors = _params(params, spec, layout, compute_dtype(x.dtype), with_range=kind == _MASK[Gradient.INPUT_RANGE])
         torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *_call(layout, spec), kind)
@@ -88,20 +95,38 @@ class CpuBackend(Backend):
 
 def _params(
     params: QParams, spec: QuantSpec, layout: Layout, dtype: torch.dtype, *, with_range: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     zero_point = None if params.zero_point is None else layout.pack_groups(params.zero_point, dtype)
     lo, hi = (layout.pack_groups(r, dtype) for r in input_range(params, spec)) if with_range else (None, None)
-    return layout.pack_groups(params.scale, dtype), zero_point, lo, hi
+    return layout.pack_groups(params.scale, dtype), zero_point, lo, hi, _table(spec.format, dtype)
+
+
+@lru_cache
+def _table(fmt: Format, dtype: torch.dtype) -> Tensor | None:
+    """The values of a table format, then from which number of a dtype on each but the first is reached [2 n - 1]."""
+    table = fmt.grid.table
+    if table is None:
+        return None
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    reached_from = []
+    for code, middle in enumerate(table.middles, start=1):
+        number = kind(middle)
+        # From a middle the even code is reached; an odd one only from the next number on.
+        while float(number) < middle or (float(number) == middle and code % 2):
+            number = np.nextafter(number, kind(np.inf))
+        reached_from.append(float(number))
+    return torch.tensor([*table.values, *reached_from], dtype=torch.float64)
 
 
 def _call(layout: Layout, spec: QuantSpec) -> tuple[Any, ...]:
     grid = spec.format.grid
-    mantissa_bits = _INTEGERS if grid.mantissa_bits is None else grid.mantissa_bits
+    mantissa_bits = _NO_MANTISSA if grid.mantissa_bits is None else grid.mantissa_bits
     return (
         *layout.tiles,
         grid.quant_min,
         grid.quant_max,
         mantissa_bits,
         grid.min_exponent,
+        grid.negative_zero,
         _ARITHMETIC[spec.arithmetic],
     )

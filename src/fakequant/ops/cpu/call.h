@@ -32,9 +32,12 @@ enum class Emit { kValue, kCode };
 struct Grid {
   double quant_min;
   double quant_max;
-  int64_t mantissa_bits;  // negative: integers
+  int64_t mantissa_bits;  // negative: integers, or a table
   int64_t min_exponent;
-  bool is_integer() const { return mantissa_bits < 0; }
+  bool negative_zero;
+  const double* table;  // table_size values, then from which number on each but the first is reached; or null
+  int64_t table_size;
+  bool is_integer() const { return mantissa_bits < 0 && table == nullptr; }
 };
 
 struct Tiles {

@@ -32,35 +32,40 @@ using torch::stable::Tensor;
 constexpr int64_t kGrainChunks = 32;  // 32,768 elements: below that a second thread costs more than it brings.
 
 template <Emit E, typename C, typename Rounding>
-FAKEQUANT_INLINE void quantize_chunk(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first, int64_t n) {
+FAKEQUANT_INLINE void quantize_chunk_by(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first,
+                                        int64_t n) {
   const Rounding rounding(call.grid);
   for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
     quantize_run_as<E>(call, x + i, y + i, inside + i, piece, rounding, p);
   });
 }
 
+template <typename C>
+FAKEQUANT_INLINE void quantize_chunk_as(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first,
+                                        int64_t n) {
+  constexpr Emit kValue = Emit::kValue;
+  if (call.grid.is_integer()) return quantize_chunk_by<kValue, C, IntegerRounding<C>>(call, x, y, inside, first, n);
+  if (!call.grid.table) return quantize_chunk_by<kValue, C, FloatRounding<C>>(call, x, y, inside, first, n);
+  if (call.grid.table_size <= 16) return quantize_chunk_by<kValue, C, TableRounding<C, 16>>(call, x, y, inside, first, n);
+  quantize_chunk_by<kValue, C, TableRounding<C, 256>>(call, x, y, inside, first, n);
+}
+
 FAKEQUANT_CLONES void quantize_chunk_f32(const Call<float>& call, const float* x, float* y, uint8_t* inside,
                                          int64_t first, int64_t n) {
-  if (call.grid.is_integer())
-    quantize_chunk<Emit::kValue, float, IntegerRounding<float>>(call, x, y, inside, first, n);
-  else
-    quantize_chunk<Emit::kValue, float, FloatRounding<float>>(call, x, y, inside, first, n);
+  quantize_chunk_as(call, x, y, inside, first, n);
 }
 
 void quantize_chunk_f64(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first,
                         int64_t n) {
-  if (call.grid.is_integer())
-    quantize_chunk<Emit::kValue, double, IntegerRounding<double>>(call, x, y, inside, first, n);
-  else
-    quantize_chunk<Emit::kValue, double, FloatRounding<double>>(call, x, y, inside, first, n);
+  quantize_chunk_as(call, x, y, inside, first, n);
 }
 
 FAKEQUANT_CLONES void encode_chunk_f32(const Call<float>& call, const float* x, float* codes, int64_t first, int64_t n) {
-  quantize_chunk<Emit::kCode, float, IntegerRounding<float>>(call, x, codes, nullptr, first, n);
+  quantize_chunk_by<Emit::kCode, float, IntegerRounding<float>>(call, x, codes, nullptr, first, n);
 }
 
 void encode_chunk_f64(const Call<double>& call, const double* x, double* codes, int64_t first, int64_t n) {
-  quantize_chunk<Emit::kCode, double, IntegerRounding<double>>(call, x, codes, nullptr, first, n);
+  quantize_chunk_by<Emit::kCode, double, IntegerRounding<double>>(call, x, codes, nullptr, first, n);
 }
 
 FAKEQUANT_CLONES void decode_chunk_f32(const Call<float>& call, const float* codes, float* y, int64_t first, int64_t n) {
@@ -196,22 +201,24 @@ void with_code_type(const Tensor& t, const F& body) {
 
 #define FAKEQUANT_TENSORS                                                                        \
   const Tensor &scale, const std::optional<Tensor>&zero_point, const std::optional<Tensor>&lo, \
-      const std::optional<Tensor>&hi
+      const std::optional<Tensor>&hi, const std::optional<Tensor>&table
 #define FAKEQUANT_CALL                                                                                       \
   int64_t g0, int64_t b0, int64_t g1, int64_t b1, double quant_min, double quant_max, int64_t mantissa_bits, \
-      int64_t min_exponent, int64_t arithmetic
+      int64_t min_exponent, bool negative_zero, int64_t arithmetic
 
 template <typename C>
 Call<C> make_call(FAKEQUANT_TENSORS, FAKEQUANT_CALL, int64_t mask) {
   return {{g0, b0, g1, b1},
-          {quant_min, quant_max, mantissa_bits, min_exponent},
+          {quant_min, quant_max, mantissa_bits, min_exponent, negative_zero,
+           table.has_value() ? static_cast<const double*>(table->data_ptr()) : nullptr,
+           table.has_value() ? (table->numel() + 1) / 2 : 0},
           static_cast<Arithmetic>(arithmetic),
           static_cast<Mask>(mask),
           params_of<C>(scale, zero_point, lo, hi)};
 }
 #define FAKEQUANT_MAKE_CALL(C, mask)                                                                               \
-  make_call<C>(scale, zero_point, lo, hi, g0, b0, g1, b1, quant_min, quant_max, mantissa_bits, min_exponent, \
-               arithmetic, mask)
+  make_call<C>(scale, zero_point, lo, hi, table, g0, b0, g1, b1, quant_min, quant_max, mantissa_bits, min_exponent, \
+               negative_zero, arithmetic, mask)
 
 void fake_quantize(const Tensor& x, FAKEQUANT_TENSORS, Tensor y, std::optional<Tensor> mask, FAKEQUANT_CALL,
                    int64_t mask_kind) {
@@ -264,10 +271,10 @@ void mask_gradient(const Tensor& dy, const Tensor& mask, Tensor dx) {
 }  // namespace
 }  // namespace fakequant
 
-#define FAKEQUANT_SCHEMA_PARAMS "Tensor scale, Tensor? zero_point, Tensor? lo, Tensor? hi, "
+#define FAKEQUANT_SCHEMA_PARAMS "Tensor scale, Tensor? zero_point, Tensor? lo, Tensor? hi, Tensor? table, "
 #define FAKEQUANT_SCHEMA_CALL                                                              \
   "int g0, int b0, int g1, int b1, float quant_min, float quant_max, int mantissa_bits, " \
-  "int min_exponent, int arithmetic"
+  "int min_exponent, bool negative_zero, int arithmetic"
 
 STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("fake_quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y, Tensor(b!)? mask, " FAKEQUANT_SCHEMA_CALL

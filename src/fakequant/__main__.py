@@ -1,0 +1,5 @@
+"""`python -m fakequant` is the command `fakequant`."""
+
+from fakequant.cli import main
+
+main()

@@ -1,0 +1,101 @@
+"""The commands of `fakequant`, thin: each reads its arguments, calls one function, and prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from fakequant.errors import FakeQuantError
+
+
+class _Commands(TyperGroup):
+    """All commands; an error of this package is one clear line instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FakeQuantError as error:
+            Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="bold red"))
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    # An exception that is not ours is a bug, here or in a recipe: its whole traceback helps to find it.
+    pretty_exceptions_enable=False,
+    help="Fake quantization for PyTorch: calibrate, fine-tune, export to ONNX, verify, report.",
+)
+
+RecipeFile = Annotated[Path, typer.Argument(help="a Python file that offers model() and calibration_batches()")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the report and the models")] = Path("demo-output"),
+    epochs: Annotated[int, typer.Option(min=1, help="epochs of the float training")] = 40,
+) -> None:
+    """Train a small network on handwritten digits, quantize, fine-tune, export, verify and report."""
+    from fakequant.demo import run
+
+    run(out, epochs=epochs, console=Console())
+
+
+@app.command()
+def quantize(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Option(help="folder for checkpoint, model.onnx and report.html")],
+    preset: Annotated[str, typer.Option(help="configuration, such as int8, fp8 or int4_weight_only")] = "int8",
+    method: Annotated[str, typer.Option(help="calibrator of the activations")] = "entropy",
+    train: Annotated[bool, typer.Option(help="fine-tune by the recipe's train(model), if it offers it")] = True,
+    compare: Annotated[bool, typer.Option(help="calibrate by the other methods too, for the report")] = False,
+    static: Annotated[bool, typer.Option(help="export for batches of the first one's size only")] = False,
+) -> None:
+    """Quantize the model of a recipe: calibrate, fine-tune, save, export, verify and report."""
+    from fakequant.cli.job import Job, run
+
+    run(Job(recipe, preset, method, out, train=train, compare=compare, static=static), Console())
+
+
+@app.command()
+def inspect(
+    what: Annotated[Path, typer.Argument(help="a checkpoint's folder, a folder with one, or an ONNX file")],
+) -> None:
+    """Show which tensors of a checkpoint or an exported ONNX file are quantized, and how."""
+    from fakequant.cli.inspection import inspect as look
+    from fakequant.report.terminal import print_table
+
+    found = look(what)
+    print_table(Console(), found.title, found.header, found.rows)
+
+
+@app.command()
+def verify(
+    onnx_file: Annotated[Path, typer.Argument(help="a file written by export_onnx")],
+    recipe: Annotated[Path | None, typer.Option(help="recipe of the model, to compare weights and outputs")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="checkpoint of the model; by default `checkpoint` beside the file")
+    ] = None,
+) -> None:
+    """Compare every quantizer of an ONNX file in ONNX Runtime with fakequant, bit for bit; status 1 if one differs."""
+    from fakequant.cli.job import verify_file
+
+    report = verify_file(onnx_file, recipe, checkpoint)
+    Console().print(Text(str(report)))
+    if not report.exact:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, the backends and why one cannot serve, the compiler, the GPU."""
+    from fakequant.report import environment
+    from fakequant.report.terminal import print_table
+
+    print_table(Console(), "Environment", ("what", "value"), list(environment().items()))

@@ -1,0 +1,70 @@
+"""What a checkpoint or an exported ONNX file holds, without the model it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fakequant.errors import CheckpointError, VerificationError
+from fakequant.export.packages import require
+from fakequant.export.record import read
+from fakequant.export.verify import load_exported
+from fakequant.model import checkpoint
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A table: what was looked at, and one row per quantizer."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def inspect(path: Path) -> Inspection:
+    """The quantizers of a checkpoint's folder, a folder that `fakequant quantize` wrote, or an ONNX file.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint, or a damaged one.
+        VerificationError: the file is no ONNX file, or not one of ours.
+    """
+    if path.is_file():
+        return _inspect_onnx(path)
+    folder = next((f for f in (path, path / "checkpoint") if (f / checkpoint.MANIFEST).is_file()), path)
+    if not folder.exists():
+        raise CheckpointError(f"there is no file or folder {path}; give a checkpoint's folder or an ONNX file")
+    return _inspect_checkpoint(folder)
+
+
+def _inspect_checkpoint(folder: Path) -> Inspection:
+    manifest = checkpoint.read_manifest(folder)
+    rows = [
+        (f"{name}.{attribute}" if name else attribute, layer["type"], values["tensor"], values["mode"])
+        for name, layer in manifest["layers"].items()
+        for attribute, values in layer["quantizers"].items()
+    ]
+    tensors = manifest["tensors"]
+    return Inspection(
+        f"{folder}: {len(rows)} quantizers, {tensors['bytes']:,} bytes in {tensors['file']}",
+        ("quantizer", "layer", "specification", "mode"),
+        rows,
+    )
+
+
+def _inspect_onnx(path: Path) -> Inspection:
+    require("onnx")
+    try:
+        model = load_exported(path)
+        record = read(model)
+    except VerificationError as error:
+        raise VerificationError(f"{path}: {error}") from error
+    opset = max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    rows = [
+        (site.quantizer or "(model)", "weight" if site.codes else "activation", site.spec, site.expressed)
+        for site in record.sites
+    ]
+    return Inspection(
+        f"{path}: {len(rows)} quantizers, opset {opset}, {path.stat().st_size:,} bytes, by fakequant {record.version}",
+        ("quantizer", "kind", "specification", "in ONNX"),
+        rows,
+    )

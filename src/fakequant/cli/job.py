@@ -1,0 +1,236 @@
+"""The main job for a user's recipe: from a float model to a calibrated, fine-tuned, verified ONNX file and a report."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fakequant.calibration import Calibrator, calibrators
+from fakequant.cli.recipe import Recipe, load_recipe
+from fakequant.errors import ConfigError, ExportError, VerificationError, nearest
+from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
+from fakequant.files import writable_folder
+from fakequant.model.analysis import layer_sqnr
+from fakequant.model.checkpoint import load, save
+from fakequant.model.config import Config
+from fakequant.model.prepare import calibrate, evaluating, prepare, run_batch
+from fakequant.model.presets import presets
+from fakequant.report import (
+    Accuracy,
+    ReportData,
+    Section,
+    distributions,
+    environment,
+    layers_left,
+    sizes,
+    verification,
+    write_report,
+)
+from fakequant.report.terminal import print_report
+
+CHECKPOINT, ONNX, REPORT = "checkpoint", "model.onnx", "report.html"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do.
+
+    Args:
+        recipe: the recipe file.
+        preset: name of a preset, in any case.
+        method: calibrator of the activations.
+        out: the folder for `checkpoint`, `model.onnx` and `report.html`.
+        train: whether to fine-tune by the recipe's `train(model)`, if it offers one.
+        compare: whether to calibrate by every other method too, for the report.
+        static: whether the exported model takes batches of the first one's size only.
+    """
+
+    recipe: Path
+    preset: str
+    method: str
+    out: Path
+    train: bool = True
+    compare: bool = False
+    static: bool = False
+
+
+@dataclass
+class _Progress:
+    """What was found so far; all of it goes into the report even if a later step fails."""
+
+    recipe: Recipe
+    console: Console
+    accuracy: list[Accuracy] = field(default_factory=list)
+    calibrators: dict[str, dict[str, Calibrator]] = field(default_factory=dict)
+    missing: dict[Section, str] = field(default_factory=dict)
+
+    def measure(self, model: nn.Module, format: str, method: str) -> None:
+        """Add the recipe's metric of a model, if it offers one."""
+        if not self.recipe.offers("evaluate"):
+            self.missing[Section.ACCURACY] = f"{self.recipe.path.name} offers no evaluate(model)."
+            return
+        with evaluating(model), torch.no_grad():
+            value = self.recipe.evaluate(model)
+        self.accuracy.append(Accuracy(format, method, value))
+        self.console.print(f"{format} {method}: {value:.6g}", highlight=False)
+
+
+def run(job: Job, console: Console) -> ReportData:
+    """Do a job; what was reported is returned.
+
+    Raises:
+        ConfigError: an unknown preset or method; the nearest are offered.
+        OutputError: the folder cannot be written.
+        RecipeError: the recipe lacks what it must offer. These three before any work is done.
+        ExportError: ONNX cannot express the model; checkpoint and report are written nevertheless.
+        VerificationError: the exported file does not compute what the model does; all files are written.
+    """
+    config = find_preset(job.preset)
+    if job.method not in calibrators():
+        raise ConfigError(f"unknown calibrator {job.method!r}{nearest(job.method, calibrators())}")
+    out = writable_folder(job.out)
+    writable_folder(out / CHECKPOINT)
+    recipe = load_recipe(job.recipe)
+    progress = _Progress(recipe, console)
+    model = quantized_model(job, config, progress)
+    save(model, out / CHECKPOINT)
+    example = example_of(model, recipe.first_batch())
+    refusal: ExportError | None = None
+    export: ExportReport | None = None
+    check: VerifyReport | None = None
+    try:
+        dynamic_shapes = None if job.static else dynamic_batch(example)
+        export = export_onnx(model, example, out / ONNX, dynamic_shapes=dynamic_shapes)
+        check = verify_onnx(out / ONNX, model, fitting(recipe.calibration_batches(), example, dynamic_shapes))
+    except ExportError as error:
+        refusal = error
+        progress.missing[Section.VERIFICATION] = f"The model was not exported: {error}"
+    files = {CHECKPOINT: out / CHECKPOINT} | ({} if export is None else {ONNX: out / ONNX})
+    data = ReportData(
+        f"{job.recipe.stem}, quantized to {config.name}",
+        summary=(f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated by {job.method}.",),
+        metric="evaluate(model)",
+        accuracy=progress.accuracy,
+        sqnr={config.name: layer_sqnr(model, recipe.calibration_batches())},
+        distributions=distributions(progress.calibrators),
+        sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),
+        left=layers_left({config.name: model}, example),
+        verifications=[] if check is None else [verification(ONNX, check)],
+        environment=environment(),
+        missing=progress.missing,
+    )
+    write_report(out / REPORT, data)
+    print_report(console, data)
+    console.print(f"Written: {', '.join(str(path) for path in (*files.values(), out / REPORT))}", highlight=False)
+    if refusal is not None:
+        raise refusal
+    if check is not None and not check.exact:
+        raise VerificationError(f"{out / ONNX} does not compute what the model does; see {out / REPORT}")
+    return data
+
+
+def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
+    """The recipe's model, prepared, calibrated, fine-tuned if the recipe can, and measured at every step."""
+    recipe = progress.recipe
+    model = recipe.model()
+    progress.measure(model, "float32", "")
+    prepare(model, config)
+    for method in calibrators():
+        if job.compare and method != job.method:
+            other = copy.deepcopy(model)
+            progress.calibrators[method] = calibrate(other, recipe.calibration_batches(), method)
+            progress.measure(other, config.name, method)
+    chosen = calibrate(model, recipe.calibration_batches(), job.method)
+    progress.calibrators = {job.method: chosen} | progress.calibrators
+    progress.measure(model, config.name, job.method)
+    if job.train and recipe.offers("train"):
+        recipe.train(model)
+        progress.measure(model, config.name, f"{job.method}, then fine-tuned")
+    return model.eval()
+
+
+def find_preset(name: str) -> Config:
+    """The preset of a name, in any case, with `-` or `_`.
+
+    Raises:
+        ConfigError: there is none; the nearest are offered.
+
+    >>> find_preset("int8-weight-only").name
+    'INT8_WEIGHT_ONLY'
+    """
+    known = presets()
+    upper = name.upper().replace("-", "_")
+    if upper not in known:
+        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted(known))}")
+    return known[upper]
+
+
+def example_of(model: nn.Module, batch: Any) -> Any:
+    """What of a calibration batch the model is called with: a tuple of arguments, or a dict of keyword arguments."""
+    seen: list[Any] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs or args), with_kwargs=True, prepend=True
+    )
+    try:
+        with evaluating(model), torch.no_grad():
+            run_batch(model, batch)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def dynamic_batch(example: Any) -> Any:
+    """The shapes for `export_onnx` with which the batch may have any size; None if that cannot be told.
+
+    The batch axis is the first of every tensor that is as long there as the first tensor. An example of one sample
+    cannot tell it, because torch.export takes a length of 1 for a constant.
+
+    >>> dynamic_batch((torch.ones(4, 3), torch.ones(7)))
+    ({0: 'batch'}, None)
+    """
+    sizes = [leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes or sizes[0] < 2:
+        return None
+
+    def axes(leaf: Any) -> dict[int, str] | None:
+        return {0: "batch"} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0] else None
+
+    return tree_map(axes, example)
+
+
+def fitting(batches: Iterable[Any], example: Any, dynamic_shapes: Any) -> Iterator[Any]:
+    """The batches that a model exported with an example takes: its shapes, but for the batch axis if that is dynamic.
+
+    >>> batches = [torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 5)]
+    >>> [len(batch) for batch in fitting(batches, (torch.ones(2, 3),), None)]
+    [2]
+    """
+    kept = slice(0 if dynamic_shapes is None else 1, None)
+    shapes = [leaf.shape[kept] for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    for batch in batches:
+        arguments = {key: batch[key] for key in example} if isinstance(example, dict) else batch
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if [tensor.shape[kept] for tensor in tensors[: len(shapes)]] == shapes:
+            yield batch
+
+
+def verify_file(path: Path, recipe: Path | None, checkpoint: Path | None) -> VerifyReport:
+    """Verify an exported file, with a recipe also its weights and outputs against the model.
+
+    Raises:
+        VerificationError: the file cannot be read, or is not one of ours.
+        RecipeError, CheckpointError: the model cannot be rebuilt.
+    """
+    if recipe is None:
+        return verify_onnx(path)
+    offered = load_recipe(recipe)
+    model = load(offered.model(), checkpoint or path.parent / CHECKPOINT)
+    return verify_onnx(path, model.eval(), offered.calibration_batches())

@@ -1,0 +1,242 @@
+"""The main job on real data in about a minute: train, quantize, calibrate, fine-tune, export, verify, report.
+
+Read `run` first: it is the whole story.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from fakequant.calibration import Calibrator, calibrators
+from fakequant.demo.digits import (
+    LEARNING_RATE,
+    SEED,
+    AugmentedBatches,
+    Split,
+    load_digits,
+    loss,
+    one_thread,
+    percent_right,
+    train,
+)
+from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
+from fakequant.files import writable_folder, write_whole
+from fakequant.model import presets, qat
+from fakequant.model.analysis import layer_sqnr
+from fakequant.model.checkpoint import save
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.report import (
+    Accuracy,
+    ReportData,
+    distributions,
+    environment,
+    layers_left,
+    sizes,
+    verification,
+    write_report,
+)
+from fakequant.report.terminal import print_report
+
+
+def quantized(
+    model: nn.Module, config: Config, training: Split, method: str, weight_method: str = "max"
+) -> tuple[nn.Module, dict[str, Calibrator]]:
+    """A quantized copy of a float model, calibrated on training images, and its calibrators."""
+    copied = prepare(copy.deepcopy(model), config)
+    return copied, calibrate(copied, training.images.split(128), method, weight_method=weight_method)
+
+
+FINETUNED = "mse, then fine-tuned"
+# A configuration is a value: any format for inputs and weights, by name pattern or layer type.
+INT2 = Config("INT2", (Rule("*", TensorConfig("uint2"), TensorConfig("int2 per_channel(0)")), Rule("shrink")))
+
+
+class Measurements:
+    """What was measured on the held-out digits, printed as it comes."""
+
+    def __init__(self, held_out: Split, console: Console) -> None:
+        self.held_out, self.console = held_out, console
+        self.rows: list[Accuracy] = []
+
+    def add(self, model: nn.Module, format: str, method: str, note: str = "") -> float:
+        """Measure a model; the percentage is returned."""
+        self.rows.append(Accuracy(format, method, percent_right(model, self.held_out), note))
+        self.console.print(f"  {self.rows[-1].value:6.2f} % right: {format} {method}".rstrip(), highlight=False)
+        return self.rows[-1].value
+
+
+@dataclass(frozen=True)
+class Int8:
+    """The INT8 models by calibrator, their calibrators, and the method that is exported."""
+
+    models: dict[str, nn.Module]
+    calibrators: dict[str, dict[str, Calibrator]]
+    exported: str
+
+
+def int8_by_every_calibrator(model: nn.Module, training: Split, measured: Measurements) -> Int8:
+    """INT8 by all calibrators; the one with the smallest loss on the training images is to be exported."""
+    models, used, losses = {}, {}, {}
+    for method in calibrators():
+        models[method], used[method] = quantized(model, presets.INT8, training, method)
+        with torch.no_grad():
+            losses[method] = loss(models[method](training.images), training.digits).item()
+        measured.add(models[method], "INT8", method, f"loss on training images {losses[method]:.4f}")
+    return Int8(models, used, min(losses, key=losses.__getitem__))
+
+
+def finetuned(model: nn.Module, config: Config, training: Split, epochs: int, measured: Measurements) -> nn.Module:
+    """A calibrated model, then fine-tuned with fake quantization in its graph; measured before and after."""
+    tuned, _ = quantized(model, config, training, "mse", "mse")
+    measured.add(tuned, config.name, "mse")
+    schedule = qat.Schedule(LEARNING_RATE, epochs)
+    qat.finetune(tuned, AugmentedBatches(training, SEED + 1), loss, schedule)
+    measured.add(tuned, config.name, FINETUNED, f"{schedule.epochs} epochs of QAT")
+    return tuned
+
+
+@dataclass(frozen=True)
+class Published:
+    """An exported model: its file, and what export and verification found."""
+
+    path: Path
+    export: ExportReport
+    check: VerifyReport
+
+
+def publish(model: nn.Module, name: str, folder: Path, example: Tensor, held_out: Split) -> Published:
+    """Write the checkpoint and the ONNX file of a quantized model, and verify the file in ONNX Runtime."""
+    save(model, folder / f"{name}-checkpoint")
+    path = folder / f"{name}.onnx"
+    export = export_onnx(model, example, path, dynamic_shapes=({0: "batch"},))
+    return Published(path, export, verify_onnx(path, model, [held_out.images]))
+
+
+@one_thread()
+def run(out: str | os.PathLike[str], *, epochs: int = 40, console: Console | None = None) -> dict[str, Any]:
+    """Train a network on handwritten digits, quantize it in several ways, export, verify and report.
+
+    Calibration, fine-tuning and the choice of the exported calibrator use training images only; the held-out images
+    measure, and choose nothing.
+
+    Args:
+        out: the folder for `report.html`, `results.json`, `int8.onnx`, `int4.onnx` and the checkpoints.
+        epochs: how long to train the float network; fewer are for a quick look.
+        console: where to print.
+
+    Returns:
+        What is written to `results.json`; see `results`.
+
+    Raises:
+        OutputError: the folder cannot be written; found before training.
+    """
+    started = time.perf_counter()
+    folder, console = writable_folder(out), console or Console()
+    training, held_out = load_digits()
+    measured = Measurements(held_out, console)
+    console.print(f"Training on {len(training.digits)} digits for {epochs} epochs; {len(held_out.digits)} are held out")
+    model = train(training, epochs)
+    measured.add(model, "float32", "")
+    console.print("INT8 by every calibrator, FP8, INT4 and INT2 before and after fine-tuning")
+    int8 = int8_by_every_calibrator(model, training, measured)
+    measured.add(quantized(model, presets.FP8, training, "max")[0], "FP8", "max")
+    int4 = finetuned(model, presets.INT4, training, epochs, measured)
+    finetuned(model, INT2, training, epochs, measured)
+    console.print("Exporting INT8 and INT4, and verifying both in ONNX Runtime")
+    models = {"int8": int8.models[int8.exported], "int4": int4}
+    published = {name: publish(model, name, folder, training.images[:2], held_out) for name, model in models.items()}
+    data = report_data(training, measured, int8, models, published)
+    print_report(console, data)
+    write_report(folder / "report.html", data)
+    found = results(data, int8.exported, published) | {"seconds": round(time.perf_counter() - started, 1)}
+    write_whole(folder / "results.json", json.dumps(found, indent=2).encode())
+    console.print(f"{found['seconds']:.0f} seconds. Open {folder / 'report.html'}; the models are beside it:")
+    console.print(", ".join(sorted(path.name for path in folder.iterdir())))
+    return found
+
+
+def report_data(
+    training: Split,
+    measured: Measurements,
+    int8: Int8,
+    models: Mapping[str, nn.Module],
+    published: Mapping[str, Published],
+) -> ReportData:
+    """All that the report shows."""
+    batches = training.images.split(128)
+    example = training.images[:2]
+    return ReportData(
+        "Handwritten digits, quantized",
+        summary=(
+            f"A small residual network, trained on {len(training.digits)} of scikit-learn's handwritten digits, and "
+            f"measured on {len(measured.held_out.digits)} held-out ones.",
+            "Ranges, fine-tuning and the choice of the exported INT8 model come from training images alone: of the "
+            f"calibrators, {int8.exported} has the smallest loss there.",
+        ),
+        metric="held-out digits right, %",
+        accuracy=measured.rows,
+        sqnr={name: layer_sqnr(model, batches, progress=False) for name, model in models.items()},
+        distributions=distributions(int8.calibrators),
+        sizes=sizes(
+            {f"{name}.onnx": one.path for name, one in published.items()},
+            {f"{name}.onnx": one.export.float_bytes for name, one in published.items()},
+        ),
+        left=layers_left(models, example),
+        verifications=[verification(f"{name}.onnx", one.check) for name, one in published.items()],
+        environment=environment(),
+    )
+
+
+def results(data: ReportData, exported: str, published: Mapping[str, Published]) -> dict[str, Any]:
+    """The figures of a run, for programs.
+
+    Returns:
+        "accuracy": a list of {format, method, percent};
+        "percent": float32, int8_best (of all calibrators), int8_exported, fp8, int4_calibrated, int4_finetuned,
+        int2_calibrated, int2_finetuned;
+        "exported_method": the calibrator of the exported INT8 model;
+        "models": for int8 and int4 {file, bytes, elements, differing, exact, export, verification}: elements compared
+        in Q/DQ nodes and those that differ, then the full reports of export and verification;
+        "environment": versions and machine. `run` adds "seconds".
+    """
+    found = {(row.format, row.method): row.value for row in data.accuracy}
+    int8 = {method: value for (format, method), value in found.items() if format == "INT8"}
+    models = {}
+    for (name, one), check in zip(published.items(), data.verifications, strict=True):
+        models[name] = {
+            "file": one.path.name,
+            "bytes": one.path.stat().st_size,
+            "elements": sum(node.elements for node in check.nodes),
+            "differing": sum(node.differing for node in check.nodes),
+            "exact": check.exact,
+            "export": one.export.to_dict(),
+            "verification": one.check.to_dict(),
+        }
+    return {
+        "accuracy": [{"format": row.format, "method": row.method, "percent": row.value} for row in data.accuracy],
+        "percent": {
+            "float32": data.accuracy[0].value,
+            "int8_best": max(int8.values()),
+            "int8_exported": int8[exported],
+            "fp8": found["FP8", "max"],
+            "int4_calibrated": found["INT4", "mse"],
+            "int4_finetuned": found["INT4", FINETUNED],
+            "int2_calibrated": found["INT2", "mse"],
+            "int2_finetuned": found["INT2", FINETUNED],
+        },
+        "exported_method": exported,
+        "models": models,
+        "environment": dict(data.environment),
+    }

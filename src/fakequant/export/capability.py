@@ -1,0 +1,223 @@
+"""What ONNX can say: the element type, operator set and attributes that a specification needs, or why there are none.
+
+Source: the ONNX operators QuantizeLinear and DequantizeLinear: 8-bit integers since opset 10, float8 since 19, 4-bit
+and 16-bit integers and blocks since 21. The scale is one value, a vector along one axis, or one per block of one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import ExportError
+from fakequant.numerics.formats import FLOAT8_E4M3FN, FLOAT8_E5M2, Format, IntegerFormat
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+
+Dimension = int | str
+"""The length of an axis; text where it is symbolic."""
+
+FIRST_OPSET = 18
+"""What the exporter of torch writes; older operator sets would need a conversion that it does not promise."""
+LAST_OPSET = 25
+"""The newest that its version converter was seen to write correctly."""
+DEFAULT_OPSET = 20
+"""Enough for 8-bit formats per tensor and per axis, which ONNX Runtime loads with fewer defects than opset 21."""
+BLOCKED_OPSET = 21
+"""The first with one scale per block."""
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """An element type of ONNX that QuantizeLinear writes: its name there, its bits, and the first opset."""
+
+    name: str
+    bits: int
+    opset: int
+    integer: bool = True
+
+
+_FLOATS: dict[Format, ElementType] = {
+    FLOAT8_E4M3FN: ElementType("FLOAT8E4M3FN", 8, 19, integer=False),
+    FLOAT8_E5M2: ElementType("FLOAT8E5M2", 8, 19, integer=False),
+}
+_INTEGERS: dict[IntegerFormat, ElementType] = {
+    IntegerFormat.of(bits, signed=signed): ElementType(f"{'' if signed else 'U'}INT{bits}", bits, opset)
+    for bits, opset in ((4, 21), (8, 13), (16, 21))
+    for signed in (True, False)
+}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the codes of a format are stored.
+
+    Attributes:
+        element: the element type.
+        clips: whether that type has more codes than the format, so that values are clipped beforehand.
+    """
+
+    element: ElementType
+    clips: bool = False
+
+
+def encoding(fmt: Format) -> Encoding:
+    """The smallest element type that holds all codes of a format.
+
+    Raises:
+        ExportError: there is none.
+
+    >>> from fakequant.numerics.formats import parse_format
+    >>> encoding(parse_format("int8_narrow"))
+    Encoding(element=ElementType(name='INT8', bits=8, opset=13, integer=True), clips=True)
+    """
+    if found := _FLOATS.get(fmt):
+        return Encoding(found)
+    if isinstance(fmt, IntegerFormat):
+        for stored, element in _INTEGERS.items():
+            # Never negative codes go into an unsigned type, although a signed one of the same bits may hold them.
+            if stored.signed == fmt.signed and stored.low <= fmt.low and fmt.high <= stored.high:
+                return Encoding(element, clips=stored != fmt)
+    raise ExportError(
+        f"the format {fmt} has no element type in ONNX that QuantizeLinear writes; use integers of at most 16 bits, "
+        "float8_e4m3fn or float8_e5m2"
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the scales of a tensor go in ONNX.
+
+    Attributes:
+        axis: None for one scale; else the axis along which scales lie.
+        block_size: elements of that axis that share a scale; 0 if each has its own and no other axis has any.
+        repeats: how often each scale is repeated along every axis to get ONNX's shape from [groups, axes kept].
+        broadcasts: whether scales [groups, axes kept] broadcast with the tensor, as elementwise operators need.
+        symbolic: whether the number of scales is only known at run time.
+    """
+
+    axis: int | None = None
+    block_size: int = 0
+    repeats: tuple[int, ...] = ()
+    broadcasts: bool = True
+    symbolic: bool = False
+
+    @property
+    def opset(self) -> int:
+        """The first operator set with it; a zero point of symbolic length is said by `output_dtype`, new in 21."""
+        return BLOCKED_OPSET if self.block_size or self.symbolic else FIRST_OPSET
+
+    def __str__(self) -> str:
+        if self.axis is None:
+            return "per tensor"
+        return f"blocks of {self.block_size} along axis {self.axis}" if self.block_size else f"axis {self.axis}"
+
+
+def layout(shape: Sequence[Dimension], groups: Sequence[Dimension], *, constant: bool) -> Layout:
+    """The layout for a tensor [shape] with scales [groups, axes kept].
+
+    One scale per token of [batch, tokens, features] is one block of all features. Blocks along several axes are blocks
+    along one of them, with each scale repeated along the others, which only constant scales can be.
+
+    Raises:
+        ExportError: ONNX has none.
+
+    >>> layout((8, 3, 5, 5), (1, 3, 1, 1), constant=True)
+    Layout(axis=1, block_size=0, repeats=(), broadcasts=True, symbolic=False)
+    >>> print(layout(("batch", 7, 64), ("batch", 7, 1), constant=False))
+    blocks of 64 along axis 2
+    """
+    blocks = [_block(n, g) for n, g in zip(shape, groups, strict=True)]
+    grouped = [axis for axis, g in enumerate(groups) if g != 1]
+    if not grouped:
+        return Layout()
+    broadcasts = all(g in (1, n) for n, g in zip(shape, groups, strict=True))
+    symbolic = any(isinstance(g, str) for g in groups)
+    if len(grouped) == 1 and blocks[grouped[0]] == 1:
+        return Layout(grouped[0], symbolic=symbolic)
+    sizes = [b if isinstance(b, int) else 0 for b in blocks]
+    axis = max(range(len(sizes)), key=lambda i: (sizes[i], i))
+    repeats = [1 if i == axis else b for i, b in enumerate(blocks)]
+    if any(not isinstance(b, int) or (b != 1 and not constant) for b in repeats) or not sizes[axis]:
+        raise ExportError(
+            f"scales of shape {_text(groups)} on a tensor of shape {_text(shape)}: ONNX has scales per tensor, along "
+            "one axis, or per block of one axis whose length is known; choose such a granularity, or make the other "
+            "axes static"
+        )
+    return Layout(axis, sizes[axis], tuple(int(b) for b in repeats), broadcasts, symbolic)
+
+
+def _block(n: Dimension, groups: Dimension) -> Dimension:
+    """The elements of an axis that share a scale."""
+    if n == groups:
+        return 1
+    if groups == 1:
+        return n
+    if isinstance(n, int) and isinstance(groups, int):
+        return n // groups
+    raise ExportError(
+        f"an axis of symbolic length {n} is divided into {groups} groups; export it with a static length, or use "
+        "PerToken() or PerTensor()"
+    )
+
+
+def _text(shape: Sequence[Dimension]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def overflows(element: ElementType, where: Layout, axes: int) -> bool:
+    """Whether ONNX Runtime may give inf, and values beyond 2**31 steps, the lowest code instead of the highest.
+
+    Its CPU kernels for 4-bit integers, and for blocks along another axis than the last, convert to int32 before they
+    saturate (seen in 1.31). Values are then clipped beforehand.
+    """
+    return element.integer and (element.bits == 4 or (where.block_size > 0 and where.axis != axes - 1))
+
+
+def check_spec(spec: QuantSpec) -> Encoding:
+    """The encoding of a specification, whatever the tensor.
+
+    Raises:
+        ExportError: ONNX cannot say it exactly.
+    """
+    if spec.arithmetic is Arithmetic.MULTIPLIER:
+        raise ExportError(
+            f"{spec}: the multiplier arithmetic divides codes by the multiplier and keeps the sign of zero, which "
+            "DequantizeLinear cannot; prepare the model with Arithmetic.DIVIDE (or RECIPROCAL)"
+        )
+    return encoding(spec.format)
+
+
+def check_scale(scale: Tensor) -> None:
+    """Check constant scales: ONNX Runtime does not, and gives wrong codes for others.
+
+    Raises:
+        ExportError: one that is not a positive normal number.
+    """
+    good = scale.isfinite() & (scale >= torch.finfo(torch.float32).tiny)
+    if not bool(good.all()):
+        raise ExportError(
+            f"has the scale {scale[~good].flatten()[0].item()}, expected positive normal float32 numbers; "
+            "calibrate it again"
+        )
+
+
+def check_opset(opset: int | None, needed: int, who: str) -> int:
+    """The operator set to write: the one asked for, or the smallest that suffices.
+
+    Args:
+        needed: the first operator set that has everything.
+        who: what needs it, for the message.
+
+    Raises:
+        ExportError: the one asked for is too old, or is one that the exporter does not write.
+    """
+    if opset is None:
+        return max(needed, DEFAULT_OPSET)
+    if not FIRST_OPSET <= opset <= LAST_OPSET:
+        raise ExportError(f"opset={opset}: expected {FIRST_OPSET} to {LAST_OPSET}, or None to choose by the formats")
+    if opset < needed:
+        raise ExportError(f"opset={opset} is too old: {who} needs {needed} or newer; leave opset=None to choose it")
+    return opset

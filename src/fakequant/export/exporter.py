@@ -1,0 +1,275 @@
+"""A model with quantizers as an ONNX file with QuantizeLinear and DequantizeLinear."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+import fakequant
+from fakequant.errors import ExportError, OutputError
+from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale, check_spec
+from fakequant.export.lower import lower
+from fakequant.export.packages import require
+from fakequant.export.record import FileRecord, InputRecord, write
+from fakequant.export.trace import Site, sites, to_onnx, trace
+from fakequant.files import writable_folder, write_whole
+from fakequant.model.operations import example_arguments
+from fakequant.model.prepare import evaluating
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+MAX_BYTES = 2**31 - 2**20
+"""What one protobuf message can hold, less a margin for nodes and names."""
+
+_IR_VERSION = 10
+"""The version of the file format: ONNX Runtime reads it since 1.18, and it has all that opset 25 needs here."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """How one quantizer came out: its path, specification and ONNX form in words."""
+
+    quantizer: str
+    spec: str
+    expressed: str
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What `export_onnx` wrote; prints as a table.
+
+    Attributes:
+        path: the file.
+        opset: the operator set that it needs.
+        bytes: its size.
+        float_bytes: its size if the folded weights had stayed float32.
+        quantizers: every quantizer in the graph, in order.
+        left_out: paths of quantizers that are not in the file, because they are off or were not reached.
+    """
+
+    path: Path
+    opset: int
+    bytes: int
+    float_bytes: int
+    quantizers: list[Exported]
+    left_out: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        return {**asdict(self), "path": str(self.path)}
+
+    def __str__(self) -> str:
+        rows = [("quantizer", "specification", "in ONNX")]
+        rows += [(q.quantizer or "(model)", q.spec, q.expressed) for q in self.quantizers]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}" for row in rows]
+        lines.append(
+            f"{self.path}: opset {self.opset}, {self.bytes:,} bytes, {self.bytes / self.float_bytes:.2f} of "
+            f"{self.float_bytes:,} with float weights"
+        )
+        if self.left_out:
+            lines.append(f"not in the file (off, or not reached by the example): {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
+
+def export_onnx(
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str],
+    *,
+    dynamic_shapes: Any = None,
+    opset: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> ExportReport:
+    """Write a calibrated model as ONNX, every quantizer as QuantizeLinear and DequantizeLinear with the same results.
+
+    Weights become integer (or float8) constants with one DequantizeLinear. The model is exported in eval mode and comes
+    back as it was. The file is written whole or not at all. NaN is the one number for which results differ: integer
+    codes have none, and ONNX Runtime gives the lowest code.
+
+    Args:
+        model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
+        example: an input, a tuple of inputs, or a dict of keyword arguments.
+        path: the file to write; its folder is made if need be.
+        dynamic_shapes: as for `torch.export.export`, for example ({0: "batch"},); names may be given as text. The
+            example's length of a dynamic axis must not be 1, which torch.export takes for a constant.
+        opset: the operator set, 18 to 25; by default the smallest from 20 on that has what the formats need.
+        input_names: names of the inputs in the file.
+        output_names: names of the outputs in the file.
+
+    Raises:
+        ExportError: quantizers that are not calibrated or that ONNX cannot express (names them all), a file of more
+            than 2 GB, or onnx is not installed. Raised before anything is written.
+        OutputError: the file cannot be written; raised before any work.
+        torch.export's errors: the model cannot be traced.
+
+    >>> import tempfile
+    >>> from fakequant.model.prepare import calibrate, prepare
+    >>> from fakequant.model import presets
+    >>> model = prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), presets.INT8)
+    >>> used = calibrate(model, [torch.ones(1, 4)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = export_onnx(model, torch.ones(1, 4), folder + "/model.onnx")
+    >>> report.opset, [q.quantizer for q in report.quantizers]
+    (20, ['0._input_quantizer', '0._weight_quantizer'])
+    """
+    require("onnx", "onnxscript")
+    target = _target(path)
+    active = _check(model, opset)
+    args, kwargs = example_arguments(example)
+    with evaluating(model), _weights_fixed(model):
+        program = trace(model, args, kwargs, dynamic_shapes)
+    found = sites(program)
+    if not found:
+        raise ExportError(
+            "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
+        )
+    chosen = check_opset(opset, *_most_demanding(found))
+    converted = to_onnx(program, chosen, dynamic_shapes, input_names, output_names)
+    dynamic = frozenset(name for name, q in active.items() if q.dynamic and q.kind is Kind.INPUT)
+    float_weights = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
+    records = lower(converted, dynamic)
+    write(converted, FileRecord(fakequant.__version__, records, _inputs(converted, program)))
+    data = _finish(converted)
+    write_whole(target, data)
+    kept = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
+    folded = {record.x: float_weights[record.x] for record in records if record.codes and record.x not in kept}
+    codes = {record.codes: kept[record.codes] for record in records if record.codes}
+    return ExportReport(
+        target,
+        chosen,
+        len(data),
+        len(data) + sum(folded.values()) - sum(codes.values()),
+        [Exported(record.quantizer, record.spec, record.expressed) for record in records],
+        sorted(set(quantizers(model)) - {record.quantizer for record in records}),
+    )
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    target = Path(path)
+    if target.is_dir():
+        raise OutputError(
+            f"cannot write {target}: it is a folder; give the name of a file, such as {target}/model.onnx"
+        )
+    writable_folder(target.parent)
+    return target
+
+
+def _check(model: nn.Module, opset: int | None) -> dict[str, Quantizer]:
+    """The quantizers that will be in the file.
+
+    Raises:
+        ExportError: some that cannot be; names them all.
+    """
+    active = {name: q for name, q in quantizers(model).items() if q.mode is not Mode.OFF}
+    if waiting := [name for name, q in active.items() if q.needs_calibration]:
+        raise ExportError(
+            f"{len(waiting)} quantizers are not calibrated: {', '.join(waiting)}; "
+            "call fakequant.calibrate(model, batches)"
+        )
+    refused = []
+    for name, quantizer in active.items():
+        try:
+            if quantizer.mode is Mode.OBSERVE:
+                raise ExportError("is observing; finish the calibration")
+            check_opset(opset, check_spec(quantizer.spec).element.opset, str(quantizer.spec))
+            if quantizer.scale is not None and not quantizer.dynamic:
+                check_scale(quantizer.scale)
+        except ExportError as error:
+            refused.append(f"{name}: {error}")
+    if refused:
+        raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(refused))
+    _check_size(model)
+    return active
+
+
+def _check_size(model: nn.Module) -> None:
+    saved = sum(
+        layer.weight.numel() * (8 * layer.weight.element_size() - quantizer.spec.format.bits) // 8
+        for layer, quantizer in _weight_quantizers(model)
+    )
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    size = sum(t.numel() * t.element_size() for t in tensors.values()) - saved
+    if size > MAX_BYTES:
+        raise ExportError(
+            f"the file would have about {size:,} bytes, but one ONNX file holds at most {MAX_BYTES:,}; "
+            "quantize more weights, or export the model in parts"
+        )
+
+
+def _weight_quantizers(model: nn.Module) -> Iterator[tuple[QuantizedLayer, Quantizer]]:
+    for layer in model.modules():
+        quantizer = getattr(layer, "_weight_quantizer", None)
+        if isinstance(layer, QuantizedLayer) and quantizer is not None and quantizer.mode is Mode.QUANTIZE:
+            yield layer, quantizer
+
+
+@contextmanager
+def _weights_fixed(model: nn.Module) -> Iterator[None]:
+    """A context in which the weights that follow their range have fixed scales, so that they are constants."""
+    before: list[tuple[Quantizer, Tensor | None, Tensor | None, bool]] = []
+    try:
+        for layer, quantizer in _weight_quantizers(model):
+            if quantizer.calibrated and not quantizer.dynamic:
+                continue
+            before.append((quantizer, quantizer.scale, quantizer.zero_point, quantizer.dynamic))
+            quantizer.freeze(layer.weight)
+            quantizer.dynamic = False
+        yield
+    finally:
+        for quantizer, scale, zero_point, dynamic in before:
+            quantizer.scale, quantizer.zero_point, quantizer.dynamic = scale, zero_point, dynamic
+
+
+def _most_demanding(found: list[Site]) -> tuple[int, str]:
+    """The operator set that all quantizers together need, and which one needs it."""
+    site = max(found, key=lambda s: s.needs)
+    return max(site.needs, FIRST_OPSET), f"{site.path or 'the model'} ({site.spec})"
+
+
+def _inputs(model: ModelProto, program: ExportedProgram) -> list[InputRecord]:
+    """The inputs of the file in order, with the example's shapes and ranges."""
+    args, kwargs = program.example_inputs or ((), {})
+    leaves: list[tuple[str | None, Tensor]] = [
+        (key, leaf)
+        for key, value in ((None, args), *kwargs.items())
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor)
+    ]
+    records = []
+    for declared, (key, x) in zip(model.graph.input, leaves, strict=True):
+        finite = x.detach().double()
+        finite = finite[finite.isfinite()]
+        low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 0.0)
+        dtype = str(x.dtype).removeprefix("torch.")
+        records.append(InputRecord(declared.name, list(x.shape), dtype, low, high, key))
+    return records
+
+
+def _finish(model: ModelProto) -> bytes:
+    """The bytes of the file, checked by ONNX's own checker."""
+    import onnx
+
+    model.ir_version = _IR_VERSION
+    model.producer_name, model.producer_version = "fakequant", fakequant.__version__
+    if model.ByteSize() > MAX_BYTES:
+        raise ExportError(
+            f"the file would have {model.ByteSize():,} bytes, but one ONNX file holds at most {MAX_BYTES:,}"
+        )
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(f"the converted model is not valid ONNX, so nothing was written: {error}") from error
+    return model.SerializeToString()

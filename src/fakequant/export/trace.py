@@ -1,0 +1,212 @@
+"""From a model to an ONNX graph in which every quantizer is still one node, `fakequant::FakeQuantize`.
+
+The operator stays opaque while torch and onnxscript convert and optimise the graph, so that nothing they do can change
+what a quantizer computes. `lower` then replaces it, when all constants are known.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import logging
+import warnings
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from fakequant.errors import ExportError
+from fakequant.export.capability import Dimension, check_spec, layout
+from fakequant.numerics.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+DOMAIN = "fakequant"
+OPERATOR = "FakeQuantize"
+_TARGET = torch.ops.fakequant.fake_quantize.default
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in the traced graph where a tensor is quantized.
+
+    Attributes:
+        path: the module that does it, "" for the model itself.
+        needs: the first operator set that can say it.
+    """
+
+    path: str
+    spec: QuantSpec
+    needs: int
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
+    """The model as a graph of torch operations, every quantizer one node.
+
+    Raises:
+        torch.export's errors: the model cannot be traced.
+    """
+    with torch.no_grad(), _quiet():
+        return torch.export.export(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes), strict=False)
+
+
+def _without_names(dynamic_shapes: Any) -> Any:
+    """Names of dynamic axes, which only ONNX knows, as torch.export's own sign for such an axis."""
+    if isinstance(dynamic_shapes, str):
+        return torch.export.Dim.DYNAMIC
+    if isinstance(dynamic_shapes, Mapping):
+        return {key: _without_names(value) for key, value in dynamic_shapes.items()}
+    if isinstance(dynamic_shapes, (tuple, list)):
+        return type(dynamic_shapes)(_without_names(value) for value in dynamic_shapes)
+    return dynamic_shapes
+
+
+def sites(program: ExportedProgram) -> list[Site]:
+    """Every place where the graph quantizes.
+
+    Raises:
+        ExportError: some that ONNX cannot express; names them all with the reasons.
+    """
+    found: list[Site] = []
+    refused: list[str] = []
+    given = set(program.graph_signature.user_inputs)
+    for module in program.graph_module.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.target is not _TARGET:
+                continue
+            try:
+                if module is not program.graph_module:
+                    raise ExportError("lies inside control flow (torch.cond or a loop), which cannot be exported")
+                found.append(_site(node, given))
+            except ExportError as error:
+                refused.append(f"{_path(node) or 'the model'}: {error}")
+    if refused:
+        raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(refused))
+    return found
+
+
+def _site(node: fx.Node, given: Container[object]) -> Site:
+    x, scale, _, text = node.args
+    assert isinstance(x, fx.Node)
+    assert isinstance(scale, fx.Node)
+    assert isinstance(text, str)
+    spec = QuantSpec.parse(text)
+    value = x.meta["val"]
+    if value.dtype == torch.float64:
+        raise ExportError("quantizes a float64 tensor, but QuantizeLinear takes float32; export model.float()")
+    where = layout(_shape(value), _shape(scale.meta["val"]), constant=not _depends(scale, given))
+    return Site(_path(node), spec, max(check_spec(spec).element.opset, where.opset))
+
+
+def _depends(node: fx.Node, given: Container[object]) -> bool:
+    """Whether a value depends on the inputs of the model."""
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        if current.name in given:
+            return True
+        waiting += [source for source in current.all_input_nodes if source not in seen]
+        seen.update(current.all_input_nodes)
+    return False
+
+
+def _shape(value: torch.Tensor) -> list[Dimension]:
+    return [n if isinstance(n, int) else str(n) for n in value.shape]
+
+
+def _path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return [path for path, _ in stack.values()][-1] if stack else ""
+
+
+def path_of(scopes: Mapping[str, str]) -> str:
+    """The path of the module that made an ONNX node, from the properties that torch's exporter gives it."""
+    names = ast.literal_eval(scopes.get(_SCOPES, "['', '']"))
+    return str(names[-2])
+
+
+def to_onnx(
+    program: ExportedProgram,
+    opset: int,
+    dynamic_shapes: Any,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+) -> ModelProto:
+    """The graph in ONNX, with a node `fakequant::FakeQuantize` for every quantizer."""
+    with torch.no_grad(), _quiet():
+        converted = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=dynamic_shapes,
+            input_names=input_names,
+            output_names=output_names,
+            custom_translation_table={_TARGET: _translation()},
+            verbose=False,
+        )
+    assert converted is not None
+    return converted.model_proto
+
+
+def _translation() -> Any:
+    """What torch's exporter calls for every quantizer of the graph."""
+    import onnx.defs
+    from onnxscript import values
+
+    formal = onnx.defs.OpSchema.FormalParameter
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    schema = onnx.defs.OpSchema(
+        OPERATOR,
+        DOMAIN,
+        1,
+        inputs=[
+            formal("x", "T"),
+            formal("scale", "tensor(float)"),
+            formal("zero_point", "Z", param_option=optional),
+        ],
+        outputs=[formal("y", "T")],
+        type_constraints=[
+            ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], ""),
+            ("Z", ["tensor(int32)", "tensor(float)"], ""),
+        ],
+        attributes=[
+            onnx.defs.OpSchema.Attribute("spec", onnx.defs.OpSchema.AttrType.STRING, ""),
+            onnx.defs.OpSchema.Attribute("call", onnx.defs.OpSchema.AttrType.INT, ""),
+        ],
+    )
+    operator = values.Op(values.Opset(DOMAIN, 1), OPERATOR, schema)
+
+    # A number of its own keeps each quantizer apart from one that happens to do the same.
+    calls = itertools.count()
+
+    def translate(x: Any, scale: Any, zero_point: Any, spec: str) -> Any:
+        given = (x, scale) if zero_point is None else (x, scale, zero_point)
+        return operator(*given, spec=spec, call=next(calls))
+
+    return translate
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch's exporter reports of its own insides: packages it does not find, its use of old calls."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            # Two inputs that share a dynamic axis.
+            warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
+            yield
+    finally:
+        log.setLevel(level)

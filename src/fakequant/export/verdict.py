@@ -1,0 +1,171 @@
+"""What a verification counts, and its report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differing_bits(actual: Tensor, expected: Tensor) -> int:
+    """Elements whose bits differ; NaN equals NaN, -0.0 does not equal +0.0.
+
+    >>> differing_bits(torch.tensor([0.0, float("nan"), 1.0]), torch.tensor([-0.0, float("nan"), 1.0]))
+    1
+    """
+    integer = _SAME_SIZE[actual.element_size()]
+    same = actual.contiguous().view(integer) == expected.contiguous().view(integer)
+    return int((~(same | (actual.isnan() & expected.isnan()))).sum())
+
+
+@dataclass
+class Row:
+    """One quantizer in the file.
+
+    Attributes:
+        quantizer: its path, "" for the model itself.
+        spec: the specification, as text.
+        kind: "weight" or "activation".
+        elements: how many results were compared.
+        differing: how many had other bits than torch's.
+        nan_inputs: how many inputs were NaN; integer codes have none, so that these differ.
+        intact: whether its constants are those that were exported.
+    """
+
+    quantizer: str
+    spec: str
+    kind: str
+    elements: int = 0
+    differing: int = 0
+    nan_inputs: int = 0
+    intact: bool = True
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing differs."""
+        return self.intact and self.differing == 0
+
+
+@dataclass
+class OutputRow:
+    """One output of the model against another run of it.
+
+    Attributes:
+        name: its name in the file.
+        elements: how many numbers were compared.
+        differing: how many were not equal.
+        max_abs: the largest difference, in the output's units; inf where one is NaN or infinite and the other not.
+        step: the scale of the last integer quantizer before the outputs, or None if there is none.
+        rows: rows of a two-axis output, None for another.
+        same_argmax: how many of them have their largest value in the same place.
+    """
+
+    name: str
+    elements: int = 0
+    differing: int = 0
+    max_abs: float = 0.0
+    step: float | None = None
+    rows: int | None = None
+    same_argmax: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share of numbers that differ."""
+        return self.differing / self.elements if self.elements else 0.0
+
+    @property
+    def steps(self) -> float | None:
+        """The largest difference in steps."""
+        return None if self.step is None else self.max_abs / self.step
+
+    @property
+    def argmax_agreement(self) -> float | None:
+        """The share of rows with the largest value in the same place; None unless the output has two axes."""
+        return self.same_argmax / self.rows if self.rows else None
+
+    def add(self, actual: Tensor, expected: Tensor) -> None:
+        """Count one batch."""
+        self.elements += actual.numel()
+        differs = (actual != expected) & ~(actual.isnan() & expected.isnan())
+        self.differing += int(differs.sum())
+        if bool(differs.any()):
+            gap = (actual.double() - expected.double())[differs].abs()
+            self.max_abs = max(self.max_abs, gap.nan_to_num(nan=float("inf")).max().item())
+        if actual.dim() == 2 and actual.numel():
+            self.rows = (self.rows or 0) + len(actual)
+            self.same_argmax += int((actual.argmax(1) == expected.argmax(1)).sum())
+
+    def __str__(self) -> str:
+        words = [f"{self.name}: {self.differing:,} of {self.elements:,} differ, at most by {self.max_abs:.3g}"]
+        if self.steps is not None:
+            words.append(f"{self.steps:.3g} steps")
+        if self.argmax_agreement is not None:
+            words.append(f"arg-max equal in {self.argmax_agreement:.2%}")
+        return ", ".join(words)
+
+
+@dataclass
+class VerifyReport:
+    """What `verify_onnx` found; prints as a table.
+
+    Attributes:
+        path: the file.
+        inputs: which inputs were used, in words.
+        batches: how many.
+        rows: one per quantizer in the file.
+        outputs: the model's outputs against torch; empty without a model.
+        optimised: the model's outputs with ONNX Runtime's default optimisations against those without.
+        optimised_error: ONNX Runtime's message if it cannot load or run the file with its optimisations.
+    """
+
+    path: str
+    inputs: str
+    rows: list[Row]
+    batches: int = 0
+    outputs: list[OutputRow] = field(default_factory=list)
+    optimised: list[OutputRow] = field(default_factory=list)
+    optimised_error: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every quantizer in the file gave torch's bits, and no constant was changed since the export."""
+        return all(row.exact for row in self.rows)
+
+    @property
+    def differing(self) -> int:
+        """Elements that differ in all quantizers together."""
+        return sum(row.differing for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        values = asdict(self)
+        for name in ("outputs", "optimised"):
+            for row, found in zip(values[name], getattr(self, name), strict=True):
+                row.update(share=found.share, steps=found.steps, argmax_agreement=found.argmax_agreement)
+        return {**values, "exact": self.exact, "differing": self.differing}
+
+    def __str__(self) -> str:
+        header = ("quantizer", "specification", "kind", "elements", "differing", "")
+        table = [header, *(_cells(row) for row in self.rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines.insert(1, "  ".join("-" * width for width in widths[:-1]))
+        verdict = "exact" if self.exact else f"NOT exact: {self.differing:,} elements differ"
+        lines.append(f"{self.path}: {verdict}; {self.batches} batches: {self.inputs}")
+        lines += [f"against torch, {row}" for row in self.outputs]
+        lines += [f"with ONNX Runtime's optimisations, {row}" for row in self.optimised]
+        if self.optimised_error is not None:
+            lines.append(f"with ONNX Runtime's optimisations: {self.optimised_error}")
+        return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    notes = [] if row.intact else ["changed since the export"]
+    if row.nan_inputs:
+        notes.append(f"{row.nan_inputs:,} NaN in")
+    name = row.quantizer or "(model)"
+    return name, row.spec, row.kind, f"{row.elements:,}", f"{row.differing:,}", ", ".join(notes)

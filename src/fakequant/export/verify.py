@@ -1,0 +1,187 @@
+"""Proof that ONNX Runtime computes what the model computed: every quantizer bit for bit, outputs in steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fakequant.errors import VerificationError
+from fakequant.export.check import SiteCheck
+from fakequant.export.packages import require
+from fakequant.export.record import InputRecord, read
+from fakequant.export.runtime import Session
+from fakequant.export.verdict import OutputRow, VerifyReport
+from fakequant.model.prepare import evaluating, run_batch
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+_SEED = 0
+
+
+def verify_onnx(
+    path: str | os.PathLike[str], model: nn.Module | None = None, batches: Iterable[Any] | None = None
+) -> VerifyReport:
+    """Run an exported file in ONNX Runtime and compare it with torch.
+
+    Every QuantizeLinear and DequantizeLinear is compared bit for bit, on the tensors that ONNX Runtime itself computes
+    there with its optimisations off. The outputs of the whole model are compared in steps, because sums in another
+    order may round to another step. What the default optimisations change is reported beside it.
+
+    Args:
+        path: a file that `export_onnx` wrote.
+        model: the model that was exported; with it scales and weights are compared with its own, and outputs are
+            compared. Without it the file is only checked against itself.
+        batches: as for `calibrate`; by default one batch of random numbers, zeros and outliers in the shapes of the
+            example.
+
+    Raises:
+        VerificationError: the file is damaged, is not one of ours, cannot be run, or is of another model.
+        ExportError: onnx or onnxruntime is not installed.
+    """
+    require("onnx", "onnxruntime")
+    with _named(path):
+        proto = load_exported(Path(path))
+        record = read(proto)
+        checks = [SiteCheck(proto, site, model) for site in record.sites]
+        chosen = "random numbers in the shapes of the example" if batches is None else "given"
+        report = VerifyReport(str(path), chosen, [check.row for check in checks])
+        plain = Session(proto, [name for check in checks for name in check.watched])
+        step = next((check.step for check in reversed(checks) if check.step is not None), None)
+        compared = _Outputs(report, plain.outputs, step)
+        optimised = compared.optimised_session(proto)
+        for batch in [_random_batch(record.inputs)] if batches is None else batches:
+            inputs = _inputs(batch, record.inputs)
+            values = plain.run(inputs)
+            for check in checks:
+                check.compare(values)
+            if model is not None:
+                compared.add_torch(values, model, batch)
+            if optimised is not None:
+                optimised = compared.add_optimised(values, optimised, inputs)
+            report.batches += 1
+        if not report.batches:
+            raise VerificationError("no batch was given; leave batches=None for random ones")
+    return report
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors that begin with the name of the file."""
+    try:
+        yield
+    except VerificationError as error:
+        raise VerificationError(f"{path}: {error}") from error
+
+
+def load_exported(path: Path) -> ModelProto:
+    """An ONNX file, checked by ONNX's own checker."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load_model_from_string(path.read_bytes())
+    except OSError as error:
+        raise VerificationError(f"cannot be read: {error.strerror or error}") from error
+    except DecodeError as error:
+        raise VerificationError("is not an ONNX file, or is truncated; export it again") from error
+    read(model)
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        raise VerificationError(f"is damaged: {error}; export it again") from error
+    return model
+
+
+@dataclass
+class _Outputs:
+    """The comparison of the model's outputs, with torch and with ONNX Runtime's optimisations."""
+
+    report: VerifyReport
+    names: list[str]
+    step: float | None
+
+    def optimised_session(self, model: ModelProto) -> Session | None:
+        """The file with ONNX Runtime's default optimisations, or None if it cannot be loaded so."""
+        try:
+            return Session(model, optimised=True)
+        except VerificationError as error:
+            self.report.optimised_error = str(error)
+            return None
+
+    def add_torch(self, values: Mapping[str, Tensor], model: nn.Module, batch: Any) -> None:
+        """Compare one batch with the torch model."""
+        with evaluating(model), torch.no_grad():
+            results = pytree.tree_leaves(run_batch(model, batch))
+        expected = [result for result in results if isinstance(result, Tensor)]
+        if [list(result.shape) for result in expected] != [list(values[name].shape) for name in self.names]:
+            raise VerificationError(
+                f"the model gives outputs of shapes {[list(result.shape) for result in expected]}, the file of "
+                f"{[list(values[name].shape) for name in self.names]}; give the model that was exported"
+            )
+        self._add(self.report.outputs, [values[name] for name in self.names], expected)
+
+    def add_optimised(
+        self, values: Mapping[str, Tensor], session: Session, inputs: Mapping[str, Tensor]
+    ) -> Session | None:
+        """Compare one batch with the optimised file; None from the batch on with which it fails."""
+        try:
+            results = session.run(inputs)
+        except VerificationError as error:
+            self.report.optimised_error = str(error)
+            return None
+        self._add(self.report.optimised, [results[name] for name in self.names], [values[name] for name in self.names])
+        return session
+
+    def _add(self, rows: list[OutputRow], actual: list[Tensor], expected: list[Tensor]) -> None:
+        if not rows:
+            rows += [OutputRow(name, step=self.step) for name in self.names]
+        for row, a, b in zip(rows, actual, expected, strict=True):
+            row.add(a, b)
+
+
+def _inputs(batch: Any, records: list[InputRecord]) -> dict[str, Tensor]:
+    """A batch as the inputs of the file; of a tuple as many leading tensors as the file has inputs.
+
+    Raises:
+        VerificationError: too few, or a name is missing.
+    """
+    if isinstance(batch, Mapping):
+        keys = list(dict.fromkeys(record.key for record in records))
+        if missing := [key for key in keys if key not in batch]:
+            raise VerificationError(f"a batch lacks the arguments {missing}; give batches as the example was given")
+        batch = [batch[key] for key in keys]
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if len(leaves) < len(records):
+        raise VerificationError(f"a batch has {len(leaves)} tensors, but the file has {len(records)} inputs")
+    return {record.name: leaf for record, leaf in zip(records, leaves, strict=False)}
+
+
+def _random_batch(records: list[InputRecord]) -> Any:
+    """Random numbers of the example's size: mostly normal, with zeros of both signs, tiny numbers and outliers."""
+    generator = torch.Generator().manual_seed(_SEED)
+    tensors = [_random_input(record, generator) for record in records]
+    if records and all(record.key is not None for record in records):
+        return {str(record.key): x for record, x in zip(records, tensors, strict=True)}
+    return tuple(tensors)
+
+
+def _random_input(record: InputRecord, generator: torch.Generator) -> Tensor:
+    dtype: torch.dtype = getattr(torch, record.dtype)
+    if not dtype.is_floating_point:
+        low, high = int(record.low), int(record.high)
+        return torch.randint(low, high + 1, record.shape, generator=generator).to(dtype)
+    # The largest of a few hundred normal numbers is about 3 standard deviations.
+    size = max(abs(record.low), abs(record.high)) / 3 or 1.0
+    x = torch.randn(record.shape, generator=generator) * size
+    special = torch.tensor([0.0, -0.0, torch.finfo(dtype).tiny, 30 * size, -30 * size])
+    pick = torch.randint(0, 20 * len(special), record.shape, generator=generator)
+    return torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], x).to(dtype)

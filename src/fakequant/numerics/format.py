@@ -1,0 +1,105 @@
+"""What a number format is: a set of codes and the rounding to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Table(NamedTuple):
+    """The values of a table format in rising order, and the middles between them, exact in float64."""
+
+    values: tuple[float, ...]
+    middles: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a kernel must know of a format: bounds, and the spacing of its values.
+
+    `mantissa_bits` is None for the integers (spacing 1 everywhere); otherwise the spacing at 2**e is
+    2**(max(e, min_exponent) - mantissa_bits). `table` is given where no such rule holds.
+    """
+
+    quant_min: float
+    quant_max: float
+    mantissa_bits: int | None = None
+    min_exponent: int = 0
+    negative_zero: bool = False
+    table: Table | None = None
+
+
+class Format(ABC):
+    """A set of codes and the rounding to it."""
+
+    has_zero_point: ClassVar[bool] = False
+    """Whether codes can be shifted, so that 0.0 has a code other than 0."""
+    has_zero: ClassVar[bool] = True
+    """Whether 0.0 has a code; without one the format is for scales only."""
+
+    grid: Grid
+    """Bounds and spacing, for the kernels; made once, with the format."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name that `parse_format` reads back."""
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Bits of one code."""
+
+    @property
+    @abstractmethod
+    def storage(self) -> torch.dtype:
+        """The torch dtype that holds codes."""
+
+    @abstractmethod
+    def round(self, v: Tensor) -> Tensor:
+        """The nearest code, ties to even, as if the format had no bounds."""
+
+    @abstractmethod
+    def to_storage(self, code: Tensor) -> Tensor:
+        """Clamped codes in the storage dtype. NaN becomes the format's NaN, or its lowest code if it has none."""
+
+    @abstractmethod
+    def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """What `to_storage` stored, in a floating dtype."""
+
+    @property
+    @abstractmethod
+    def fraction_bits(self) -> int:
+        """Binary digits after the leading one that every normal code has (for integers: that the largest has)."""
+
+    @property
+    def quant_min(self) -> float:
+        """The lowest code."""
+        return self.grid.quant_min
+
+    @property
+    def quant_max(self) -> float:
+        """The highest code."""
+        return self.grid.quant_max
+
+    @property
+    def signed(self) -> bool:
+        """Whether there are negative codes."""
+        return self.quant_min < 0
+
+    @property
+    def bound(self) -> float:
+        """The code that `amax` is mapped to: quant_max, or -quant_min where that is all there is (int1)."""
+        return self.quant_max or -self.quant_min
+
+    def clamp(self, code: Tensor) -> Tensor:
+        """Saturate codes to the format's bounds; NaN and -0.0 stay (torch.clamp may turn -0.0 into a bound of +0.0)."""
+        code = torch.where(code < self.quant_min, self.quant_min, code)
+        return torch.where(code > self.quant_max, self.quant_max, code)
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,86 @@
+"""Formats whose values are a table."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import SpecError
+from fakequant.numerics.format import Format, Grid, Table
+
+
+@dataclass(frozen=True)
+class TableFormat(Format):
+    """Codes that stand for the values of a table; a number goes to the nearest, from a middle to the even code.
+
+    Args:
+        label: the name.
+        values: the values by code, rising, with 0.0 among them; 2 to 256, each exact in float32.
+
+    Raises:
+        SpecError: values that do not rise, lack 0.0, are inexact, too few or too many.
+
+    >>> TableFormat("ternary", (-1.0, 0.0, 1.0)).round(torch.tensor([0.4, 0.5, 0.6, -0.5]))
+    tensor([ 0.,  1.,  1., -1.])
+    """
+
+    label: str
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rises = all(low < high for low, high in itertools.pairwise(self.values))
+        if not (2 <= len(self.values) <= 256 and rises and 0.0 in self.values):
+            raise SpecError(
+                f"TableFormat {self.label!r}: needs 2 to 256 rising values with 0.0 among them, because 0.0 has to "
+                f"keep an exact code; got {self.values}"
+            )
+        if inexact := [v for v in self.values if struct.unpack("f", struct.pack("f", v))[0] != v]:
+            raise SpecError(f"TableFormat {self.label!r}: {inexact} are not exact in float32; round them first")
+        middles = tuple(float((Fraction(low) + Fraction(high)) / 2) for low, high in itertools.pairwise(self.values))
+        object.__setattr__(self, "grid", Grid(self.values[0], self.values[-1], table=Table(self.values, middles)))
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def bits(self) -> int:
+        return (len(self.values) - 1).bit_length()
+
+    @property
+    def bound(self) -> float:
+        return max(-self.values[0], self.values[-1])
+
+    @property
+    def fraction_bits(self) -> int:
+        return self.bits - 2
+
+    @property
+    def storage(self) -> torch.dtype:
+        return torch.uint8
+
+    def round(self, v: Tensor) -> Tensor:
+        """The nearest value; beyond the ends there is none, and v itself is returned, out of range."""
+        values = torch.tensor(self.values, dtype=v.dtype, device=v.device)
+        beyond = (v > self.quant_max) | (v < self.quant_min) | v.isnan()
+        return torch.where(beyond, v, values[self._codes(v)])
+
+    def to_storage(self, code: Tensor) -> Tensor:
+        return self._codes(code.nan_to_num(self.quant_min)).to(torch.uint8)
+
+    def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(self.values, dtype=dtype, device=stored.device)[stored.to(torch.int64)]
+
+    def _codes(self, v: Tensor) -> Tensor:
+        # float64 holds every float32 and every middle exactly, so that ties are seen as such.
+        table = self.grid.table
+        assert table is not None
+        middles = torch.tensor(table.middles, dtype=torch.float64, device=v.device)
+        exact = v.double()
+        below, above = torch.bucketize(exact, middles), torch.bucketize(exact, middles, right=True)
+        return torch.where(above % 2 == 0, above, below)

@@ -1,0 +1,60 @@
+"""A report's tables in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fakequant.report import ReportData, accuracy_cells
+
+
+def print_report(console: Console, data: ReportData) -> None:
+    """Print what of a report fits a terminal: accuracy, sizes, what was left in float, verification."""
+    if data.accuracy:
+        print_table(
+            console,
+            data.metric,
+            ("format", "method", "value", "change", ""),
+            accuracy_cells(data.accuracy),
+            numbers=(2, 3),
+        )
+    sizes = [
+        (size.name, f"{size.bytes:,}", "" if size.float_bytes is None else f"{size.float_bytes:,}")
+        for size in data.sizes
+    ]
+    if sizes:
+        print_table(console, "Sizes", ("what", "bytes", "in float32"), sizes, numbers=(1, 2))
+    for model, operations in data.left.items():
+        console.print(f"{model}, left in float: {'; '.join(operations) or 'nothing'}", markup=False, highlight=False)
+    checks = [
+        (
+            check.title,
+            str(len(check.nodes)),
+            f"{sum(node.elements for node in check.nodes):,}",
+            f"{sum(node.differing for node in check.nodes):,}",
+        )
+        for check in data.verifications
+    ]
+    if checks:
+        header = ("model", "quantizers", "elements compared", "differing")
+        print_table(console, "Verification in ONNX Runtime, bit for bit", header, checks, numbers=(1, 2, 3))
+
+
+def print_table(
+    console: Console,
+    title: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numbers: Sequence[int] = (),
+) -> None:
+    """Print rows of text as a table; what the text holds is never taken for markup."""
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    for index, name in enumerate(header):
+        table.add_column(escape(name), justify="right" if index in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    console.print(table)

@@ -1,0 +1,401 @@
+"""The command line: recipes, the commands, and what each says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from fakequant import cli
+from fakequant.cli.commands import app
+from fakequant.cli.job import Job, example_of, find_preset, run
+from fakequant.cli.recipe import load_recipe
+from fakequant.errors import ConfigError, RecipeError
+from fakequant.model.presets import presets
+from fakequant.report.terminal import print_table
+
+RECIPE = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+def calibration_batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        yield torch.randn(4, 6, generator=generator), torch.zeros(4)
+"""
+EVALUATE = """
+def evaluate(net):
+    assert not net.training and not torch.is_grad_enabled()
+    return torch.tensor(float(net(torch.ones(2, 6)).abs().sum()))
+"""
+TRAIN = """
+def train(net):
+    net.train()
+    with torch.no_grad():
+        net[0].weight.mul_(2.0)
+"""
+MARK = """
+from pathlib import Path
+Path(__file__).with_name("executed").touch()
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    """Writes a recipe file."""
+
+    def write(text: str, name: str = "tiny.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
+
+
+def assert_one_red_line(result: Result, *parts: str) -> None:
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), "an exception passed through"
+    assert "Traceback" not in result.output
+    line = result.stderr.strip()
+    assert line.startswith("error: ")
+    assert "\n" not in line
+    for part in parts:
+        assert part in line
+
+
+# Recipes
+
+
+def test_recipe_offers_what_it_has(recipe) -> None:
+    found = load_recipe(recipe(RECIPE + EVALUATE))
+    assert [found.offers(name) for name in ("model", "calibration_batches", "evaluate", "train")] == [1, 1, 1, 0]
+    assert isinstance(found.model(), torch.nn.Module)
+    assert len(list(found.calibration_batches())) == len(list(found.calibration_batches())) == 3
+    with torch.no_grad():
+        assert type(found.evaluate(found.model().eval())) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("", "model() and calibration_batches()"),
+        ("def model(): pass", "the function calibration_batches();"),
+        ("def calibration_batches(): pass", "the function model();"),
+    ],
+    ids=["both", "batches", "model"],
+)
+def test_recipe_that_lacks_a_function_names_it_and_the_file(recipe, text: str, missing: str) -> None:
+    path = recipe(text)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert str(path) in str(error.value)
+    assert missing in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model", "calibration_batches", "evaluate", "train"])
+def test_recipe_whose_function_is_none_names_it(recipe, name: str) -> None:
+    with pytest.raises(RecipeError, match=rf"tiny\.py: {name} is a int; it must be a function"):
+        load_recipe(recipe(f"{RECIPE}\n{name} = 3\n"))
+
+
+def test_no_recipe_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"there is no recipe file .*absent\.py"):
+        load_recipe(tmp_path / "absent.py")
+
+
+def test_recipe_of_another_kind_of_file(recipe) -> None:
+    with pytest.raises(RecipeError, match=r"tiny\.txt is no Python file"):
+        load_recipe(recipe(RECIPE, "tiny.txt"))
+
+
+def test_recipe_keeps_the_exception_of_its_own_code(recipe) -> None:
+    with pytest.raises(ZeroDivisionError):
+        load_recipe(recipe("1 / 0"))
+
+
+def test_recipe_imports_its_neighbours_even_later(recipe) -> None:
+    recipe("VALUE = 3", "neighbour_of_the_recipe.py")
+    body = "def model():\n    import neighbour_of_the_recipe as n\n    return torch.nn.Linear(n.VALUE, 1)\n"
+    found = load_recipe(recipe(f"{RECIPE}\n{body}"))
+    assert found.model().weight.shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "call", "expected"),
+    [
+        ("def model(): return 5", lambda r: r.model(), "model() returned 5 of type int, not a torch.nn.Module"),
+        ("def calibration_batches(): return None", lambda r: r.calibration_batches(), "of type NoneType, not a list"),
+        ("def calibration_batches(): return []", lambda r: r.first_batch(), "gave no batch; give at least one"),
+        ("def evaluate(net): return None", lambda r: r.evaluate(r.model()), "returned None of type NoneType"),
+        ("def evaluate(net): return 'good'", lambda r: r.evaluate(r.model()), "returned 'good' of type str"),
+        ("def evaluate(net): return float('nan')", lambda r: r.evaluate(r.model()), "not a finite number"),
+    ],
+    ids=["model", "batches", "no batch", "none", "text", "nan"],
+)
+def test_recipe_that_returns_something_else(recipe, body: str, call, expected: str) -> None:
+    found = load_recipe(recipe(f"{RECIPE}\n{body}\n"))
+    with pytest.raises(RecipeError) as error:
+        call(found)
+    assert expected in str(error.value)
+    assert "tiny.py" in str(error.value)
+
+
+def test_the_example_recipe_offers_all_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fakequant.demo import digits
+
+    monkeypatch.setattr(digits, "train", lambda split, epochs: digits.Net().eval())
+    with digits.one_thread():
+        found = load_recipe(Path(__file__).parents[1] / "examples" / "digits_recipe.py")
+        assert all(found.offers(name) for name in ("model", "calibration_batches", "evaluate", "train"))
+        assert sum(len(batch) for batch in found.calibration_batches()) == 1198
+        assert 0 <= found.evaluate(found.model()) <= 100
+
+
+# Presets and examples
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_presets_are_found_in_any_case(name: str) -> None:
+    assert find_preset(name) is find_preset(name.lower()) is find_preset(name.lower().replace("_", "-"))
+
+
+def test_unknown_preset_offers_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown preset 'int9'; did you mean .*INT8"):
+        find_preset("int9")
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.ones(2, 6), (torch.ones(2, 6),)),
+        ((torch.ones(2, 6), "label"), (torch.ones(2, 6),)),
+        ({"input": torch.ones(2, 6)}, {"input": torch.ones(2, 6)}),
+    ],
+    ids=["tensor", "tuple with label", "dict"],
+)
+def test_example_is_what_the_model_is_called_with(batch, expected) -> None:
+    class Model(torch.nn.Linear):
+        pass
+
+    model = Model(6, 2).train()
+    found = example_of(model, batch)
+    assert type(found) is type(expected)
+    assert len(found) == 1
+    assert model.training
+    assert not model._forward_pre_hooks
+
+
+# Commands that need no model
+
+
+def test_doctor_says_what_serves() -> None:
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    for word in ("torch", "backend cpu", "backend reference", "serves", "C++ compiler", "GPU", "threads"):
+        assert word in result.stdout
+
+
+def test_no_command_shows_the_commands() -> None:
+    result = invoke()
+    assert all(name in result.output for name in ("demo", "quantize", "inspect", "verify", "doctor"))
+
+
+def test_python_m_fakequant_is_the_command() -> None:
+    run = subprocess.run([sys.executable, "-m", "fakequant", "--help"], capture_output=True, text=True, check=True)
+    assert "fakequant" in run.stdout
+    assert "quantize" in run.stdout
+
+
+def test_without_its_packages_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "typer" else object())
+    with pytest.raises(SystemExit, match=r"^the command line needs typer: pip install fakequant\[cli\]$"):
+        cli.main()
+
+
+def test_tables_take_text_for_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(Console(width=80), "[title]", ("[bold]x[/bold]",), [("int[-100,37] [/red]",)])
+    shown = capsys.readouterr().out
+    assert "[title]" in shown
+    assert "int[-100,37] [/red]" in shown
+    assert "[bold]x[/bold]" in shown
+
+
+# quantize: what is wrong is found before the work
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (("--preset", "int9"), ("unknown preset 'int9'", "INT8")),
+        (("--method", "entropie"), ("unknown calibrator 'entropie'", "did you mean entropy?")),
+    ],
+    ids=["preset", "method"],
+)
+def test_unknown_names_are_found_before_the_recipe_runs(recipe, tmp_path: Path, options, parts) -> None:
+    path = recipe(RECIPE + MARK)
+    assert_one_red_line(invoke("quantize", path, "--out", tmp_path / "out", *options), *parts)
+    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unwritable_folder_is_found_before_the_recipe_runs(recipe, tmp_path: Path) -> None:
+    path = recipe(RECIPE + MARK)
+    (tmp_path / "file").write_text("in the way")
+    assert_one_red_line(invoke("quantize", path, "--out", tmp_path / "file"), "cannot write to", "file")
+    assert not (tmp_path / "executed").exists()
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_recipe_that_lacks_a_function_is_one_line(recipe, tmp_path: Path) -> None:
+    result = invoke("quantize", recipe("def model(): ..."), "--out", tmp_path / "out")
+    assert_one_red_line(result, "tiny.py lacks the function calibration_batches()")
+
+
+def test_an_exception_of_the_recipe_keeps_its_traceback(recipe, tmp_path: Path) -> None:
+    path = recipe(RECIPE + "\ndef model():\n    return {}['weights']\n")
+    result = invoke("quantize", path, "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, KeyError)
+
+
+# quantize, inspect, verify: the whole way
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Result]:
+    """A recipe, the folder that `quantize` filled from it, and what it printed."""
+    folder = tmp_path_factory.mktemp("done")
+    path = folder / "tiny.py"
+    path.write_text(RECIPE + EVALUATE + TRAIN)
+    out = folder / "out"
+    return path, out, invoke("quantize", path, "--out", out, "--preset", "Int8", "--method", "max", "--compare")
+
+
+def test_quantize_writes_checkpoint_model_and_report(done: tuple[Path, Path, Result]) -> None:
+    _, out, result = done
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == {"checkpoint", "model.onnx", "report.html"}
+    page = (out / "report.html").read_text()
+    for text in ("float32", "entropy", "mse", "percentile", "max, then fine-tuned", "Exact: 0 of", "<svg"):
+        assert text in page
+    assert "Missing:" not in page
+
+
+def test_quantize_saves_the_model_after_training(done: tuple[Path, Path, Result]) -> None:
+    import fakequant as fq
+
+    path, out, _ = done
+    fresh = load_recipe(path).model()
+    trained = fq.load(load_recipe(path).model(), out / "checkpoint")
+    assert torch.equal(trained[0].weight, fresh[0].weight * 2.0)
+
+
+@pytest.mark.parametrize("what", ["", "checkpoint", "model.onnx"], ids=["folder", "checkpoint", "onnx"])
+def test_inspect_shows_every_quantizer(done: tuple[Path, Path, Result], what: str) -> None:
+    _, out, _ = done
+    result = invoke("inspect", out / what)
+    assert result.exit_code == 0, result.output
+    for layer in ("0", "2"):
+        assert f"{layer}._input_quantizer" in result.stdout
+        assert f"{layer}._weight_quantizer" in result.stdout
+    assert "int8 per_channel(0)" in result.stdout
+
+
+def test_verify_against_itself_and_against_the_recipe(done: tuple[Path, Path, Result]) -> None:
+    path, out, _ = done
+    assert invoke("verify", out / "model.onnx").exit_code == 0
+    with_model = invoke("verify", out / "model.onnx", "--recipe", path)
+    assert with_model.exit_code == 0, with_model.output
+
+
+def test_verify_with_another_model_fails(done: tuple[Path, Path, Result], recipe, tmp_path: Path) -> None:
+    _, out, _ = done
+    other = recipe(RECIPE.replace("manual_seed(0)", "manual_seed(5)").replace("3)\n\ndef cal", "3)\n\n\ndef cal"))
+    made = invoke("quantize", other, "--out", tmp_path / "other", "--method", "max", "--preset", "int8")
+    assert made.exit_code == 0, made.output
+    result = invoke("verify", out / "model.onnx", "--recipe", other, "--checkpoint", tmp_path / "other" / "checkpoint")
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("content", [b"not an onnx file", b"", None], ids=["garbage", "empty", "truncated"])
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_file_that_is_not_ours_is_one_line(
+    done: tuple[Path, Path, Result], tmp_path: Path, command: str, content: bytes | None
+) -> None:
+    path = tmp_path / "damaged.onnx"
+    whole = (done[1] / "model.onnx").read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    assert_one_red_line(invoke(command, path), "damaged.onnx")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, command: str) -> None:
+    assert_one_red_line(invoke(command, tmp_path / "absent.onnx"), "absent.onnx")
+
+
+def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:
+    assert_one_red_line(invoke("inspect", tmp_path), "holds no checkpoint")
+
+
+def test_a_damaged_checkpoint_is_one_line(done: tuple[Path, Path, Result], tmp_path: Path) -> None:
+    text = (done[1] / "checkpoint" / "fakequant.json").read_text()
+    (tmp_path / "fakequant.json").write_text(text[: len(text) // 2])
+    assert_one_red_line(invoke("inspect", tmp_path), "damaged")
+
+
+def test_without_evaluate_the_report_says_so(recipe, tmp_path: Path) -> None:
+    data = run(Job(recipe(RECIPE), "int8", "max", tmp_path / "out"), Console(quiet=True))
+    assert data.accuracy == []
+    assert "tiny.py offers no evaluate(model)." in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_no_train_leaves_the_weights(recipe, tmp_path: Path) -> None:
+    import fakequant as fq
+
+    path = recipe(RECIPE + TRAIN)
+    result = invoke("quantize", path, "--out", tmp_path / "out", "--method", "max", "--no-train")
+    assert result.exit_code == 0, result.output
+    loaded = fq.load(load_recipe(path).model(), tmp_path / "out" / "checkpoint")
+    assert torch.equal(loaded[0].weight, load_recipe(path).model()[0].weight)
+
+
+def test_a_refused_export_still_leaves_checkpoint_and_report(
+    recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fakequant.errors import ExportError
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ExportError("layer 0: <cannot> be said in ONNX")
+
+    monkeypatch.setattr("fakequant.cli.job.export_onnx", refuse)
+    out = tmp_path / "out"
+    assert_one_red_line(invoke("quantize", recipe(RECIPE), "--out", out, "--method", "max"), "layer 0: <cannot>")
+    assert json.loads((out / "checkpoint" / "fakequant.json").read_text())["layers"]
+    assert "The model was not exported: layer 0: &lt;cannot&gt; be said" in (out / "report.html").read_text()
+    assert not (out / "model.onnx").exists()
+
+
+def test_an_inexact_export_ends_with_an_error_after_the_report(
+    recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fakequant.export import VerifyReport
+
+    monkeypatch.setattr(VerifyReport, "exact", property(lambda self: False))
+    out = tmp_path / "out"
+    result = invoke("quantize", recipe(RECIPE), "--out", out, "--method", "max")
+    assert_one_red_line(result, "does not compute what the model does")
+    assert (out / "report.html").is_file()

@@ -1,0 +1,102 @@
+"""torch.compile and torch.export give the eager bits; few tests, because each compiles for seconds."""
+
+import cases
+import pytest
+import torch
+from bits import assert_same_bits
+from cases import FORMATS, GRANULARITIES
+
+import fakequant as fq
+from fakequant.ops import library
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def with_gradients(function, inputs):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    outputs = function(leaves)
+    torch.autograd.backward(outputs, [torch.full_like(y, 3.0) for y in outputs])
+    return outputs, [x.grad for x in leaves]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_gives_the_eager_bits(dtype):
+    where = GRANULARITIES["channel_1"]
+    numbers, specs = [], []
+    for name in ("int8", "uint8_affine", "uint4", "float8_e4m3fn", "float8_e5m2"):
+        for arithmetic in FORMATS[name].arithmetics():
+            for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.INPUT_RANGE):
+                numbers.append(cases.hostile(FORMATS[name], where, arithmetic, dtype))
+                specs.append(FORMATS[name].spec(where.granularity, arithmetic, gradient=gradient))
+
+    def quantize_all(inputs):
+        return [library.fake_quantize(x, n.params, spec) for x, n, spec in zip(inputs, numbers, specs, strict=True)]
+
+    inputs = [n.x for n in numbers]
+    values, gradients = with_gradients(quantize_all, inputs)
+    compiled_values, compiled_gradients = with_gradients(torch.compile(quantize_all, fullgraph=True), inputs)
+    for spec, *pairs in zip(specs, compiled_values, values, compiled_gradients, gradients, strict=True):
+        assert_same_bits(pairs[0], pairs[1], f"{spec} y")
+        assert_same_bits(pairs[2], pairs[3], f"{spec} dx")
+
+
+def test_compiled_with_dynamic_shapes_takes_its_range_from_the_input():
+    specs = [
+        fq.QuantSpec("int8"),
+        fq.QuantSpec("uint8", fq.PerToken()),
+        fq.QuantSpec("float8_e4m3fn", fq.PerChannel(0)),
+    ]
+
+    def quantize_all(x):
+        return torch.stack([fq.fake_quantize(x * 2.0, spec) for spec in specs])
+
+    compiled = torch.compile(quantize_all, fullgraph=True, dynamic=True)
+    for shape in ((3, 5), (4, 33)):
+        x = torch.randn(shape)
+        x[0, 0], x[1, 2] = float("nan"), float("inf")
+        assert_same_bits(compiled(x), quantize_all(x), str(shape))
+
+
+def test_compiled_with_a_learned_scale():
+    x = torch.randn(2, 40)
+    learned, compiled_learned = (torch.tensor([0.01, 0.3], requires_grad=True) for _ in range(2))
+    spec = fq.QuantSpec("int8", fq.PerChannel(0))
+
+    def quantize(scale):
+        return fq.fake_quantize(x, spec, scale=scale)
+
+    y, compiled_y = quantize(learned), torch.compile(quantize, fullgraph=True)(compiled_learned)
+    assert_same_bits(compiled_y, y)
+    y.sum().backward()
+    compiled_y.sum().backward()
+    # The sum over a group may run in another order.
+    torch.testing.assert_close(compiled_learned.grad, learned.grad, rtol=1e-6, atol=0)
+
+
+class Affine(torch.nn.Module):
+    """Two calls: one with given parameters, one that takes its range from the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([0.1, 0.2]))
+        self.register_buffer("zero_point", torch.tensor([3, 4]))
+
+    def forward(self, x):
+        spec = fq.QuantSpec("uint8", fq.PerChannel(0))
+        y = fq.fake_quantize(x, spec, scale=self.scale, zero_point=self.zero_point)
+        return fq.fake_quantize(y + 1.0, "float8_e4m3fn per_token")
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+def test_export_has_one_node_per_call_with_the_specification_as_text(strict):
+    module, x = Affine(), torch.randn(2, 7)
+    shapes = {"x": {1: torch.export.Dim("columns")}}
+    exported = torch.export.export(module, (x,), strict=strict, dynamic_shapes=shapes)
+    nodes = [n for n in exported.graph.nodes if str(n.target).startswith("fakequant")]
+    assert [n.args[3] for n in nodes] == ["uint8 per_channel(0)", "float8_e4m3fn per_token"]
+    for columns in (7, 3, 64):
+        x = torch.randn(2, columns)
+        assert_same_bits(exported.module()(x), module(x), str(columns))

@@ -1,0 +1,142 @@
+"""The demo: it writes what it says, its files agree with the models, and held-out images choose nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import fakequant as fq
+from fakequant import demo
+from fakequant.demo import digits
+from fakequant.errors import OutputError, RecipeError
+
+
+def run_quickly(out: Path) -> dict[str, Any]:
+    return demo.run(out, epochs=2, console=Console(quiet=True))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("demo")
+    return out, run_quickly(out)
+
+
+def test_everything_is_written(done: tuple[Path, dict[str, Any]]) -> None:
+    out, results = done
+    names = {path.name for path in out.iterdir()}
+    models = {"int8.onnx", "int4.onnx", "int8-checkpoint", "int4-checkpoint"}
+    assert names == models | {"report.html", "results.json"}
+    assert json.loads((out / "results.json").read_text()) == results
+
+
+def test_results_have_the_documented_keys(done: tuple[Path, dict[str, Any]]) -> None:
+    _, results = done
+    assert set(results) == {"accuracy", "percent", "exported_method", "models", "environment", "seconds"}
+    tuned = {f"int{bits}_{state}" for bits in (2, 4) for state in ("calibrated", "finetuned")}
+    assert set(results["percent"]) == {"float32", "int8_best", "int8_exported", "fp8"} | tuned
+    keys = {"file", "bytes", "elements", "differing", "exact", "export", "verification"}
+    assert {name: set(model) for name, model in results["models"].items()} == {"int8": keys, "int4": keys}
+    assert results["percent"]["int8_best"] == max(
+        row["percent"] for row in results["accuracy"] if row["format"] == "INT8"
+    )
+
+
+def test_every_calibrator_is_measured(done: tuple[Path, dict[str, Any]]) -> None:
+    rows = [(row["format"], row["method"]) for row in done[1]["accuracy"]]
+    assert rows[0] == ("float32", "")
+    assert {method for format, method in rows if format == "INT8"} == {"entropy", "max", "mse", "percentile"}
+    assert done[1]["exported_method"] in {"entropy", "max", "mse", "percentile"}
+
+
+def test_two_epochs_already_read_most_digits(done: tuple[Path, dict[str, Any]]) -> None:
+    assert done[1]["percent"]["float32"] > 80
+    assert done[1]["percent"]["int8_best"] > 80
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_exported_models_compute_what_torch_does(done: tuple[Path, dict[str, Any]], name: str) -> None:
+    model = done[1]["models"][name]
+    assert model["exact"]
+    assert model["differing"] == 0
+    assert model["elements"] > 100_000
+    assert model["bytes"] == (done[0] / model["file"]).stat().st_size
+
+
+def test_checkpoints_restore_the_measured_models(done: tuple[Path, dict[str, Any]]) -> None:
+    out, results = done
+    _, held_out = digits.load_digits()
+    for name, key in (("int8", "int8_exported"), ("int4", "int4_finetuned")):
+        model = fq.load(digits.Net(), out / f"{name}-checkpoint").eval()
+        assert digits.percent_right(model, held_out) == results["percent"][key]
+
+
+def test_report_has_every_section(done: tuple[Path, dict[str, Any]]) -> None:
+    page = (done[0] / "report.html").read_text()
+    assert "Missing:" not in page
+    assert page.count("Exact: 0 of") == 2
+    assert "batch_norm" in page
+
+
+def test_held_out_images_choose_nothing(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other held-out images all models are the same, bit for bit."""
+    training, held_out = digits.load_digits()
+    noise = digits.Split(torch.rand_like(held_out.images), held_out.digits.flip(0))
+    monkeypatch.setattr(demo, "load_digits", lambda: (training, noise))
+    results = run_quickly(tmp_path)
+    assert results["percent"]["float32"] < 50
+    assert results["exported_method"] == done[1]["exported_method"]
+    for name in ("int8.onnx", "int4.onnx"):
+        assert (tmp_path / name).read_bytes() == (done[0] / name).read_bytes()
+
+
+def test_the_number_of_threads_comes_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with digits.one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_split_is_stratified_and_the_same_every_time() -> None:
+    training, held_out = digits.load_digits()
+    assert (len(training.digits), len(held_out.digits)) == (1198, 599)
+    assert training.images.shape[1:] == (1, 8, 8)
+    assert (training.images.min().item(), training.images.max().item()) == (0.0, 1.0)
+    share = torch.bincount(held_out.digits) / (torch.bincount(held_out.digits) + torch.bincount(training.digits))
+    assert (share - 1 / 3).abs().max() < 0.01
+    assert torch.equal(digits.load_digits()[1].images, held_out.images)
+
+
+def test_augmented_batches_cover_the_split_in_a_new_order_each_epoch() -> None:
+    training, _ = digits.load_digits()
+    batches = digits.AugmentedBatches(training)
+    epochs = [torch.cat([labels for _, labels in batches]) for _ in range(2)]
+    assert len(batches) == len(list(batches))
+    assert not torch.equal(*epochs)
+    for labels in epochs:
+        assert torch.equal(labels.sort().values, training.digits.sort().values)
+    again = digits.AugmentedBatches(training)
+    assert torch.equal(epochs[0], torch.cat([labels for _, labels in again]))
+
+
+def test_an_unwritable_folder_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("trained first"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write to"):
+        demo.run(tmp_path / "file", console=Console(quiet=True))
+
+
+def test_without_scikit_learn_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"pip install fakequant\[demo\]"):
+        digits.load_digits()

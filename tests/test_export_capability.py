@@ -1,0 +1,139 @@
+"""What ONNX can say of formats, granularities and operator sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fakequant as fq
+from fakequant.errors import ExportError
+from fakequant.export.capability import (
+    Layout,
+    check_opset,
+    check_scale,
+    check_spec,
+    encoding,
+    layout,
+    overflows,
+)
+
+BOUNDS = {
+    "INT4": (-8, 7),
+    "UINT4": (0, 15),
+    "INT8": (-128, 127),
+    "UINT8": (0, 255),
+    "INT16": (-32768, 32767),
+    "UINT16": (0, 65535),
+}
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_integers_go_into_the_smallest_type_that_holds_them(bits: int, signed: bool) -> None:
+    fmt = fq.IntegerFormat.of(bits, signed=signed)
+    found = encoding(fmt)
+    low, high = BOUNDS[found.element.name]
+    assert low <= fmt.low <= fmt.high <= high
+    assert (low < 0) == signed
+    assert found.element.bits == next(size for size in (4, 8, 16) if size >= bits)
+    assert found.clips == (bits not in (4, 8, 16))
+    assert found.element.opset == (13 if 4 < bits <= 8 else 21)
+
+
+RANGES = {
+    "narrow": ("int8_narrow", "INT8", True),
+    "odd": ("int[-100,37]", "INT8", True),
+    "odd_unsigned": ("int[0,100]", "UINT8", True),
+    "one_too_many": ("int[-1,128]", "INT16", True),
+    "e4m3": ("float8_e4m3fn", "FLOAT8E4M3FN", False),
+    "e5m2": ("float8_e5m2", "FLOAT8E5M2", False),
+}
+
+
+@pytest.mark.parametrize(("name", "element", "clips"), RANGES.values(), ids=RANGES)
+def test_other_ranges_and_floats(name: str, element: str, clips: bool) -> None:
+    found = encoding(fq.parse_format(name))
+    assert (found.element.name, found.clips) == (element, clips)
+
+
+@pytest.mark.parametrize("fmt", [fq.IntegerFormat(-32769, 0), fq.IntegerFormat(0, 65536)], ids=str)
+def test_larger_integers_are_refused(fmt: fq.IntegerFormat) -> None:
+    with pytest.raises(ExportError, match="has no element type in ONNX that QuantizeLinear writes; use integers of at"):
+        encoding(fmt)
+
+
+def test_multiplier_is_refused_and_reciprocal_is_not() -> None:
+    with pytest.raises(ExportError, match=r"int8 per_tensor multiplier: .* prepare the model with Arithmetic\.DIVIDE"):
+        check_spec(fq.QuantSpec("int8", arithmetic=fq.Arithmetic.MULTIPLIER))
+    assert check_spec(fq.QuantSpec("int8", arithmetic=fq.Arithmetic.RECIPROCAL)).element.name == "INT8"
+
+
+LAYOUTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Layout]] = {
+    "no_axes": ((), (), Layout()),
+    "tensor": ((8, 3), (1, 1), Layout()),
+    "tensor_symbolic": (("n", 3), (1, 1), Layout()),
+    "channel": ((8, 3, 5), (1, 3, 1), Layout(1)),
+    "channel_of_symbolic": (("n", 3, 5), (1, 3, 1), Layout(1)),
+    "symbolic_channel": (("n", 3), ("n", 1), Layout(0, symbolic=True)),
+    "single_channel": ((8, 1, 5), (1, 1, 1), Layout()),
+    "tokens": ((2, 7, 64), (2, 7, 1), Layout(2, 64, (1, 1, 1))),
+    "symbolic_tokens": (("n", "t", 64), ("n", "t", 1), Layout(2, 64, (1, 1, 1), symbolic=True)),
+    "blocks": ((8, 64), (8, 2), Layout(1, 32, (1, 1), broadcasts=False)),
+    "blocks_first": ((64, 8), (2, 8), Layout(0, 32, (1, 1), broadcasts=False)),
+    "tiles": ((8, 64), (2, 2), Layout(1, 32, (4, 1), broadcasts=False)),
+    "two_channels": ((4, 3, 5, 2), (4, 3, 1, 1), Layout(2, 5, (1, 1, 1, 2))),
+    "every_element": ((4, 3), (4, 3), Layout(1, 1, (1, 1))),
+}
+
+
+@pytest.mark.parametrize(("shape", "groups", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layout(shape: tuple[Any, ...], groups: tuple[Any, ...], expected: Layout) -> None:
+    found = layout(shape, groups, constant=True)
+    assert found == expected
+    assert found.opset == (21 if expected.block_size or expected.symbolic else 18)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "constant", "text"),
+    [
+        ((8, 64), (2, 2), False, r"scales of shape \[2, 2\] on a tensor of shape \[8, 64\]: ONNX has scales per"),
+        (("n", 64), ("n", 4), True, ""),
+        (("n", 3, 5, 2), (1, 3, 1, 2), True, r"make the other axes static"),
+        (("n", 64), (4, 1), True, "an axis of symbolic length n is divided into 4 groups"),
+    ],
+)
+def test_layouts_that_onnx_lacks(shape: tuple[Any, ...], groups: tuple[Any, ...], constant: bool, text: str) -> None:
+    if not text:
+        assert layout(shape, groups, constant=constant) == Layout(1, 16, (1, 1), broadcasts=False, symbolic=True)
+        return
+    with pytest.raises(ExportError, match=text):
+        layout(shape, groups, constant=constant)
+
+
+def test_where_onnx_runtime_overflows() -> None:
+    int4, int8, fp8 = (encoding(fq.parse_format(name)).element for name in ("int4", "int8", "float8_e4m3fn"))
+    assert overflows(int4, Layout(), 2)
+    assert not overflows(int8, Layout(0), 2)
+    assert not overflows(int8, Layout(1, 32), 2)
+    assert overflows(int8, Layout(0, 32), 2)
+    assert not overflows(fp8, Layout(0, 32), 2)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, 1e-40, float("inf"), float("nan")])
+def test_scales_must_be_positive_and_normal(bad: float) -> None:
+    check_scale(torch.tensor([1.0, 2.0**-126]))
+    with pytest.raises(ExportError, match=r"has the scale .*, expected positive normal"):
+        check_scale(torch.tensor([[1.0], [bad]]))
+
+
+def test_operator_set_is_the_smallest_that_suffices() -> None:
+    assert check_opset(None, 13, "x") == 20
+    assert check_opset(None, 21, "x") == 21
+    assert check_opset(18, 13, "x") == 18
+    with pytest.raises(ExportError, match="opset=20 is too old: conv needs 21 or newer; leave opset=None"):
+        check_opset(20, 21, "conv")
+    for opset in (17, 26):
+        with pytest.raises(ExportError, match=f"opset={opset}: expected 18 to 25"):
+            check_opset(opset, 13, "x")

@@ -1,0 +1,364 @@
+"""Whole models to ONNX: results, sizes, refusals, and that neither the model nor an old file is touched."""
+
+from __future__ import annotations
+
+import copy
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import ExportError, OutputError
+from fakequant.model import presets
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.nn import Add, MatMul, Mode, quantizers
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from fakequant.export import export_onnx, exporter, verify_onnx  # noqa: E402
+
+
+class Net(nn.Module):
+    """One of each kind of layer that has its own path through the exporter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.conv = nn.Conv2d(2, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2)
+        self.pool = nn.AvgPool2d(2)
+        self.drop = nn.Dropout(0.5)
+        self.product = MatMul()
+        self.sum = Add()
+        self.head = nn.Linear(24, 5, bias=False)
+        self.head2 = nn.Linear(24, 5)
+        self.head2.weight = self.head.weight
+
+    def forward(self, image: Tensor, words: Tensor) -> Tensor:
+        x = self.norm(self.conv(image)).relu()
+        x = self.drop(self.pool(self.up(x)))
+        x = self.product(x.flatten(2).transpose(1, 2), x.flatten(2))
+        x = self.sum(x.flatten(1)[:, :24], self.embedding(words).flatten(1))
+        return self.head(x) + self.head2(x)
+
+
+def inputs(batch: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randn(batch, 2, 4, 4, generator=generator)
+    return image, torch.randint(0, 11, (batch, 4), generator=generator)
+
+
+def net(config: Config) -> nn.Module:
+    torch.manual_seed(0)
+    model = prepare(Net(), config)
+    calibrate(model, [inputs(seed=seed) for seed in range(3)])
+    return model
+
+
+def linear(config: Config | str, features: int = 8) -> nn.Module:
+    """A calibrated linear layer; text is the specification of its input."""
+    if isinstance(config, str):
+        config = Config("test", (Rule(input=TensorConfig(config), weight=TensorConfig("int8 per_channel(0)")),))
+    torch.manual_seed(0)
+    model = nn.Sequential(prepare(nn.Sequential(nn.Linear(features, 4)), config))
+    calibrate(model, [torch.randn(4, features)])
+    return model
+
+
+ODD = Config(
+    "ODD",
+    (Rule(input=TensorConfig("int[-100,37] asymmetric"), weight=TensorConfig("uint3 per_channel(0)")),),
+)
+CONFIGS = [
+    presets.INT8,
+    presets.INT8_AFFINE,
+    presets.INT8_PER_TOKEN,
+    presets.INT8_WEIGHT_ONLY,
+    presets.INT4,
+    presets.INT4_WEIGHT_ONLY,
+    presets.FP8,
+    presets.FP8_E5M2,
+    ODD,
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_every_preset_computes_the_same_at_another_batch_size(config: Config, tmp_path: Path) -> None:
+    model = net(config)
+    shapes: Any = ({0: "batch"}, {0: "batch"})
+    report = export_onnx(model, inputs(), tmp_path / "m.onnx", dynamic_shapes=shapes)
+    assert sorted(q.quantizer for q in report.quantizers) == sorted(quantizers(model))
+    assert report.left_out == []
+    found = verify_onnx(tmp_path / "m.onnx", model, [inputs(batch, seed=batch) for batch in (1, 5)])
+    assert found.exact, str(found)
+    assert len(found.rows) == len(quantizers(model))
+    # The sums run in another order, so that a number may round to another step; none is further off.
+    assert found.outputs[0].argmax_agreement == 1.0
+    with torch.no_grad():
+        size = model.eval()(*inputs()).abs().max().item()
+    assert found.outputs[0].max_abs < 0.02 * size
+
+
+def test_default_names_are_those_of_the_arguments_and_others_can_be_given(tmp_path: Path) -> None:
+    model = net(presets.INT8)
+    image, words = inputs()
+    export_onnx(model, {"words": words, "image": image}, tmp_path / "a.onnx")
+    export_onnx(model, (image, words), tmp_path / "b.onnx", input_names=["i", "w"], output_names=["y"])
+    a, b = (onnx.load(tmp_path / name).graph for name in ("a.onnx", "b.onnx"))
+    assert sorted(value.name for value in a.input) == ["image", "words"]
+    assert [value.name for value in b.input] == ["i", "w"]
+    assert [value.name for value in b.output] == ["y"]
+    assert verify_onnx(tmp_path / "a.onnx", model, [{"image": image, "words": words}]).exact
+    assert verify_onnx(tmp_path / "b.onnx", model, [(image, words, "label")]).exact
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = net(presets.INT8)
+    model.train()
+    model.get_submodule("norm").eval()
+    weight = quantizers(model)["conv._weight_quantizer"]
+    weight.reset()  # follows its weight, and is fixed only while the model is traced
+    before, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    training = [m.training for m in model.modules()]
+    export_onnx(model, inputs(), tmp_path / "m.onnx")
+    after = model.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [type(m) for m in model.modules()] == classes
+    assert [m.training for m in model.modules()] == training
+    assert weight.scale is None
+    assert all(p.requires_grad for p in model.parameters())
+    found = verify_onnx(tmp_path / "m.onnx", model, [inputs()])
+    assert found.exact
+    # Dropout would put zeros everywhere.
+    assert found.outputs[0].max_abs < 0.02
+
+
+def test_the_model_is_left_as_it_was_when_tracing_fails(tmp_path: Path) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear(presets.INT8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) if x.sum() > 0 else x
+
+    model = Fails().train()
+    weight = quantizers(model)["layer.0.0._weight_quantizer"]
+    weight.reset()
+    with pytest.raises(RuntimeError):
+        export_onnx(model, torch.ones(1, 8), tmp_path / "m.onnx")
+    assert weight.scale is None
+    assert model.training
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "most"), [(presets.INT8, 0.25), (presets.INT4_WEIGHT_ONLY, 0.125)], ids=["INT8", "INT4"]
+)
+def test_file_shrinks(config: Config, most: float, tmp_path: Path) -> None:
+    model = linear(config, features=4096)
+    report = export_onnx(model, torch.zeros(1, 4096), tmp_path / "m.onnx")
+    assert report.bytes == (tmp_path / "m.onnx").stat().st_size
+    torch.onnx.export(
+        nn.Linear(4096, 4).eval(), (torch.zeros(1, 4096),), tmp_path / "float.onnx", external_data=False, verbose=False
+    )
+    size = (tmp_path / "float.onnx").stat().st_size
+    assert report.bytes - 3000 < most * size  # 3 kB are the graph and the record
+    assert abs(report.float_bytes - size) < 0.1 * size
+    assert onnx.load(tmp_path / "m.onnx").graph.initializer[0].name != "0.0.weight"
+
+
+def test_a_weight_that_is_also_used_in_float_is_kept(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear(presets.INT8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) @ self.layer.get_parameter("0.0.weight")
+
+    export_onnx(Tied(), torch.ones(2, 8), tmp_path / "m.onnx")
+    names = {tensor.name for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer}
+    assert {"layer.0.0.weight", "layer.0.0._weight_quantizer/codes"} <= names
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    model = net(presets.INT8)
+    export_onnx(model, inputs(), tmp_path / "m.onnx")
+    names = {tensor.name for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer}
+    assert "head._weight_quantizer/codes" in names
+    assert "head2._weight_quantizer/codes" not in names
+    assert {row.quantizer for row in verify_onnx(tmp_path / "m.onnx", model).rows} == set(quantizers(model))
+
+
+def test_half_precision_model(tmp_path: Path) -> None:
+    model = linear(presets.INT8).half()
+    export_onnx(model, torch.ones(2, 8).half(), tmp_path / "m.onnx")
+    found = verify_onnx(tmp_path / "m.onnx", model, [torch.randn(2, 8).half()])
+    assert found.exact, str(found)
+    assert {row.elements for row in found.rows} == {16, 32}
+
+
+def test_learned_scales_are_exported(tmp_path: Path) -> None:
+    model = linear(presets.INT8)
+    for quantizer in quantizers(model).values():
+        quantizer.learn_scale()
+    export_onnx(model, torch.ones(2, 8), tmp_path / "m.onnx")
+    assert verify_onnx(tmp_path / "m.onnx", model, [torch.randn(2, 8)]).exact
+
+
+def test_quantizers_that_are_off_or_not_reached_are_left_out(tmp_path: Path) -> None:
+    class Unreached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = linear(presets.INT8), linear(presets.INT8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    model = Unreached()
+    quantizers(model)["used.0.0._input_quantizer"].mode = Mode.OFF
+    report = export_onnx(model, torch.ones(2, 8), tmp_path / "m.onnx")
+    assert [q.quantizer for q in report.quantizers] == ["used.0.0._weight_quantizer"]
+    expected = ["unused.0.0._input_quantizer", "unused.0.0._weight_quantizer", "used.0.0._input_quantizer"]
+    assert report.left_out == expected
+    assert f"not in the file (off, or not reached by the example): {', '.join(expected)}" in str(report)
+
+
+def test_operator_sets(tmp_path: Path) -> None:
+    model = linear(presets.INT8)
+    for opset in (18, 25):
+        assert export_onnx(model, torch.ones(2, 8), tmp_path / "m.onnx", opset=opset).opset == opset
+        file = onnx.load(tmp_path / "m.onnx")
+        assert [(entry.domain, entry.version) for entry in file.opset_import] == [("", opset)]
+        assert file.ir_version == 10
+        assert verify_onnx(tmp_path / "m.onnx", model, [torch.randn(2, 8)]).exact
+
+
+def test_the_file_holds_nothing_of_the_authors_machine(tmp_path: Path) -> None:
+    export_onnx(net(presets.INT8), inputs(), tmp_path / "m.onnx")
+    data = (tmp_path / "m.onnx").read_bytes()
+    assert os.fsencode(Path(__file__).name) not in data
+    assert b"stack_trace" not in data
+
+
+def test_report_reads_as_a_table(tmp_path: Path) -> None:
+    report = export_onnx(linear("int8_narrow"), torch.ones(2, 8), tmp_path / "m.onnx")
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["quantizer", "specification", "in", "ONNX"]
+    assert lines[1].startswith("0.0._input_quantizer   int8_narrow per_tensor")
+    assert lines[1].endswith("clipped before to -127 to 127")
+    assert f"{tmp_path / 'm.onnx'}: opset 20, {report.bytes:,} bytes" in lines[3]
+    assert report.to_dict()["quantizers"][1]["quantizer"] == "0.0._weight_quantizer"
+
+
+MULTIPLIER = Config(
+    "MULTIPLIER",
+    (Rule(input=TensorConfig("int8 multiplier"), weight=TensorConfig("int8 per_channel(0) multiplier")),),
+)
+REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "multiplier": (
+        lambda: linear(MULTIPLIER),
+        {},
+        ["0.0._input_quantizer: int8 per_tensor multiplier", "0.0._weight_quantizer", "Arithmetic.DIVIDE"],
+    ),
+    "too_many_bits": (
+        lambda: linear("int[-100000,5]"),
+        {},
+        ["0.0._input_quantizer: the format int[-100000,5] has no element type", "at most 16 bits"],
+    ),
+    "not_calibrated": (
+        lambda: prepare(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), presets.INT8),
+        {},
+        ["2 quantizers are not calibrated: 0._input_quantizer, 1._input_quantizer; call fakequant.calibrate"],
+    ),
+    "observing": (lambda: _observing(), {}, ["0.0._input_quantizer: is observing"]),
+    "bad_scale": (lambda: _with_scale(1e-40), {}, ["0.0._input_quantizer: has the scale", "positive normal"]),
+    "zero_scale": (lambda: _with_scale(0.0), {}, ["0.0._input_quantizer: has the scale 0.0"]),
+    "old_opset": (lambda: linear("int4"), {"opset": 20}, ["0.0._input_quantizer: opset=20 is too old", "21"]),
+    "unknown_opset": (lambda: linear("int8"), {"opset": 99}, ["opset=99: expected 18 to 25"]),
+    "no_quantizers": (lambda: nn.Linear(8, 4), {}, ["nothing in the model quantizes"]),
+    "float64": (lambda: linear("int8").double(), {}, ["0.0._input_quantizer: quantizes a float64", "model.float()"]),
+}
+
+
+def _observing() -> nn.Module:
+    model = linear("int8")
+    quantizers(model)["0.0._input_quantizer"].mode = Mode.OBSERVE
+    return model
+
+
+def _with_scale(scale: float) -> nn.Module:
+    model = linear("int8")
+    quantizers(model)["0.0._input_quantizer"].set_qparams(fq.QParams(torch.full((1, 1), scale)))
+    return model
+
+
+@pytest.mark.parametrize(("make", "options", "texts"), REFUSED.values(), ids=REFUSED)
+def test_what_onnx_cannot_say_is_refused_and_the_old_file_stays(
+    make: Any, options: dict[str, Any], texts: list[str], tmp_path: Path
+) -> None:
+    model = make()
+    (tmp_path / "m.onnx").write_bytes(b"old")
+    example = torch.ones(2, 8, dtype=next(model.parameters()).dtype)
+    with pytest.raises(ExportError) as error:
+        export_onnx(model, example, tmp_path / "m.onnx", **options)
+    for text in texts:
+        assert text in str(error.value)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("m.onnx", b"old")]
+
+
+def test_quantizers_are_refused_before_the_model_runs(tmp_path: Path) -> None:
+    model = linear(MULTIPLIER)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ExportError):
+        export_onnx(model, torch.ones(2, 8), tmp_path / "m.onnx")
+
+
+def test_control_flow_is_refused(tmp_path: Path) -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda v: fq.fake_quantize(v, "int8", scale=0.1), lambda v: v + 1, (x,))
+
+    with pytest.raises(ExportError, match="lies inside control flow"):
+        export_onnx(Branch(), torch.ones(2, 8), tmp_path / "m.onnx")
+
+
+def test_a_file_beyond_two_gigabytes_is_refused_before_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "MAX_BYTES", 1000)
+    model = linear(presets.INT8, features=4096)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ExportError, match="the file would have about 16,") as error:
+        export_onnx(model, torch.ones(2, 4096), tmp_path / "m.onnx")
+    assert "at most 1,000" in str(error.value)
+
+
+def test_a_path_that_cannot_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    model = linear(presets.INT8)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(OutputError, match="it is a folder"):
+        export_onnx(model, torch.ones(2, 8), tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write to"):
+        export_onnx(model, torch.ones(2, 8), tmp_path / "file" / "m.onnx")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_found_before_the_work(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(OutputError, match="cannot write to"):
+        export_onnx(linear(presets.INT8), torch.ones(2, 8), tmp_path / "m.onnx")
+
+
+def test_a_missing_folder_is_made(tmp_path: Path) -> None:
+    export_onnx(linear(presets.INT8), torch.ones(2, 8), tmp_path / "a" / "b" / "m.onnx")
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["m.onnx"]

@@ -1,0 +1,272 @@
+"""Every format and granularity that ONNX can say: ONNX Runtime must give the bits of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import ExportError
+from fakequant.nn import Quantizer
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from fakequant.export import export_onnx  # noqa: E402
+from fakequant.export.runtime import Session  # noqa: E402
+
+NOT_IN_ONNX = {"float4", "float6", "half"}
+WITH_RECIPROCAL = {"int8", "uint8_affine", "odd_range_affine", "int4", "float8_e4m3fn"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One quantizer of the exported file."""
+
+    format: str
+    granularity: str
+    arithmetic: fq.Arithmetic
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        return f"{self.format}-{self.granularity}-{self.arithmetic.value}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def spec(self) -> fq.QuantSpec:
+        return cases.FORMATS[self.format].spec(cases.GRANULARITIES[self.granularity].granularity, self.arithmetic)
+
+    def numbers(self) -> cases.Numbers:
+        numbers = cases.hostile(
+            cases.FORMATS[self.format], cases.GRANULARITIES[self.granularity], self.arithmetic, self.dtype
+        )
+        if not self.spec.format.has_zero_point:
+            return numbers
+        # Integers have no code for NaN: ONNX Runtime gives the lowest, torch keeps NaN.
+        return cases.Numbers(torch.where(numbers.x.isnan(), 0.0, numbers.x), numbers.params)
+
+
+CASES = [
+    Case(format, granularity, arithmetic)
+    for format in cases.FORMATS
+    for granularity in cases.GRANULARITIES
+    for arithmetic in (fq.Arithmetic.DIVIDE, fq.Arithmetic.RECIPROCAL)
+    if format not in NOT_IN_ONNX and (arithmetic is fq.Arithmetic.DIVIDE or format in WITH_RECIPROCAL)
+] + [
+    Case(format, granularity, fq.Arithmetic.DIVIDE, dtype)
+    for format in ("int8", "uint8_affine", "odd_range_affine", "float8_e4m3fn")
+    for granularity in ("tensor", "channel_1")
+    for dtype in (torch.float16, torch.bfloat16)
+]
+
+
+class Quantizers(nn.Module):
+    """One quantizer per input."""
+
+    def __init__(self, quantizers: Sequence[Quantizer]) -> None:
+        super().__init__()
+        self.quantizers = nn.ModuleList(quantizers)
+
+    def forward(self, *xs: Tensor) -> list[Tensor]:
+        return [quantizer(x) for quantizer, x in zip(self.quantizers, xs, strict=True)]
+
+
+class Weights(nn.Module):
+    """One quantizer per constant."""
+
+    def __init__(self, quantizers: Sequence[Quantizer], weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.quantizers = nn.ModuleList(quantizers)
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [*(quantizer(w) for quantizer, w in zip(self.quantizers, self.weights, strict=True)), x + 1]
+
+
+def quantizer(spec: fq.QuantSpec, params: fq.QParams) -> Quantizer:
+    made = Quantizer(spec)
+    made.set_qparams(params)
+    return made
+
+
+def run(path: Path, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a file in ONNX Runtime, in order."""
+    model = onnx.load(path)
+    session = Session(model)
+    names = [value.name for value in model.graph.input]
+    values = session.run(dict(zip(names, inputs, strict=True)))
+    return [values[name] for name in session.outputs]
+
+
+class Casting(Quantizers):
+    """As Quantizers, for tensors of 16 bits that come and go as float32: numpy has no bfloat16."""
+
+    dtypes: Sequence[torch.dtype]
+
+    def forward(self, *xs: Tensor) -> list[Tensor]:
+        cast = [x.to(dtype) for x, dtype in zip(xs, self.dtypes, strict=True)]
+        return [y.float() for y in super().forward(*cast)]
+
+
+@pytest.fixture(scope="module")
+def activations(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Tensor]:
+    """What ONNX Runtime gives for all cases, exported as one file."""
+    numbers = [case.numbers() for case in CASES]
+    model = Casting([quantizer(case.spec, n.params) for case, n in zip(CASES, numbers, strict=True)])
+    model.dtypes = [case.dtype for case in CASES]
+    xs = tuple(n.x.float() for n in numbers)
+    path = tmp_path_factory.mktemp("export") / "activations.onnx"
+    report = export_onnx(model, xs, path)
+    assert [q.spec for q in report.quantizers] == [str(case.spec) for case in CASES]
+    return dict(zip(CASES, run(path, xs), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_activation_has_the_bits_of_torch(case: Case, activations: dict[Case, Tensor]) -> None:
+    numbers = case.numbers()
+    expected = quantizer(case.spec, numbers.params)(numbers.x)
+    assert_same_bits(activations[case].to(case.dtype), expected, case)
+
+
+WEIGHTS = [
+    Case(format, granularity, arithmetic, dtype)
+    for format in cases.FORMATS
+    for granularity in ("tensor", "channel_0", "channel_1", "channels_0_2", "block_32", "block_first_axis", "tiles")
+    for arithmetic, dtype in (
+        (fq.Arithmetic.DIVIDE, torch.float32),
+        (fq.Arithmetic.RECIPROCAL, torch.float32),
+        (fq.Arithmetic.DIVIDE, torch.float16),
+    )
+    if format not in NOT_IN_ONNX
+]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Tensor]:
+    numbers = [case.numbers() for case in WEIGHTS]
+    model = Weights(
+        [quantizer(case.spec, n.params) for case, n in zip(WEIGHTS, numbers, strict=True)], [n.x for n in numbers]
+    )
+    path = tmp_path_factory.mktemp("export") / "weights.onnx"
+    report = export_onnx(model, torch.zeros(1), path)
+    assert all("codes" in q.expressed for q in report.quantizers)
+    assert "QuantizeLinear" not in {node.op_type for node in onnx.load(path).graph.node}
+    return dict(zip(WEIGHTS, run(path, [torch.zeros(1)])[:-1], strict=True))
+
+
+@pytest.mark.parametrize("case", WEIGHTS, ids=str)
+def test_folded_weight_has_the_bits_of_torch(case: Case, weights: dict[Case, Tensor]) -> None:
+    numbers = case.numbers()
+    assert_same_bits(weights[case], quantizer(case.spec, numbers.params)(numbers.x).detach(), case)
+
+
+# The range is taken from each tensor: text of the specification, rank of the tensor.
+DYNAMIC = [
+    ("int8 per_tensor", 2),
+    ("uint8 per_tensor", 3),
+    ("int8_narrow per_tensor", 3),
+    ("int8 per_token", 2),
+    ("int8 per_token", 4),
+    ("uint8 per_token", 3),
+    ("uint4 per_token", 3),
+    ("int4 per_token", 2),
+    ("int[-100,37] per_token asymmetric", 3),
+    ("int16 per_token", 3),
+    ("float8_e4m3fn per_token", 3),
+    ("float8_e5m2 per_token", 2),
+    ("int8 per_channel(0)", 3),
+    ("uint8 per_channel(1)", 3),
+    ("int8 per_channel(1) reciprocal", 3),
+    ("int8 per_tensor reciprocal", 3),
+    ("int[-100,37] per_tensor asymmetric reciprocal", 3),
+    ("int8 per_block(-1:4)", 3),
+    ("uint8 per_block(-1:4)", 3),
+    ("float8_e4m3fn per_block(-1:8)", 3),
+]
+
+
+def _dynamic_input(rank: int, batch: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn([*[batch, 3, 2, 8][: rank - 1], 8], generator=generator) * 3
+    flat = x.view(-1)
+    flat[:4] = torch.tensor([0.0, -0.0, 1e-40, float("inf")])
+    x.select(-2, 1 if rank > 1 else 0).zero_()  # a token whose range is 0
+    return x
+
+
+@pytest.fixture(scope="module")
+def dynamic_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = Quantizers([Quantizer(text, dynamic=True) for text, _ in DYNAMIC])
+    path = tmp_path_factory.mktemp("export") / "dynamic.onnx"
+    xs = tuple(_dynamic_input(rank, 3, 0) for _, rank in DYNAMIC)
+    export_onnx(model, xs, path, dynamic_shapes=(tuple({0: "batch"} for _ in DYNAMIC),))
+    return path
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_dynamic_range_has_the_bits_of_torch_at_every_batch_size(dynamic_file: Path, batch: int) -> None:
+    xs = [_dynamic_input(rank, batch, seed=batch) for _, rank in DYNAMIC]
+    for (text, rank), x, y in zip(DYNAMIC, xs, run(dynamic_file, xs), strict=True):
+        assert_same_bits(y, fq.fake_quantize(x, text), (text, rank))
+
+
+REFUSED = {
+    "symbolic_blocks": ("int8_narrow per_block(-1:4)", "blocks smaller than their axis"),
+    "symbolic_reciprocal": ("int8 per_token reciprocal", "whose number is not known"),
+    "repeats": ("int8 per_block(1:2,2:2)", "ONNX has scales per tensor"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), REFUSED.values(), ids=REFUSED)
+def test_scales_computed_at_run_time_that_onnx_cannot_place_are_refused(text: str, reason: str, tmp_path: Path) -> None:
+    model = Quantizers([Quantizer(text, dynamic=True)])
+    with pytest.raises(ExportError, match=reason) as error:
+        export_onnx(model, torch.zeros(3, 4, 8), tmp_path / "m.onnx", dynamic_shapes=(({0: "batch"},),))
+    assert "quantizers.0: " in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bound_beyond_float32_is_refused(tmp_path: Path) -> None:
+    model = Quantizers([quantizer(fq.QuantSpec("int[-100,37]"), fq.QParams(torch.full((1, 1), 1e37)))])
+    with pytest.raises(ExportError, match=r"quantizers\.0: the code -100 stands for a value beyond float32"):
+        export_onnx(model, torch.zeros(2, 2), tmp_path / "m.onnx")
+
+
+def test_nan_in_a_weight_is_refused(tmp_path: Path) -> None:
+    weight = torch.tensor([[1.0, float("nan")]])
+    model = Weights([quantizer(fq.QuantSpec("int8"), fq.QParams(torch.ones(1, 1)))], [weight])
+    with pytest.raises(ExportError, match=r"quantizers\.0: the weight holds NaN"):
+        export_onnx(model, torch.zeros(1), tmp_path / "m.onnx")
+
+
+def test_a_scale_given_as_a_number_needs_no_module(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return fq.fake_quantize(fq.fake_quantize(x, "uint8", scale=0.1, zero_point=7), "int8 per_token")
+
+    x = torch.linspace(-3, 30, 24).view(2, 12)
+    report = export_onnx(Bare(), x, tmp_path / "m.onnx")
+    assert [q.quantizer for q in report.quantizers] == ["", ""]
+    assert_same_bits(run(tmp_path / "m.onnx", [x])[0], Bare()(x))
+
+
+def test_two_calls_of_one_quantizer_share_its_constants(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quantizer = quantizer(fq.QuantSpec("int8"), fq.QParams(torch.full((1, 1), 0.1)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.quantizer(x) + self.quantizer(x * 2)
+
+    export_onnx(Twice(), torch.ones(2, 2), tmp_path / "m.onnx")
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    quantizing = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert [node.name for node in quantizing] == ["quantizer/QuantizeLinear", "quantizer#2/QuantizeLinear"]
+    assert len({node.output[0] for node in graph.node}) == len(graph.node)

@@ -1,0 +1,51 @@
+"""The traced graph: one node per quantizer, with its path; nothing on the terminal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import ExportError
+from fakequant.export.trace import path_of, sites, to_onnx, trace
+from fakequant.nn import Quantizer
+
+pytest.importorskip("onnxscript")
+
+
+class Shared(nn.Module):
+    """A quantizer called twice on one tensor, and a call without a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"quantizer": Quantizer("int8")})
+        quantizer = self.inner["quantizer"]
+        assert isinstance(quantizer, Quantizer)
+        quantizer.set_qparams(fq.QParams(torch.full((1, 1), 0.1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner["quantizer"](x) + self.inner["quantizer"](x)
+        return fq.fake_quantize(y, "uint4 per_token")
+
+
+def test_sites_and_onnx_nodes_keep_path_and_specification(capfd: pytest.CaptureFixture[str]) -> None:
+    program = trace(Shared(), (torch.ones(3, 4),), {}, ({0: "rows"},))
+    found = sites(program)
+    expected = [("inner.quantizer", "int8 per_tensor"), ("inner.quantizer", "int8 per_tensor"), ("", "uint4 per_token")]
+    assert [(site.path, str(site.spec)) for site in found] == expected
+    assert [site.needs for site in found] == [18, 18, 21]
+    model = to_onnx(program, 21, ({0: "rows"},), ["given"], None)
+    nodes = [node for node in model.graph.node if node.op_type == "FakeQuantize"]
+    paths = [path_of({entry.key: entry.value for entry in node.metadata_props}) for node in nodes]
+    assert paths == [path for path, _ in expected]
+    (given,) = model.graph.input
+    assert (given.name, given.type.tensor_type.shape.dim[0].dim_param) == ("given", "rows")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_all_refusals_are_named() -> None:
+    model = nn.Sequential(Quantizer("int8", dynamic=True), Quantizer("int8 per_token", dynamic=True))
+    program = trace(model, (torch.ones(3, 4).double(),), {}, None)
+    with pytest.raises(ExportError, match=r"0: quantizes a float64 [^\n]*\n1: quantizes a float64"):
+        sites(program)

@@ -1,0 +1,321 @@
+"""Verification finds what is wrong: other scales, other codes, damaged and foreign files, other models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import VerificationError
+from fakequant.model import presets
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.nn import quantizers
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from onnx import numpy_helper  # noqa: E402
+
+from fakequant.export import export_onnx, verify_onnx  # noqa: E402
+
+INPUT, WEIGHT = "0._input_quantizer", "0._weight_quantizer"
+
+
+def model_of(config: Config = presets.INT8_AFFINE, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = prepare(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), config)
+    calibrate(model, [torch.randn(16, 8)])
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("export") / "m.onnx"
+    export_onnx(model_of(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)), path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def path(exported: bytes, tmp_path: Path) -> Path:
+    (tmp_path / "m.onnx").write_bytes(exported)
+    return tmp_path / "m.onnx"
+
+
+def constant(model: Any, name: str) -> Any:
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def replace(path: Path, name: str, change: Any) -> None:
+    """Change a constant of a file."""
+    model = onnx.load(path)
+    tensor = constant(model, name)
+    tensor.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(tensor).copy()), name))
+    onnx.save(model, path)
+
+
+def batch(seed: int = 2) -> Tensor:
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_an_untouched_file_is_exact(path: Path) -> None:
+    report = verify_onnx(path, model_of(), [batch(), batch(3)])
+    assert report.exact
+    assert report.differing == 0
+    assert report.batches == 2
+    assert [(row.quantizer, row.kind, row.elements) for row in report.rows] == [
+        (INPUT, "activation", 48),
+        (WEIGHT, "weight", 128),
+        ("2._input_quantizer", "activation", 96),
+        ("2._weight_quantizer", "weight", 64),
+    ]
+    (output,) = report.outputs
+    assert (output.elements, output.rows, output.argmax_agreement) == (24, 6, 1.0)
+    assert output.max_abs < 1e-6
+    scale = quantizers(model_of())["2._input_quantizer"].scale
+    assert scale is not None
+    assert output.step == scale.item()
+    assert output.steps == output.max_abs / output.step
+    assert len(report.optimised) == 1
+    assert report.optimised_error is None
+
+
+def test_without_model_and_batches(path: Path) -> None:
+    report = verify_onnx(path)
+    assert report.exact
+    assert report.outputs == []
+    assert report.inputs == "random numbers in the shapes of the example"
+    assert [row.elements for row in report.rows] == [24, 128, 48, 64]
+
+
+def one_ulp_more(array: Any) -> Any:
+    return (array.view("int32") + 1).view("float32")
+
+
+TAMPERED = {
+    "activation_scale": (f"{INPUT}/scale", one_ulp_more, INPUT),
+    "activation_zero_point": (f"{INPUT}/zero_point", lambda z: z - 1, INPUT),
+    "weight_scale": (f"{WEIGHT}/scale", one_ulp_more, WEIGHT),
+    "weight_code": (f"{WEIGHT}/codes", lambda codes: codes ^ (codes == codes.max()), WEIGHT),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "quantizer"), TAMPERED.values(), ids=TAMPERED)
+def test_a_changed_constant_is_found(path: Path, name: str, change: Any, quantizer: str) -> None:
+    replace(path, name, change)
+    # Numbers beyond the range, because only there a zero point shows.
+    report = verify_onnx(path, model_of(), [batch() * 3])
+    rows = {row.quantizer: row for row in report.rows}
+    assert not report.exact
+    assert rows[quantizer].differing > 0
+    assert not rows[quantizer].intact
+    assert all(row.exact for row in report.rows if row.quantizer != quantizer)
+    assert "NOT exact" in str(report)
+    assert "changed since the export" in str(report)
+    # Without the model its parameters are unknown, but the digest is not.
+    alone = verify_onnx(path, None, [batch()])
+    assert not alone.exact
+    assert [row.quantizer for row in alone.rows if not row.intact] == [quantizer]
+
+
+def test_a_changed_node_is_found(path: Path) -> None:
+    model = onnx.load(path)
+    node = next(node for node in model.graph.node if node.name == f"{INPUT}/DequantizeLinear")
+    node.input[1] = "2._input_quantizer/scale"
+    onnx.save(model, path)
+    rows = {row.quantizer: row for row in verify_onnx(path, None, [batch()]).rows}
+    assert rows[INPUT].differing > 0
+    assert rows[INPUT].intact
+
+
+def test_a_model_that_was_trained_on_is_found(path: Path) -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.get_parameter("0.weight").mul_(1.5)
+    rows = {row.quantizer: row for row in verify_onnx(path, model, [batch()]).rows}
+    assert rows[WEIGHT].differing > 0
+    assert rows[INPUT].exact
+
+
+def test_nan_inputs_are_counted(path: Path) -> None:
+    x = batch()
+    x[0, :3] = float("nan")
+    report = verify_onnx(path, None, [x])
+    assert (report.rows[0].nan_inputs, report.rows[0].differing) == (3, 3)
+    assert "3 NaN in" in str(report)
+
+
+OTHER_MODELS = {
+    "without_the_quantizer": (lambda: nn.Linear(8, 4), "has a quantizer 0._input_quantizer, which the model lacks"),
+    "of_another_shape": (
+        lambda: nn.Sequential(*prepare_linear(8, 12), nn.ReLU(), *prepare_linear(12, 4)),
+        "the model is not the one that was exported",
+    ),
+}
+
+
+def prepare_linear(n: int, m: int) -> nn.Sequential:
+    model = prepare(nn.Sequential(nn.Linear(n, m)), presets.INT8_AFFINE)
+    calibrate(model, [torch.randn(4, n)])
+    return model
+
+
+@pytest.mark.parametrize(("make", "text"), OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_another_model_is_an_error(path: Path, make: Any, text: str) -> None:
+    with pytest.raises(VerificationError, match=text) as error:
+        verify_onnx(path, make(), [batch()])
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def _foreign() -> bytes:
+    make = onnx.helper
+    value = [make.make_tensor_value_info(name, 1, [2]) for name in ("x", "y")]
+    graph = make.make_graph([make.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
+    return make.make_model(graph, ir_version=10).SerializeToString()
+
+
+FILES = {
+    "not_onnx": (lambda data: b"this is no model", "is not an ONNX file, or is truncated"),
+    "empty": (lambda data: b"", "not written by fakequant.export_onnx"),
+    "of_another_tool": (lambda data: _foreign(), "not written by fakequant.export_onnx"),
+    "half": (lambda data: data[: len(data) // 2], "is not an ONNX file, or is truncated"),
+    "one_byte_short": (lambda data: data[:-1], "is not an ONNX file, or is truncated"),
+    "damaged_record": (lambda data: data.replace(b'{"layout"', b'["layout"'), "its record of quantizers is damaged"),
+    "newer_record": (lambda data: data.replace(b'{"layout": 1', b'{"layout": 9'), "has a record of layout 9"),
+    "misnamed_node": (lambda data: data.replace(b"\x0eQuantizeLinear", b"\x0eQuantizeLinEar"), "is damaged: No Op"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), FILES.values(), ids=FILES)
+def test_a_file_that_is_not_ours_or_is_damaged_is_an_error(path: Path, change: Any, text: str) -> None:
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(VerificationError, match=text) as error:
+        verify_onnx(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_every_shorter_file_is_an_error(path: Path) -> None:
+    data = path.read_bytes()
+    for length in range(0, len(data), 37):
+        path.write_bytes(data[:length])
+        with pytest.raises(VerificationError):
+            verify_onnx(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match="cannot be read: No such file"):
+        verify_onnx(tmp_path / "none.onnx")
+
+
+def test_a_missing_constant_is_an_error(path: Path) -> None:
+    model = onnx.load(path)
+    tensor = constant(model, f"{INPUT}/scale")
+    tensor.name = "renamed"
+    for node in model.graph.node:
+        for index, name in enumerate(node.input):
+            if name == f"{INPUT}/scale":
+                node.input[index] = "renamed"
+    onnx.save(model, path)
+    with pytest.raises(VerificationError, match=f"the constants {INPUT}/scale are missing"):
+        verify_onnx(path)
+
+
+BATCHES = {
+    "none": ([], "no batch was given"),
+    "too_few_tensors": ([()], "a batch has 0 tensors, but the file has 1 inputs"),
+    "wrong_shape": ([torch.zeros(3, 9)], "ONNX Runtime cannot run it"),
+    "wrong_dtype": ([torch.zeros(3, 8).double()], "ONNX Runtime cannot run it"),
+    "wrong_kind": ([{"x": torch.zeros(3, 8)}], "give batches as the example was given"),
+}
+
+
+@pytest.mark.parametrize(("batches", "text"), BATCHES.values(), ids=BATCHES)
+def test_batches_that_do_not_fit_are_an_error(path: Path, batches: Any, text: str) -> None:
+    with pytest.raises(VerificationError, match=text):
+        verify_onnx(path, None, batches)
+
+
+def test_the_optimised_file_is_reported_when_it_differs(path: Path) -> None:
+    report = verify_onnx(path, model_of(), [batch() * 3])
+    assert [row.name for row in report.optimised] == [row.name for row in report.outputs]
+    assert "with ONNX Runtime's optimisations" in str(report)
+
+
+def test_an_optimised_file_that_does_not_load_is_reported(tmp_path: Path) -> None:
+    # ONNX Runtime 1.31 fuses float8 into integer kernels, and then refuses its own graph.
+    model = model_of(presets.FP8)
+    export_onnx(model, batch(), tmp_path / "m.onnx")
+    report = verify_onnx(tmp_path / "m.onnx", model, [batch()])
+    assert report.exact
+    if report.optimised_error is None:
+        assert report.optimised
+    else:
+        assert report.optimised_error.startswith("ONNX Runtime cannot load it: ")
+        assert report.optimised_error in str(report)
+
+
+LOADS = {
+    "INT8": presets.INT8,
+    "INT8_AFFINE": presets.INT8_AFFINE,
+    "INT4": presets.INT4,
+    "odd": Config("odd", (Rule(input=TensorConfig("int[-100,37]"), weight=TensorConfig("int3 per_channel(0)")),)),
+    "clipped_4_bits": Config("3 bits", (Rule(input=TensorConfig("uint3"), weight=TensorConfig("int4")),)),
+}
+
+
+@pytest.mark.parametrize("config", LOADS.values(), ids=LOADS)
+def test_the_optimised_file_loads(config: Config, tmp_path: Path) -> None:
+    model = model_of(config)
+    export_onnx(model, batch(), tmp_path / "m.onnx", dynamic_shapes=({0: "batch"},))
+    report = verify_onnx(tmp_path / "m.onnx", model, [batch()])
+    assert report.exact
+    assert report.optimised_error is None
+
+
+def test_bfloat16_inside_a_float_model(tmp_path: Path) -> None:
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return fq.fake_quantize(x.bfloat16(), "int8", scale=0.1).float()
+
+    export_onnx(Inside(), batch(), tmp_path / "m.onnx")
+    report = verify_onnx(tmp_path / "m.onnx", Inside(), [batch() * 4])
+    assert report.exact
+    assert report.rows[0].elements == 24
+
+
+def test_blocks_that_onnx_needs_repeated_are_read_back_from_the_file(tmp_path: Path) -> None:
+    class Tiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 4))
+            self.register_buffer("scale", torch.rand(2, 2) + 0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ fq.fake_quantize(self.weight, "int8 per_block(0:4,1:2)", scale=self.get_buffer("scale"))
+
+    export_onnx(Tiled(), batch(), tmp_path / "m.onnx")
+    assert verify_onnx(tmp_path / "m.onnx", None, [batch()]).exact
+
+
+def test_random_inputs_stay_in_the_range_of_integer_examples(tmp_path: Path) -> None:
+    model = prepare(nn.Sequential(nn.Embedding(5, 4)), presets.INT8_WEIGHT_ONLY)
+    calibrate(model)
+    export_onnx(model, torch.tensor([[0, 4, 2]]), tmp_path / "m.onnx")
+    assert verify_onnx(tmp_path / "m.onnx", model).exact
+
+
+def test_report_goes_to_json(path: Path) -> None:
+    report = verify_onnx(path, model_of(), [batch()])
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["exact"] is True
+    assert values["rows"][0]["quantizer"] == INPUT
+    assert values["outputs"][0]["argmax_agreement"] == 1.0
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["quantizer", "specification", "kind", "elements", "differing"]
+    assert lines[2].split() == [INPUT, "uint8", "per_tensor", "activation", "24", "0"]
+    assert lines[6].startswith(f"{path}: exact; 1 batches: given")

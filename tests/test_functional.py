@@ -1,0 +1,176 @@
+import pytest
+import torch
+from bits import assert_same_bits
+from cases import DTYPES, GRANULARITIES
+
+import fakequant as fq
+from fakequant.errors import DTypeError, QParamsError, ShapeError, SpecError
+from fakequant.numerics import reference
+
+X = torch.tensor([[0.1, -0.52, 1.27], [5.0, 2.4, -0.26]])
+CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))
+UINT8 = fq.QuantSpec("uint8")
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("where", GRANULARITIES.values(), ids=GRANULARITIES)
+def test_every_accepted_shape_of_a_scale_means_the_same(where):
+    x, scale = torch.randn(where.shape), torch.rand(where.groups) + 0.01
+    spec = fq.QuantSpec("uint8", where.granularity)
+    zero_point = torch.randint(0, 256, where.groups)
+    expected = reference.fake_quantize(x, fq.QParams(scale, zero_point), spec)
+    for shape in where.granularity.scale_shapes(where.shape):
+        y = fq.fake_quantize(x, spec, scale=scale.reshape(shape), zero_point=zero_point.reshape(shape))
+        assert_same_bits(y, expected, str(shape))
+
+
+def test_numbers_and_tensors_of_any_dtype_mean_the_same():
+    expected = fq.fake_quantize(X, UINT8, scale=0.5, zero_point=3)
+    for scale in (torch.tensor(0.5), torch.tensor([0.5]).double(), torch.tensor([[0.5]]).half()):
+        for zero_point in (torch.tensor(3), torch.tensor([3.0]), torch.tensor([[3]], dtype=torch.uint8)):
+            assert_same_bits(fq.fake_quantize(X, UINT8, scale=scale, zero_point=zero_point), expected)
+
+
+def test_the_range_is_taken_from_x():
+    params = fq.choose_qparams(X, CHANNELS)
+    assert_same_bits(params.scale, torch.tensor([[1.27], [5.0]]) / 127)
+    assert_same_bits(fq.fake_quantize(X, CHANNELS), fq.fake_quantize(X, CHANNELS, scale=params.scale))
+    assert_same_bits(fq.fake_quantize(X, CHANNELS), fq.fake_quantize(X, CHANNELS, amax=torch.tensor([1.27, 5.0])))
+
+
+def test_amax_is_what_becomes_the_largest_code():
+    codes, params = fq.quantize(torch.tensor([2.0, -2.0, 9.0]), "int8", amax=2.0)
+    assert codes.tolist() == [127, -127, 127]
+    assert_same_bits(params.scale, torch.tensor([2.0]) / 127)
+    # An amax of 0 gives the smallest scale there is, and so no code is further from 0.0 than this.
+    assert fq.fake_quantize(X, "int8", amax=0.0).abs().max() <= 128 * torch.finfo(torch.float32).tiny
+
+
+@pytest.mark.parametrize("arithmetic", fq.Arithmetic, ids=lambda a: a.value)
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "float8_e4m3fn", "float8_e5m2", "uint16"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_dequantized_codes_are_the_fake_quantized_values(name, dtype, arithmetic):
+    x = torch.randn(5, 64).to(dtype)
+    x[0, :3] = torch.tensor([float("inf"), float("-inf"), -0.0])
+    spec = fq.QuantSpec(name, fq.PerBlock({-1: 32}), arithmetic=arithmetic)
+    codes, params = fq.quantize(x, spec)
+    assert codes.dtype == spec.format.storage
+    values = fq.fake_quantize(x, spec)
+    if spec.format.has_zero_point:
+        values = values + 0.0  # integer codes have no negative zero
+    assert_same_bits(fq.dequantize(codes, params, spec, dtype=dtype), values)
+    assert fq.dequantize(codes, params, spec).dtype == params.scale.dtype
+
+
+def test_special_numbers():
+    x = torch.tensor([NAN, float("inf"), float("-inf"), -0.0, 1.0])
+    assert_same_bits(fq.fake_quantize(x, "int8", scale=1.0), torch.tensor([NAN, 127.0, -128.0, 0.0, 1.0]))
+    assert_same_bits(fq.fake_quantize(x, "float8_e5m2", scale=1.0), torch.tensor([NAN, 57344.0, -57344.0, -0.0, 1.0]))
+    assert fq.quantize(x, "int8", scale=1.0)[0].tolist() == [-128, 127, -128, 0, 1]
+    assert_same_bits(
+        fq.quantize(x, "float8_e4m3fn", scale=1.0)[0].float(), torch.tensor([NAN, 448.0, -448.0, -0.0, 1.0])
+    )
+
+
+@pytest.mark.parametrize("arithmetic", fq.Arithmetic, ids=lambda a: a.value)
+@pytest.mark.parametrize("name", ["int8", "uint8", "int1", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_zeros_stay_zeros(name, dtype, arithmetic):
+    for x in (
+        torch.zeros(2, 3, dtype=dtype),
+        -torch.zeros(2, 3, dtype=dtype),
+        torch.tensor([[0.0, -0.0]], dtype=dtype),
+    ):
+        y = fq.fake_quantize(x, fq.QuantSpec(name, fq.PerChannel(0), arithmetic=arithmetic))
+        assert (y == 0).all(), y
+
+
+def test_a_zero_point_alone_with_amax_is_not_ignored():
+    with pytest.raises(QParamsError, match=r"zero_point"):
+        fq.fake_quantize(X, UINT8, amax=1.0, zero_point=3)
+
+
+def test_codes_have_no_gradient():
+    x = torch.randn(4, requires_grad=True)
+    codes, params = fq.quantize(x, "float8_e4m3fn")
+    assert not codes.requires_grad
+    assert not fq.dequantize(codes, params, "float8_e4m3fn").requires_grad
+
+
+def fake(**given):
+    return lambda: fq.fake_quantize(X, given.pop("spec", "int8"), **given)
+
+
+BAD_CALLS = {
+    "integer input": (
+        lambda: fq.fake_quantize(torch.arange(3), "int8"),
+        DTypeError,
+        r"cannot quantize a tensor of dtype torch.int64: expected float32, float64, float16 or bfloat16; convert it",
+    ),
+    "float8 input": (lambda: fq.fake_quantize(X.to(torch.float8_e5m2), "int8"), DTypeError, r"float8_e5m2: expected"),
+    "zero scale": (fake(scale=0.0), QParamsError, r"scale must be a positive, finite number in every group, got 0.0"),
+    "negative scale": (fake(scale=-0.5), QParamsError, r"scale must be a positive, finite number.*got -0.5"),
+    "NaN scale": (fake(scale=NAN), QParamsError, r"scale must be a positive, finite number.*got nan"),
+    "infinite scale": (fake(scale=float("inf")), QParamsError, r"scale must be a positive.*got inf"),
+    "one bad scale": (fake(spec=CHANNELS, scale=torch.tensor([0.1, NAN])), QParamsError, r"in every group, got nan"),
+    "negative amax": (fake(amax=-1.0), QParamsError, r"amax must be a number >= 0 in every group, got -1.0"),
+    "NaN amax": (fake(amax=NAN), QParamsError, r"amax must be a number >= 0.*got nan"),
+    "wrong scale shape": (
+        fake(spec=CHANNELS, scale=torch.ones(3)),
+        ShapeError,
+        r"scale has shape \[3\], but per_channel\(0\) on a tensor of shape \[2, 3\] needs \[2, 1\] or \[2\]; resh",
+    ),
+    "scale per tensor for channels": (fake(spec=CHANNELS, scale=1.0), ShapeError, r"scale has shape \[\].*\[2, 1\]"),
+    "wrong zero point shape": (
+        fake(spec=UINT8, scale=1.0, zero_point=torch.zeros(2)),
+        ShapeError,
+        r"zero_point has shape \[2\], but per_tensor .* needs \[1, 1\] or \[\] or \[1\]",
+    ),
+    "zero point too large": (
+        fake(spec=UINT8, scale=1.0, zero_point=256),
+        QParamsError,
+        r"zero_point must be a code of uint8, 0 to 255 in every group, got 256",
+    ),
+    "zero point too small": (fake(spec=UINT8, scale=1.0, zero_point=-1), QParamsError, r"0 to 255.*got -1"),
+    "NaN zero point": (fake(spec=UINT8, scale=1.0, zero_point=NAN), QParamsError, r"zero_point must be a code.*nan"),
+    "fractional zero point": (fake(spec=UINT8, scale=1.0, zero_point=2.5), QParamsError, r"zero_point must be.*2.5"),
+    "zero point of a symmetric spec": (
+        fake(scale=1.0, zero_point=0),
+        SpecError,
+        r"a zero_point was given, but int8 per_tensor is symmetric; use symmetric=False",
+    ),
+    "zero point without scale": (fake(spec=UINT8, zero_point=0), QParamsError, r"zero_point was given without a scale"),
+    "scale and amax": (fake(scale=1.0, amax=1.0), QParamsError, r"both scale and amax were given.*give one of them"),
+    "unknown format": (fake(spec="int9q"), SpecError, r"unknown format 'int9q'; did you mean int9"),
+    "axis": (fake(spec="int8 per_channel(2)"), ShapeError, r"axis 2 is out of range, a tensor of 2 axes"),
+    "block": (fake(spec="int8 per_block(-1:2)"), ShapeError, r"axis -1 has 3 elements, no multiple of 2; choose a"),
+    "format instead of spec": (fake(spec=fq.parse_format("int8")), SpecError, r"QuantSpec"),
+    "float codes": (
+        lambda: fq.dequantize(X, fq.QParams(torch.ones(1, 1)), "int8"),
+        DTypeError,
+        r"torch.float32.*torch.int8",
+    ),
+    "codes of another width": (
+        lambda: fq.dequantize(torch.ones(2, 3, dtype=torch.int64), fq.QParams(torch.ones(1, 1)), "int8"),
+        DTypeError,
+        r"torch.int64.*torch.int8",
+    ),
+    "integer values": (
+        lambda: fq.dequantize(X.to(torch.int8), fq.QParams(torch.ones(1, 1)), "int8", dtype=torch.int32),
+        DTypeError,
+        r"torch.int32",
+    ),
+    "parameters of another shape": (
+        lambda: fq.dequantize(X.to(torch.int8), fq.QParams(torch.ones(3)), CHANNELS),
+        ShapeError,
+        r"scale has shape \[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_say_what_came_what_was_expected_and_what_to_do(name):
+    call, error, message = BAD_CALLS[name]
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert isinstance(raised.value, fq.FakeQuantError)

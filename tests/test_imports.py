@@ -1,0 +1,177 @@
+"""Imports point one way, optional packages stay optional, and a format's name decides nothing outside formats.py."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fakequant as fq
+
+PACKAGE = Path(fq.__file__).parent
+
+# Rooms from the innermost to the outermost; those of one set do not import each other.
+ROOMS = [
+    {"errors"},
+    {"files"},
+    {"numerics"},
+    {"ops"},
+    {"functional"},
+    {"calibration"},
+    {"nn"},
+    {"model"},
+    {"export", "ir"},
+    {"report"},
+    {"compat"},
+    {"demo"},
+    {"cli"},
+]
+# The package's own __init__ and its __main__ import from every room.
+UNRANKED = {"__init__", "__main__"}
+
+# Where formats are named and their names are read.
+FORMAT_FAMILIES = {Path("numerics") / f"{name}.py" for name in ("formats", "integers", "floats", "tables")}
+
+OPTIONAL = {
+    "matplotlib",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "onnxscript",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "triton",
+    "typer",
+}
+
+
+def rank(room):
+    return next((place for place, rooms in enumerate(ROOMS) if room in rooms), None)
+
+
+def imported_modules(tree, module):
+    """(line, full dotted name) of every import in a module, relative ones resolved; module is a tuple of names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(module[: len(module) - node.level]) if node.level else ""
+            base = ".".join(part for part in (start, node.module) if part)
+            yield node.lineno, base
+            # `from fakequant import nn` imports a room by its name.
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names if base == "fakequant")
+
+
+def wrong_imports(source, path):
+    """Imports of a later room, or of another room of the same rank: 'file:line: room imports room'."""
+    module = ("fakequant", *path.with_suffix("").parts)
+    room = module[1]
+    if room in UNRANKED:
+        return []
+    if rank(room) is None:
+        return [f"{path}:1: room {room!r} has no place in the order of imports"]
+    found = set()
+    for line, name in imported_modules(ast.parse(source), module):
+        parts = name.split(".")
+        if parts[0] != "fakequant" or len(parts) < 2 or rank(parts[1]) is None or parts[1] == room:
+            continue
+        if rank(parts[1]) >= rank(room):
+            found.add(f"{path}:{line}: {room} imports {parts[1]}")
+    return sorted(found)
+
+
+def format_name_branches(source, path):
+    """Comparisons with the name of a registered format as a literal: 'file:line'."""
+    names = set(fq.formats())
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        operands = []
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            operands = [node.value]
+        literals = {leaf.value for operand in operands for leaf in ast.walk(operand) if isinstance(leaf, ast.Constant)}
+        found += [
+            f"{path}:{node.lineno}: compares with {name!r}" for name in sorted(names & {str(v) for v in literals})
+        ]
+    return found
+
+
+def sources():
+    return [(path.read_text(), path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def test_imports_point_one_way():
+    assert len(sources()) > 10
+    assert not [wrong for source, path in sources() for wrong in wrong_imports(source, path)]
+
+
+def test_no_branch_on_the_name_of_a_format():
+    assert not [
+        branch
+        for source, path in sources()
+        if path not in FORMAT_FAMILIES
+        for branch in format_name_branches(source, path)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "wrong"),
+    [
+        ("from ..ops import library", "numerics/spec.py", "numerics/spec.py:1: numerics imports ops"),
+        ("\nfrom fakequant.nn import quantizer", "ops/library.py", "ops/library.py:2: ops imports nn"),
+        ("import fakequant.cli", "functional.py", "functional.py:1: functional imports cli"),
+        ("from . import functional", "errors.py", "errors.py:1: errors imports functional"),
+        ("from fakequant import ir", "export/graph.py", "export/graph.py:1: export imports ir"),
+        ("def f():\n    from ..model import prepare", "nn/layers.py", "nn/layers.py:2: nn imports model"),
+        ("x = 1", "leftover/thing.py", "leftover/thing.py:1: room 'leftover' has no place in the order of imports"),
+    ],
+)
+def test_the_import_checker_can_fail(source, path, wrong):
+    assert wrong_imports(source, Path(path)) == [wrong]
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("from ..errors import SpecError\nfrom .formats import Format", "numerics/spec.py"),
+        ("from fakequant.ops import library\nimport torch", "functional.py"),
+        ("from ...numerics import reference", "ops/cpu/backend.py"),
+        ("from .nn import layers", "__init__.py"),
+    ],
+)
+def test_the_import_checker_can_pass(source, path):
+    assert wrong_imports(source, Path(path)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if fmt.name == 'int8': pass",
+        "if str(fmt) in ('uint4', 'x'): pass",
+        "match name:\n    case 'float8_e5m2': pass",
+    ],
+)
+def test_the_branch_checker_can_fail(source):
+    assert len(format_name_branches(source, Path("x.py"))) == 1
+    assert not format_name_branches("spec = QuantSpec('int8')", Path("x.py"))
+
+
+def modules_after(code):
+    """The top-level modules that a fresh interpreter has loaded after some code."""
+    report = f"{code}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    output = subprocess.run([sys.executable, "-c", report], check=True, capture_output=True, text=True)
+    return set(output.stdout.split())
+
+
+def test_importing_the_package_imports_nothing_optional():
+    loaded = modules_after("import fakequant")
+    assert {"fakequant", "torch", "numpy"} <= loaded
+    assert not loaded & OPTIONAL
+    assert loaded & OPTIONAL == modules_after("import torch") & OPTIONAL
+
+
+def test_the_optional_package_check_can_fail():
+    assert modules_after("import safetensors") & OPTIONAL == {"safetensors"}

@@ -1,0 +1,201 @@
+"""The operator under eager autograd, function transforms, forward-mode AD, compilers and exporters."""
+
+import gc
+import weakref
+
+import cases
+import pytest
+import torch
+from bits import assert_same_bits
+from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fakequant as fq
+from fakequant.numerics import reference
+from fakequant.ops import library
+
+INT8_IN_CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))
+
+
+def eager(x, params, spec, dy):
+    """y and dx by the reference alone."""
+    y = reference.fake_quantize(x, params, spec)
+    return y, reference.grad_input(dy, reference.passes(x, params, spec))
+
+
+@pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_is_the_references(layout, dtype, gradient):
+    for name in ("int8", "uint8_affine", "float8_e4m3fn"):
+        where = GRANULARITIES["channel_1"]
+        numbers = cases.hostile(FORMATS[name], where, fq.Arithmetic.DIVIDE, dtype)
+        spec = FORMATS[name].spec(where.granularity, fq.Arithmetic.DIVIDE, gradient=gradient)
+        x = LAYOUTS[layout](numbers.x).detach().requires_grad_()
+        dy = torch.randn(where.shape).to(dtype)
+        y = library.fake_quantize(x, numbers.params, spec)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        right_y, right_dx = eager(x.detach(), numbers.params, spec, dy)
+        assert_same_bits(y, right_y, name)
+        assert_same_bits(dx, right_dx, name)
+
+
+def saved_bytes(make):
+    """Bytes that autograd keeps for the backward of what `make` returns, and the shapes of the tensors."""
+    kept = []
+
+    def pack(saved):
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = make()
+    assert y.requires_grad
+    return sum(saved.numel() * saved.element_size() for saved in kept)
+
+
+@pytest.mark.parametrize("size", [4096, 1001], ids=str)
+@pytest.mark.parametrize("gradient", [fq.Gradient.CODE_RANGE, fq.Gradient.INPUT_RANGE], ids=lambda g: g.value)
+def test_one_bit_per_element_is_saved(size, gradient):
+    x = torch.randn(size, requires_grad=True)
+    spec = fq.QuantSpec("int8", gradient=gradient)
+    assert saved_bytes(lambda: fq.fake_quantize(x, spec, scale=0.01)) == -(-size // 8)
+
+
+def test_identity_saves_nothing():
+    x = torch.randn(100, requires_grad=True)
+    assert saved_bytes(lambda: fq.fake_quantize(x, fq.QuantSpec("int8", gradient=fq.Gradient.IDENTITY))) == 0
+
+
+def test_saved_bytes_sees_what_is_saved():
+    x = torch.randn(100, requires_grad=True)
+    assert saved_bytes(lambda: x * x) == 800
+
+
+def test_the_graph_does_not_keep_the_input_alive():
+    leaf = torch.randn(64, requires_grad=True)
+    x = leaf * 2.0
+    reference_to_x = weakref.ref(x)
+    y = fq.fake_quantize(x, "int8")
+    del x
+    gc.collect()
+    assert reference_to_x() is None
+    y.sum().backward()
+
+
+def test_nothing_is_recorded_where_no_gradient_is_wanted():
+    x = torch.randn(8, requires_grad=True)
+    with torch.no_grad():
+        assert not fq.fake_quantize(x, "int8").requires_grad
+    with torch.inference_mode():
+        assert fq.fake_quantize(torch.randn(8), "int8").shape == (8,)
+    assert not fq.fake_quantize(x.detach(), "int8").requires_grad
+
+
+def test_double_backward():
+    x = torch.linspace(-2, 2, 41, requires_grad=True)
+    y = fq.fake_quantize(x, "int8", scale=0.01)
+    (dx,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.sum(), x)
+    assert_same_bits(ddx, torch.where((x >= -1.28) & (x <= 1.27), 2.0, 0.0))
+
+
+def test_vmap_over_inputs_and_scales():
+    x, scale = torch.randn(4, 5, 6), torch.rand(4) + 0.01
+    batched = torch.func.vmap(lambda t: fq.fake_quantize(t, "int8"))(x)
+    assert_same_bits(batched, fq.fake_quantize(x, INT8_IN_CHANNELS))
+    batched = torch.func.vmap(lambda t, s: fq.fake_quantize(t, "int8", scale=s))(x, scale)
+    assert_same_bits(batched, fq.fake_quantize(x, INT8_IN_CHANNELS, scale=scale))
+    codes, _ = torch.func.vmap(lambda t: fq.quantize(t, "int8"), out_dims=(0, fq.QParams(0, None, fq.Range(0, 0))))(x)
+    assert_same_bits(codes, fq.quantize(x, INT8_IN_CHANNELS)[0])
+
+
+def test_func_grad_and_vmap_of_grad():
+    x = torch.randn(4, 6)
+
+    def loss(t):
+        return fq.fake_quantize(t, "int8", scale=0.01).pow(2).sum()
+
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    assert_same_bits(torch.func.grad(loss)(x), leaf.grad)
+    assert_same_bits(torch.func.vmap(torch.func.grad(loss))(x), leaf.grad)
+    diagonal = torch.func.hessian(loss)(x[0]).diagonal()
+    assert_same_bits(diagonal, torch.where((x[0] >= -1.28) & (x[0] <= 1.27), 2.0, 0.0))
+
+
+def test_forward_mode_over_the_input():
+    x, tangent = torch.randn(4, 6), torch.randn(4, 6)
+    params = fq.QParams(torch.tensor([[0.01]]))
+    right_y, right = eager(x, params, fq.QuantSpec("int8"), tangent)
+    y, jvp = torch.func.jvp(lambda t: fq.fake_quantize(t, "int8", scale=0.01), (x,), (tangent,))
+    assert_same_bits(y, right_y)
+    assert_same_bits(jvp, right)
+    with forward_ad.dual_level():
+        dual = fq.fake_quantize(forward_ad.make_dual(x, tangent), "int8", scale=0.01)
+        assert_same_bits(forward_ad.unpack_dual(dual).tangent, right)
+
+
+def test_forward_mode_over_the_scale_agrees_with_reverse_mode():
+    x, scale = torch.randn(50).double(), torch.tensor(0.01).double()
+
+    def total(s):
+        return fq.fake_quantize(x, "int8", scale=s).sum()
+
+    _, forward = torch.func.jvp(total, (scale,), (torch.ones_like(scale),))
+    torch.testing.assert_close(forward, torch.func.grad(total)(scale), rtol=1e-12, atol=0)
+
+
+def test_meta_and_fake_tensors():
+    y = fq.fake_quantize(torch.empty(3, 4, device="meta"), INT8_IN_CHANNELS)
+    assert (y.device.type, tuple(y.shape), y.dtype) == ("meta", (3, 4), torch.float32)
+    with FakeTensorMode() as mode:
+        y = fq.fake_quantize(mode.from_tensor(torch.randn(3, 4).half()), INT8_IN_CHANNELS)
+    assert (tuple(y.shape), y.dtype) == ((3, 4), torch.float16)
+
+
+def test_make_fx_traces_torch_operations():
+    graph = make_fx(lambda t: fq.fake_quantize(t, INT8_IN_CHANNELS))(torch.randn(3, 4))
+    x = torch.randn(3, 4)
+    assert_same_bits(graph(x), fq.fake_quantize(x, INT8_IN_CHANNELS))
+
+
+def test_autocast_changes_nothing():
+    for x in (torch.randn(64), torch.randn(64).bfloat16()):
+        outside = fq.fake_quantize(x, "int8")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_same_bits(fq.fake_quantize(x, "int8"), outside)
+
+
+def test_under_no_grad_the_scale_keeps_its_values_in_16_bits():
+    x = torch.randn(64).half()
+    assert fq.choose_qparams(x, "int8").scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero_point", "spec"),
+    [
+        (torch.full((1, 1, 1), 0.01), None, "int8"),
+        (torch.full((1, 5, 1), 0.01).requires_grad_(), torch.full((1, 5, 1), 3.0), "uint8 per_channel(1)"),
+    ],
+    ids=["per tensor", "learned, per channel"],
+)
+def test_opcheck(scale, zero_point, spec):
+    x = torch.randn(6, 5, 4).transpose(0, 2).requires_grad_()
+    torch.library.opcheck(torch.ops.fakequant.fake_quantize, (x, scale, zero_point, spec))
+
+
+def test_exported_operator_has_the_eager_values_and_gradients():
+    where = GRANULARITIES["channel_1"]
+    for name in ("int8", "uint8_affine", "float8_e5m2"):
+        numbers = cases.hostile(FORMATS[name], where, fq.Arithmetic.DIVIDE, torch.float32)
+        for gradient in fq.Gradient:
+            spec = FORMATS[name].spec(where.granularity, fq.Arithmetic.DIVIDE, gradient=gradient)
+            x, dy = numbers.x.clone().requires_grad_(), torch.randn(where.shape)
+            y = torch.ops.fakequant.fake_quantize(x, numbers.params.scale, numbers.params.zero_point, str(spec))
+            (dx,) = torch.autograd.grad(y, x, dy)
+            right_y, right_dx = eager(numbers.x, numbers.params, spec, dy)
+            assert_same_bits(y, right_y, str(spec))
+            assert_same_bits(dx, right_dx, str(spec))

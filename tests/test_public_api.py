@@ -1,0 +1,67 @@
+"""The public names. A name that is added or removed here is a change of the interface and belongs in CHANGELOG.md."""
+
+import inspect
+
+import fakequant as fq
+
+NAMES = [
+    "Arithmetic",
+    "Config",
+    "FakeQuantError",
+    "FloatFormat",
+    "Format",
+    "Gradient",
+    "Granularity",
+    "IntegerFormat",
+    "PerBlock",
+    "PerChannel",
+    "PerTensor",
+    "PerToken",
+    "QParams",
+    "QuantSpec",
+    "Range",
+    "Rule",
+    "TensorConfig",
+    "calibrate",
+    "choose_qparams",
+    "dequantize",
+    "disabled",
+    "export_onnx",
+    "fake_quantize",
+    "fold",
+    "formats",
+    "layer_sqnr",
+    "load",
+    "nn",
+    "parse_format",
+    "prepare",
+    "presets",
+    "qat",
+    "quantize",
+    "register_format",
+    "save",
+    "sensitivity",
+    "summary",
+    "unquantized",
+    "verify_onnx",
+]
+
+
+def test_names_are_pinned():
+    assert sorted(fq.__all__) == sorted(NAMES)
+
+
+def test_names_exist_and_are_documented():
+    for name in fq.__all__:
+        value = getattr(fq, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__doc__, name
+
+
+def test_signatures():
+    given = "scale: 'Number | None' = None, zero_point: 'Number | None' = None, amax: 'Number | None' = None"
+    assert str(inspect.signature(fq.fake_quantize)) == f"(x: 'Tensor', spec: 'QuantSpec | str', *, {given}) -> 'Tensor'"
+    assert list(inspect.signature(fq.quantize).parameters) == ["x", "spec", "scale", "zero_point", "amax"]
+    assert list(inspect.signature(fq.dequantize).parameters) == ["codes", "params", "spec", "dtype"]
+    assert list(inspect.signature(fq.choose_qparams).parameters) == ["x", "spec"]
+    assert fq.__version__

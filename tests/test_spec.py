@@ -1,0 +1,95 @@
+import copy
+import itertools
+import json
+import pickle
+
+import pytest
+from cases import GRANULARITIES
+
+import fakequant as fq
+from fakequant.errors import SpecError
+from fakequant.numerics.spec import as_spec
+
+SPECS = [
+    fq.QuantSpec(fmt, where.granularity, symmetric=symmetric, arithmetic=arithmetic, gradient=gradient)
+    for (fmt, symmetric), where, arithmetic, gradient in itertools.product(
+        [
+            ("int8", True),
+            ("int8", False),
+            ("uint4", True),
+            ("uint4", False),
+            ("float8_e5m2", True),
+            ("int[-3,9]", True),
+        ],
+        GRANULARITIES.values(),
+        fq.Arithmetic,
+        fq.Gradient,
+    )
+    if symmetric or arithmetic is not fq.Arithmetic.MULTIPLIER
+]
+
+
+def test_round_trips():
+    for spec in SPECS:
+        assert fq.QuantSpec.parse(str(spec)) == spec, str(spec)
+        assert fq.QuantSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+        assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
+        assert hash(pickle.loads(pickle.dumps(spec))) == hash(spec)
+        assert spec.replace() == spec
+    assert len({str(spec) for spec in SPECS}) == len(set(SPECS))
+
+
+def test_text_names_only_what_differs_from_the_defaults():
+    assert str(fq.QuantSpec("int8")) == "int8 per_tensor"
+    assert str(fq.QuantSpec("uint8")) == "uint8 per_tensor"
+    assert str(fq.QuantSpec("uint8", symmetric=True)) == "uint8 per_tensor symmetric"
+    full = fq.QuantSpec(
+        "int8", fq.PerChannel(0), symmetric=False, arithmetic=fq.Arithmetic.RECIPROCAL, gradient=fq.Gradient.IDENTITY
+    )
+    assert str(full) == "int8 per_channel(0) asymmetric reciprocal identity"
+
+
+@pytest.mark.parametrize(
+    ("fmt", "arithmetic", "symmetric"),
+    [
+        ("int8", fq.Arithmetic.DIVIDE, True),
+        ("uint8", fq.Arithmetic.DIVIDE, False),
+        ("uint8", fq.Arithmetic.MULTIPLIER, True),
+        ("float8_e4m3fn", fq.Arithmetic.DIVIDE, True),
+    ],
+)
+def test_symmetric_by_default(fmt, arithmetic, symmetric):
+    assert fq.QuantSpec(fmt, arithmetic=arithmetic).symmetric is symmetric
+
+
+def test_is_a_value():
+    spec = fq.QuantSpec("int8")
+    with pytest.raises(AttributeError):
+        spec.symmetric = False
+    assert spec.replace(format="int4") == fq.QuantSpec("int4")
+    assert as_spec("int8") == as_spec(spec) == spec
+    assert fq.QuantSpec.from_dict({"format": "int8"}) == spec
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fq.QuantSpec("int9x"), r"unknown format 'int9x'; did you mean int9"),
+        (lambda: fq.QuantSpec("int8", 0), r"granularity must be a Granularity such as PerChannel\(0\), got 0"),
+        (lambda: fq.QuantSpec("float8_e5m2", symmetric=False), r"float8_e5m2 has no zero point: symmetric=False is"),
+        (
+            lambda: fq.QuantSpec("uint8", symmetric=False, arithmetic=fq.Arithmetic.MULTIPLIER),
+            r"MULTIPLIER has no zero point; use DIVIDE or RECIPROCAL with symmetric=False",
+        ),
+        (lambda: fq.QuantSpec.parse("int8 per_tensor divid"), r"cannot read 'divid' .*did you mean divide"),
+        (lambda: fq.QuantSpec.parse("int8 divid"), r"divid"),
+        (lambda: fq.QuantSpec.parse("int8 divide per_channel(0)"), r"cannot read 'per_channel\(0\)'"),
+        (lambda: fq.QuantSpec.parse(""), r"specification"),
+        (lambda: fq.QuantSpec.from_dict({"fromat": "int8"}), r"unknown key 'fromat' .*did you mean format"),
+        (lambda: fq.QuantSpec.from_dict({"format": "int8", "arithmetic": "x"}), r"cannot read the specification"),
+        (lambda: fq.QuantSpec.from_dict({}), r"cannot read the specification"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(SpecError, match=message):
+        make()
