@@ -52,7 +52,7 @@ def test_every_integer_format_parses_back_from_its_name(bits, options):
         (0, 128, "int[0,128]", 8, torch.uint8),
         (-1, 255, "int[-1,255]", 9, torch.int16),
         (-1, 0, "int1", 1, torch.int8),
-        (0, 1, "uint1", 1, torch.int8),
+        (0, 1, "uint1", 1, torch.uint8),
         (0, 65535, "uint16", 16, torch.uint16),
         (-1, 65535, "int[-1,65535]", 17, torch.int32),
     ],

@@ -4,9 +4,10 @@ The functions work on tensors (`fake_quantize`, `quantize`, `dequantize`, `choos
 `calibrate`, `summary`, `sensitivity`, `qat`, `save`, `load`, `export_onnx`, `verify_onnx`).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fakequant import nn
 from fakequant.errors import FakeQuantError
-from fakequant.export import export_onnx, verify_onnx
 from fakequant.functional import choose_qparams, dequantize, fake_quantize, quantize
 from fakequant.model import presets, qat
 from fakequant.model.analysis import layer_sqnr, sensitivity
@@ -19,6 +20,9 @@ from fakequant.numerics.formats import FloatFormat, Format, IntegerFormat, forma
 from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
 from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
+
+if TYPE_CHECKING:
+    from fakequant.export import export_onnx, verify_onnx
 
 __version__ = "0.1.0"
 
@@ -63,3 +67,14 @@ __all__ = [
     "unquantized",
     "verify_onnx",
 ]
+
+_EXPORT = ("export_onnx", "verify_onnx")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the room of the exporter when it is first asked for: it is a third of the package's import time."""
+    if name not in _EXPORT:
+        raise AttributeError(f"module 'fakequant' has no attribute {name!r}")
+    from fakequant import export
+
+    return getattr(export, name)

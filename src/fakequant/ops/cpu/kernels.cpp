@@ -46,8 +46,7 @@ FAKEQUANT_INLINE void quantize_chunk_as(const Call<C>& call, const C* x, C* y, u
   constexpr Emit kValue = Emit::kValue;
   if (call.grid.is_integer()) return quantize_chunk_by<kValue, C, IntegerRounding<C>>(call, x, y, inside, first, n);
   if (!call.grid.table) return quantize_chunk_by<kValue, C, FloatRounding<C>>(call, x, y, inside, first, n);
-  if (call.grid.table_size <= 16) return quantize_chunk_by<kValue, C, TableRounding<C, 16>>(call, x, y, inside, first, n);
-  quantize_chunk_by<kValue, C, TableRounding<C, 256>>(call, x, y, inside, first, n);
+  quantize_chunk_by<kValue, C, TableRounding<C>>(call, x, y, inside, first, n);
 }
 
 FAKEQUANT_CLONES void quantize_chunk_f32(const Call<float>& call, const float* x, float* y, uint8_t* inside,

@@ -60,31 +60,27 @@ struct FloatRounding {
   }
 };
 
-// The largest value that v reaches. Kept as arrays of a fixed size, filled up with infinity, so that the loop unrolls.
-template <typename C, int N>
+// The largest value that v reaches, found by halving. Kept as arrays of one size, filled up with infinity.
+template <typename C>
 struct TableRounding {
+  static constexpr int kSize = 256;
   C lo, hi;
-  C first;
-  C values[N - 1], reached_from[N - 1];
+  C values[kSize], reached_from[kSize - 1];
+  int half;
   explicit TableRounding(const Grid& g)
-      : lo(static_cast<C>(g.quant_min)), hi(static_cast<C>(g.quant_max)), first(static_cast<C>(g.table[0])) {
-    for (int i = 0; i < N - 1; ++i) {
-      const bool used = i + 1 < g.table_size;
-      values[i] = used ? static_cast<C>(g.table[i + 1]) : hi;
-      reached_from[i] = used ? static_cast<C>(g.table[g.table_size + i]) : std::numeric_limits<C>::infinity();
-    }
+      : lo(static_cast<C>(g.quant_min)),
+        hi(static_cast<C>(g.quant_max)),
+        half(static_cast<int>(std::bit_ceil(static_cast<uint64_t>(g.table_size))) / 2) {
+    for (int i = 0; i < 2 * half; ++i) values[i] = i < g.table_size ? static_cast<C>(g.table[i]) : hi;
+    for (int i = 0; i < 2 * half - 1; ++i)
+      reached_from[i] = i + 1 < g.table_size ? static_cast<C>(g.table[g.table_size + i])
+                                             : std::numeric_limits<C>::infinity();
   }
   // Beyond the ends there is no code to round to: v itself, which is out of range. NaN fails all comparisons.
   FAKEQUANT_INLINE C round(C v) const {
-    C value = first;
-    if constexpr (N <= 16) {
-      for (int i = 0; i < N - 1; ++i) value = v >= reached_from[i] ? values[i] : value;
-    } else {
-      int reached = 0;
-      for (int step = N / 2; step > 0; step /= 2) reached += v >= reached_from[reached + step - 1] ? step : 0;
-      value = reached ? values[reached - 1] : first;
-    }
-    return v >= lo && v <= hi ? value : v;
+    int reached = 0;
+    for (int step = half; step > 0; step /= 2) reached += v >= reached_from[reached + step - 1] ? step : 0;
+    return v >= lo && v <= hi ? values[reached] : v;
   }
 };
 

@@ -31,7 +31,8 @@ struct PerElement {
   FAKEQUANT_INLINE C high(int64_t i) const { return hi[i]; }
 };
 
-template <Arithmetic A, Mask M, Emit E, typename C, typename Rounding, typename P>
+// `kMask`: whether to write to `inside` where the code before clamping is in range.
+template <Arithmetic A, bool kMask, Emit E, typename C, typename Rounding, typename P>
 FAKEQUANT_INLINE void quantize_run(const C* x, C* y, uint8_t* inside, int64_t n, const Rounding& rounding, const P& p) {
   constexpr bool kInteger = std::is_same_v<Rounding, IntegerRounding<C>>;
   constexpr bool kOffset = kInteger && A != Arithmetic::kMultiplier;
@@ -43,8 +44,7 @@ FAKEQUANT_INLINE void quantize_run(const C* x, C* y, uint8_t* inside, int64_t n,
                                                     : value * scale;
     C code = rounding.round(scaled);
     if constexpr (kOffset) code += p.z(i);
-    if constexpr (M == Mask::kCodeRange) inside[i] = (code >= rounding.lo) & (code <= rounding.hi);
-    if constexpr (M == Mask::kInputRange) inside[i] = (value >= p.low(i)) & (value <= p.high(i));
+    if constexpr (kMask) inside[i] = (code >= rounding.lo) & (code <= rounding.hi);
     code = rounding.lo > code ? rounding.lo : code;
     code = rounding.hi < code ? rounding.hi : code;
     if constexpr (E == Emit::kCode) {
@@ -58,25 +58,28 @@ FAKEQUANT_INLINE void quantize_run(const C* x, C* y, uint8_t* inside, int64_t n,
   }
 }
 
+template <Arithmetic A, Emit E, typename C, typename Rounding, typename P>
+FAKEQUANT_INLINE void quantize_run_by(Mask mask, const C* x, C* y, uint8_t* inside, int64_t n, const Rounding& rounding,
+                                      const P& p) {
+  if constexpr (E == Emit::kValue) {
+    if (mask == Mask::kCodeRange) return quantize_run<A, true, E>(x, y, inside, n, rounding, p);
+    if (mask == Mask::kInputRange)
+      for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] >= p.low(i)) & (x[i] <= p.high(i));
+  }
+  quantize_run<A, false, E>(x, y, inside, n, rounding, p);
+}
+
 template <Emit E, typename C, typename Rounding, typename P>
 FAKEQUANT_INLINE void quantize_run_as(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t n,
                                       const Rounding& rounding, const P& p) {
-#define FAKEQUANT_RUN(A, M)                                                 \
-  if (call.arithmetic == A && (E == Emit::kCode || call.mask == M)) {       \
-    quantize_run<A, E == Emit::kCode ? Mask::kNone : M, E>(x, y, inside, n, rounding, p); \
-    return;                                                                 \
+  switch (call.arithmetic) {
+    case Arithmetic::kDivide:
+      return quantize_run_by<Arithmetic::kDivide, E>(call.mask, x, y, inside, n, rounding, p);
+    case Arithmetic::kReciprocal:
+      return quantize_run_by<Arithmetic::kReciprocal, E>(call.mask, x, y, inside, n, rounding, p);
+    case Arithmetic::kMultiplier:
+      return quantize_run_by<Arithmetic::kMultiplier, E>(call.mask, x, y, inside, n, rounding, p);
   }
-#define FAKEQUANT_RUN_ARITHMETIC(A)   \
-  FAKEQUANT_RUN(A, Mask::kNone)       \
-  if constexpr (E == Emit::kValue) {  \
-    FAKEQUANT_RUN(A, Mask::kCodeRange) \
-    FAKEQUANT_RUN(A, Mask::kInputRange) \
-  }
-  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kDivide)
-  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kReciprocal)
-  FAKEQUANT_RUN_ARITHMETIC(Arithmetic::kMultiplier)
-#undef FAKEQUANT_RUN_ARITHMETIC
-#undef FAKEQUANT_RUN
 }
 
 template <typename C, typename P>
