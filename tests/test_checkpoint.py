@@ -8,8 +8,8 @@ import torch
 from models import SmallNet, images, small_net
 from torch import nn
 
-from fakequant import files
-from fakequant.errors import CheckpointError, OutputError
+from fakequant import FloatFormat, Specials, files
+from fakequant.errors import CheckpointError, OutputError, SpecError
 from fakequant.model import presets
 from fakequant.model.checkpoint import load, save
 from fakequant.model.prepare import calibrate, prepare
@@ -177,3 +177,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     blocked.write_text("in the way")
     with pytest.raises(OutputError, match=r"cannot write to .*file; choose another folder|cannot write to .*file"):
         save(prepare(small_net(), presets.INT8), blocked / "inside")
+
+
+def test_an_unregistered_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for label in ("private_e3m4", "float8_e4m3"):
+        model = prepare(small_net(), presets.INT8_WEIGHT_ONLY)
+        fmt = FloatFormat(label, 3, 4, Specials.NONE)
+        model.stem._weight_quantizer.spec = model.stem._weight_quantizer.spec.replace(format=fmt)
+        with pytest.raises(SpecError, match=r"make its format known by fakequant\.register_format"):
+            save(model, tmp_path / label)
+        assert list((tmp_path / label).iterdir()) == []

@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 
 from fakequant import cli
 from fakequant.cli.commands import app
-from fakequant.cli.job import Job, example_of, find_preset, run
+from fakequant.cli.job import Job, example_of, run
 from fakequant.cli.recipe import load_recipe
 from fakequant.errors import ConfigError, RecipeError
-from fakequant.model.presets import presets
+from fakequant.model.presets import find_preset, presets
 from fakequant.report.terminal import print_table
 
 RECIPE = """

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 
 import pytest
 from models import small_net
@@ -90,3 +91,30 @@ def test_preparing_twice_raises() -> None:
 def test_tensor_config_text() -> None:
     config = TensorConfig("uint8 per_token reciprocal", dynamic=True)
     assert TensorConfig.parse(str(config)) == config
+
+
+def test_texts_stand_for_what_they_say() -> None:
+    rule = Rule("head", input="int8 per_token dynamic", weight="int4 per_channel(0)", layers="Linear")
+    assert rule == Rule("head", TensorConfig("int8 per_token", True), TensorConfig("int4 per_channel(0)"), ("Linear",))
+    assert Config("mine", [rule]).rules == Config("mine", rule).rules == (rule,)  # type: ignore[arg-type]
+    pools = nn.Sequential(nn.AvgPool2d(1), nn.AdaptiveAvgPool2d(1))
+    assert set(Config("pools", Rule(input="int8", layers="AdaptiveAvgPool2d")).resolve(pools)) == {"1"}  # type: ignore[arg-type]
+    assert str(prepare(small_net(), "int8-weight-only")) == str(prepare(small_net(), presets.INT8_WEIGHT_ONLY))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Rule(input=8), "a rule's input must be a TensorConfig, a QuantSpec, a text or None, got 8"),
+        (lambda: Config("c", ["stem"]), "made of rules, got 'stem'"),
+        (lambda: prepare(small_net(), "INT9"), "unknown preset 'INT9'; did you mean INT8"),
+        (
+            lambda: prepare(small_net(), Config("c", Rule(weight="int8 per_channel(5)"))),
+            r"stem: per_channel\(5\) on shape \(8, 1, 3, 3\): axis 5 is out of range",
+        ),
+    ],
+    ids=["rule", "config", "preset", "granularity"],
+)
+def test_mistakes_are_named(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()

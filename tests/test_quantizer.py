@@ -102,6 +102,13 @@ def test_scale_keeps_its_precision(dtype: torch.dtype) -> None:
     assert isinstance(learned.scale, nn.Parameter)
 
 
+def test_a_double_scale_becomes_float32_with_the_model() -> None:
+    quantizer = calibrated().double()
+    assert quantizer.scale.dtype == torch.float64
+    assert quantizer.float().scale.dtype == torch.float32
+    assert quantizer.double().half().scale.dtype == torch.float32
+
+
 def test_state_dict_round_trip_into_a_fresh_quantizer() -> None:
     quantizer = calibrated("uint8 per_channel(0)")
     fresh = Quantizer(quantizer.spec)

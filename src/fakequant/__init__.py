@@ -7,6 +7,7 @@ The functions work on tensors (`fake_quantize`, `quantize`, `dequantize`, `choos
 from typing import TYPE_CHECKING, Any
 
 from fakequant import nn
+from fakequant.calibration import register_calibrator
 from fakequant.errors import FakeQuantError
 from fakequant.functional import choose_qparams, dequantize, fake_quantize, quantize
 from fakequant.model import presets, qat
@@ -16,10 +17,20 @@ from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.operations import unquantized
 from fakequant.model.prepare import calibrate, disabled, fold, prepare
 from fakequant.model.summary import summary
+from fakequant.numerics.floats import Specials
 from fakequant.numerics.formats import FloatFormat, Format, IntegerFormat, formats, parse_format, register_format
-from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
+from fakequant.numerics.granularity import (
+    Granularity,
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    PerToken,
+    register_granularity,
+)
 from fakequant.numerics.qparams import QParams, Range
+from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
+from fakequant.numerics.tables import TableFormat
 
 if TYPE_CHECKING:
     from fakequant.export import export_onnx, verify_onnx
@@ -43,6 +54,10 @@ __all__ = [
     "QuantSpec",
     "Range",
     "Rule",
+    "ScaleRounding",
+    "ScaleSpec",
+    "Specials",
+    "TableFormat",
     "TensorConfig",
     "calibrate",
     "choose_qparams",
@@ -60,7 +75,9 @@ __all__ = [
     "presets",
     "qat",
     "quantize",
+    "register_calibrator",
     "register_format",
+    "register_granularity",
     "save",
     "sensitivity",
     "summary",

@@ -38,7 +38,8 @@ def fake_quantize(
         amax: instead of `scale`: the magnitude that is mapped to the format's largest code.
 
     Returns:
-        A tensor of the shape and dtype of x. NaN stays NaN, inf becomes the largest value of its group.
+        A tensor of the shape and dtype of x. NaN stays NaN, inf becomes the largest value of its group (which is inf
+        if a given scale is so large that codes times scale exceed the dtype).
 
     Raises:
         DTypeError: x is not a floating tensor.
@@ -84,13 +85,13 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
     tensor([ 0.1000, -0.5200,  1.2700])
     """
     spec = as_spec(spec)
+    _check_tensor("codes", codes)
     if codes.dtype != spec.format.storage:
         raise DTypeError(
             f"codes of dtype {codes.dtype}, but the codes of {spec.format} come in {spec.format.storage}; "
             "give what fakequant.quantize returned"
         )
-    scale = _fit("scale", params.scale, codes, spec)
-    zero_point = None if params.zero_point is None else _fit("zero_point", params.zero_point, codes, spec)
+    scale, zero_point = _checked(params.scale, params.zero_point, codes, spec)
     dtype = dtype or params.scale.dtype
     compute_dtype(dtype)
     return library.dequantize(codes, QParams(scale, zero_point), spec, dtype)
@@ -103,12 +104,15 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
     tensor([0.0079])
     """
     spec = as_spec(spec)
+    _check_tensor("x", x)
+    compute_dtype(x.dtype)
     return _choose_qparams(measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
 
 
 def _resolve(
     x: Tensor, spec: QuantSpec, scale: Number | None, zero_point: Number | None, amax: Number | None
 ) -> QParams:
+    _check_tensor("x", x)
     dtype = compute_dtype(x.dtype)
     if scale is None and amax is None:
         if zero_point is not None:
@@ -118,33 +122,53 @@ def _resolve(
         raise QParamsError("both scale and amax were given; the scale follows from amax, so give one of them")
     if amax is not None and zero_point is not None:
         raise QParamsError("a zero_point was given with amax, which is for symmetric ranges; give it with a scale")
-    if zero_point is not None and spec.symmetric:
-        raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     if amax is not None:
-        limit = _fit("amax", _as_tensor(amax, x, dtype), x, spec)
+        limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
         _check_values("amax", limit, lambda amax: amax >= 0, "a number >= 0")
         return _choose_qparams(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
     assert scale is not None
-    scale_tensor = _fit("scale", _as_tensor(scale, x, dtype), x, spec)
+    given = None if zero_point is None else _as_tensor("zero_point", zero_point, x, dtype)
+    return QParams(*_checked(_as_tensor("scale", scale, x, dtype), given, x, spec))
+
+
+def _checked(scale: Tensor, zero_point: Tensor | None, x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for x (or its codes) in the shape that broadcasts.
+
+    Raises:
+        ShapeError, QParamsError, SpecError: they do not fit x, the format or the specification.
+    """
+    if zero_point is not None and spec.symmetric:
+        raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
+    scale = _fit("scale", scale, x, spec)
     if spec.arithmetic is Arithmetic.RECIPROCAL:
-        _check_values("scale", scale_tensor, _has_reciprocal, "a positive, finite number with a finite reciprocal")
+        _check_values("scale", scale, _has_reciprocal, "a positive, finite number with a finite reciprocal")
     else:
-        _check_values("scale", scale_tensor, lambda scale: scale > 0, "a positive, finite number")
+        _check_values("scale", scale, lambda values: values > 0, "a positive, finite number")
     if zero_point is None:
-        return QParams(scale_tensor)
-    zero_point_tensor = _fit("zero_point", _as_tensor(zero_point, x, dtype), x, spec)
+        return scale, None
+    zero_point = _fit("zero_point", zero_point, x, spec)
     lowest, highest = spec.format.quant_min, spec.format.quant_max
 
     def is_code(values: Tensor) -> Tensor:
         return (values >= lowest) & (values <= highest) & (values == values.round())
 
-    _check_values("zero_point", zero_point_tensor, is_code, f"a code of {spec.format}, {lowest:g} to {highest:g}")
-    return QParams(scale_tensor, zero_point_tensor)
+    _check_values("zero_point", zero_point, is_code, f"a code of {spec.format}, {lowest:g} to {highest:g}")
+    return scale, zero_point
 
 
-def _as_tensor(value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        kind = type(value).__name__ if not isinstance(value, Tensor) else f"a tensor of layout {value.layout}"
+        raise DTypeError(
+            f"{name} must be a dense torch.Tensor, got {kind}; convert it first, as by torch.tensor({name})"
+        )
+
+
+def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device=x.device, dtype=dtype)
+    if not isinstance(value, (int, float)):
+        raise QParamsError(f"{name} must be a number or a tensor, got {value!r}")
     return torch.tensor(value, dtype=dtype, device=x.device)
 
 

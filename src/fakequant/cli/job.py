@@ -22,7 +22,7 @@ from fakequant.model.analysis import layer_sqnr
 from fakequant.model.checkpoint import load, save
 from fakequant.model.config import Config
 from fakequant.model.prepare import calibrate, evaluating, prepare, run_batch
-from fakequant.model.presets import presets
+from fakequant.model.presets import find_preset
 from fakequant.report import (
     Accuracy,
     ReportData,
@@ -155,22 +155,6 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
         recipe.train(model)
         progress.measure(model, config.name, f"{job.method}, then fine-tuned")
     return model.eval()
-
-
-def find_preset(name: str) -> Config:
-    """The preset of a name, in any case, with `-` or `_`.
-
-    Raises:
-        ConfigError: there is none; the nearest are offered.
-
-    >>> find_preset("int8-weight-only").name
-    'INT8_WEIGHT_ONLY'
-    """
-    known = presets()
-    upper = name.upper().replace("-", "_")
-    if upper not in known:
-        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted(known))}")
-    return known[upper]
 
 
 def example_of(model: nn.Module, batch: Any) -> Any:

@@ -35,6 +35,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
 
     Raises:
         CheckpointError: the model is not prepared.
+        SpecError: a format that is not registered, so that the checkpoint could not be loaded.
         OutputError: the folder cannot be written.
     """
     from safetensors.torch import save as to_bytes
@@ -119,7 +120,7 @@ def _layer_entry(layer: QuantizedLayer) -> dict[str, Any]:
         "type": type(layer).float_class.__name__,
         "quantizers": {
             attribute: {
-                "tensor": str(TensorConfig(quantizer.spec, quantizer.dynamic)),
+                "tensor": TensorConfig(quantizer.spec, quantizer.dynamic).to_text(),
                 "mode": quantizer.mode.value,
                 "learned": isinstance(quantizer.scale, nn.Parameter),
             }

@@ -31,6 +31,11 @@ class TensorConfig:
     def __str__(self) -> str:
         return f"{self.spec}{' dynamic' if self.dynamic else ''}"
 
+    def to_text(self) -> str:
+        """`str(self)`, for files; see `QuantSpec.to_text`."""
+        self.spec.to_text()
+        return str(self)
+
     @classmethod
     def parse(cls, text: str) -> TensorConfig:
         """The configuration of a text form."""
@@ -59,6 +64,17 @@ class Rule:
     layers: tuple[str, ...] = ()
     optional: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("input", "weight"):
+            value = getattr(self, name)
+            if isinstance(value, (str, QuantSpec)):
+                config = TensorConfig.parse(value) if isinstance(value, str) else TensorConfig(value)
+                object.__setattr__(self, name, config)
+            elif value is not None and not isinstance(value, TensorConfig):
+                raise ConfigError(f"a rule's {name} must be a TensorConfig, a QuantSpec, a text or None, got {value!r}")
+        names = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+        object.__setattr__(self, "layers", names)
+
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule speaks of a layer."""
         return fnmatchcase(name, self.pattern) and (not self.layers or type(module).__name__ in self.layers)
@@ -67,8 +83,8 @@ class Rule:
         """A plain dict, for JSON."""
         return {
             "pattern": self.pattern,
-            "input": None if self.input is None else str(self.input),
-            "weight": None if self.weight is None else str(self.weight),
+            "input": None if self.input is None else self.input.to_text(),
+            "weight": None if self.weight is None else self.weight.to_text(),
             "layers": list(self.layers),
             "optional": self.optional,
         }
@@ -89,6 +105,12 @@ class Config:
 
     name: str
     rules: tuple[Rule, ...] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        rules = (self.rules,) if isinstance(self.rules, Rule) else tuple(self.rules)
+        if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
+            raise ConfigError(f"a configuration is made of rules, got {wrong[0]!r}; write Rule(pattern, input, weight)")
+        object.__setattr__(self, "rules", rules)
 
     def with_rule(self, *rules: Rule) -> Config:
         """The same configuration with rules added at the end, where they override the others."""

@@ -22,6 +22,13 @@ _PRODUCTS = frozenset(
     bilinear _native_multi_head_attention
     """.split()  # noqa: SIM905
 )
+# Where a product's factors are among its tensors; the rest is a bias. All of them where nothing is said.
+_FACTORS = {
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d", "convolution"), slice(2)),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), slice(2)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), slice(1, 3)),
+    "bilinear": slice(3),
+}
 # Operations that move values without computing: their output is quantized if their input is.
 _MOVES = frozenset(
     """
@@ -159,6 +166,4 @@ def _operands(node: fx.Node, inputs: list[fx.Node], constants: set[fx.Node]) -> 
     name = _name(node)
     if name not in _PRODUCTS:
         return [n for n in inputs if n not in constants]
-    if len(inputs) == 3 and name not in ("scaled_dot_product_attention", "bilinear"):
-        return inputs[1:] if name in ("addmm", "baddbmm", "addbmm") else inputs[:2]
-    return inputs
+    return inputs[_FACTORS.get(name, slice(None))]

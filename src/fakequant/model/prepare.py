@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, make_calibrator
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
 from fakequant.nn.layers import QuantizedLayer, layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
@@ -22,18 +23,19 @@ Model = TypeVar("Model", bound=nn.Module)
 Forward = Callable[[nn.Module, Any], Any]
 
 
-def prepare(model: Model, config: Config) -> Model:
+def prepare(model: Model, config: Config | str) -> Model:
     """Turn the layers of a model into quantized layers, in place.
 
     Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
-    `isinstance` stay. Only exact float layers are taken; a subclass of one with a forward of its own stays as it is.
+    `isinstance` stay. Only exact float layers are taken; subclasses of them, which may compute anything, stay float.
 
     Args:
         model: any module; it is changed and returned.
-        config: a preset such as `presets.INT8`, or your own rules.
+        config: a preset such as `presets.INT8`, its name, or your own rules.
 
     Raises:
-        ConfigError: a rule matches nothing, the model is already prepared, or a rule asks for what a layer cannot do.
+        ConfigError: a rule matches nothing, the model is already prepared, or a layer cannot be quantized as its rule
+            says (names the layer); the model is unchanged then.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)
     >>> model[0]
@@ -47,8 +49,12 @@ def prepare(model: Model, config: Config) -> Model:
         raise ConfigError(
             f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}"
         )
+    if isinstance(config, str):
+        config = find_preset(config)
     held = config.resolve(model)
     modules = dict(model.named_modules())
+    for name, rule in held.items():
+        _check_layer(modules[name], rule, name)
     for name, rule in held.items():
         quantize_layer(modules[name], rule, name)
     return model
@@ -61,6 +67,18 @@ def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     if quantized.output_channels is not None:
         configs["_weight_quantizer"] = _at_output_channels(rule.weight, quantized.output_channels)
     attach(layer, {attribute: config for attribute, config in configs.items() if config is not None}, name)
+
+
+def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
+    quantized = layers()[type(layer)]
+    try:
+        quantized.check(layer)
+        if rule.weight is not None and quantized.output_channels is not None:
+            weight = _at_output_channels(rule.weight, quantized.output_channels)
+            assert weight is not None
+            weight.spec.granularity.group_shape(cast("QuantizedLayer", layer).weight.shape)
+    except (ConfigError, ShapeError) as error:
+        raise ConfigError(f"{name or 'the model'}: {error}") from error
 
 
 def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> None:
@@ -92,6 +110,7 @@ def calibrate(
     method: str = "max",
     *,
     weight_method: str = "max",
+    weight_options: dict[str, Any] | None = None,
     forward: Forward | None = None,
     progress: bool | None = None,
     **options: Any,
@@ -106,6 +125,7 @@ def calibrate(
             arguments. May be empty if no input needs calibration.
         method: "max", "percentile", "entropy" or "mse", for inputs.
         weight_method: the same, for weights.
+        weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
         forward: called as forward(model, batch) instead of the model, for other kinds of batches.
         progress: whether to show a progress bar; by default on a terminal.
         options: for the calibrators of the inputs, for example percentile=99.9.
@@ -123,13 +143,15 @@ def calibrate(
     >>> model[0]._input_quantizer
     Quantizer(int8 per_tensor, input, scale 0.02)
     """
+    if isinstance(batches, Tensor):
+        raise ConfigError("calibrate takes batches, and a tensor would be taken row by row; give a list: [tensor]")
     found = {name: quantizer for name, quantizer in quantizers(model).items() if not quantizer.dynamic}
     if not quantizers(model):
         raise CalibrationError("the model has no quantizers; call fakequant.prepare(model, config) first")
     inputs = {name: quantizer for name, quantizer in found.items() if quantizer.kind is Kind.INPUT}
     try:
         for name, quantizer in found.items():
-            chosen, chosen_options = (method, options) if name in inputs else (weight_method, {})
+            chosen, chosen_options = (method, options) if name in inputs else (weight_method, weight_options or {})
             quantizer.calibrator = make_calibrator(chosen, quantizer.spec, **chosen_options)
         _observe_weights(model)
         if inputs:
@@ -236,11 +258,31 @@ def fold(model: Model) -> Model:
     """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
 
     The model computes the same as before, without quantizing weights again in every pass.
+
+    Raises:
+        ConfigError: a weight whose quantizer is off, or that another layer uses too (names both); nothing is changed.
     """
-    for layer in model.modules():
-        quantizer = getattr(layer, "_weight_quantizer", None)
-        if isinstance(layer, QuantizedLayer) and quantizer is not None:
-            with torch.no_grad():
-                layer.weight.copy_(quantizer(layer.weight))
-            layer._weight_quantizer = None
+    held = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantizedLayer) and getattr(layer, "_weight_quantizer", None) is not None
+    }
+    for name, layer in held.items():
+        quantizer = layer._weight_quantizer
+        if quantizer is not None and quantizer.mode is not Mode.QUANTIZE:
+            raise ConfigError(f"{name}: its weight quantizer is {quantizer.mode.value}; set its mode to QUANTIZE first")
+        users = [
+            other
+            for other, module in model.named_modules()
+            if any(parameter is layer.weight for parameter in module.parameters(recurse=False))
+        ]
+        if len(users) > 1:
+            raise ConfigError(
+                f"the layers {' and '.join(users)} share one weight, and folding it would change the others; "
+                "give each its own: layer.weight = nn.Parameter(layer.weight.detach().clone())"
+            )
+    for layer in held.values():
+        with torch.no_grad():
+            layer.weight.copy_(layer.quantized_weight())
+        layer._weight_quantizer = None
     return model

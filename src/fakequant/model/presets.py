@@ -6,6 +6,7 @@ float: it only picks values that the next quantizer sees anyway.
 
 from __future__ import annotations
 
+from fakequant.errors import ConfigError, nearest
 from fakequant.model.config import Config, Rule, TensorConfig
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)
@@ -48,3 +49,19 @@ def presets() -> dict[str, Config]:
     ['FP8', 'FP8_E5M2', 'INT4']
     """
     return {name: value for name, value in globals().items() if isinstance(value, Config)}
+
+
+def find_preset(name: str) -> Config:
+    """The preset of a name, in any case, with `-` or `_`.
+
+    Raises:
+        ConfigError: there is none; the nearest are offered.
+
+    >>> find_preset("int8-weight-only").name
+    'INT8_WEIGHT_ONLY'
+    """
+    known = presets()
+    upper = name.upper().replace("-", "_")
+    if upper not in known:
+        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted(known))}")
+    return known[upper]

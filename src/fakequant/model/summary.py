@@ -9,19 +9,18 @@ from torch import nn
 
 from fakequant.model.operations import Operation, unquantized
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.quantizer import Mode, Quantizer
 
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer: its path, type, quantizers by attribute, and weight elements."""
+    """One layer: its path, type, quantizers by attribute, and whether it has a weight."""
 
     name: str
     type: str
     quantizers: dict[str, str]
     calibrated: bool
-    weight_elements: int
-    weight_bits: int
+    has_weight: bool
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Summary:
                 layer.name or "(model)",
                 layer.type,
                 ", ".join(text for name, text in layer.quantizers.items() if name != "_weight_quantizer") or "float",
-                layer.quantizers.get("_weight_quantizer", "float" if layer.weight_elements else ""),
+                layer.quantizers.get("_weight_quantizer", "float" if layer.has_weight else ""),
                 "ready" if layer.calibrated else "not calibrated",
             )
             for layer in self.layers
@@ -76,16 +75,22 @@ def summary(model: nn.Module, example: Any = None) -> Summary:
     weights: 80 bytes in float, 32 quantized
     """
     layers = [_layer_summary(name, layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)]
-    parameters = list(model.parameters())
-    all_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    saved = sum(layer.weight_elements * (32 - layer.weight_bits) // 8 for layer in layers)
-    return Summary(
-        layers,
-        None if example is None else unquantized(model, example),
-        sum(p.numel() for p in parameters),
-        all_bytes,
-        all_bytes - saved,
-    )
+    left = None if example is None else unquantized(model, example)
+    return Summary(layers, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model))
+
+
+def parameter_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of all parameters as they are, and with quantized weights as codes; tied ones count once."""
+    bits = {
+        layer.weight: quantizer.spec.format.bits
+        for layer in model.modules()
+        if isinstance(layer, QuantizedLayer)
+        and (quantizer := getattr(layer, "_weight_quantizer", None)) is not None
+        and quantizer.mode is Mode.QUANTIZE
+    }
+    now = sum(p.numel() * p.element_size() for p in model.parameters())
+    coded = sum(p.numel() * bits.get(p, 8 * p.element_size()) for p in model.parameters())
+    return now, coded // 8
 
 
 def _layer_summary(name: str, layer: QuantizedLayer) -> LayerSummary:
@@ -94,13 +99,10 @@ def _layer_summary(name: str, layer: QuantizedLayer) -> LayerSummary:
         for attribute in type(layer).quantizer_names()
         if (quantizer := getattr(layer, attribute)) is not None
     }
-    weight_quantizer = held.get("_weight_quantizer")
-    has_weight = type(layer).output_channels is not None
     return LayerSummary(
         name,
         type(layer).float_class.__name__,
         {key: f"{value.spec}{' dynamic' if value.dynamic else ''}" for key, value in held.items()},
         not any(quantizer.needs_calibration for quantizer in held.values()),
-        layer.weight.numel() if has_weight else 0,
-        weight_quantizer.spec.format.bits if weight_quantizer else 32,
+        type(layer).output_channels is not None,
     )

@@ -38,6 +38,14 @@ class QuantizedLayer(nn.Module):
         """The attributes that hold quantizers."""
         return cls.inputs if cls.output_channels is None else (*cls.inputs, "_weight_quantizer")
 
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        """Whether a float layer can become this one.
+
+        Raises:
+            ConfigError: it cannot; says why and what to do.
+        """
+
     def quantized_weight(self) -> Tensor:
         """The weight as the product sees it."""
         return self.weight if self._weight_quantizer is None else self._weight_quantizer(self.weight)
@@ -63,6 +71,8 @@ def quantizes(float_class: type[nn.Module]) -> Callable[[LayerClass], LayerClass
             raise ConfigError(
                 f"{quantized.__name__} must be a subclass of {float_class.__name__}, so that models keep working"
             )
+        if float_class in _layers:
+            raise ConfigError(f"{float_class.__name__} already becomes {_layers[float_class].__name__}")
         quantized.float_class = float_class
         _layers[float_class] = quantized
         return quantized
@@ -161,12 +171,15 @@ class QuantEmbedding(QuantizedLayer, nn.Embedding):
 
     inputs: ClassVar[tuple[str, ...]] = ()
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.max_norm is not None:
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        if cast("nn.Embedding", layer).max_norm is not None:
             raise ConfigError(
                 "Embedding(max_norm=...) rescales its weight in every forward pass and cannot be quantized; "
                 "leave it in float by a rule, or normalise the weight once and set max_norm=None"
             )
+
+    def forward(self, input: Tensor) -> Tensor:
         return F.embedding(
             input,
             self.quantized_weight(),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fakequant.calibration import Calibrator
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as choose_qparams_of
-from fakequant.numerics.qparams import QParams, Range, choose_qparams
+from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
 
@@ -47,7 +47,7 @@ class Quantizer(nn.Module):
         kind: activations or a weight, see `Kind`.
         dynamic: take the range from every tensor anew instead of calibrating it.
 
-    `scale` and `zero_point` are buffers (None until calibrated) and stay float32 when the model becomes half
+    `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 when the model becomes half
     precision. After `learn_scale()` the scale is a parameter.
 
     >>> quantizer = Quantizer(QuantSpec("int8"))
@@ -189,8 +189,11 @@ class Quantizer(nn.Module):
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = getattr(self, name)
-            if old is not None and new.dtype != old.dtype and old.device.type != "meta":
-                restored = old.to(new.device)
+            if old is None or old.device.type == "meta":
+                continue
+            dtype = compute_dtype(new.dtype) if old.is_floating_point() else old.dtype
+            if new.dtype != dtype:
+                restored = old.to(new.device, dtype)
                 if isinstance(new, nn.Parameter):
                     new.data = restored
                 else:

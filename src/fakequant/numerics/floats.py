@@ -79,8 +79,10 @@ class FloatFormat(Format):
     @property
     def storage(self) -> torch.dtype:
         """The dtype that torch has for the format, else uint8 with the bit pattern."""
+        if self.bits > 8:
+            return torch.int16
         dtype = getattr(torch, self.label, None)
-        return dtype if isinstance(dtype, torch.dtype) else torch.uint8 if self.bits <= 8 else torch.int16
+        return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else torch.uint8
 
     @property
     def fraction_bits(self) -> int:

@@ -91,8 +91,10 @@ class PerChannel(Granularity):
     axes: tuple[int, ...]
 
     def __init__(self, *axes: int) -> None:
-        if not axes:
-            raise SpecError("PerChannel() needs at least one axis, for example PerChannel(0); for none use PerTensor()")
+        if not axes or not all(isinstance(axis, int) for axis in axes):
+            raise SpecError(
+                f"PerChannel{axes} needs at least one axis, for example PerChannel(0); for none use PerTensor()"
+            )
         object.__setattr__(self, "axes", axes)
 
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
@@ -156,7 +158,12 @@ class PerBlock(Granularity):
     pad: bool
 
     def __init__(self, sizes: dict[int, int], *, pad: bool = False) -> None:
-        if not sizes or any(size < 1 for size in sizes.values()):
+        if (
+            not isinstance(sizes, dict)
+            or not sizes
+            or any(not isinstance(n, int) for pair in sizes.items() for n in pair)
+            or any(size < 1 for size in sizes.values())
+        ):
             raise SpecError(f"PerBlock({sizes}): needs a positive block size for at least one axis, e.g. {{-1: 32}}")
         object.__setattr__(self, "sizes", tuple(sizes.items()))
         object.__setattr__(self, "pad", pad)
@@ -181,7 +188,9 @@ class PerBlock(Granularity):
     @classmethod
     def parse(cls, arguments: str) -> PerBlock:
         words = arguments.split(",")
-        pairs = (word.split(":") for word in words if word != "pad")
+        pairs = [word.split(":") for word in words if word != "pad"]
+        if any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
+            raise SpecError(f"per_block({arguments}) needs one axis:size for each axis, such as per_block(-1:32)")
         return cls({int(axis): int(size) for axis, size in pairs}, pad="pad" in words)
 
     def __str__(self) -> str:
@@ -199,7 +208,13 @@ _TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
 def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None:
-    """Make a granularity known under the name that its text form begins with."""
+    """Make a granularity known under the name that its text form begins with.
+
+    Raises:
+        SpecError: another granularity already has the name.
+    """
+    if _registry.get(name, parse) != parse:
+        raise SpecError(f"a different granularity is already registered as {name!r}")
     _registry[name] = parse
 
 

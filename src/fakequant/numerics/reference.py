@@ -50,8 +50,10 @@ def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
         scaled = b.x / b.scale
     elif spec.arithmetic is Arithmetic.RECIPROCAL:
         scaled = b.x * b.scale.reciprocal()
-    else:
+    elif spec.arithmetic is Arithmetic.MULTIPLIER:
         scaled = b.x * b.scale
+    else:
+        raise AssertionError(f"an arithmetic without a definition: {spec.arithmetic}")
     unclamped = spec.format.round(scaled)
     if b.zero_point is not None:
         unclamped = unclamped + b.zero_point

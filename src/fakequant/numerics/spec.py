@@ -32,7 +32,10 @@ class Gradient(Enum):
     CODE_RANGE = "code_range"
     """Where the code before clamping is in range: ATen, ONNX Runtime's mask."""
     INPUT_RANGE = "input_range"
-    """Where the input lies in the range that the scale was made from, -amax <= x <= amax: NVIDIA."""
+    """Where the input lies in the range that the scale was made from, -amax <= x <= amax: NVIDIA.
+
+    Of a scale that was given or calibrated earlier, the range that it implies: amax = bound * scale.
+    """
     IDENTITY = "identity"
     """Everywhere."""
 
@@ -82,6 +85,10 @@ class QuantSpec:
         fmt = parse_format(format)
         if symmetric is None:
             symmetric = _symmetric_by_default(fmt, arithmetic)
+        try:
+            arithmetic, gradient = Arithmetic(arithmetic), Gradient(gradient)
+        except ValueError as error:
+            raise SpecError(f"{error}; expected an Arithmetic and a Gradient, such as Arithmetic.DIVIDE") from error
         for name, value in {
             "format": fmt,
             "granularity": PerTensor() if granularity is None else granularity,
@@ -96,6 +103,10 @@ class QuantSpec:
     def _check(self) -> None:
         if not isinstance(self.granularity, Granularity):
             raise SpecError(f"granularity must be a Granularity such as PerChannel(0), got {self.granularity!r}")
+        if not isinstance(self.symmetric, bool):
+            raise SpecError(f"symmetric must be True, False or None, got {self.symmetric!r}")
+        if not isinstance(self.scale, ScaleSpec):
+            raise SpecError(f"scale must be a ScaleSpec such as ScaleSpec('float8_e8m0fnu'), got {self.scale!r}")
         if not self.format.has_zero:
             raise SpecError(f"{self.format} has no code for 0.0: it is a format for scales, see ScaleSpec")
         if self.scale.format is not None and not (self.symmetric and self.arithmetic is not Arithmetic.MULTIPLIER):
@@ -145,6 +156,24 @@ class QuantSpec:
             _parsed[text] = _parse(text)
         return _parsed[text]
 
+    def to_text(self) -> str:
+        """`str(self)`, for files and graphs: proven to be read back as this very specification.
+
+        Raises:
+            SpecError: the format is not registered, or is not what is registered under its name.
+        """
+        text = str(self)
+        try:
+            same = QuantSpec.parse(text) == self
+        except SpecError:
+            same = False
+        if not same:
+            raise SpecError(
+                f"the specification {text!r} would be read back as another one or not at all; make its format known "
+                "by fakequant.register_format before it is saved or exported, also where it is loaded"
+            )
+        return text
+
     def to_dict(self) -> dict[str, Any]:
         """A plain dict of strings and booleans, for JSON."""
         return {
@@ -163,6 +192,8 @@ class QuantSpec:
         Raises:
             SpecError: an unknown key or value.
         """
+        if not isinstance(values, dict):
+            raise SpecError(f"expected a dict as made by to_dict, got {values!r}")
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
@@ -207,7 +238,10 @@ def _parse(text: str) -> QuantSpec:
         elif position == 0:
             options["granularity"] = parse_granularity(word)
         else:
-            raise SpecError(f"cannot read {word!r} in the specification {text!r}{nearest(word, list(_WORDS))}")
+            raise SpecError(
+                f"cannot read {word!r} in the specification {text!r}{nearest(word, list(_WORDS))}. The order is: a "
+                "format, a granularity without blanks, options; such as 'uint8 per_channel(0,1) reciprocal'"
+            )
     return QuantSpec(format_name, **options)
 
 

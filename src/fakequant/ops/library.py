@@ -32,7 +32,7 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     `fakequant.fake_quantize`.
     """
     if torch.compiler.is_exporting():
-        return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, str(spec))
+        return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text())
     lo, hi = params.range or (None, None)
     if _must_be_traced(x, params.scale, params.zero_point):
         traced = _Traced if torch.compiler.is_compiling() else _Transformed
