@@ -1,0 +1,67 @@
+"""What every registered format and granularity must do; registering a new one is enough to have it tested here."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+
+import fakequant as fq
+from fakequant.numerics import reference
+from fakequant.numerics.granularity import Granularity, granularities, parse_granularity
+from fakequant.ops.dispatch import backends
+
+DATA = [name for name, fmt in fq.formats().items() if fmt.has_zero]
+# Text forms, by the name that they begin with; every registered granularity needs one.
+EXAMPLES = {
+    "per_tensor": ["per_tensor"],
+    "per_channel": ["per_channel(0)", "per_channel(1)", "per_channel(0,2)"],
+    "per_token": ["per_token"],
+    "per_block": ["per_block(-1:4)", "per_block(-1:5,pad)", "per_block(0:2,1:3,pad)"],
+}
+
+
+def test_every_granularity_has_an_example() -> None:
+    assert set(EXAMPLES) == set(granularities())
+
+
+def hostile(fmt: fq.Format) -> torch.Tensor:
+    """[4, 6, 8]: random numbers, codes, middles between codes, and what breaks arithmetic."""
+    x = torch.randn(4, 6, 8) * fmt.bound
+    codes = fmt.clamp(fmt.round(x))
+    x[1] = codes[1]
+    x[2] = (codes[2] + fmt.clamp(fmt.round(codes[2] * 1.2 + 1))) / 2
+    x[3, 0] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 3e38])
+    x[3, 1] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("text", [text for texts in EXAMPLES.values() for text in texts])
+def test_backends_and_codes_agree_with_the_reference(name: str, text: str) -> None:
+    fmt = fq.parse_format(name)
+    granularity: Granularity = parse_granularity(text)
+    x = hostile(fmt)
+    for arithmetic in fq.Arithmetic:
+        for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.INPUT_RANGE):
+            spec = fq.QuantSpec(fmt, granularity, arithmetic=arithmetic, gradient=gradient)
+            params = fq.choose_qparams(x, spec)
+            wanted = reference.fake_quantize(x, params, spec)
+            dx = reference.grad_input(torch.ones_like(x), reference.passes(x, params, spec))
+            for backend in backends():
+                if backend.unavailable() or backend.unsupported(x, spec, codes=False):
+                    continue
+                y, mask = backend.fake_quantize(x, params, spec, mask=True)
+                assert_same_bits(y, wanted, f"{backend.name} {spec}")
+                assert mask is not None
+                assert_same_bits(backend.grad_input(torch.ones_like(x), mask, spec, x.stride()), dx, f"mask of {spec}")
+        codes, params = fq.quantize(x, spec)
+        decoded = fq.dequantize(codes, params, spec)
+        known = ~x.isnan()
+        assert torch.equal(decoded[known], wanted[known]), f"codes of {spec}"
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_text_comes_back(name: str) -> None:
+    for texts in EXAMPLES.values():
+        for text in texts:
+            spec = fq.QuantSpec(name, parse_granularity(text))
+            assert fq.QuantSpec.parse(spec.to_text()) == spec
