@@ -70,6 +70,11 @@ def test_multiplier_is_refused_and_reciprocal_is_not() -> None:
     assert check_spec(fq.QuantSpec("int8", arithmetic=fq.Arithmetic.RECIPROCAL)).element.name == "INT8"
 
 
+def test_padded_blocks_are_refused() -> None:
+    with pytest.raises(ExportError, match="a padded last block has no place"):
+        check_spec(fq.QuantSpec("int8", fq.PerBlock({-1: 4}, pad=True)))
+
+
 LAYOUTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Layout]] = {
     "no_axes": ((), (), Layout()),
     "tensor": ((8, 3), (1, 1), Layout()),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fakequant.errors import ExportError
 from fakequant.numerics.formats import FLOAT8_E4M3FN, FLOAT8_E5M2, Format, IntegerFormat
+from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 
 Dimension = int | str
@@ -186,6 +187,11 @@ def check_spec(spec: QuantSpec) -> Encoding:
         raise ExportError(
             f"{spec}: the multiplier arithmetic divides codes by the multiplier and keeps the sign of zero, which "
             "DequantizeLinear cannot; prepare the model with Arithmetic.DIVIDE (or RECIPROCAL)"
+        )
+    if isinstance(spec.granularity, PerBlock) and spec.granularity.pad:
+        raise ExportError(
+            f"{spec}: a padded last block has no place in ONNX's blocks; choose a block size that divides the axis and "
+            "leave pad out"
         )
     return encoding(spec.format)
 
