@@ -19,7 +19,7 @@ setup(
     ext_modules=[
         Extension(
             "fakequant.ops.cpu._kernels",
-            sources=[f"{KERNELS}/kernels.cpp"],
+            sources=sorted(glob(f"{KERNELS}/*.cpp")),
             depends=glob(f"{KERNELS}/*.h"),
             include_dirs=include_paths(),
             library_dirs=library_paths(),

@@ -1,7 +1,9 @@
 """The figures that the project promises, measured in one run: `python -m benchmarks.bars`.
 
 Prints a table, writes it to benchmarks/results/bars.json and into README.md, and exits with 1 if a bar is missed. Rows
-of the demo are read from demo-output/results.json, which `make demo` writes; without that file they are left out.
+of the demo are read from demo-output/results.json, which `make demo` writes; without that file they are left out. So is
+the row of the language model, from transformer-output/results.json, which `python examples/transformer.py` writes.
+`--pages` measures nothing and only writes the table of docs/microscaling.md from that file.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ import torch
 
 import fakequant as fq
 
-from . import exactness, kernels
+from . import exactness, formats, kernels
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
 DEMO = ROOT / "demo-output" / "results.json"
 README = ROOT / "README.md"
+STUDY = ROOT / "transformer-output" / "results.json"
+MICROSCALING = ROOT / "docs" / "microscaling.md"
 BEGIN, END = "<!-- bars:begin -->", "<!-- bars:end -->"
+STUDY_BEGIN, STUDY_END = "<!-- study:begin -->", "<!-- study:end -->"
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,17 @@ def kernel_bars() -> list[Bar]:
         at_most(f"{what} `x.clone()`", over_copy.median, 1.5),
         at_most(f"{what} ATen", over_aten.median, 0.1, "{:.3f}"),
     ]
+
+
+def format_bars() -> list[Bar]:
+    """The slowest small float with given scales."""
+    times = {}
+    for case in formats.CASES:
+        assert case.differing() == 0, f"{case.name} differs from the reference; its time means nothing"
+        times[case.name] = kernels.ratio(case.run(), case.copy(), case.inputs()).median
+    slowest = max(times, key=times.__getitem__)
+    what = f"FP8, FP6, FP4 forward, {kernels.ELEMENTS:,} float32: time over `x.clone()`, slowest ({slowest})"
+    return [at_most(what, times[slowest], formats.LIMIT)]
 
 
 def saved_bytes_per_element(elements: int = 1 << 20) -> float:
@@ -133,6 +149,40 @@ def demo_bars(path: Path = DEMO) -> list[Bar]:
     return bars
 
 
+def study_bars(path: Path = STUDY) -> list[Bar]:
+    """What the study of the transformer measured, from the file that it writes; nothing without that file."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())["nats_per_byte"]["formats"]["NVFP4"]
+    recovered = found["recovered"]
+    # Most of it may be more training: the control says how much.
+    measured = f"{recovered:.0%}; {found['recovered_of_control']:.0%} against float32 trained on for as long"
+    what = "transformer in NVFP4 W4A4: share of the lost nats per byte that fine-tuning wins back"
+    return [Bar(what, ">= 50 %", measured, recovered >= 0.5)]
+
+
+def study_table(path: Path = STUDY) -> str:
+    """The result of the study as a Markdown table, with where it comes from."""
+    found = json.loads(path.read_text())
+    losses, where = found["nats_per_byte"], found["environment"]
+    start, control = losses["float32"], losses["float32_trained_on"]
+    rows = [
+        "| | calibrated | lost | fine-tuned | still lost | recovered | against the control |",
+        "|---|---|---|---|---|---|---|",
+        f"| float32 | {start:.4f} | | {control:.4f} | {control - start:+.4f} | | |",
+    ]
+    for name, row in losses["formats"].items():
+        before, after = row["calibrated"], row["finetuned"]
+        lost, left = before - start, after - start
+        won = f"{row['recovered']:.0%} | {row['recovered_of_control']:.0%}"
+        rows.append(f"| {name} | {before:.4f} | {lost:+.4f} | {after:.4f} | {left:+.4f} | {won} |")
+    source = (
+        f"{found['bytes']['held_out']:,} held-out bytes of Python {where['python']}; {found['steps']} steps of "
+        f"training, {found['tuning_steps']} of fine-tuning; torch {where['torch']}, {found['seconds']:.0f} seconds."
+    )
+    return "\n".join([*rows, "", source])
+
+
 @cache
 def machine() -> dict[str, str]:
     """Where the figures come from."""
@@ -181,24 +231,40 @@ def update_readme(bars: Sequence[Bar], readme: Path = README) -> None:
     Raises:
         ValueError: a marker is missing.
     """
-    text = readme.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{readme} lacks the markers {BEGIN} and {END}; put them where the table belongs")
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
     where = machine()
     source = f"Measured by `make bars` on {where['processor']}, {where['threads']} threads, torch {where['torch']}."
-    write_whole(readme, f"{before}{BEGIN}\n{as_table(bars)}\n\n{source}\n{END}{after}")
+    put_between(readme, BEGIN, END, f"{as_table(bars)}\n\n{source}")
+
+
+def put_between(page: Path, begin: str, end: str, content: str) -> None:
+    """Replace what stands between two markers of a page.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    text = page.read_text()
+    if begin not in text or end not in text:
+        raise ValueError(f"{page} lacks the markers {begin} and {end}; put them where the table belongs")
+    before, rest = text.split(begin, 1)
+    after = rest.split(end, 1)[1]
+    write_whole(page, f"{before}{begin}\n{content}\n{end}{after}")
 
 
 def main() -> int:
-    """Measure, print and write everything; 1 if a bar is missed."""
+    """Measure, print and write everything; 1 if a bar is missed. With `--pages`: only write what was measured."""
+    if STUDY.exists():
+        put_between(MICROSCALING, STUDY_BEGIN, STUDY_END, study_table())
+    if "--pages" in sys.argv[1:]:
+        return 0
     machine()
-    bars = demo_bars()
-    if not bars:
+    bars = demo_bars() + study_bars()
+    if not DEMO.exists():
         print(f"{DEMO} is missing: run `make demo` for its rows")
+    if not STUDY.exists():
+        print(f"{STUDY} is missing: run `python examples/transformer.py` for its row")
     bars += exactness_bars()
     bars += kernel_bars()
+    bars += format_bars()
     bars.append(at_most("bytes saved for the backward per element", saved_bytes_per_element(), 1 / 8, "{:.3f}"))
     bars += import_bars()
     print(as_table(bars))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.numerics.formats import FloatFormat, Specials
+from fakequant.numerics.tables import TableFormat
 
 DTYPES = {
     "float32": torch.float32,
@@ -51,11 +53,39 @@ FORMATS = {
     "int16": FormatCase("int16", oracle.Integers(-32768, 32767)),
     "float8_e4m3fn": FormatCase("float8_e4m3fn", oracle.E4M3FN),
     "float8_e5m2": FormatCase("float8_e5m2", oracle.E5M2),
+    "float8_e4m3fnuz": FormatCase("float8_e4m3fnuz", oracle.E4M3FNUZ),
+    "float8_e5m2fnuz": FormatCase("float8_e5m2fnuz", oracle.E5M2FNUZ),
+    "float8_e4m3b11fnuz": FormatCase("float8_e4m3b11fnuz", oracle.E4M3B11FNUZ),
+    "float8_e4m3": FormatCase("float8_e4m3", oracle.E4M3),
+    "float8_e3m4": FormatCase("float8_e3m4", oracle.E3M4),
+    "float6_e3m2fn": FormatCase("float6_e3m2fn", oracle.E3M2FN),
+    "float6_e2m3fn": FormatCase("float6_e2m3fn", oracle.E2M3FN),
+    "float4_e2m1fn": FormatCase("float4_e2m1fn", oracle.E2M1FN),
+    "nf4": FormatCase("nf4", oracle.NF4),
     # Not registered: formats are values, and the kernels know only their fields.
-    "float4": FormatCase(FloatFormat("e2m1", 2, 1, Specials.NONE), oracle.SmallFloat(2, 1, finite_codes=8)),
-    "float6": FormatCase(FloatFormat("e3m2", 3, 2, Specials.NONE), oracle.SmallFloat(3, 2, finite_codes=32)),
+    "three_values": FormatCase(TableFormat("three", (-1.0, 0.0, 0.75)), oracle.Values((-1.0, 0.0, 0.75))),
+    "positive_values": FormatCase(TableFormat("positive", (0.0, 1.0, 5.0)), oracle.Values((0.0, 1.0, 5.0))),
     "half": FormatCase(FloatFormat("e5m10", 5, 10, Specials.IEEE), oracle.FLOAT16),
 }
+_LARGEST_SMALL = 8
+
+
+def _small_formats() -> dict[str, FormatCase]:
+    """Every registered format of at most 8 bits that tensors can have; one without an oracle is a KeyError."""
+    small = {name: fmt for name, fmt in fq.formats().items() if fmt.bits <= _LARGEST_SMALL and fmt.has_zero}
+    integers = {name: re.fullmatch(r"(u?)int(\d)", name) for name in small}
+    found = {}
+    for name, match in integers.items():
+        if match:
+            codes = 2 ** int(match[2])
+            low = 0 if match[1] else -codes // 2
+            found[name] = FormatCase(name, oracle.Integers(low, low + codes - 1), symmetric=True)
+        else:
+            found[name] = FORMATS[name]
+    return found
+
+
+SMALL_FORMATS = _small_formats()
 
 
 @dataclass(frozen=True)
@@ -167,7 +197,11 @@ def _ties(case: FormatCase, zero_point: np.ndarray | float, shape: tuple[int, ..
         near = np.where(random.random(shape) < 0.5, low, high - 4) + random.integers(0, 5, shape)
         code = np.where(random.random(shape) < 0.3, near, random.integers(low, high + 1, shape))
         return code + 0.5 * random.integers(0, 2, shape) - zero_point
-    middles = oracle.table(case.oracle).middles[1:]
+    middles = oracle.table(case.oracle).middles
+    if isinstance(case.oracle, oracle.Values):
+        points = np.concatenate([middles, case.oracle.numbers, [1.5 * case.oracle.numbers[-1], -7.0]])
+        return random.choice(points, shape)
+    middles = middles[1:]
     index = random.integers(0, len(middles), shape)
     index = np.where(random.random(shape) < 0.2, len(middles) - 1 - index % 2, index)
     return middles[index] * random.choice([-1.0, 1.0], shape)

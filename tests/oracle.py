@@ -22,15 +22,27 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class SmallFloat:
-    """A binary float by its layout; `finite_codes` is how many codes with sign 0 are finite numbers."""
+    """A binary float by its layout.
+
+    Args:
+        finite_codes: how many codes with sign 0 are finite numbers.
+        bias: of the exponent; None for that of IEEE 754.
+        one_zero: whether the code of -0 is NaN.
+    """
 
     exponent_bits: int
     mantissa_bits: int
     finite_codes: int
+    bias: int | None = None
+    one_zero: bool = False
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
 
     def decode(self, code: int) -> Fraction:
         """The number of a code with sign 0, as if every code were a finite number."""
-        bias = 2 ** (self.exponent_bits - 1) - 1
+        bias = 2 ** (self.exponent_bits - 1) - 1 if self.bias is None else self.bias
         exponent, mantissa = divmod(code, 2**self.mantissa_bits)
         if exponent == 0:
             return Fraction(mantissa, 2**self.mantissa_bits) * Fraction(2) ** (1 - bias)
@@ -39,6 +51,8 @@ class SmallFloat:
     def value(self, code: int) -> float:
         """The number of any code, with its sign; NaN or inf where the code is not finite."""
         sign, magnitude = divmod(code, 2 ** (self.exponent_bits + self.mantissa_bits))
+        if sign and not magnitude and self.one_zero:
+            return float("nan")
         if magnitude < self.finite_codes:
             number = float(self.decode(magnitude))
         else:
@@ -49,6 +63,14 @@ class SmallFloat:
 
 E4M3FN = SmallFloat(4, 3, finite_codes=0x7F)
 E5M2 = SmallFloat(5, 2, finite_codes=0x7C)
+E4M3FNUZ = SmallFloat(4, 3, finite_codes=0x80, bias=8, one_zero=True)
+E5M2FNUZ = SmallFloat(5, 2, finite_codes=0x80, bias=16, one_zero=True)
+E4M3B11FNUZ = SmallFloat(4, 3, finite_codes=0x80, bias=11, one_zero=True)
+E4M3 = SmallFloat(4, 3, finite_codes=0x78)
+E3M4 = SmallFloat(3, 4, finite_codes=0x70)
+E3M2FN = SmallFloat(3, 2, finite_codes=0x20)
+E2M3FN = SmallFloat(2, 3, finite_codes=0x20)
+E2M1FN = SmallFloat(2, 1, finite_codes=0x08)
 FLOAT16 = SmallFloat(5, 10, finite_codes=0x7C00)
 BFLOAT16 = SmallFloat(8, 7, finite_codes=0x7F80)
 
@@ -61,14 +83,31 @@ class Integers:
     high: int
 
 
-OracleFormat = SmallFloat | Integers
+@dataclass(frozen=True)
+class Values:
+    """Any numbers, rising; the code of each is its position."""
+
+    numbers: tuple[float, ...]
+
+
+OracleFormat = SmallFloat | Integers | Values
+
+# QLoRA, arXiv 2305.14314, appendix E.
+NF4 = Values(
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    )
+)
 
 
 @dataclass(frozen=True)
 class Table:
     """Values in rising order, the middles between neighbours, and which codes are even.
 
-    The first and the last entry lie beyond the format: what rounds to them is out of range.
+    For a float format the first and the last entry lie beyond it: what rounds to them is out of range.
     """
 
     values: Array
@@ -85,14 +124,18 @@ class Table:
 
 
 @cache
-def table(fmt: SmallFloat) -> Table:
-    """The table of the magnitudes of a float format."""
-    below_zero = Fraction(-1)  # never reached by a magnitude
-    numbers = [below_zero, *(fmt.decode(code) for code in range(fmt.finite_codes + 1))]
+def table(fmt: SmallFloat | Values) -> Table:
+    """The table of the magnitudes of a float format, or of a list of values."""
+    if isinstance(fmt, Values):
+        first = 0
+        numbers = [Fraction(number) for number in fmt.numbers]
+    else:
+        first = -1  # a number below zero, which no magnitude reaches
+        numbers = [Fraction(-1), *(fmt.decode(code) for code in range(fmt.finite_codes + 1))]
     middles = [(low + high) / 2 for low, high in itertools.pairwise(numbers)]
     middle_floats = np.array([float(m) for m in middles])
     assert [Fraction(m) for m in middle_floats] == middles, "a middle is not exact in float64"
-    codes = np.arange(-1, fmt.finite_codes + 1)
+    codes = np.arange(first, first + len(numbers))
     return Table(np.array([float(v) for v in numbers]), middle_floats, codes % 2 == 0)
 
 
@@ -125,11 +168,41 @@ def encode(v: Array, fmt: OracleFormat, zero_point: Array) -> tuple[Array, Array
         index = entries.nearest(np.abs(v))
         inside = index < len(entries.values) - 1
         decoded = np.copysign(entries.values[np.minimum(index, len(entries.values) - 2)], v)
+        if fmt.one_zero:
+            decoded = np.where(decoded == 0, 0.0, decoded)
+    elif isinstance(fmt, Values):
+        entries = table(fmt)
+        inside = (v >= fmt.numbers[0]) & (v <= fmt.numbers[-1])
+        decoded = entries.values[entries.nearest(v)]
     else:
         nearest = round_integer(v)
         inside = (nearest + zero_point >= fmt.low) & (nearest + zero_point <= fmt.high)
         decoded = np.clip(nearest, fmt.low - zero_point, fmt.high - zero_point)
     return np.where(np.isnan(v), np.nan, decoded), inside & ~np.isnan(v)
+
+
+def decode_pattern(pattern: Array, fmt: OracleFormat) -> Array:
+    """The float64 numbers of stored codes: bit patterns of floats, positions of values, integers themselves."""
+    if isinstance(fmt, Integers):
+        return pattern.astype(np.float64)
+    if isinstance(fmt, Values):
+        return np.array(fmt.numbers)[pattern]
+    return _every_value(fmt)[pattern]
+
+
+@cache
+def _every_value(fmt: SmallFloat) -> Array:
+    return np.array([fmt.value(code) for code in range(2**fmt.bits)])
+
+
+@cache
+def stored_nan(fmt: OracleFormat) -> float:
+    """What NaN is stored as: itself where a code is NaN, otherwise the lowest value."""
+    if isinstance(fmt, Integers):
+        return float(fmt.low)
+    if isinstance(fmt, Values):
+        return fmt.numbers[0]
+    return float("nan") if np.isnan(_every_value(fmt)).any() else -float(fmt.decode(fmt.finite_codes - 1))
 
 
 def round_to(v: Array, fmt: SmallFloat) -> Array:

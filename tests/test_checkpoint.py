@@ -13,7 +13,8 @@ from fakequant.errors import CheckpointError, OutputError, SpecError
 from fakequant.model import presets
 from fakequant.model.checkpoint import load, save
 from fakequant.model.prepare import calibrate, prepare
-from fakequant.nn import Mode, quantizers
+from fakequant.model.qat import Scales, set_scales
+from fakequant.nn import Mode, learned_ranges, quantizers
 
 
 def saved(folder: Path, config: Any = presets.INT8) -> SmallNet:
@@ -48,14 +49,33 @@ def test_learned_scales_modes_and_shared_weights(tmp_path: Path) -> None:
     x = torch.tensor([[0, 5, 3]])
     model = prepare(Tied(), presets.INT8)
     calibrate(model, [x])
-    model.head._input_quantizer.learn_scale()
+    model.head._input_quantizer.learn("lsq", gradient_factor=False)
     model.table._weight_quantizer.mode = Mode.OFF
     save(model, tmp_path)
     restored = load(Tied(), tmp_path)
     assert torch.equal(restored(x), model(x))
-    assert isinstance(restored.head._input_quantizer.scale, nn.Parameter)
+    learned = restored.head._input_quantizer.learned
+    assert learned is not None
+    assert (learned.method, learned.options()) == ("lsq", {"gradient_factor": False})
+    assert repr(restored) == repr(model)
     assert restored.table._weight_quantizer.mode is Mode.OFF
     assert restored.head.weight is restored.table.weight
+
+
+@pytest.mark.parametrize("method", learned_ranges())
+def test_learned_ranges_come_back_with_method_and_parameters(method: str, tmp_path: Path) -> None:
+    model = prepare(small_net(), presets.INT8_AFFINE if "lsq" in method else presets.INT8)
+    calibrate(model, [images()])
+    set_scales(model, Scales.LEARNED, method)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if f".{method}." in name:
+                parameter.mul_(1.1)
+    save(model, tmp_path)
+    restored = load(small_net(), tmp_path)
+    assert torch.equal(restored(images()), model(images()))
+    assert repr(restored) == repr(model)
+    assert {n for n, _ in restored.named_parameters()} == {n for n, _ in model.named_parameters()}
 
 
 def test_an_uncalibrated_model_stays_uncalibrated(tmp_path: Path) -> None:

@@ -63,8 +63,7 @@ def compare(backend, numbers, spec, label):
             inside = reference.passes(x, params, spec_of_gradient)
             assert_same_bits(dx, reference.grad_input(dy, inside), f"{label} {gradient.value} dx")
             served += 1
-    # Some formats have no dtype for their codes; those that do are named as strings in the cases.
-    if backend.unsupported(x, spec, codes=True) is None and spec.format in fq.formats().values():
+    if backend.unsupported(x, spec, codes=True) is None:
         codes = reference.quantize(x, params, spec)
         assert_same_bits(backend.quantize(x, params, spec), codes, f"{label} codes")
         for dtype in (torch.float32, x.dtype):
@@ -116,7 +115,7 @@ SIZES = [1, 7, 8, 9, 15, 16, 17, 1023, 1024, 1025, 2047, 4099, 32768, 32769, 700
 
 @each_backend
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["int8", "uint8_affine", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["int8", "uint8_affine", "float8_e4m3fn", "nf4"])
 def test_chunks_and_remainders(backend, name, size):
     skip_unavailable(backend)
     torch.set_num_threads(2 if size > 32768 else 1)
@@ -149,7 +148,7 @@ def test_empty(backend, shape):
 
 
 @each_backend
-@pytest.mark.parametrize("name", ["int8", "uint8_affine", "float8_e5m2"])
+@pytest.mark.parametrize("name", ["int8", "uint8_affine", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn", "nf4"])
 def test_every_float16_and_bfloat16_pattern(backend, name):
     skip_unavailable(backend)
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)

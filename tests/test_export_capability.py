@@ -11,6 +11,7 @@ import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.export.capability import (
     Layout,
+    block_sizes,
     check_opset,
     check_scale,
     check_spec,
@@ -18,6 +19,8 @@ from fakequant.export.capability import (
     layout,
     overflows,
 )
+from fakequant.numerics.formats import FloatFormat, Specials
+from fakequant.numerics.granularity import parse_granularity
 
 BOUNDS = {
     "INT4": (-8, 7),
@@ -58,21 +61,29 @@ def test_other_ranges_and_floats(name: str, element: str, clips: bool) -> None:
     assert (found.element.name, found.clips) == (element, clips)
 
 
-@pytest.mark.parametrize("fmt", [fq.IntegerFormat(-32769, 0), fq.IntegerFormat(0, 65536)], ids=str)
-def test_larger_integers_are_refused(fmt: fq.IntegerFormat) -> None:
+@pytest.mark.parametrize(
+    "fmt",
+    [fq.IntegerFormat(-32769, 0), fq.IntegerFormat(0, 65536), FloatFormat("e5m10", 5, 10, Specials.IEEE)],
+    ids=str,
+)
+def test_larger_formats_are_refused(fmt: fq.Format) -> None:
     with pytest.raises(ExportError, match="has no element type in ONNX that QuantizeLinear writes; use integers of at"):
         encoding(fmt)
+
+
+@pytest.mark.parametrize("name", fq.formats())
+def test_every_format_has_an_encoding(name: str) -> None:
+    fmt = fq.parse_format(name)
+    found = encoding(fmt)
+    assert found.element.bits >= fmt.bits
+    assert found.portable == (not isinstance(fmt, fq.IntegerFormat) and not found.element.name.startswith("FLOAT8"))
+    assert found.opset(constant=False) == (18 if found.portable else found.element.opset)
 
 
 def test_multiplier_is_refused_and_reciprocal_is_not() -> None:
     with pytest.raises(ExportError, match=r"int8 per_tensor multiplier: .* prepare the model with Arithmetic\.DIVIDE"):
         check_spec(fq.QuantSpec("int8", arithmetic=fq.Arithmetic.MULTIPLIER))
     assert check_spec(fq.QuantSpec("int8", arithmetic=fq.Arithmetic.RECIPROCAL)).element.name == "INT8"
-
-
-def test_padded_blocks_are_refused() -> None:
-    with pytest.raises(ExportError, match="a padded last block has no place"):
-        check_spec(fq.QuantSpec("int8", fq.PerBlock({-1: 4}, pad=True)))
 
 
 LAYOUTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Layout]] = {
@@ -85,9 +96,9 @@ LAYOUTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Layout]] = {
     "single_channel": ((8, 1, 5), (1, 1, 1), Layout()),
     "tokens": ((2, 7, 64), (2, 7, 1), Layout(2, 64, (1, 1, 1))),
     "symbolic_tokens": (("n", "t", 64), ("n", "t", 1), Layout(2, 64, (1, 1, 1), symbolic=True)),
-    "blocks": ((8, 64), (8, 2), Layout(1, 32, (1, 1), broadcasts=False)),
-    "blocks_first": ((64, 8), (2, 8), Layout(0, 32, (1, 1), broadcasts=False)),
-    "tiles": ((8, 64), (2, 2), Layout(1, 32, (4, 1), broadcasts=False)),
+    "blocks": ((8, 64), (8, 2), Layout(1, 32, (1, 1))),
+    "blocks_first": ((64, 8), (2, 8), Layout(0, 32, (1, 1))),
+    "tiles": ((8, 64), (2, 2), Layout(1, 32, (4, 1))),
     "two_channels": ((4, 3, 5, 2), (4, 3, 1, 1), Layout(2, 5, (1, 1, 1, 2))),
     "every_element": ((4, 3), (4, 3), Layout(1, 1, (1, 1))),
 }
@@ -95,26 +106,45 @@ LAYOUTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Layout]] = {
 
 @pytest.mark.parametrize(("shape", "groups", "expected"), LAYOUTS.values(), ids=LAYOUTS)
 def test_layout(shape: tuple[Any, ...], groups: tuple[Any, ...], expected: Layout) -> None:
-    found = layout(shape, groups, constant=True)
+    found = layout(shape, groups)
     assert found == expected
     assert found.opset == (21 if expected.block_size or expected.symbolic else 18)
 
 
 @pytest.mark.parametrize(
-    ("shape", "groups", "constant", "text"),
+    ("shape", "groups", "text"),
     [
-        ((8, 64), (2, 2), False, r"scales of shape \[2, 2\] on a tensor of shape \[8, 64\]: ONNX has scales per"),
-        (("n", 64), ("n", 4), True, ""),
-        (("n", 3, 5, 2), (1, 3, 1, 2), True, r"make the other axes static"),
-        (("n", 64), (4, 1), True, "an axis of symbolic length n is divided into 4 groups"),
+        (("n", 3, 5, 2), (1, 3, 1, 2), r"scales of shape \[1, 3, 1, 2\] on .*: ONNX has .*make the other axes static"),
+        (("n", 64), (4, 1), "an axis of symbolic length n is divided into 4 groups"),
     ],
 )
-def test_layouts_that_onnx_lacks(shape: tuple[Any, ...], groups: tuple[Any, ...], constant: bool, text: str) -> None:
-    if not text:
-        assert layout(shape, groups, constant=constant) == Layout(1, 16, (1, 1), broadcasts=False, symbolic=True)
-        return
+def test_layouts_that_onnx_lacks(shape: tuple[Any, ...], groups: tuple[Any, ...], text: str) -> None:
     with pytest.raises(ExportError, match=text):
-        layout(shape, groups, constant=constant)
+        layout(shape, groups)
+
+
+BLOCKS: dict[str, tuple[str, tuple[Any, ...], list[Any]]] = {
+    "tensor": ("per_tensor", ("n", 3), ["n", 3]),
+    "channel": ("per_channel(-1)", ("n", 3), ["n", 1]),
+    "token": ("per_token", ("n", "t", 8), [1, 1, 8]),
+    "full": ("per_block(-1:32)", ("n", 64), [1, 32]),
+    "ragged": ("per_block(0:4,1:32,pad)", (6, 40), [4, 32]),
+    "longer_than_the_axis": ("per_block(1:32,pad)", ("n", 20), [1, 20]),
+}
+
+
+@pytest.mark.parametrize(("granularity", "shape", "expected"), BLOCKS.values(), ids=BLOCKS)
+def test_block_sizes(granularity: str, shape: tuple[Any, ...], expected: list[Any]) -> None:
+    assert block_sizes(parse_granularity(granularity), shape) == expected
+
+
+def test_blocks_of_an_axis_of_symbolic_length_are_refused() -> None:
+    with pytest.raises(ExportError, match="an axis of symbolic length n is divided into blocks of 4; export it with"):
+        block_sizes(parse_granularity("per_block(0:4,pad)"), ("n", 8))
+
+
+def test_a_last_block_that_is_not_full_keeps_the_size_of_the_others() -> None:
+    assert layout((3, 40), (3, 2), [1, 32]) == Layout(1, 32, (1, 1))
 
 
 def test_where_onnx_runtime_overflows() -> None:
@@ -128,9 +158,14 @@ def test_where_onnx_runtime_overflows() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, 1e-40, float("inf"), float("nan")])
 def test_scales_must_be_positive_and_normal(bad: float) -> None:
-    check_scale(torch.tensor([1.0, 2.0**-126]))
+    spec, powers = fq.QuantSpec("int8"), fq.QuantSpec.parse("int8 per_tensor scale=float8_e8m0fnu:floor")
+    check_scale(torch.tensor([1.0, 2.0**-126]), spec)
+    check_scale(torch.tensor([1.0, 2.0**-127]), powers)
+    for each in (spec, powers):
+        with pytest.raises(ExportError, match=r"has the scale .*, expected positive normal"):
+            check_scale(torch.tensor([[1.0], [bad]]), each)
     with pytest.raises(ExportError, match=r"has the scale .*, expected positive normal"):
-        check_scale(torch.tensor([[1.0], [bad]]))
+        check_scale(torch.tensor([2.0**-127]), spec)
 
 
 def test_operator_set_is_the_smallest_that_suffices() -> None:

@@ -1,9 +1,12 @@
 import copy
 import pickle
+import re
 
 import ml_dtypes
+import numpy as np
 import pytest
 import torch
+from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.errors import SpecError
@@ -63,14 +66,33 @@ def test_names_bits_and_storage(low, high, name, bits, storage):
     assert parse_format(name) == fmt
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("float8_e4m3fn", ml_dtypes.float8_e4m3fn), ("float8_e5m2", ml_dtypes.float8_e5m2)]
-)
-def test_float_bounds_are_those_of_ml_dtypes(name, dtype):
-    fmt, info = parse_format(name), ml_dtypes.finfo(dtype)
+@pytest.mark.parametrize("name", [name for name, fmt in fq.formats().items() if isinstance(fmt, FloatFormat)])
+def test_float_bounds_are_those_of_ml_dtypes(name):
+    fmt, info = parse_format(name), ml_dtypes.finfo(getattr(ml_dtypes, name))
     assert (fmt.quant_min, fmt.quant_max) == (float(info.min), float(info.max))
     assert 2.0**fmt.grid.min_exponent == float(info.tiny)
-    assert (fmt.bits, fmt.storage) == (info.bits, getattr(torch, name))
+    assert 2.0 ** (fmt.grid.min_exponent - fmt.mantissa_bits) == float(info.smallest_subnormal)
+    assert (fmt.bits, fmt.storage) == (info.bits, getattr(torch, name, torch.uint8))
+
+
+def test_every_code_of_e8m0():
+    fmt = parse_format("float8_e8m0fnu")
+    codes = torch.arange(256, dtype=torch.uint8)
+    stored = codes.view(torch.float8_e8m0fnu)
+    wanted = codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    assert wanted[:255].tolist() == [2.0 ** (code - 127) for code in range(255)]
+    for dtype in (torch.float32, torch.float64):
+        values = fmt.from_storage(stored, dtype)
+        assert_same_bits(values, torch.from_numpy(wanted).to(dtype))
+        assert_same_bits(fmt.to_storage(values).view(torch.uint8), codes)
+        assert_same_bits(fmt.round(values[1:255]), values[1:255])  # 2**-127 is subnormal in float32
+    assert (fmt.quant_min, fmt.quant_max, fmt.has_zero) == (2.0**-127, 2.0**127, False)
+
+
+def test_all_formats_of_ml_dtypes_up_to_8_bits_are_registered():
+    names = {name for name in dir(ml_dtypes) if re.fullmatch(r"float[468]_\w+", name)}
+    assert len(names) >= 11
+    assert names <= set(fq.formats())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
 from fakequant.model import presets
+from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import calibrate, prepare
 from fakequant.model.qat import Options, Scales, Schedule, finetune, freeze_batch_norm, scheduler, set_scales
 from fakequant.nn import quantizers
@@ -58,17 +60,81 @@ def test_the_weight_scales_move_once_an_epoch() -> None:
     assert not torch.equal(seen[0], seen[-1])
 
 
-def test_learned_scales_move() -> None:
+STATIC_W4A8 = Config(
+    "W4A8", (Rule("*", TensorConfig("uint8 per_tensor symmetric"), TensorConfig("int4 per_block(-1:3,pad)")),)
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [
+        ("lsq", presets.INT4),
+        ("lsq_plus", presets.INT4),
+        ("lsq", presets.FP8),
+        ("pact", presets.INT8),
+        ("pact", STATIC_W4A8),
+        ("tqt", presets.FP8),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_learned_ranges_move_and_lower_the_loss(method: str, config: Config) -> None:
+    model = calibrated(config)
+    options = Options(
+        scales=Scales.LEARNED,
+        method=method,
+        on_epoch=lambda *_: before.append({n: p.detach().clone() for n, p in model.named_parameters()}),
+    )
+    before: list[dict[str, Tensor]] = []
+    history = finetune(model, BATCHES, nn.functional.cross_entropy, SCHEDULE, options)
+    assert history[-1] < history[0]
+    moved = [name for name, value in before[0].items() if f".{method}." in name and not value.equal(before[-1][name])]
+    assert any("_input_quantizer" in name for name in moved)
+    assert any("_weight_quantizer" in name for name in moved)
+    assert all(q.learned is not None and q.learned.method == method for q in quantizers(model).values())
+
+
+def test_options_of_the_method_arrive() -> None:
     model = calibrated()
-    before = model.head._input_quantizer.scale.clone()
-    finetune(model, BATCHES, nn.functional.cross_entropy, SCHEDULE, Options(scales=Scales.LEARNED))
-    assert isinstance(model.head._input_quantizer.scale, nn.Parameter)
-    assert not torch.equal(before, model.head._input_quantizer.scale)
+    set_scales(model, Scales.LEARNED, "lsq", gradient_factor=False)
+    learned = model.head._input_quantizer.learned
+    assert learned is not None
+    assert learned.options() == {"gradient_factor": False}
 
 
-def test_learning_needs_calibration() -> None:
-    with pytest.raises(ConfigError, match=r"stem\._input_quantizer has no scale to learn"):
-        set_scales(prepare(small_net(), presets.INT8), Scales.LEARNED)
+@pytest.mark.parametrize(
+    ("model", "method", "text"),
+    [
+        (lambda: prepare(small_net(), presets.INT8), "lsq", r"stem\._input_quantizer has no range to learn"),
+        (lambda: calibrated(presets.INT4), "tqt", r"stem\._input_quantizer: uint4 per_tensor has a zero point, which"),
+        (lambda: calibrated(presets.NVFP4_WEIGHT_ONLY), "lsq", r"stem\._weight_quantizer: .* has scales in float8_e4"),
+        (lambda: calibrated(presets.INT4), "lqs", r"stem\._input_quantizer: unknown method 'lqs' .*did you mean lsq"),
+    ],
+    ids=["not-calibrated", "asymmetric", "scale-format", "unknown"],
+)
+def test_what_cannot_be_learned_is_named_and_nothing_is(model: Any, method: str, text: str) -> None:
+    prepared = model()
+    with pytest.raises(ConfigError, match=text):
+        set_scales(prepared, Scales.LEARNED, method)
+    assert all(q.learned is None for q in quantizers(prepared).values())
+
+
+@pytest.mark.parametrize("scales", [Scales.FIXED, Scales.EPOCH], ids=lambda s: s.value)
+def test_other_policies_end_the_learning(scales: Scales) -> None:
+    model = calibrated()
+    set_scales(model, Scales.LEARNED, "lsq_plus")
+    with torch.no_grad():
+        model.head._input_quantizer.learned.step.mul_(2)
+    expected = model.head._input_quantizer(torch.ones(2, 3)).detach()
+    set_scales(model, scales)
+    assert all(q.learned is None and q.calibrated for q in quantizers(model).values())
+    assert torch.equal(model.head._input_quantizer(torch.ones(2, 3)), expected)
+
+
+def test_dynamic_quantizers_learn_nothing() -> None:
+    model = calibrated(presets.INT8_PER_TOKEN)
+    set_scales(model, Scales.LEARNED)
+    assert model.head._input_quantizer.learned is None
+    assert model.head._weight_quantizer.learned is not None
 
 
 def test_batch_norm_freezes_at_its_time() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from fakequant import PerChannel, PerToken, QParams, QuantSpec, Range, fake_quantize
 from fakequant.calibration import make_calibrator
-from fakequant.errors import CalibrationError, ConfigError, ShapeError
+from fakequant.errors import CalibrationError, ShapeError
 from fakequant.nn import Kind, Mode, Quantizer, quantizers
 
 X = torch.tensor([[0.3, -1.0, 2.0], [0.0, 5.0, -0.2]])
@@ -96,10 +96,6 @@ def test_scale_keeps_its_precision(dtype: torch.dtype) -> None:
     assert torch.equal(quantizer.to(dtype).scale, scale)
     assert torch.equal(quantizer.zero_point, zero_point)
     assert quantizer(X.to(dtype)).dtype == dtype
-    learned = calibrated()
-    learned.learn_scale()
-    assert learned.to(dtype).scale.dtype == torch.float32
-    assert isinstance(learned.scale, nn.Parameter)
 
 
 def test_a_double_scale_becomes_float32_with_the_model() -> None:
@@ -134,28 +130,6 @@ def test_copies_are_independent(copier: object) -> None:
     assert not torch.equal(twin(X), quantizer(X))
 
 
-def test_learned_scale_gets_a_gradient_and_trains() -> None:
-    quantizer = calibrated()
-    quantizer.learn_scale()
-    quantizer.learn_scale()
-    assert [name for name, _ in quantizer.named_parameters()] == ["scale"]
-    quantizer(X * 1.7).square().sum().backward()
-    assert quantizer.scale.grad is not None
-    assert bool((quantizer.scale.grad != 0).all())
-    quantizer.set_qparams(QParams(torch.ones(2, 1)))
-    assert isinstance(quantizer.scale, nn.Parameter)
-    quantizer.reset()
-    assert not quantizer.calibrated
-    assert list(quantizer.parameters()) == []
-
-
-def test_learning_needs_a_scale() -> None:
-    with pytest.raises(ConfigError, match="no scale to learn; calibrate it first"):
-        Quantizer("int8").learn_scale()
-    with pytest.raises(ConfigError, match="is dynamic"):
-        Quantizer("int8", dynamic=True).learn_scale()
-
-
 def test_given_parameters_are_not_aliased() -> None:
     scale = torch.tensor([0.5])
     quantizer = Quantizer("int8")
@@ -166,9 +140,9 @@ def test_given_parameters_are_not_aliased() -> None:
 
 def test_repr_says_what_matters() -> None:
     quantizer = calibrated()
-    quantizer.learn_scale()
+    quantizer.learn("lsq")
     quantizer.mode = Mode.OFF
-    assert repr(quantizer) == "Quantizer(int8 per_channel(0), input, off, scale 0.01575 to 0.03937 [2], learned)"
+    assert repr(quantizer) == "Quantizer(int8 per_channel(0), input, off, scale 0.01575 to 0.03937 [2], learned by lsq)"
     assert repr(Quantizer("int8", dynamic=True)) == "Quantizer(int8 per_tensor, input, dynamic)"
 
 

@@ -1,16 +1,21 @@
 """The definition against the oracle, which shares no code with it."""
 
+import math
+
 import cases
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 import torch
 from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES
+from cases import DTYPES, FORMATS, GRANULARITIES, SMALL_FORMATS
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops.dispatch import backends
+
+UNSIGNED = {1: torch.uint8, 2: torch.uint16}
 
 
 def to_numpy(x):
@@ -46,40 +51,106 @@ def test_values_codes_and_range_are_the_oracles(name, dtype):
             assert_same_bits(actual, to_dtype(right.value, dtype), label)
             inside = reference.passes(numbers.x, numbers.params, spec)
             assert_same_bits(inside, torch.from_numpy(np.asarray(right.inside)), f"{label} mask")
-            if case.oracle is not oracle.FLOAT16 and not isinstance(case.format, fq.Format):
-                codes = reference.quantize(numbers.x, numbers.params, spec).to(torch.float64)
-                wanted = torch.from_numpy(np.asarray(right.code, np.float64))
-                if spec.format.has_zero_point:
-                    # Integers have neither NaN, which becomes the lowest code, nor a negative zero.
-                    wanted = torch.where(wanted.isnan(), spec.format.quant_min, wanted) + 0.0
-                assert_same_bits(codes, wanted, f"{label} codes")
+            codes = reference.quantize(numbers.x, numbers.params, spec)
+            assert_same_bits(decoded(codes, case.oracle), wanted_codes(right, case.oracle), f"{label} codes")
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.0625, 0.37, 3.1], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
-def test_every_16_bit_pattern_through_float8(name, dtype, scale):
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(DTYPES[dtype])
-    for arithmetic in fq.Arithmetic:
-        spec = fq.QuantSpec(name, arithmetic=arithmetic)
-        scales = np.full(x.shape, scale, np.float32)
-        right = oracle.fake_quantize(to_numpy(x), scales, None, FORMATS[name].oracle, arithmetic.value)
-        params = fq.QParams(torch.tensor([scale]))
+def decoded(codes, fmt):
+    """Stored codes as float64, by the oracle."""
+    assert codes.dtype != torch.int16 or isinstance(fmt, oracle.Integers) or fmt.bits == 16
+    patterns = codes.numpy() if isinstance(fmt, oracle.Integers) else codes.view(UNSIGNED[codes.itemsize]).numpy()
+    return torch.from_numpy(np.asarray(oracle.decode_pattern(patterns, fmt)))
+
+
+def wanted_codes(right, fmt):
+    """The oracle's codes as they can be stored: NaN as the format has it, integers without a negative zero."""
+    code = np.where(np.isnan(right.code), oracle.stored_nan(fmt), right.code)
+    return torch.from_numpy(np.asarray(code + 0.0 if isinstance(fmt, oracle.Integers) else code, np.float64))
+
+
+def check_every_16_bit_pattern(case, dtype, scale):
+    """All inputs of a 16-bit dtype through values and stored codes, in every arithmetic, by every backend."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    params = fq.QParams(torch.tensor([scale]))
+    for arithmetic in case.arithmetics():
+        spec = case.spec(fq.PerTensor(), arithmetic)
+        right = oracle.fake_quantize(
+            to_numpy(x), np.full(x.shape, scale, np.float32), None, case.oracle, arithmetic.value
+        )
+        values, codes = to_dtype(right.value, x.dtype), wanted_codes(right, case.oracle)
         for backend in backends():
             if backend.unavailable():
                 continue
-            y, _ = backend.fake_quantize(x, params, spec, mask=False)
-            assert_same_bits(y, to_dtype(right.value, x.dtype), f"{backend.name} {arithmetic.value}")
+            label = f"{backend.name} {arithmetic.value} {scale}"
+            if not backend.unsupported(x, spec, codes=False):
+                assert_same_bits(backend.fake_quantize(x, params, spec, mask=False)[0], values, label)
+            if not backend.unsupported(x, spec, codes=True):
+                stored = backend.quantize(x, params, spec)
+                assert_same_bits(decoded(stored, case.oracle), codes, f"{label} codes")
+                y = backend.dequantize(stored, params, spec, x.dtype)
+                # What has no code for NaN, or for -0.0, gives a number, or +0.0, back.
+                lost = values.isnan() & (not math.isnan(oracle.stored_nan(case.oracle)))
+                wanted = values + 0.0 if isinstance(case.oracle, oracle.Integers) else values
+                assert_same_bits(y[~lost], wanted[~lost], f"{label} decoded")
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4", "float6"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", SMALL_FORMATS)
+def test_every_16_bit_pattern_through_every_small_format(name, dtype):
+    check_every_16_bit_pattern(SMALL_FORMATS[name], DTYPES[dtype], 0.37)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scale", [1.0, 0.0625, 3.1, 1e-30], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", SMALL_FORMATS)
+def test_every_16_bit_pattern_at_other_scales(name, dtype, scale):
+    check_every_16_bit_pattern(SMALL_FORMATS[name], DTYPES[dtype], scale)
+
+
+def codes_of(case):
+    """Every stored code of a small format, in its storage dtype, and its value by the oracle."""
+    fmt = case.spec(fq.PerTensor(), fq.Arithmetic.DIVIDE).format
+    if isinstance(case.oracle, oracle.Integers):
+        stored = torch.arange(case.oracle.low, case.oracle.high + 1).to(fmt.storage)
+    else:
+        count = len(case.oracle.numbers) if isinstance(case.oracle, oracle.Values) else 2**case.oracle.bits
+        stored = torch.arange(count).to(torch.uint8).view(fmt.storage)
+    return fmt, stored, decoded(stored, case.oracle)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", SMALL_FORMATS)
+def test_every_stored_code_decodes_and_comes_back(name, dtype):
+    fmt, stored, values = codes_of(SMALL_FORMATS[name])
+    assert_same_bits(fmt.from_storage(stored, dtype), values.to(dtype))
+    finite = values.isfinite()
+    assert_same_bits(fmt.to_storage(values[finite].to(dtype)), stored[finite])
+
+
+@pytest.mark.parametrize("name", SMALL_FORMATS)
 def test_every_code_is_its_own_nearest_value(name):
-    fmt = FORMATS[name].oracle
-    values = [fmt.value(code) for code in range(2 ** (1 + fmt.exponent_bits + fmt.mantissa_bits))]
-    finite = torch.tensor([v for v in values if np.isfinite(v)])
-    spec = fq.QuantSpec(FORMATS[name].format)
+    fmt, _, values = codes_of(SMALL_FORMATS[name])
+    finite = values[values.isfinite()].float()
+    spec = fq.QuantSpec(fmt, symmetric=True)
     assert_same_bits(fq.fake_quantize(finite, spec, scale=1.0), finite)
-    assert (spec.format.quant_min, spec.format.quant_max) == (finite.min().item(), finite.max().item())
+    assert_same_bits(fmt.round(finite), finite)
+    assert (fmt.quant_min, fmt.quant_max) == (finite.min().item(), finite.max().item())
+    assert fmt.bits == math.ceil(math.log2(len(values)))
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL_FORMATS if hasattr(ml_dtypes, name) and "float" in name])
+def test_agrees_with_ml_dtypes_on_finite_values_in_range(name):
+    """All float32 numbers that a bfloat16 or a float16 is, and those around a bfloat16 and its middles."""
+    dtype = getattr(ml_dtypes, name)
+    patterns = np.arange(2**16, dtype=np.uint32) << 16
+    wide = [(patterns | low).view(np.float32) for low in (0, 1, 0x8000, 0xFFFF)]
+    x = np.concatenate([*wide, np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)])
+    fmt = fq.parse_format(name)
+    x = x[np.isfinite(x) & (np.abs(x) <= np.float32(fmt.quant_max))]
+    with np.errstate(all="ignore"):
+        wanted = torch.from_numpy(x.astype(dtype).astype(np.float32))
+    assert_same_bits(fq.fake_quantize(torch.from_numpy(x), fq.QuantSpec(fmt, symmetric=True), scale=1.0), wanted)
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
@@ -100,6 +171,8 @@ def _range_of(case, arithmetic, params):
     fmt, scale = case.oracle, params.scale.numpy()
     if isinstance(fmt, oracle.Integers):
         low, high = fmt.low, fmt.high
+    elif isinstance(fmt, oracle.Values):
+        low = high = max(-fmt.numbers[0], fmt.numbers[-1])
     else:
         low = high = float(fmt.decode(fmt.finite_codes - 1))
     with np.errstate(all="ignore"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .errors import DTypeError, QParamsError, ShapeError, SpecError
-from .numerics.qparams import QParams, Range, compute_dtype, has_values, measure
+from .numerics.qparams import QParams, Range, compute_dtype, has_values
 from .numerics.qparams import choose_qparams as _choose_qparams
 from .numerics.spec import Arithmetic, QuantSpec, as_spec
 from .ops import library
@@ -53,6 +53,10 @@ def fake_quantize(
             [ 5.,  0.]])
     """
     spec = as_spec(spec)
+    if scale is None and zero_point is None and amax is None:
+        _check_tensor("x", x)
+        compute_dtype(x.dtype)
+        return library.fake_quantize_dynamic(x, spec)
     return library.fake_quantize(x, _resolve(x, spec, scale, zero_point, amax), spec)
 
 
@@ -106,7 +110,7 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
     spec = as_spec(spec)
     _check_tensor("x", x)
     compute_dtype(x.dtype)
-    return _choose_qparams(measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
+    return _choose_qparams(library.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
 
 
 def _resolve(

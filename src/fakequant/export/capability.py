@@ -2,6 +2,7 @@
 
 Source: the ONNX operators QuantizeLinear and DequantizeLinear: 8-bit integers since opset 10, float8 since 19, 4-bit
 and 16-bit integers and blocks since 21. The scale is one value, a vector along one axis, or one per block of one axis.
+Formats without an element type that ONNX Runtime runs have the portable form of `export.portable`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ExportError
-from fakequant.numerics.formats import FLOAT8_E4M3FN, FLOAT8_E5M2, Format, IntegerFormat
-from fakequant.numerics.granularity import PerBlock
+from fakequant.numerics.formats import (
+    FLOAT8_E4M3FN,
+    FLOAT8_E4M3FNUZ,
+    FLOAT8_E5M2,
+    FLOAT8_E5M2FNUZ,
+    Format,
+    IntegerFormat,
+)
+from fakequant.numerics.granularity import Granularity, PerBlock
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 
 Dimension = int | str
@@ -43,6 +51,8 @@ class ElementType:
 _FLOATS: dict[Format, ElementType] = {
     FLOAT8_E4M3FN: ElementType("FLOAT8E4M3FN", 8, 19, integer=False),
     FLOAT8_E5M2: ElementType("FLOAT8E5M2", 8, 19, integer=False),
+    FLOAT8_E4M3FNUZ: ElementType("FLOAT8E4M3FNUZ", 8, 19, integer=False),
+    FLOAT8_E5M2FNUZ: ElementType("FLOAT8E5M2FNUZ", 8, 19, integer=False),
 }
 _INTEGERS: dict[IntegerFormat, ElementType] = {
     IntegerFormat.of(bits, signed=signed): ElementType(f"{'' if signed else 'U'}INT{bits}", bits, opset)
@@ -58,10 +68,17 @@ class Encoding:
     Attributes:
         element: the element type.
         clips: whether that type has more codes than the format, so that values are clipped beforehand.
+        portable: whether QuantizeLinear cannot write the format: activations are rounded by other operators, and the
+            codes of weights are patterns whose values Gather takes from a table.
     """
 
     element: ElementType
     clips: bool = False
+    portable: bool = False
+
+    def opset(self, *, constant: bool) -> int:
+        """The first operator set with it, for constants or activations."""
+        return self.element.opset if constant or not self.portable else FIRST_OPSET
 
 
 def encoding(fmt: Format) -> Encoding:
@@ -72,7 +89,9 @@ def encoding(fmt: Format) -> Encoding:
 
     >>> from fakequant.numerics.formats import parse_format
     >>> encoding(parse_format("int8_narrow"))
-    Encoding(element=ElementType(name='INT8', bits=8, opset=13, integer=True), clips=True)
+    Encoding(element=ElementType(name='INT8', bits=8, opset=13, integer=True), clips=True, portable=False)
+    >>> encoding(parse_format("float6_e2m3fn")).portable
+    True
     """
     if found := _FLOATS.get(fmt):
         return Encoding(found)
@@ -81,9 +100,11 @@ def encoding(fmt: Format) -> Encoding:
             # Never negative codes go into an unsigned type, although a signed one of the same bits may hold them.
             if stored.signed == fmt.signed and stored.low <= fmt.low and fmt.high <= stored.high:
                 return Encoding(element, clips=stored != fmt)
+    elif fmt.bits <= 8:
+        return Encoding(_INTEGERS[IntegerFormat.of(4 if fmt.bits <= 4 else 8, signed=False)], portable=True)
     raise ExportError(
         f"the format {fmt} has no element type in ONNX that QuantizeLinear writes; use integers of at most 16 bits, "
-        "float8_e4m3fn or float8_e5m2"
+        "or floats and tables of at most 8 bits"
     )
 
 
@@ -95,14 +116,12 @@ class Layout:
         axis: None for one scale; else the axis along which scales lie.
         block_size: elements of that axis that share a scale; 0 if each has its own and no other axis has any.
         repeats: how often each scale is repeated along every axis to get ONNX's shape from [groups, axes kept].
-        broadcasts: whether scales [groups, axes kept] broadcast with the tensor, as elementwise operators need.
         symbolic: whether the number of scales is only known at run time.
     """
 
     axis: int | None = None
     block_size: int = 0
     repeats: tuple[int, ...] = ()
-    broadcasts: bool = True
     symbolic: bool = False
 
     @property
@@ -116,38 +135,69 @@ class Layout:
         return f"blocks of {self.block_size} along axis {self.axis}" if self.block_size else f"axis {self.axis}"
 
 
-def layout(shape: Sequence[Dimension], groups: Sequence[Dimension], *, constant: bool) -> Layout:
+def layout(
+    shape: Sequence[Dimension], groups: Sequence[Dimension], blocks: Sequence[Dimension] | None = None
+) -> Layout:
     """The layout for a tensor [shape] with scales [groups, axes kept].
 
     One scale per token of [batch, tokens, features] is one block of all features. Blocks along several axes are blocks
-    along one of them, with each scale repeated along the others, which only constant scales can be.
+    along one of them, with each scale repeated along the others.
+
+    Args:
+        blocks: the block size along every axis, as `block_sizes` gives them; by default all blocks are full.
 
     Raises:
         ExportError: ONNX has none.
 
-    >>> layout((8, 3, 5, 5), (1, 3, 1, 1), constant=True)
-    Layout(axis=1, block_size=0, repeats=(), broadcasts=True, symbolic=False)
-    >>> print(layout(("batch", 7, 64), ("batch", 7, 1), constant=False))
+    >>> layout((8, 3, 5, 5), (1, 3, 1, 1))
+    Layout(axis=1, block_size=0, repeats=(), symbolic=False)
+    >>> print(layout(("batch", 7, 64), ("batch", 7, 1)))
     blocks of 64 along axis 2
     """
-    blocks = [_block(n, g) for n, g in zip(shape, groups, strict=True)]
+    if blocks is None:
+        blocks = [_block(n, g) for n, g in zip(shape, groups, strict=True)]
     grouped = [axis for axis, g in enumerate(groups) if g != 1]
     if not grouped:
         return Layout()
-    broadcasts = all(g in (1, n) for n, g in zip(shape, groups, strict=True))
     symbolic = any(isinstance(g, str) for g in groups)
     if len(grouped) == 1 and blocks[grouped[0]] == 1:
         return Layout(grouped[0], symbolic=symbolic)
     sizes = [b if isinstance(b, int) else 0 for b in blocks]
     axis = max(range(len(sizes)), key=lambda i: (sizes[i], i))
     repeats = [1 if i == axis else b for i, b in enumerate(blocks)]
-    if any(not isinstance(b, int) or (b != 1 and not constant) for b in repeats) or not sizes[axis]:
+    if any(not isinstance(b, int) for b in repeats) or not sizes[axis]:
         raise ExportError(
             f"scales of shape {_text(groups)} on a tensor of shape {_text(shape)}: ONNX has scales per tensor, along "
             "one axis, or per block of one axis whose length is known; choose such a granularity, or make the other "
             "axes static"
         )
-    return Layout(axis, sizes[axis], tuple(int(b) for b in repeats), broadcasts, symbolic)
+    return Layout(axis, sizes[axis], tuple(int(b) for b in repeats), symbolic)
+
+
+def block_sizes(granularity: Granularity, shape: Sequence[Dimension]) -> list[Dimension]:
+    """The block size of a granularity along every axis, at most the length of the axis.
+
+    Raises:
+        ExportError: blocks along an axis of symbolic length.
+
+    >>> block_sizes(PerBlock({-1: 32}, pad=True), ("batch", 40)), block_sizes(PerBlock({-1: 32}, pad=True), (3, 20))
+    ([1, 32], [1, 20])
+    """
+    if isinstance(granularity, PerBlock):
+        for axis, size in granularity.sizes:
+            if isinstance(n := shape[axis], str):
+                raise ExportError(
+                    f"an axis of symbolic length {n} is divided into blocks of {size}; export it with a static "
+                    "length, or use PerToken() or PerTensor()"
+                )
+    try:
+        # The granularities of this package look at the lengths of those axes only that they divide.
+        blocks: Sequence[Dimension] = granularity.block_shape(shape)  # pyright: ignore[reportArgumentType]
+    except TypeError as error:
+        raise ExportError(
+            f"{granularity} needs static axes, got {_text(shape)}; export without dynamic_shapes"
+        ) from error
+    return [min(b, n) if isinstance(b, int) and isinstance(n, int) else b for b, n in zip(blocks, shape, strict=True)]
 
 
 def _block(n: Dimension, groups: Dimension) -> Dimension:
@@ -188,21 +238,18 @@ def check_spec(spec: QuantSpec) -> Encoding:
             f"{spec}: the multiplier arithmetic divides codes by the multiplier and keeps the sign of zero, which "
             "DequantizeLinear cannot; prepare the model with Arithmetic.DIVIDE (or RECIPROCAL)"
         )
-    if isinstance(spec.granularity, PerBlock) and spec.granularity.pad:
-        raise ExportError(
-            f"{spec}: a padded last block has no place in ONNX's blocks; choose a block size that divides the axis and "
-            "leave pad out"
-        )
     return encoding(spec.format)
 
 
-def check_scale(scale: Tensor) -> None:
+def check_scale(scale: Tensor, spec: QuantSpec) -> None:
     """Check constant scales: ONNX Runtime does not, and gives wrong codes for others.
 
     Raises:
-        ExportError: one that is not a positive normal number.
+        ExportError: one that is not a positive normal number, nor the power of two that a format of scales begins with.
     """
-    good = scale.isfinite() & (scale >= torch.finfo(torch.float32).tiny)
+    # 2**-127, the smallest scale of OCP Microscaling, is subnormal, but still has a finite reciprocal.
+    smallest = 0.0 if spec.scale.format is None else spec.scale.format.grid.quant_min
+    good = scale.isfinite() & ((scale >= torch.finfo(torch.float32).tiny) | ((scale == smallest) & (scale > 0)))
     if not bool(good.all()):
         raise ExportError(
             f"has the scale {scale[~good].flatten()[0].item()}, expected positive normal float32 numbers; "

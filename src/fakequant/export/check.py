@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import VerificationError
+from fakequant.export.capability import encoding
 from fakequant.export.graph import GraphEditor
 from fakequant.export.record import Parameters, SiteRecord, digest
 from fakequant.export.verdict import Row, differing_bits
 from fakequant.functional import choose_qparams
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics import reference
+from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
@@ -114,7 +116,7 @@ class SiteCheck:
         if weight is not None and self._quantizer is not None:
             return library.fake_quantize(weight, self._quantizer.qparams(weight), self._quantizer.spec).detach()
         assert self._record.codes is not None
-        codes = self._constants.tensor(self._record.codes)
+        codes = _in_storage(self._constants.tensor(self._record.codes), self._spec.format)
         dtype = torch.float32 if weight is None else weight.dtype
         return reference.dequantize(codes, self._file_parameters(), self._spec, dtype)
 
@@ -128,6 +130,11 @@ class SiteCheck:
         for axis, count in enumerate(self._record.repeats):
             values = values[(slice(None),) * axis + (slice(None, None, count),)]
         return values.reshape(self._record.groups)
+
+
+def _in_storage(codes: Tensor, fmt: Format) -> Tensor:
+    """Codes of the file in the dtype in which `fakequant.quantize` gives them."""
+    return codes.to(torch.uint8).view(fmt.storage) if encoding(fmt).portable else codes.to(fmt.storage)
 
 
 def _quantizer(model: nn.Module, path: str) -> Quantizer | None:

@@ -23,6 +23,7 @@ from fakequant.export.trace import Site, sites, to_onnx, trace
 from fakequant.files import writable_folder, write_whole
 from fakequant.model.operations import example_arguments
 from fakequant.model.prepare import evaluating
+from fakequant.nn import fixed_ranges
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 2**31 - 2**20
 """What one protobuf message can hold, less a margin for nodes and names."""
+
+PORTABLE = "portable"
+"""The style of files that ONNX Runtime runs."""
 
 _IR_VERSION = 10
 """The version of the file format: ONNX Runtime reads it since 1.18, and it has all that opset 25 needs here."""
@@ -83,35 +87,42 @@ class ExportReport:
         return "\n".join(lines)
 
 
-def export_onnx(
+def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
     model: nn.Module,
     example: Any,
     path: str | os.PathLike[str],
     *,
     dynamic_shapes: Any = None,
     opset: int | None = None,
+    style: str = "portable",
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> ExportReport:
     """Write a calibrated model as ONNX, every quantizer as QuantizeLinear and DequantizeLinear with the same results.
 
-    Weights become integer (or float8) constants with one DequantizeLinear. The model is exported in eval mode and comes
-    back as it was. The file is written whole or not at all. NaN is the one number for which results differ: integer
-    codes have none, and ONNX Runtime gives the lowest code.
+    Weights become integer (or float8) constants with one DequantizeLinear. Formats that ONNX Runtime cannot store in
+    QuantizeLinear (4- and 6-bit floats, tables, float8 with other exponents) are rounded by comparisons, Round and
+    Gather instead, and their weights are codes that Gather looks up. Scales in a format of their own (E8M0, or E4M3
+    under a tensor's scale) are float32 numbers, which the graph computes where they are dynamic.
+
+    The model is exported in eval mode and comes back as it was. The file is written whole or not at all. NaN is the one
+    number for which results differ: integer codes have none, and ONNX Runtime gives the lowest code.
 
     Args:
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
         path: the file to write; its folder is made if need be.
         dynamic_shapes: as for `torch.export.export`, for example ({0: "batch"},); names may be given as text. The
-            example's length of a dynamic axis must not be 1, which torch.export takes for a constant.
+            example's length of a dynamic axis must not be 1, which torch.export takes for a constant. Axes that blocks
+            divide must stay static.
         opset: the operator set, 18 to 25; by default the smallest from 20 on that has what the formats need.
+        style: "portable", which ONNX Runtime runs; no other way to say a format is offered.
         input_names: names of the inputs in the file.
         output_names: names of the outputs in the file.
 
     Raises:
-        ExportError: quantizers that are not calibrated or that ONNX cannot express (names them all), a file of more
-            than 2 GB, or onnx is not installed. Raised before anything is written.
+        ExportError: an unknown style, quantizers that are not calibrated or that ONNX cannot express (names them all),
+            a file of more than 2 GB, or onnx is not installed. Raised before anything is written.
         OutputError: the file cannot be written; raised before any work.
         torch.export's errors: the model cannot be traced.
 
@@ -125,11 +136,12 @@ def export_onnx(
     >>> report.opset, [q.quantizer for q in report.quantizers]
     (20, ['0._input_quantizer', '0._weight_quantizer'])
     """
+    _check_style(style)
     require("onnx", "onnxscript")
     target = _target(path)
     active = _check(model, opset)
     args, kwargs = example_arguments(example)
-    with evaluating(model), _weights_fixed(model):
+    with evaluating(model), fixed_ranges(model), _weights_fixed(model):
         program = trace(model, args, kwargs, dynamic_shapes)
     found = sites(program)
     if not found:
@@ -155,6 +167,14 @@ def export_onnx(
         [Exported(record.quantizer, record.spec, record.expressed) for record in records],
         sorted(set(quantizers(model)) - {record.quantizer for record in records}),
     )
+
+
+def _check_style(style: str) -> None:
+    if style != PORTABLE:
+        raise ExportError(
+            f'style={style!r}: only style="{PORTABLE}" is written, with which every format runs in ONNX Runtime; '
+            "leave the style out"
+        )
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
@@ -184,9 +204,10 @@ def _check(model: nn.Module, opset: int | None) -> dict[str, Quantizer]:
         try:
             if quantizer.mode is Mode.OBSERVE:
                 raise ExportError("is observing; finish the calibration")
-            check_opset(opset, check_spec(quantizer.spec).element.opset, str(quantizer.spec))
+            is_weight = quantizer.kind is Kind.WEIGHT
+            check_opset(opset, check_spec(quantizer.spec).opset(constant=is_weight), str(quantizer.spec))
             if quantizer.scale is not None and not quantizer.dynamic:
-                check_scale(quantizer.scale)
+                check_scale(quantizer.scale, quantizer.spec)
         except ExportError as error:
             refused.append(f"{name}: {error}")
     if refused:

@@ -1,5 +1,7 @@
 """From a model to an ONNX graph in which every quantizer is still one node, `fakequant::FakeQuantize`.
 
+The scales of a symmetric dynamic quantizer are a second one, `fakequant::ChooseScale`.
+
 The operator stays opaque while torch and onnxscript convert and optimise the graph, so that nothing they do can change
 what a quantizer computes. `lower` then replaces it, when all constants are known.
 """
@@ -20,7 +22,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from fakequant.errors import ExportError
-from fakequant.export.capability import Dimension, check_spec, layout
+from fakequant.export.capability import Dimension, block_sizes, check_spec, layout
+from fakequant.export.ranges import opaque_scales
+from fakequant.nn.quantizer import quantizers
 from fakequant.numerics.spec import QuantSpec
 
 if TYPE_CHECKING:
@@ -28,7 +32,11 @@ if TYPE_CHECKING:
 
 DOMAIN = "fakequant"
 OPERATOR = "FakeQuantize"
+SCALE_OPERATOR = "ChooseScale"
 _TARGET = torch.ops.fakequant.fake_quantize.default
+_SCALE_TARGET = torch.ops.fakequant.choose_scale.default
+# What torch finds the exponent of a number with; ONNX has neither.
+_BITS = (torch.ops.aten.frexp.Tensor, torch.ops.aten.view.dtype)
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -52,7 +60,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
     Raises:
         torch.export's errors: the model cannot be traced.
     """
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _quiet(), opaque_scales(quantizers(model).values()):
         return torch.export.export(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes), strict=False)
 
 
@@ -102,21 +110,28 @@ def _site(node: fx.Node, given: Container[object]) -> Site:
     value = x.meta["val"]
     if value.dtype == torch.float64:
         raise ExportError("quantizes a float64 tensor, but QuantizeLinear takes float32; export model.float()")
-    where = layout(_shape(value), _shape(scale.meta["val"]), constant=not _depends(scale, given))
-    return Site(_path(node), spec, max(check_spec(spec).element.opset, where.opset))
+    if spec.scale.format is not None and any(source.target in _BITS for source in _sources(scale)):
+        raise ExportError(
+            f"{spec}: scales in {spec.scale.format} are computed outside of a Quantizer, whose exponents ONNX cannot "
+            "find; quantize by a fakequant.nn.Quantizer(spec, dynamic=True), or give the scale"
+        )
+    encoding = check_spec(spec)
+    needs = encoding.opset(constant=not any(source.name in given for source in _sources(x)))
+    blocks = block_sizes(spec.granularity, _shape(value))
+    if not encoding.portable:
+        needs = max(needs, layout(_shape(value), _shape(scale.meta["val"]), blocks).opset)
+    return Site(_path(node), spec, needs)
 
 
-def _depends(node: fx.Node, given: Container[object]) -> bool:
-    """Whether a value depends on the inputs of the model."""
-    seen: set[fx.Node] = set()
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """A value and all that it is computed from."""
+    seen: set[fx.Node] = {node}
     waiting = [node]
     while waiting:
         current = waiting.pop()
-        if current.name in given:
-            return True
+        yield current
         waiting += [source for source in current.all_input_nodes if source not in seen]
         seen.update(current.all_input_nodes)
-    return False
 
 
 def _shape(value: torch.Tensor) -> list[Dimension]:
@@ -150,7 +165,7 @@ def to_onnx(
             dynamic_shapes=dynamic_shapes,
             input_names=input_names,
             output_names=output_names,
-            custom_translation_table={_TARGET: _translation()},
+            custom_translation_table={_TARGET: _translation(), _SCALE_TARGET: _scale_translation()},
             verbose=False,
         )
     assert converted is not None
@@ -191,6 +206,28 @@ def _translation() -> Any:
     def translate(x: Any, scale: Any, zero_point: Any, spec: str) -> Any:
         given = (x, scale) if zero_point is None else (x, scale, zero_point)
         return operator(*given, spec=spec, call=next(calls))
+
+    return translate
+
+
+def _scale_translation() -> Any:
+    """The same for scales that are computed in one opaque operation."""
+    import onnx.defs
+    from onnxscript import values
+
+    schema = onnx.defs.OpSchema(
+        SCALE_OPERATOR,
+        DOMAIN,
+        1,
+        inputs=[onnx.defs.OpSchema.FormalParameter("x", "T")],
+        outputs=[onnx.defs.OpSchema.FormalParameter("scale", "tensor(float)")],
+        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+        attributes=[onnx.defs.OpSchema.Attribute("spec", onnx.defs.OpSchema.AttrType.STRING, "")],
+    )
+    operator = values.Op(values.Opset(DOMAIN, 1), SCALE_OPERATOR, schema)
+
+    def translate(x: Any, spec: str) -> Any:
+        return operator(x, spec=spec)
 
     return translate
 

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError
@@ -16,6 +15,7 @@ from fakequant.files import writable_folder, write_whole
 from fakequant.model.config import TensorConfig
 from fakequant.model.prepare import attach
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.learned import make_learned_range
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -122,12 +122,17 @@ def _layer_entry(layer: QuantizedLayer) -> dict[str, Any]:
             attribute: {
                 "tensor": TensorConfig(quantizer.spec, quantizer.dynamic).to_text(),
                 "mode": quantizer.mode.value,
-                "learned": isinstance(quantizer.scale, nn.Parameter),
+                "learned": _learned_entry(quantizer),
             }
             for attribute in type(layer).quantizer_names()
             if (quantizer := getattr(layer, attribute)) is not None
         },
     }
+
+
+def _learned_entry(quantizer: Quantizer) -> dict[str, Any] | None:
+    learned = quantizer.learned
+    return None if learned is None else {"method": learned.method, "options": learned.options()}
 
 
 def _check_types(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
@@ -144,8 +149,8 @@ def _restore_layer(layer: nn.Module, entry: dict[str, Any], name: str) -> None:
     for attribute, values in stored.items():
         quantizer: Quantizer = getattr(layer, attribute)
         quantizer.mode = Mode(values["mode"])
-        if values["learned"]:
-            quantizer.scale = nn.Parameter(torch.empty(0))
+        if learned := values["learned"]:
+            quantizer.attach_learned(make_learned_range(learned["method"], quantizer.spec, **learned["options"]))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -50,10 +50,13 @@ class Rule:
     Args:
         pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
         input: how inputs are quantized; None leaves them in float.
-        weight: how the weight is quantized; None leaves it in float. `PerChannel(0)` means output channels, which for
-            transposed convolutions are axis 1.
+        weight: how the weight is quantized; None leaves it in float.
         layers: class names of float layers ("Linear", "Conv2d"); empty: every layer that can be quantized.
         optional: whether the rule may match nothing.
+
+    One rule serves layers of all kinds, so `PerChannel` and `PerBlock` name two axes by their role. Axis 0 of a weight
+    means its output channels. Axis -1 means the axis that the layer's product sums over: of convolutions the input
+    channels, of linear layers the last axis, of embeddings the features. All other axes are meant literally.
 
     >>> rule = Rule("head", input=None, weight=None)      # leaves the layer `head` in float
     """

@@ -17,7 +17,7 @@ from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
 from fakequant.nn.layers import QuantizedLayer, layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.numerics.granularity import PerChannel
+from fakequant.numerics.granularity import PerBlock, PerChannel
 
 Model = TypeVar("Model", bound=nn.Module)
 Forward = Callable[[nn.Module, Any], Any]
@@ -62,20 +62,28 @@ def prepare(model: Model, config: Config | str) -> Model:
 
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     """Turn one float layer into its quantized form as a rule says; nothing happens if the rule leaves it in float."""
-    quantized = layers()[type(layer)]
-    configs = dict.fromkeys(quantized.inputs, rule.input)
+    attach(layer, _configs(layers()[type(layer)], rule), name)
+
+
+def _configs(quantized: type[QuantizedLayer], rule: Rule) -> dict[str, TensorConfig]:
+    """The configurations of a layer's quantizers by attribute, with a rule's axes where the layer has them."""
+    # Fewer inputs than axes: a layer that overrides `inputs` with none.
+    axes = zip(quantized.inputs, quantized.input_reductions, strict=False)
+    configs = {attribute: _placed(rule.input, {-1: axis}) for attribute, axis in axes}
     if quantized.output_channels is not None:
-        configs["_weight_quantizer"] = _at_output_channels(rule.weight, quantized.output_channels)
-    attach(layer, {attribute: config for attribute, config in configs.items() if config is not None}, name)
+        axes_of_weight = {0: quantized.output_channels, -1: quantized.weight_reduction}
+        configs["_weight_quantizer"] = _placed(rule.weight, axes_of_weight)
+    return {attribute: config for attribute, config in configs.items() if config is not None}
 
 
 def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     quantized = layers()[type(layer)]
+    configs = _configs(quantized, rule)
+    if not configs:
+        return
     try:
         quantized.check(layer)
-        if rule.weight is not None and quantized.output_channels is not None:
-            weight = _at_output_channels(rule.weight, quantized.output_channels)
-            assert weight is not None
+        if weight := configs.get("_weight_quantizer"):
             weight.spec.granularity.group_shape(cast("QuantizedLayer", layer).weight.shape)
     except (ConfigError, ShapeError) as error:
         raise ConfigError(f"{name or 'the model'}: {error}") from error
@@ -97,11 +105,17 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
         setattr(layer, attribute, quantizer)
 
 
-def _at_output_channels(config: TensorConfig | None, axis: int) -> TensorConfig | None:
-    """A weight's configuration with PerChannel(0) moved to the axis that holds the layer's output channels."""
-    if config is None or axis == 0 or config.spec.granularity != PerChannel(0):
-        return config
-    return TensorConfig(config.spec.replace(granularity=PerChannel(axis)), config.dynamic)
+def _placed(config: TensorConfig | None, axes: dict[int, int]) -> TensorConfig | None:
+    """A rule's configuration with the axes that it names by their role moved to where the layer has them."""
+    if config is None:
+        return None
+    granularity = config.spec.granularity
+    if isinstance(granularity, PerChannel):
+        granularity = PerChannel(*(axes.get(axis, axis) for axis in granularity.axes))
+    elif isinstance(granularity, PerBlock):
+        sizes = {axes.get(axis, axis): size for axis, size in granularity.sizes}
+        granularity = PerBlock(sizes, pad=granularity.pad)
+    return TensorConfig(config.spec.replace(granularity=granularity), config.dynamic)
 
 
 def calibrate(

@@ -1,7 +1,11 @@
 """Configurations that most people start from.
 
-Weights are quantized per output channel, activations per tensor unless the name says otherwise. Max pooling stays in
-float: it only picks values that the next quantizer sees anyway.
+Weights are quantized per output channel, activations per tensor unless the name says otherwise. Blocks lie along the
+axis that the layer's product sums over; a last block may be smaller. Max pooling stays in float: it only picks values
+that the next quantizer sees anyway.
+
+Sources: OCP Microscaling Formats 1.0, table 1 and section 6.3 (MX); NVIDIA TensorRT Model Optimizer (NVFP4);
+DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.14314, section 3 (NF4).
 """
 
 from __future__ import annotations
@@ -16,6 +20,14 @@ def _preset(name: str, *, weight: str, input: str | None = None, dynamic: bool =
     activations = None if input is None else TensorConfig(input, dynamic)
     return Config(name, (Rule("*", activations, TensorConfig(weight)), _MAX_POOLING_IN_FLOAT))
 
+
+def _mx(name: str, format: str) -> Config:
+    """Blocks of 32 under power-of-two scales, for weights and activations; activations take theirs anew."""
+    spec = f"{format} per_block(-1:32,pad) scale=float8_e8m0fnu:floor"
+    return _preset(name, weight=spec, input=spec, dynamic=True)
+
+
+_NVFP4 = "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"
 
 INT8 = _preset("INT8", weight="int8 per_channel(0)", input="int8")
 """W8A8, symmetric: what TensorRT and most engines run."""
@@ -41,12 +53,61 @@ FP8 = _preset("FP8", weight="float8_e4m3fn per_channel(0)", input="float8_e4m3fn
 FP8_E5M2 = _preset("FP8_E5M2", weight="float8_e5m2 per_channel(0)", input="float8_e5m2")
 """W8A8 in FP8 E5M2: more range, less precision."""
 
+FP8_BLOCK = _preset(
+    "FP8_BLOCK",
+    weight="float8_e4m3fn per_block(0:128,-1:128,pad)",
+    input="float8_e4m3fn per_block(-1:128,pad)",
+    dynamic=True,
+)
+"""W8A8 in FP8 E4M3: weights in tiles of 128 x 128, activations per token in blocks of 128, as DeepSeek-V3 trains."""
+
+MXFP8 = _mx("MXFP8", "float8_e4m3fn")
+"""W8A8 in OCP MXFP8 with E4M3 elements."""
+
+MXFP8_E5M2 = _mx("MXFP8_E5M2", "float8_e5m2")
+"""W8A8 in OCP MXFP8 with E5M2 elements: more range, less precision."""
+
+MXFP6_E2M3 = _mx("MXFP6_E2M3", "float6_e2m3fn")
+"""W6A6 in OCP MXFP6 with E2M3 elements."""
+
+MXFP6_E3M2 = _mx("MXFP6_E3M2", "float6_e3m2fn")
+"""W6A6 in OCP MXFP6 with E3M2 elements: more range, less precision."""
+
+MXFP6 = MXFP6_E2M3
+"""The MXFP6 with more precision."""
+
+MXFP4 = _mx("MXFP4", "float4_e2m1fn")
+"""W4A4 in OCP MXFP4: needs fine-tuning."""
+
+# The element's implicit 2**-6 is part of the scale here: floor(log2(127)) = 6, so that floor gives
+# 2**(floor(log2(amax)) - 6). -128, which the standard lets go unused for symmetry, is unused as in its reference.
+MXINT8 = _mx("MXINT8", "int8_narrow")
+"""W8A8 in OCP MXINT8."""
+
+NVFP4 = _preset("NVFP4", weight=_NVFP4, input=_NVFP4, dynamic=True)
+"""W4A4 in NVFP4: FP4 in blocks of 16 under E4M3 scales under a float32 scale of the tensor; needs fine-tuning."""
+
+NVFP4_WEIGHT_ONLY = _preset("NVFP4_WEIGHT_ONLY", weight=_NVFP4)
+"""W4 in NVFP4: activations stay in float."""
+
+INT4_GROUP32 = _preset("INT4_GROUP32", weight="int4 per_block(-1:32,pad)")
+"""W4 in groups of 32 inputs: activations stay in float."""
+
+INT4_GROUP64 = _preset("INT4_GROUP64", weight="int4 per_block(-1:64,pad)")
+"""W4 in groups of 64 inputs: activations stay in float."""
+
+INT4_GROUP128 = _preset("INT4_GROUP128", weight="int4 per_block(-1:128,pad)")
+"""W4 in groups of 128 inputs, as AWQ and GPTQ store it: activations stay in float."""
+
+NF4_WEIGHT_ONLY = _preset("NF4_WEIGHT_ONLY", weight="nf4 per_block(-1:64,pad)")
+"""W4 in NF4, blocks of 64: activations stay in float."""
+
 
 def presets() -> dict[str, Config]:
     """All presets by name.
 
     >>> sorted(presets())[:3]
-    ['FP8', 'FP8_E5M2', 'INT4']
+    ['FP8', 'FP8_BLOCK', 'FP8_E5M2']
     """
     return {name: value for name, value in globals().items() if isinstance(value, Config)}
 

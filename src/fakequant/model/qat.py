@@ -7,8 +7,8 @@ rate along half a cosine down to 1 % of that; scales are not changed at every st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -68,11 +68,11 @@ class Scales(Enum):
     """When scales may move during fine-tuning."""
 
     FIXED = "fixed"
-    """Never: those found by calibration stay, as NVIDIA advises."""
+    """Never: those found by calibration stay, as NVIDIA advises; what was learned is fixed."""
     EPOCH = "epoch"
     """Those of weights are taken from the weights anew at the start of every epoch."""
     LEARNED = "learned"
-    """At every step, by gradient: LSQ, arXiv 1902.08153."""
+    """At every step, by gradient: LSQ or another method, see `Quantizer.learn`."""
 
 
 def scheduler(optimizer: Optimizer, schedule: Schedule, steps: int) -> LambdaLR:
@@ -92,12 +92,21 @@ def freeze_batch_norm(model: nn.Module) -> None:
             module.eval()
 
 
-def set_scales(model: nn.Module, scales: Scales) -> None:
+def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options: Any) -> None:
     """Bring the quantizers of a model to a policy for their scales; static weight ranges are fixed from the weights.
 
+    Args:
+        scales: when scales may move.
+        method: how, with LEARNED; see `Quantizer.learn`. Dynamic quantizers learn nothing.
+        options: of the method.
+
     Raises:
-        ConfigError: LEARNED for a quantizer that has no scale yet.
+        ConfigError: LEARNED for a quantizer that has no range yet, or by a method that cannot serve its specification;
+            then none begins to learn.
     """
+    if scales is not Scales.LEARNED:
+        for quantizer in quantizers(model).values():
+            quantizer.stop_learning()
     for layer in model.modules():
         quantizer = getattr(layer, "_weight_quantizer", None)
         if not isinstance(layer, QuantizedLayer) or quantizer is None or quantizer.dynamic:
@@ -107,9 +116,11 @@ def set_scales(model: nn.Module, scales: Scales) -> None:
         if not quantizer.calibrated:
             quantizer.freeze(layer.weight)
     if scales is Scales.LEARNED:
-        for quantizer in quantizers(model).values():
-            if not quantizer.dynamic:
-                quantizer.learn_scale()
+        static = [quantizer for quantizer in quantizers(model).values() if not quantizer.dynamic]
+        for quantizer in static:
+            quantizer.prepare_learning(method, **options)
+        for quantizer in static:
+            quantizer.learn(method, **options)
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,8 @@ class Options:
 
     Args:
         scales: when scales may move.
+        method: how they are learned with `Scales.LEARNED`: "lsq", "lsq_plus", "pact" or "tqt", see `Quantizer.learn`.
+        method_options: of that method, such as {"gradient_factor": False}.
         freeze_batch_norm_after: share of the epochs after which batch statistics are frozen; 1.0 never freezes.
         optimizer: makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
         on_epoch: called as on_epoch(epoch, mean loss) after every epoch; returning False ends the training.
@@ -125,6 +138,8 @@ class Options:
     """
 
     scales: Scales = Scales.FIXED
+    method: str = "lsq"
+    method_options: Mapping[str, Any] = field(default_factory=dict)
     freeze_batch_norm_after: float = 0.5
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda parameters: torch.optim.SGD(
         parameters, lr=1.0, momentum=0.9
@@ -159,7 +174,7 @@ def finetune(
     options = options or Options()
     if not quantizers(model):
         raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
-    set_scales(model, options.scales)
+    set_scales(model, options.scales, options.method, **options.method_options)
     optimizer = options.optimizer([p for p in model.parameters() if p.requires_grad])
     history: list[float] = []
     for epoch in range(schedule.epochs):

@@ -1,6 +1,21 @@
 """Quantizers and quantized layers."""
 
 from fakequant.nn.layers import Add, MatMul, QuantizedLayer, layers, quantizes
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, fixed_ranges, quantizers
 
-__all__ = ["Add", "Kind", "MatMul", "Mode", "QuantizedLayer", "Quantizer", "layers", "quantizers", "quantizes"]
+__all__ = [
+    "Add",
+    "Kind",
+    "LearnedRange",
+    "MatMul",
+    "Mode",
+    "QuantizedLayer",
+    "Quantizer",
+    "fixed_ranges",
+    "layers",
+    "learned_ranges",
+    "quantizers",
+    "quantizes",
+    "register_learned_range",
+]

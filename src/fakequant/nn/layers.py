@@ -28,6 +28,11 @@ class QuantizedLayer(nn.Module):
     """The attributes that hold the quantizers of the inputs, in the order of `forward`'s arguments."""
     output_channels: ClassVar[int | None] = 0
     """The axis of the weight that holds output channels; None where there is no weight."""
+    input_reductions: ClassVar[tuple[int, ...]] = (-1,)
+    """The axis of every input that the product sums over, along which blocks lie; where nothing is multiplied, that of
+    the features. Counted from the end, because a batch axis may be missing."""
+    weight_reduction: ClassVar[int] = -1
+    """The axis of the weight that the product sums over; for embeddings, that of the features."""
 
     weight: Tensor
     _input_quantizer: Quantizer | None
@@ -63,7 +68,7 @@ def quantizes(float_class: type[nn.Module]) -> Callable[[LayerClass], LayerClass
     """Register a class as the quantized form of a float layer.
 
     Raises:
-        ConfigError: the class is not a subclass of the float layer.
+        ConfigError: the class is not a subclass of the float layer, or lacks the axis of an input.
     """
 
     def register(quantized: LayerClass) -> LayerClass:
@@ -73,6 +78,11 @@ def quantizes(float_class: type[nn.Module]) -> Callable[[LayerClass], LayerClass
             )
         if float_class in _layers:
             raise ConfigError(f"{float_class.__name__} already becomes {_layers[float_class].__name__}")
+        if len(quantized.inputs) > len(quantized.input_reductions):
+            raise ConfigError(
+                f"{quantized.__name__} has {len(quantized.inputs)} inputs, but input_reductions has "
+                f"{len(quantized.input_reductions)}: name the axis of every input that the product sums over"
+            )
         quantized.float_class = float_class
         _layers[float_class] = quantized
         return quantized
@@ -94,6 +104,7 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
 
 class _QuantConv(QuantizedLayer):
+    weight_reduction: ClassVar[int] = 1
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -105,19 +116,26 @@ class _QuantConv(QuantizedLayer):
 class QuantConv1d(_QuantConv, nn.Conv1d):
     """Conv1d with quantized input [n, in, length] and weight [out, in / groups, k]."""
 
+    input_reductions = (-2,)
+
 
 @quantizes(nn.Conv2d)
 class QuantConv2d(_QuantConv, nn.Conv2d):
     """Conv2d with quantized input [n, in, h, w] and weight [out, in / groups, kh, kw]."""
+
+    input_reductions = (-3,)
 
 
 @quantizes(nn.Conv3d)
 class QuantConv3d(_QuantConv, nn.Conv3d):
     """Conv3d with quantized input [n, in, d, h, w] and weight [out, in / groups, kd, kh, kw]."""
 
+    input_reductions = (-4,)
+
 
 class _QuantConvTranspose(QuantizedLayer):
     output_channels: ClassVar[int | None] = 1
+    weight_reduction: ClassVar[int] = 0
     convolution: ClassVar[Callable[..., Tensor]]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -148,6 +166,7 @@ class _QuantConvTranspose(QuantizedLayer):
 class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
     """ConvTranspose1d with quantized input [n, in, length] and weight [in, out / groups, k]."""
 
+    input_reductions = (-2,)
     convolution = staticmethod(F.conv_transpose1d)
 
 
@@ -155,6 +174,7 @@ class QuantConvTranspose1d(_QuantConvTranspose, nn.ConvTranspose1d):
 class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
     """ConvTranspose2d with quantized input [n, in, h, w] and weight [in, out / groups, kh, kw]."""
 
+    input_reductions = (-3,)
     convolution = staticmethod(F.conv_transpose2d)
 
 
@@ -162,12 +182,13 @@ class QuantConvTranspose2d(_QuantConvTranspose, nn.ConvTranspose2d):
 class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
     """ConvTranspose3d with quantized input [n, in, d, h, w] and weight [in, out / groups, kd, kh, kw]."""
 
+    input_reductions = (-4,)
     convolution = staticmethod(F.conv_transpose3d)
 
 
 @quantizes(nn.Embedding)
 class QuantEmbedding(QuantizedLayer, nn.Embedding):
-    """Embedding with a quantized table [rows, features], one channel per row."""
+    """Embedding with a quantized table [rows, features], one channel per row, blocks along its features."""
 
     inputs: ClassVar[tuple[str, ...]] = ()
 
@@ -200,45 +221,63 @@ class _QuantPool(QuantizedLayer):
 class QuantMaxPool1d(_QuantPool, nn.MaxPool1d):
     """MaxPool1d of a quantized input."""
 
+    input_reductions = (-2,)
+
 
 @quantizes(nn.MaxPool2d)
 class QuantMaxPool2d(_QuantPool, nn.MaxPool2d):
     """MaxPool2d of a quantized input."""
+
+    input_reductions = (-3,)
 
 
 @quantizes(nn.MaxPool3d)
 class QuantMaxPool3d(_QuantPool, nn.MaxPool3d):
     """MaxPool3d of a quantized input."""
 
+    input_reductions = (-4,)
+
 
 @quantizes(nn.AvgPool1d)
 class QuantAvgPool1d(_QuantPool, nn.AvgPool1d):
     """AvgPool1d of a quantized input."""
+
+    input_reductions = (-2,)
 
 
 @quantizes(nn.AvgPool2d)
 class QuantAvgPool2d(_QuantPool, nn.AvgPool2d):
     """AvgPool2d of a quantized input."""
 
+    input_reductions = (-3,)
+
 
 @quantizes(nn.AvgPool3d)
 class QuantAvgPool3d(_QuantPool, nn.AvgPool3d):
     """AvgPool3d of a quantized input."""
+
+    input_reductions = (-4,)
 
 
 @quantizes(nn.AdaptiveAvgPool1d)
 class QuantAdaptiveAvgPool1d(_QuantPool, nn.AdaptiveAvgPool1d):
     """AdaptiveAvgPool1d of a quantized input."""
 
+    input_reductions = (-2,)
+
 
 @quantizes(nn.AdaptiveAvgPool2d)
 class QuantAdaptiveAvgPool2d(_QuantPool, nn.AdaptiveAvgPool2d):
     """AdaptiveAvgPool2d of a quantized input."""
 
+    input_reductions = (-3,)
+
 
 @quantizes(nn.AdaptiveAvgPool3d)
 class QuantAdaptiveAvgPool3d(_QuantPool, nn.AdaptiveAvgPool3d):
     """AdaptiveAvgPool3d of a quantized input."""
+
+    input_reductions = (-4,)
 
 
 class MatMul(nn.Module):
@@ -265,6 +304,7 @@ class Add(nn.Module):
 class _QuantPair(QuantizedLayer):
     inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_other_quantizer")
     output_channels: ClassVar[int | None] = None
+    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
     _other_quantizer: Quantizer | None
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
@@ -274,7 +314,9 @@ class _QuantPair(QuantizedLayer):
 
 @quantizes(MatMul)
 class QuantMatMul(_QuantPair, MatMul):
-    """MatMul of two quantized activations."""
+    """MatMul of two quantized activations [..., n, k] and [..., k, m]."""
+
+    input_reductions = (-1, -2)
 
 
 @quantizes(Add)

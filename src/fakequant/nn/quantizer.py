@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fakequant.calibration import Calibrator
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as choose_qparams_of
-from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype
+from fakequant.nn.learned import LearnedRange, PreciseModule, learned_ranges, make_learned_range
+from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
 
@@ -39,7 +40,7 @@ class Kind(Enum):
     """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
 
 
-class Quantizer(nn.Module):
+class Quantizer(PreciseModule):
     """Fake-quantizes one tensor of a model, with parameters that calibration, a checkpoint or training sets.
 
     Args:
@@ -48,7 +49,8 @@ class Quantizer(nn.Module):
         dynamic: take the range from every tensor anew instead of calibrating it.
 
     `scale` and `zero_point` are buffers (None until calibrated); the scale stays float32 when the model becomes half
-    precision. After `learn_scale()` the scale is a parameter.
+    precision. After `learn(method)` they are None, and a submodule named by the method holds parameters that training
+    moves: `learned`.
 
     >>> quantizer = Quantizer(QuantSpec("int8"))
     >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))
@@ -69,13 +71,21 @@ class Quantizer(nn.Module):
         self.mode = Mode.QUANTIZE
         self.name = ""
         self.calibrator: Calibrator | None = None
+        self._method = ""
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
 
     @property
+    def learned(self) -> LearnedRange | None:
+        """What training moves, or None while the parameters are fixed."""
+        module = self._modules.get(self._method)
+        return module if isinstance(module, LearnedRange) else None
+
+    @property
     def calibrated(self) -> bool:
-        """Whether the parameters are fixed."""
-        return self.scale is not None
+        """Whether the parameters are set, fixed or learned."""
+        learned = self.learned
+        return self.scale is not None or (learned is not None and learned.started)
 
     @property
     def needs_calibration(self) -> bool:
@@ -84,48 +94,68 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, observed or fake-quantized as the mode says; shape and dtype stay."""
-        if self.mode is Mode.QUANTIZE:
-            return library.fake_quantize(x, self.qparams(x), self.spec)
         if self.mode is Mode.OBSERVE:
             self.observe(x)
-        return x
+        if self.mode is not Mode.QUANTIZE:
+            return x
+        if self._follows_input and not self.needs_calibration:
+            return library.fake_quantize_dynamic(x, self.spec)
+        params, learned = self.qparams(x), self.learned
+        return library.fake_quantize(x, params, self.spec) if learned is None else learned.fake_quantize(x, params)
+
+    @property
+    def _follows_input(self) -> bool:
+        """Whether the range is that of every tensor."""
+        return self.dynamic or not self.calibrated
 
     def qparams(self, x: Tensor) -> QParams:
-        """The parameters with which x would be quantized.
+        """The parameters with which x would be quantized; while they are learned, differentiable.
 
         Raises:
             CalibrationError: a static input quantizer that was not calibrated.
             ShapeError: the parameters were made for tensors of another shape.
         """
-        if self.scale is None or self.dynamic:
-            if self.needs_calibration:
-                raise CalibrationError(
-                    f"the quantizer {self.name or self} has not been calibrated; "
-                    "call fakequant.calibrate(model, batches), or load a checkpoint"
-                )
-            return choose_qparams_of(x, self.spec)
-        groups = self.spec.granularity.group_shape(x.shape)
-        if groups != tuple(self.scale.shape):
-            if self.scale.numel() == 1 == math.prod(groups):  # one scale fits tensors of any rank
-                zero_point = None if self.zero_point is None else self.zero_point.reshape(groups)
-                return QParams(self.scale.reshape(groups), zero_point)
-            raise ShapeError(
-                f"the quantizer {self.name or self} has a scale of shape {list(self.scale.shape)}, which does not fit "
-                f"{self.spec.granularity} on a tensor of shape {list(x.shape)}; calibrate it on tensors of that shape"
+        if self.needs_calibration:
+            raise CalibrationError(
+                f"the quantizer {self.name or self} has not been calibrated; "
+                "call fakequant.calibrate(model, batches), or load a checkpoint"
             )
+        if self._follows_input:
+            return choose_qparams_of(x, self.spec)
+        params = self._current(self._elements(x))
+        groups = self.spec.granularity.group_shape(x.shape)
+        if groups == tuple(params.scale.shape):
+            return params
+        if params.scale.numel() == 1 == math.prod(groups):  # one scale fits tensors of any rank
+            zero_point = None if params.zero_point is None else params.zero_point.reshape(groups)
+            return QParams(params.scale.reshape(groups), zero_point)
+        raise ShapeError(
+            f"the quantizer {self.name or self} has a scale of shape {list(params.scale.shape)}, which does not fit "
+            f"{self.spec.granularity} on a tensor of shape {list(x.shape)}; calibrate it on tensors of that shape"
+        )
+
+    def _current(self, elements: int = 1) -> QParams:
+        """The parameters of a calibrated quantizer, as they are now."""
+        if self.learned is not None:
+            return self.learned.qparams(elements)
+        assert self.scale is not None
         return QParams(self.scale, self.zero_point)
 
+    def _elements(self, x: Tensor) -> int:
+        """How many elements of one example share a scale; the first axis of activations counts examples."""
+        blocks = self.spec.granularity.block_shape(x.shape)
+        return max(1, math.prod(blocks[1:] if self.kind is Kind.INPUT and len(blocks) > 1 else blocks))
+
     def set_range(self, range: Range) -> None:
-        """Fix scale and zero point by a range [groups, axes kept]."""
+        """Set scale and zero point by a range [groups, axes kept]; what is learned starts again from there."""
         self.set_qparams(choose_qparams(range, self.spec))
 
     def set_qparams(self, params: QParams) -> None:
-        """Fix scale and zero point; a learned scale keeps being learned."""
-        scale = params.scale.detach().clone()
-        if isinstance(self.scale, nn.Parameter):
-            self.scale = nn.Parameter(scale)
-        else:
-            self.scale = scale
+        """Set scale and zero point; what is learned starts again from there."""
+        if self.learned is not None:
+            self.learned.start(params)
+            return
+        self.scale = params.scale.detach().clone()
         self.zero_point = None if params.zero_point is None else params.zero_point.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
@@ -134,27 +164,64 @@ class Quantizer(nn.Module):
 
     def reset(self) -> None:
         """Forget the parameters."""
-        if isinstance(self.scale, nn.Parameter):
-            del self.scale
-            self.register_buffer("scale", None)
+        self._take_away_learned()
         self.scale = self.zero_point = None
 
-    def learn_scale(self) -> None:
-        """Make the scale a parameter that training moves (LSQ, arXiv 1902.08153).
+    def learn(self, method: str = "lsq", **options: Any) -> None:
+        """Make the range something that training moves, beginning where it is now.
+
+        Args:
+            method: one of `fakequant.nn.learned_ranges()`: "lsq" (the step), "lsq_plus" (step and offset), "pact" (the
+                clip value), "tqt" (the logarithm of a power-of-two threshold).
+            options: of the method, such as gradient_factor=False.
 
         Raises:
-            ConfigError: nothing to learn, because the scale is dynamic or not yet there.
+            ConfigError: an unknown method or option, one that cannot serve the specification, or nothing to learn,
+                because the range is dynamic or not yet there.
+
+        >>> quantizer = Quantizer("int8")
+        >>> quantizer.set_range(Range(torch.tensor([-1.27]), torch.tensor([1.0])))
+        >>> quantizer.learn("lsq")
+        >>> quantizer
+        Quantizer(int8 per_tensor, input, scale 0.01, learned by lsq)
+        >>> [name for name, _ in quantizer.named_parameters()]
+        ['lsq.step']
         """
-        if self.scale is None or self.dynamic:
-            raise ConfigError(
-                f"the quantizer {self.name or self} has no scale to learn; calibrate it first"
-                if not self.dynamic
-                else f"the quantizer {self.name or self} is dynamic: its scale comes from every tensor anew"
-            )
-        if not isinstance(self.scale, nn.Parameter):
-            scale = self.scale
-            del self.scale
-            self.scale = nn.Parameter(scale)
+        learned = self.prepare_learning(method, **options)
+        if self.learned is not None and (self._method, self.learned.options()) == (method, learned.options()):
+            return
+        with torch.no_grad():
+            learned.start(self._current())
+        self.attach_learned(learned)
+
+    def prepare_learning(self, method: str, **options: Any) -> LearnedRange:
+        """What `learn` would attach, without parameters yet, called and refused like it; nothing is changed."""
+        name = self.name or str(self)
+        if self.dynamic:
+            raise ConfigError(f"the quantizer {name} is dynamic: its range comes from every tensor anew")
+        if not self.calibrated:
+            raise ConfigError(f"the quantizer {name} has no range to learn; calibrate it first")
+        with self._named_errors():
+            return make_learned_range(method, self.spec, **options)
+
+    def attach_learned(self, learned: LearnedRange) -> None:
+        """Learn by an object that has its parameters, or gets them from a state dict."""
+        self.reset()
+        self._method = learned.method
+        self.add_module(learned.method, learned)
+
+    def stop_learning(self) -> None:
+        """Fix the parameters at what was learned; nothing happens where nothing is learned."""
+        if self.learned is None:
+            return
+        with torch.no_grad():
+            scale, zero_point = self._current()[:2]
+        self._take_away_learned()
+        self.set_qparams(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
+
+    def _take_away_learned(self) -> None:
+        self._modules.pop(self._method, None)
+        self._method = ""
 
     def observe(self, x: Tensor) -> None:
         """Show x to the calibrator.
@@ -178,35 +245,17 @@ class Quantizer(nn.Module):
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
-        except (CalibrationError, ShapeError) as error:
+        except (CalibrationError, ConfigError, ShapeError) as error:
             raise type(error)(f"{self.name or self}: {error}") from error
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
-        """Move with the model, but keep the precision of the parameters: a float16 scale would change every code."""
-        values = {name: getattr(self, name) for name in ("scale", "zero_point")}
-        # Detached, because a parameter is converted in place.
-        before = {name: None if value is None else value.detach() for name, value in values.items()}
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = getattr(self, name)
-            if old is None or old.device.type == "meta":
-                continue
-            dtype = compute_dtype(new.dtype) if old.is_floating_point() else old.dtype
-            if new.dtype != dtype:
-                restored = old.to(new.device, dtype)
-                if isinstance(new, nn.Parameter):
-                    new.data = restored
-                else:
-                    setattr(self, name, restored)
-        return self
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Accept parameters that this quantizer does not have yet, or has in another shape."""
-        for name in ("scale", "zero_point"):
-            given, own = state_dict.get(prefix + name), getattr(self, name)
-            if given is not None and (own is None or own.shape != given.shape):
-                fresh = torch.empty_like(given, device=given.device if own is None else own.device)
-                setattr(self, name, nn.Parameter(fresh) if isinstance(own, nn.Parameter) else fresh)
+        """Become what the state says: fixed, or learned by the method that its keys name."""
+        methods = {key.removeprefix(prefix).split(".")[0] for key in state_dict if key.startswith(prefix)}
+        stated = sorted(methods & set(learned_ranges()))
+        if stated and stated[0] != self._method:
+            self.attach_learned(make_learned_range(stated[0], self.spec))
+        elif prefix + "scale" in state_dict:
+            self._take_away_learned()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -215,18 +264,34 @@ class Quantizer(nn.Module):
             words.append(self.mode.value)
         if self.dynamic:
             words.append("dynamic")
-        elif self.scale is None:
+        elif not self.calibrated:
             words.append("follows the weight" if self.kind is Kind.WEIGHT else "not calibrated")
-        elif self.scale.numel() == 1:
-            words.append(f"scale {self.scale.item():.4g}")
         else:
-            lowest, highest = self.scale.min().item(), self.scale.max().item()
-            words.append(f"scale {lowest:.4g} to {highest:.4g} [{self.scale.numel()}]")
-        if isinstance(self.scale, nn.Parameter):
-            words.append("learned")
+            words += self._scale_words()
         return f"Quantizer({', '.join(words)})"
+
+    def _scale_words(self) -> list[str]:
+        scale = self._current().scale.detach()
+        lowest, highest = scale.min().item(), scale.max().item()
+        many = f"scale {lowest:.4g} to {highest:.4g} [{scale.numel()}]"
+        words = [f"scale {lowest:.4g}" if scale.numel() == 1 else many]
+        return [*words, f"learned by {self._method}"] if self.learned is not None else words
 
 
 def quantizers(model: nn.Module) -> dict[str, Quantizer]:
     """All quantizers of a model by their path in it."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
+
+
+@contextmanager
+def fixed_ranges(model: nn.Module) -> Iterator[None]:
+    """A context in which learned ranges are constants, as exporters need them; then they are learned again."""
+    learned = [(quantizer, quantizer.learned) for quantizer in quantizers(model).values()]
+    try:
+        for quantizer, _ in learned:
+            quantizer.stop_learning()
+        yield
+    finally:
+        for quantizer, what in learned:
+            if what is not None:
+                quantizer.attach_learned(what)

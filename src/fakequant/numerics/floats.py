@@ -113,6 +113,9 @@ class FloatFormat(Format):
         power = ((exponent + 1023) << 52).view(torch.float64)
         value = mantissa * power
         value = torch.where(value > self.quant_max, torch.nan, value)
+        if self.specials is Specials.IEEE:
+            top = (1 << self.exponent_bits) - 1
+            value = torch.where(magnitude == top << self.mantissa_bits, torch.inf, value)
         value = torch.where(pattern >= 1 << self.bits - 1, -value, value)
         if self.specials is Specials.NEGATIVE_ZERO_IS_NAN:
             value = torch.where(pattern == 1 << self.bits - 1, torch.nan, value)

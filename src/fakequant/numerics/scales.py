@@ -16,7 +16,15 @@ from fakequant.errors import SpecError
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import parse_format
-from fakequant.numerics.granularity import Granularity, block_axes, blocked, blocked_groups, parse_granularity
+from fakequant.numerics.granularity import (
+    Granularity,
+    block_axes,
+    blocked,
+    blocked_groups,
+    parse_granularity,
+    unblocked,
+)
+from fakequant.numerics.tables import TableFormat
 
 
 class ScaleRounding(Enum):
@@ -65,6 +73,10 @@ class ScaleSpec:
         object.__setattr__(self, "format", fmt)
         object.__setattr__(self, "rounding", rounding or default)
         object.__setattr__(self, "granularity", granularity)
+        if fmt is not None and (isinstance(fmt, TableFormat) or (fmt.has_zero_point and fmt.signed)):
+            raise SpecError(f"scales are positive, and {fmt} is no format for them; use a float or an unsigned integer")
+        if granularity is not None and not isinstance(granularity, Granularity):
+            raise SpecError(f"granularity must be a Granularity such as PerTensor(), got {granularity!r}")
         if powers == (self.rounding is ScaleRounding.NEAREST):
             kinds = "floor, ceil or even" if powers else "nearest"
             raise SpecError(f"scales in {fmt or 'float32'} are rounded by {kinds}, not by {self.rounding.value}")
@@ -126,17 +138,20 @@ class ScaleSpec:
 def _powers_of_two(amax: Tensor, element: Format, rounding: ScaleRounding, largest: int, limit: float) -> Tensor:
     """2**e for every group, e limited to +-largest; a group of zeros gets the smallest."""
     if rounding is ScaleRounding.CEIL:
-        mantissa, exponent = torch.frexp(amax / torch.full_like(amax, element.bound))
+        measured = amax / torch.full_like(amax, element.bound)
+        mantissa, exponent = torch.frexp(measured)
         exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     else:
-        mantissa, exponent = torch.frexp(amax)
+        measured = amax
+        mantissa, exponent = torch.frexp(measured)
         exponent = exponent - 1 - (math.frexp(element.bound)[1] - 1)
         if rounding is ScaleRounding.EVEN:
             # The mantissa rounds up to the next power of two at the precision of the element.
             exponent = exponent + (mantissa >= 1 - 2.0 ** -(element.fraction_bits + 2)).to(exponent.dtype)
     # At most the largest power of two that is not beyond the limit.
     exponent = exponent.clamp(-largest, min(largest, math.frexp(limit)[1] - 1))
-    exponent = torch.where(amax > 0, exponent, -largest).to(torch.int64)
+    # Of 0, to which a quotient may underflow, frexp says 0 instead of an exponent below all.
+    exponent = torch.where(measured > 0, exponent, -largest).to(torch.int64)
     # float64 has all these powers as normal numbers; the cast is exact (2**-127 is subnormal in float32).
     return ((exponent + 1023) << 52).view(torch.float64).to(amax.dtype)
 
@@ -146,14 +161,18 @@ def _under_a_scale(amax: Tensor, bound: float, fmt: Format, granularity: Granula
 
     A code of 0 becomes the smallest positive one: a block that is small beside its tensor loses precision, but not all.
     """
-    tiny = torch.finfo(amax.dtype).tiny
+    if amax.numel() == 0:
+        return amax
+    finfo = torch.finfo(amax.dtype)
+    if fmt.quant_max * bound > finfo.max:
+        raise SpecError(f"scales in {fmt} under codes up to {bound:g} reach beyond {amax.dtype}; choose a smaller one")
     blocks = granularity.block_shape(amax.shape)
     axes = block_axes(amax.shape, blocks)
     view = blocked(amax, blocks)
-    whole = (view.amax(axes) if axes and amax.numel() else view).reshape(granularity.group_shape(amax.shape))
-    shared = (whole / torch.full_like(whole, fmt.quant_max * bound)).clamp(min=tiny)
+    whole = (view.amax(axes) if axes else view).reshape(granularity.group_shape(amax.shape))
+    shared = (whole / torch.full_like(whole, fmt.quant_max * bound)).clamp(min=finfo.tiny)
     shared = blocked_groups(shared, amax.shape, blocks)
     code = fmt.clamp(fmt.round(view / (bound * shared)))
     smallest = 1.0 if fmt.has_zero_point else 2.0 ** (fmt.grid.min_exponent - fmt.fraction_bits)
     scale = torch.where(code > 0, code, smallest) * shared
-    return scale.reshape(amax.shape).clamp(min=tiny)
+    return unblocked(scale, amax.shape, blocks).clamp(min=finfo.tiny)

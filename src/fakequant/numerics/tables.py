@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,6 +34,8 @@ class TableFormat(Format):
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if not all(math.isfinite(v) for v in self.values):
+            raise SpecError(f"TableFormat {self.label!r}: values must be finite numbers, got {self.values}")
         rises = all(low < high for low, high in itertools.pairwise(self.values))
         if not (2 <= len(self.values) <= 256 and rises and 0.0 in self.values):
             raise SpecError(

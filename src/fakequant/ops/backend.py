@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fakequant.numerics.qparams import QParams
+from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.qparams import QParams, Range, choose_qparams, measure
 from fakequant.numerics.spec import QuantSpec
 
 
@@ -28,6 +29,18 @@ class Backend(ABC):
     @abstractmethod
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
+
+    def fake_quantize_dynamic(self, x: Tensor, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        """As `fake_quantize`, with the parameters that the range of x gives.
+
+        A backend that does it in fewer passes over memory overrides this; the bits are these.
+        """
+        params = choose_qparams(self.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
+        return self.fake_quantize(x, params, spec, mask=mask)
+
+    def measure(self, x: Tensor, granularity: Granularity) -> Range:
+        """The range of the finite values of every group, see `numerics.qparams.measure`."""
+        return measure(x, granularity)
 
     @abstractmethod
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:

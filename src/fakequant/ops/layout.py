@@ -56,6 +56,11 @@ class Layout:
             values = values.permute(self.group_order).contiguous()
         return values if values.dtype == dtype else values.to(dtype)
 
+    def unpack_groups(self, values: Tensor) -> Tensor:
+        """Per-group values [groups] in the kernel's order as [groups, axes kept]."""
+        ordered = values.view([self.group_shape[axis] for axis in self.group_order])
+        return ordered.permute(_inverse(self.group_order))
+
 
 @lru_cache(maxsize=4096)
 def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout:

@@ -17,7 +17,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from fakequant.numerics import reference
-from fakequant.numerics.qparams import QParams, Range, has_values
+from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype, has_values
+from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from .dispatch import Backend, choose
@@ -40,6 +42,37 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or _learned(params)):
         return _Eager.apply(x, params.scale, params.zero_point, lo, hi, spec)
     return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
+
+
+def fake_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
+    """`fake_quantize` with the parameters that the range of x itself gives; no gradient goes to the range.
+
+    The same bits as measuring, choosing parameters and quantizing one after the other, in fewer passes over memory.
+
+    Raises:
+        DTypeError: x is not a floating tensor.
+        ShapeError: the granularity does not fit x.
+    """
+    compute_dtype(x.dtype)
+    if torch.compiler.is_exporting() or _must_be_traced(x):
+        params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
+        return fake_quantize(x, params, spec)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _EagerDynamic.apply(x, spec)
+    return choose(x, spec).fake_quantize_dynamic(x, spec, mask=False)[0]
+
+
+def measure(x: Tensor, granularity: Granularity) -> Range:
+    """The range of the finite values of every group, see `numerics.qparams.measure`.
+
+    Raises:
+        DTypeError: x is not a floating tensor.
+        ShapeError: the granularity does not fit x.
+    """
+    compute_dtype(x.dtype)
+    if torch.compiler.is_exporting() or _must_be_traced(x):
+        return _measure(x, granularity)
+    return choose(x, QuantSpec("int8", granularity)).measure(x.detach(), granularity)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -94,17 +127,39 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
         mask, *inputs = ctx.saved_tensors
-        dy = dx = grad_outputs[0]
+        dy = grad_outputs[0]
+        dx = _through(ctx, dy, mask)
         scale_grad = zero_point_grad = None
-        if mask is not None:
-            # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
-            masked = _MaskedGradient.apply if torch.is_grad_enabled() else _masked_gradient
-            dx = masked(dy, mask, ctx.backend, ctx.spec, ctx.x_stride)
         if inputs:
             x, *params = inputs
             wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
             scale_grad, zero_point_grad = reference.grad_params(dy, x, _params(*params), ctx.spec, wants)
         return dx, scale_grad, zero_point_grad, None, None, None
+
+
+class _EagerDynamic(torch.autograd.Function):
+    """`_Eager` with parameters from the range of x, which get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: QuantSpec) -> Tensor:
+        ctx.spec, ctx.x_stride, ctx.backend = spec, x.stride(), choose(x, spec)
+        y, mask = ctx.backend.fake_quantize_dynamic(x, spec, mask=spec.gradient is not Gradient.IDENTITY)
+        ctx.save_for_backward(mask)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return _through(ctx, grad_outputs[0], mask), None
+
+
+def _through(ctx: Any, dy: Tensor, mask: Tensor | None) -> Tensor:
+    """The gradient of the input of an eager function."""
+    if mask is None:
+        return dy
+    # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
+    masked = _MaskedGradient.apply if torch.is_grad_enabled() else _masked_gradient
+    return masked(dy, mask, ctx.backend, ctx.spec, ctx.x_stride)
 
 
 def _masked_gradient(dy: Tensor, mask: Tensor, backend: Backend, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,20 @@ import torch
 from torch import Tensor
 
 from fakequant.numerics.format import Format
-from fakequant.numerics.qparams import QParams, compute_dtype
+from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops.backend import Backend
 from fakequant.ops.layout import Layout, layout_of
 
+from .rules import LARGEST, cannot_choose, grid_fields, scale_rule
+
 # The numbers by which kernels.cpp knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
 _NO_MASK = 0
 _MASK = {Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2}
-_NO_MANTISSA = -1
-# Rounding adds 2**(e + 23 - mantissa_bits), which must stay a float32.
-_LARGEST = 2.0**64
+log = logging.getLogger("fakequant.backend")
 
 
 @cache
@@ -55,7 +57,7 @@ class CpuBackend(Backend):
         grid = spec.format.grid
         if codes and not spec.format.has_zero_point:
             return f"the kernels read and write integer codes only, not those of {spec.format}"
-        if grid.mantissa_bits is not None and grid.quant_max > _LARGEST and x.dtype != torch.float64:
+        if grid.mantissa_bits is not None and grid.quant_max > LARGEST and x.dtype != torch.float64:
             return f"the kernels round floats up to 2**64, {spec.format} reaches {grid.quant_max:g}"
         return None
 
@@ -68,6 +70,30 @@ class CpuBackend(Backend):
         tensors = _params(params, spec, layout, compute_dtype(x.dtype), with_range=kind == _MASK[Gradient.INPUT_RANGE])
         torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *_call(layout, spec), kind)
         return layout.unpack(y), bits
+
+    def fake_quantize_dynamic(self, x: Tensor, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        layout = layout_of(spec.granularity, tuple(x.shape), x.stride())
+        if reason := cannot_choose(spec, x.dtype, layout.group_shape):
+            log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), reason)
+            return super().fake_quantize_dynamic(x, spec, mask=mask)
+        packed = layout.pack(x)
+        y = torch.empty_like(packed)
+        bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
+        kind = _MASK[spec.gradient] if mask else _NO_MASK
+        if not x.numel():
+            return layout.unpack(y), bits
+        table = _table(spec.format, compute_dtype(x.dtype))
+        rule = scale_rule(spec, x.dtype)
+        torch.ops.fakequant_cpu.fake_quantize_dynamic(packed, rule, table, y, bits, *_call(layout, spec), kind)
+        return layout.unpack(y), bits
+
+    def measure(self, x: Tensor, granularity: Granularity) -> Range:
+        layout = layout_of(granularity, tuple(x.shape), x.stride())
+        lo, hi = torch.empty(2, layout.tiles.groups, dtype=compute_dtype(x.dtype)).unbind()
+        if not x.numel():
+            return Range(layout.unpack_groups(lo.zero_()), layout.unpack_groups(hi.zero_()))
+        torch.ops.fakequant_cpu.measure(layout.pack(x), lo, hi, *layout.tiles)
+        return Range(layout.unpack_groups(lo), layout.unpack_groups(hi))
 
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         layout = layout_of(spec.granularity, tuple(dy.shape), x_stride)
@@ -119,14 +145,4 @@ def _table(fmt: Format, dtype: torch.dtype) -> Tensor | None:
 
 
 def _call(layout: Layout, spec: QuantSpec) -> tuple[Any, ...]:
-    grid = spec.format.grid
-    mantissa_bits = _NO_MANTISSA if grid.mantissa_bits is None else grid.mantissa_bits
-    return (
-        *layout.tiles,
-        grid.quant_min,
-        grid.quant_max,
-        mantissa_bits,
-        grid.min_exponent,
-        grid.negative_zero,
-        _ARITHMETIC[spec.arithmetic],
-    )
+    return *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic]

@@ -10,7 +10,7 @@
 #include "call.h"
 
 namespace fakequant {
-// One file includes this header; a function with clones must not be merged across files.
+// Not `inline`: every file has its own copy, because functions with clones must not be merged across files.
 namespace {
 
 #ifdef __FLT16_MAX__

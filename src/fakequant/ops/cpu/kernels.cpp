@@ -4,9 +4,8 @@
 // -ffp-contract=off (no FMA contraction), true division, and no -ffast-math; NaN survives because every clamp is
 // written as `bound > v ? bound : v`, which keeps v where the comparison is false.
 //
-// The tensor is a run of elements in memory, seen as tiles [g0, b0, g1, b1] with one scale per (g0, g1). Work is cut
-// into chunks of 1024 elements: a chunk is converted to the compute type in a buffer that stays in the first-level
-// cache, quantized there, and converted back. A chunk covers whole bytes of the packed mask, so threads never share one.
+// The tensor is a run of elements in memory, seen as tiles [g0, b0, g1, b1] with one scale per (g0, g1), and worked on
+// chunk by chunk (chunks.h). Kernels that take the range from the tensor itself are in dynamic.cpp.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -16,9 +15,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <type_traits>
 
 #include "call.h"
+#include "chunks.h"
 #include "convert.h"
 #include "rounding.h"
 #include "runs.h"
@@ -28,8 +27,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-constexpr int64_t kGrainChunks = 32;  // 32,768 elements: below that a second thread costs more than it brings.
 
 template <Emit E, typename C, typename Rounding>
 FAKEQUANT_INLINE void quantize_chunk_by(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first,
@@ -79,12 +76,6 @@ void decode_chunk_f64(const Call<double>& call, const double* codes, double* y, 
   });
 }
 
-void quantize_chunk(const Call<float>& c, const float* x, float* y, uint8_t* m, int64_t first, int64_t n) {
-  quantize_chunk_f32(c, x, y, m, first, n);
-}
-void quantize_chunk(const Call<double>& c, const double* x, double* y, uint8_t* m, int64_t first, int64_t n) {
-  quantize_chunk_f64(c, x, y, m, first, n);
-}
 void encode_chunk(const Call<float>& c, const float* x, float* q, int64_t first, int64_t n) {
   encode_chunk_f32(c, x, q, first, n);
 }
@@ -98,31 +89,16 @@ void decode_chunk(const Call<double>& c, const double* q, double* y, int64_t fir
   decode_chunk_f64(c, q, y, first, n);
 }
 
-template <typename F>
-void for_each_chunk(int64_t elements, const F& body) {
-  const int64_t chunks = (elements + kChunk - 1) / kChunk;
-  torch::stable::parallel_for(0, chunks, kGrainChunks, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk)
-      body(chunk * kChunk, std::min(kChunk, elements - chunk * kChunk));
-  });
+}  // namespace
+
+void quantize_chunk(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first, int64_t n) {
+  quantize_chunk_f32(call, x, y, inside, first, n);
+}
+void quantize_chunk(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first, int64_t n) {
+  quantize_chunk_f64(call, x, y, inside, first, n);
 }
 
-template <typename T, typename C>
-void quantize_all(const Call<C>& call, const T* x, T* y, uint8_t* mask) {
-  for_each_chunk(call.tiles.elements(), [&](int64_t first, int64_t n) {
-    alignas(64) uint8_t inside[kChunk];
-    if constexpr (std::is_same_v<T, C>) {
-      quantize_chunk(call, x + first, y + first, inside, first, n);
-    } else {
-      alignas(64) C in[kChunk];
-      alignas(64) C out[kChunk];
-      load(x + first, in, n);
-      quantize_chunk(call, in, out, inside, first, n);
-      store(out, y + first, n);
-    }
-    if (call.mask != Mask::kNone) pack(inside, mask + first / 8, n);
-  });
-}
+namespace {
 
 template <typename T, typename C, typename Q>
 void encode_all(const Call<C>& call, const T* x, Q* codes) {
@@ -175,17 +151,6 @@ Params<C> params_of(const Tensor& scale, const std::optional<Tensor>& zero_point
   return {static_cast<const C*>(scale.data_ptr()), data(zero_point), data(lo), data(hi)};
 }
 
-// Calls `body` with a value of the element type of a floating tensor and one of its compute type.
-template <typename F>
-void with_float_type(const Tensor& t, const F& body) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return body(float{}, float{});
-    case ScalarType::Double: return body(double{}, double{});
-    case ScalarType::Half: return body(Half{}, float{});
-    case ScalarType::BFloat16: return body(BFloat16{}, float{});
-    default: STD_TORCH_CHECK(false, "fakequant_cpu: not a floating tensor");
-  }
-}
 template <typename F>
 void with_code_type(const Tensor& t, const F& body) {
   switch (t.scalar_type()) {

@@ -10,8 +10,8 @@
 
 namespace fakequant {
 
-// Runs shorter than a vector register get a scale per element instead.
-constexpr int64_t kShortRun = 16;
+// Runs shorter than two vector registers get a scale per element instead.
+constexpr int64_t kShortRun = 32;
 
 template <typename C>
 struct Uniform {
@@ -91,6 +91,12 @@ FAKEQUANT_INLINE void decode_run(const Call<C>& call, const C* codes, C* y, int6
   }
 }
 
+template <typename C>
+FAKEQUANT_INLINE void spread_16(const C* groups, C* elements, int64_t n) {
+  for (int64_t g = 0; g < n; ++g)
+    for (int64_t i = 0; i < 16; ++i) elements[16 * g + i] = groups[g];
+}
+
 // Calls `uniform(begin, length, Uniform)` or `varying(begin, length, PerElement)` for consecutive pieces of the
 // elements [first, first + n), with begin counted from `first`.
 template <typename C, typename F>
@@ -105,13 +111,22 @@ FAKEQUANT_INLINE void for_each_run(const Call<C>& call, int64_t first, int64_t n
     return one_axis ? element / t.b0 : element / (row * t.b0) * t.g1 + element % row / t.b1;
   };
   if (length >= kShortRun || length >= n) {
-    for (int64_t i = 0; i < n;) {
-      const int64_t g = group(first + i);
-      const int64_t piece = std::min(length - (first + i) % length, n - i);
+    // Counted up rather than divided: two divisions would take as long as a run of 32.
+    const int64_t columns = one_axis ? 1 : t.g1, rows = one_axis ? 1 : t.b0;
+    int64_t column = first / length % columns, in_rows = first / length / columns % rows, g = group(first);
+    for (int64_t i = 0, left = length - first % length; i < n; left = length) {
+      const int64_t piece = std::min(left, n - i);
       const Uniform<C> uniform{p.scale[g], p.zero_point ? p.zero_point[g] : C(0), p.lo ? p.lo[g] : C(0),
                                p.hi ? p.hi[g] : C(0)};
       run(i, piece, uniform);
       i += piece;
+      ++g;
+      if (++column < columns) continue;
+      column = 0;
+      if (++in_rows < rows)
+        g -= columns;
+      else
+        in_rows = 0;
     }
     return;
   }
@@ -128,11 +143,17 @@ FAKEQUANT_INLINE void for_each_run(const Call<C>& call, int64_t first, int64_t n
   }
   C scale[kChunk], zero_point[kChunk], lo[kChunk], hi[kChunk];
   int64_t within = (first % length), g = group(first);
-  for (int64_t i = 0; i < n; ++i) {
-    scale[i] = p.scale[g];
-    if (p.zero_point) zero_point[i] = p.zero_point[g];
-    if (p.lo) lo[i] = p.lo[g], hi[i] = p.hi[g];
-    if (++within == length) within = 0, g = group(first + i + 1);
+  if (one_axis && length == 16 && within == 0 && n % 16 == 0) {  // NVFP4: a run is one or two registers
+    spread_16(p.scale + g, scale, n / 16);
+    if (p.zero_point) spread_16(p.zero_point + g, zero_point, n / 16);
+    if (p.lo) spread_16(p.lo + g, lo, n / 16), spread_16(p.hi + g, hi, n / 16);
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      scale[i] = p.scale[g];
+      if (p.zero_point) zero_point[i] = p.zero_point[g];
+      if (p.lo) lo[i] = p.lo[g], hi[i] = p.hi[g];
+      if (++within == length) within = 0, g = group(first + i + 1);
+    }
   }
   run(int64_t(0), n, PerElement<C>{scale, p.zero_point ? zero_point : nullptr, lo, hi});
 }

@@ -1,0 +1,179 @@
+"""Scales that the graph computes from the range of a tensor, of symmetric specifications.
+
+torch finds scales in a format of their own with frexp and the bits of numbers, which ONNX lacks. So the exported graph
+has one opaque node for them, `fakequant::choose_scale`, which is replaced here: powers of two by a search among the
+smallest ranges that get each of them (`steps`), all others by the same operations as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fakequant.export.capability import Dimension, block_sizes, check_spec
+from fakequant.export.graph import GraphEditor
+from fakequant.export.portable import round_to
+from fakequant.export.site import Emitter
+from fakequant.export.steps import look_up, thresholds
+from fakequant.functional import choose_qparams
+from fakequant.nn.quantizer import Quantizer
+from fakequant.numerics.floats import ExponentFormat
+from fakequant.numerics.format import Format
+from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import QuantSpec
+from fakequant.ops import library
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+_INFO = torch.finfo(torch.float32)
+
+
+@torch.library.custom_op("fakequant::choose_scale", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")
+def _choose_scale(x: Tensor, spec: str) -> Tensor:
+    return choose_qparams(x, QuantSpec.parse(spec)).scale.clone()
+
+
+@_choose_scale.register_fake
+def _(x: Tensor, spec: str) -> Tensor:
+    return x.new_empty(QuantSpec.parse(spec).granularity.group_shape(x.shape), dtype=torch.float32)
+
+
+@contextmanager
+def opaque_scales(quantizers: Iterable[Quantizer]) -> Iterator[None]:
+    """A context in which symmetric dynamic quantizers compute their scales in one opaque operation."""
+    changed = [q for q in quantizers if q.dynamic and q.spec.symmetric]
+
+    def forward(quantizer: Quantizer, x: Tensor) -> Tensor:
+        scale = torch.ops.fakequant.choose_scale(x, str(quantizer.spec))
+        return library.fake_quantize(x, QParams(scale), quantizer.spec)
+
+    try:
+        for quantizer in changed:
+            vars(quantizer)["forward"] = forward.__get__(quantizer)
+        yield
+    finally:
+        for quantizer in changed:
+            vars(quantizer).pop("forward", None)
+
+
+def lower_scale(editor: GraphEditor, node: NodeProto, path: str) -> Emitter:
+    """The nodes that compute what a `ChooseScale` node stands for.
+
+    Raises:
+        ExportError: a range over blocks along an axis whose length is not known, or a specification without ONNX form.
+    """
+    from onnx import TensorProto
+
+    spec = QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
+    to = Emitter(editor, editor.label(f"{path or 'fake_quantize'}/range"))
+    check_spec(spec)
+    (x,), (scale,) = node.input, node.output
+    shape = editor.shape(x)
+    halves = (
+        (TensorProto.FLOAT16, torch.finfo(torch.float16).max),
+        (TensorProto.BFLOAT16, torch.finfo(torch.bfloat16).max),
+    )
+    largest = next((most for kind, most in halves if kind == editor.type(x)), _INFO.max)
+    # As in `numerics.qparams.choose_qparams`.
+    limit = largest * (1.0 - _INFO.eps) / max(-spec.format.quant_min, spec.format.quant_max)
+    amax = _group_max(to, _finite_magnitude(to, to.as_float32(x)), shape, block_sizes(spec.granularity, shape))
+    if isinstance(spec.scale.format, ExponentFormat):
+        _power_of_two(to, amax, spec, limit, scale)
+        return to
+    tiny = to.number("tiny", _INFO.tiny)
+    if spec.scale.format is None or spec.scale.granularity is None:
+        found = to.emit("Div", amax, to.number("bound", spec.format.bound))
+    else:
+        found = _under_a_scale(to, amax, editor.shape(scale), spec, spec.scale.format, spec.scale.granularity)
+    to.emit("Min", to.emit("Max", found, tiny), to.number("limit", limit), result=scale)
+    return to
+
+
+def _finite_magnitude(to: Emitter, value: str) -> str:
+    """|x|, and 0 in the place of inf and NaN, with which nothing compares as smaller than inf."""
+    magnitude = to.emit("Abs", value)
+    finite = to.emit("Less", magnitude, to.number("inf", math.inf))
+    return to.emit("Where", finite, magnitude, to.number("zero", 0.0))
+
+
+def _group_max(to: Emitter, value: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
+    """The largest value of every group [groups, axes kept]; values are not negative, so that zeros pad last blocks."""
+    whole = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b == n and n != 1]
+    for axis, (n, block) in enumerate(zip(shape, blocks, strict=True)):
+        if block in (1, n):
+            continue
+        assert isinstance(n, int)
+        assert isinstance(block, int)
+        value = _block_max(to, value, axis, (n, block, len(shape)))
+    if whole:
+        value = to.emit("ReduceMax", value, to.add("axes", np.array(whole, np.int64)), keepdims=1)
+    return value
+
+
+def _block_max(to: Emitter, value: str, axis: int, sizes: tuple[int, int, int]) -> str:
+    """The largest value of every block along one axis. The axis is brought to the end, so that Reshape needs no other.
+
+    Args:
+        sizes: the length of the axis, of a block, and the number of axes.
+    """
+    n, block, rank = sizes
+    order = [i for i in range(rank) if i != axis] + [axis]
+    moved = axis != rank - 1
+    if moved:
+        value = to.emit("Transpose", value, perm=order)
+    groups = -(-n // block)
+    if missing := groups * block - n:
+        pads = to.add(f"pads_{axis}", np.array([0] * rank + [0] * (rank - 1) + [missing], np.int64))
+        value = to.emit("Pad", value, pads)
+    shape = to.add(f"blocks_{axis}", np.array([0] * (rank - 1) + [groups, block], np.int64))
+    value = to.emit("ReduceMax", to.emit("Reshape", value, shape), to.add("last", np.array([-1], np.int64)), keepdims=0)
+    return to.emit("Transpose", value, perm=[order.index(i) for i in range(rank)]) if moved else value
+
+
+def _power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
+    assert isinstance(spec.scale.format, ExponentFormat)
+    largest = spec.scale.format.exponent_bias
+
+    def exponent(values: Tensor) -> Tensor:
+        return torch.frexp(spec.scale.choose(values, spec.format, limit).double())[1] - 1 + largest
+
+    count = 2 * largest + 1
+    powers = torch.ldexp(torch.ones(count, dtype=torch.float64), torch.arange(count) - largest).float()
+    found = look_up(to, "scale", amax, thresholds(exponent, count, lowest=0.0), powers)
+    to.emit("Identity", found, result=result)
+
+
+def _under_a_scale(
+    to: Emitter,
+    amax: str,
+    shape: Sequence[Dimension],
+    spec: QuantSpec,
+    fmt: Format,
+    granularity: Granularity,
+) -> str:
+    """As `numerics.scales` does it, operation by operation.
+
+    Args:
+        shape: of `amax`.
+        fmt: the format of the scales.
+        granularity: over the tensor of scales.
+    """
+    bound = spec.format.bound
+    blocks = block_sizes(granularity, shape)
+    whole = _group_max(to, amax, shape, blocks)
+    shared = to.emit("Div", whole, to.number("largest", fmt.quant_max * bound))
+    shared = to.emit("Max", shared, to.number("tiny", _INFO.tiny))
+    divided = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
+    shared = to.repeat(shared, [b if isinstance(b, int) else 0 for b in blocks], shape, divided)
+    code = round_to(to, to.emit("Div", amax, to.emit("Mul", to.number("bound", bound), shared)), fmt)
+    smallest = to.number("smallest", 1.0 if fmt.has_zero_point else 2.0 ** (fmt.grid.min_exponent - fmt.fraction_bits))
+    positive = to.emit("Greater", code, to.number("none", 0.0))
+    return to.emit("Mul", to.emit("Where", positive, code, smallest), shared)

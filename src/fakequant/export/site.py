@@ -1,0 +1,132 @@
+"""A quantizer of the graph that is being replaced: what is known of it, and the nodes that take its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fakequant.export.capability import Dimension, Encoding, Layout
+from fakequant.export.graph import GraphEditor
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from onnx import NodeProto
+
+
+@dataclass
+class Emitter:
+    """Nodes and constants that replace one node; their names begin with its label."""
+
+    editor: GraphEditor
+    label: str
+    nodes: list[NodeProto] = field(default_factory=list, kw_only=True)
+    added: list[str] = field(default_factory=list, kw_only=True)
+
+    def emit(self, operator: str, *inputs: str, result: str | None = None, **attributes: Any) -> str:
+        """Add a node and return the name of its result."""
+        from onnx import helper
+
+        same = sum(node.op_type == operator for node in self.nodes)
+        name = f"{self.label}/{operator}{f'_{same}' if same else ''}"
+        given = {key: value for key, value in attributes.items() if value is not None}
+        self.nodes.append(helper.make_node(operator, inputs, [result or name], name, **given))
+        return result or name
+
+    def add(self, name: str, values: Tensor | np.ndarray) -> str:
+        """Add a constant."""
+        array = values.numpy() if isinstance(values, Tensor) else values
+        self.added.append(self.editor.add(f"{self.label}/{name}", array, shared=name == "codes"))
+        return self.added[-1]
+
+    def number(self, name: str, value: float) -> str:
+        """Add a float32 constant without axes."""
+        return self.add(name, np.array(value, np.float32))
+
+    def as_float32(self, value: str) -> str:
+        """A value in float32, in which everything is computed."""
+        from onnx import TensorProto
+
+        return value if self.editor.type(value) == TensorProto.FLOAT else self.emit("Cast", value, to=TensorProto.FLOAT)
+
+    def repeat(self, value: str, blocks: Sequence[int], shape: Sequence[Dimension], axes: Sequence[int]) -> str:
+        """Per-group values [groups, axes kept] repeated along some axes, as often as each group has elements there.
+
+        Args:
+            blocks: the block size along every axis.
+            shape: of the tensor that the groups divide.
+        """
+        for axis in axes:
+            n = shape[axis]
+            assert isinstance(n, int), "an axis that blocks divide is checked to have a known length"
+            index = np.arange(n, dtype=np.int64) // blocks[axis]
+            value = self.emit("Gather", value, self.add(f"block_of_{axis}", index), axis=axis)
+        return value
+
+
+@dataclass
+class Site(Emitter):
+    """A FakeQuantize node, what is known of its parameters, and the nodes that replace it."""
+
+    path: str
+    spec: QuantSpec
+    encoding: Encoding
+    layout: Layout
+    blocks: list[Dimension]
+    """The block size along every axis."""
+    x: str
+    y: str
+    scale: str
+    zero_point: str | None
+    constant: QParams | None
+    """The parameters [groups, axes kept], if they are in the file."""
+
+    def place(self) -> dict[str, Any]:
+        """The attributes that say where the scales lie."""
+        return {"axis": self.layout.axis, "block_size": self.layout.block_size or None}
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Constant values [groups, axes kept] in ONNX's shape."""
+        if self.layout.axis is None:
+            return values.reshape(())
+        if not self.layout.block_size:
+            return values.reshape(-1)
+        return self._repeated(values, [axis for axis, count in enumerate(self.layout.repeats) if count != 1])
+
+    def arranged(self, name: str) -> str:
+        """Computed values [groups, axes kept] in ONNX's shape."""
+        if self.layout.block_size:
+            return self._repeat(name, [axis for axis, count in enumerate(self.layout.repeats) if count != 1])
+        shape = np.array([] if self.layout.axis is None else [-1], np.int64)
+        return self.emit("Reshape", name, self.add("shape", shape))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Constant values [groups, axes kept] repeated where they do not broadcast with x: along divided axes."""
+        return self._repeated(values, self._divided(list(values.shape)))
+
+    def spread_computed(self, name: str) -> str:
+        """Values of the graph [groups, axes kept] repeated where they do not broadcast with x."""
+        return self._repeat(name, self._divided(self.editor.shape(self.scale)))
+
+    def _divided(self, groups: Sequence[Dimension]) -> list[int]:
+        pairs = zip(groups, self.editor.shape(self.x), strict=True)
+        return [axis for axis, (g, n) in enumerate(pairs) if g not in (1, n)]
+
+    def _repeated(self, values: Tensor, axes: Sequence[int]) -> Tensor:
+        shape = self.editor.shape(self.x)
+        for axis in axes:
+            n, block = shape[axis], self.blocks[axis]
+            assert isinstance(n, int)
+            assert isinstance(block, int)
+            values = values.index_select(axis, torch.arange(n) // block)
+        return values
+
+    def _repeat(self, value: str, axes: Sequence[int]) -> str:
+        return self.repeat(
+            value, [b if isinstance(b, int) else 0 for b in self.blocks], self.editor.shape(self.x), axes
+        )

@@ -1,0 +1,338 @@
+"""Ranges that training moves by gradient: which parameters there are, and the scale and zero point they stand for.
+
+Every method computes scale and zero point from its parameters by differentiable torch operations; the gradients of
+scale and zero point are those of the operator. A new method is one class here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.errors import ConfigError, nearest
+from fakequant.numerics.granularity import blocked, blocked_groups, unblocked
+from fakequant.numerics.qparams import QParams, compute_dtype
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.ops import library
+
+
+class PreciseModule(nn.Module):
+    """A module whose own tensors keep their precision in a half-precision model and take their shape from a state."""
+
+    def _own(self) -> dict[str, Tensor | None]:
+        return {**self._parameters, **self._buffers}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreciseModule:
+        """Move with the model, but in float32 at least: a float16 scale would change every code."""
+        # Detached, because a parameter is converted in place.
+        before = {name: value.detach() for name, value in self._own().items() if value is not None}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            dtype = compute_dtype(new.dtype) if old.is_floating_point() else old.dtype
+            if new.dtype != dtype and old.device.type != "meta":
+                restored = old.to(new.device, dtype)
+                if isinstance(new, nn.Parameter):
+                    new.data = restored
+                else:
+                    setattr(self, name, restored)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Accept tensors that this module does not have yet, or has in another shape."""
+        for name, own in self._own().items():
+            given = state_dict.get(prefix + name)
+            if given is not None and (own is None or own.shape != given.shape):
+                fresh = torch.empty_like(given, device=given.device if own is None else own.device)
+                setattr(self, name, nn.Parameter(fresh) if name in self._parameters else fresh)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def through(value: Tensor, parameter: Tensor, factor: float | Tensor = 1.0) -> Tensor:
+    """A value to the bit, whose gradient is passed to a finite parameter times a factor (straight-through).
+
+    >>> step = torch.tensor([1.4], requires_grad=True)
+    >>> through(step.ceil(), step, 0.5).backward()
+    >>> step.grad
+    tensor([0.5000])
+    """
+    return value.detach() + (parameter - parameter.detach()) * factor
+
+
+class LearnedRange(PreciseModule, ABC):
+    """Parameters that training moves, and the scale and zero point that follow from them.
+
+    Parameters are None until `start` or a state dict sets them.
+
+    Args:
+        spec: how the tensor is quantized.
+
+    Raises:
+        ConfigError: the method cannot serve the specification.
+    """
+
+    method: ClassVar[str] = ""
+    """The name under which the class is registered."""
+    names: ClassVar[tuple[str, ...]]
+    """The parameters."""
+
+    def __init__(self, spec: QuantSpec) -> None:
+        super().__init__()
+        if spec.scale.format is not None:
+            raise ConfigError(
+                f"{spec} has scales in {spec.scale.format}, which cannot be learned: they follow from the values of "
+                "every block; leave them as calibrated, or use a specification with float32 scales"
+            )
+        self.spec = spec
+        for name in self.names:
+            self.register_parameter(name, None)
+
+    @property
+    def started(self) -> bool:
+        """Whether the parameters are there."""
+        return getattr(self, self.names[0]) is not None
+
+    @abstractmethod
+    def start(self, params: QParams) -> None:
+        """Set the parameters so that they stand for a calibrated scale and zero point."""
+
+    @abstractmethod
+    def qparams(self, elements: int) -> QParams:
+        """Scale and zero point as they are now, differentiable by the parameters.
+
+        Args:
+            elements: how many elements share a scale.
+        """
+
+    def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
+        """x quantized with what `qparams` returned, shaped to fit x."""
+        return library.fake_quantize(x, params, self.spec)
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that make an object like this one, for JSON."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters if name != "spec"}
+
+    def _set(self, **values: Tensor) -> None:
+        """Set parameters; one that is there already stays the same object, so that optimizers keep it."""
+        for name, value in values.items():
+            own = getattr(self, name)
+            if own is not None and own.shape == value.shape:
+                own.data.copy_(value)
+            else:
+                setattr(self, name, nn.Parameter(value.detach().clone()))
+
+
+_registry: dict[str, type[LearnedRange]] = {}
+_Class = TypeVar("_Class", bound=type[LearnedRange])
+
+
+def register_learned_range(name: str) -> Callable[[_Class], _Class]:
+    """Make a class known as the method of a name.
+
+    Raises:
+        ConfigError: another class already has the name, or it cannot be a part of a state dict's key.
+    """
+
+    def register(cls: _Class) -> _Class:
+        if _registry.get(name, cls) is not cls:
+            raise ConfigError(f"a different method is already registered as {name!r}; choose another name")
+        if not name.isidentifier():
+            raise ConfigError(f"the name {name!r} of a method must be an identifier, such as 'lsq_plus'")
+        cls.method = name
+        _registry[name] = cls
+        return cls
+
+    return register
+
+
+def learned_ranges() -> list[str]:
+    """The names of all methods to learn ranges.
+
+    >>> learned_ranges()
+    ['lsq', 'lsq_plus', 'pact', 'tqt']
+    """
+    return sorted(_registry)
+
+
+def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedRange:
+    """A method's object for a specification, without parameters yet.
+
+    Raises:
+        ConfigError: an unknown method or option (the nearest are offered), or one that cannot serve the specification.
+    """
+    cls = _registry.get(method)
+    if cls is None:
+        raise ConfigError(f"unknown method {method!r} to learn a range{nearest(method, learned_ranges())}")
+    known = [name for name in inspect.signature(cls).parameters if name != "spec"]
+    for name in options:
+        if name not in known:
+            hint = nearest(name, known) if known else "; it has no options"
+            raise ConfigError(f"the method {method!r} has no option {name!r}{hint}")
+    return cls(spec, **options)
+
+
+def _step_of(scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Units of x per code from the scale of a specification, and back."""
+    return scale.reciprocal() if spec.arithmetic is Arithmetic.MULTIPLIER else scale
+
+
+def _positive(step: Tensor, spec: QuantSpec) -> Tensor:
+    """At least the smallest normal number, whose reciprocal is finite; MULTIPLIER's gradient has that one squared."""
+    smallest = torch.finfo(step.dtype).tiny
+    return step.clamp(min=smallest**0.5 if spec.arithmetic is Arithmetic.MULTIPLIER else smallest)
+
+
+def _need_symmetric(method: str, spec: QuantSpec) -> None:
+    if not spec.symmetric:
+        raise ConfigError(
+            f"{spec} has a zero point, which {method!r} does not know; learn it with 'lsq_plus', or the step alone "
+            "with 'lsq'"
+        )
+
+
+@register_learned_range("lsq")
+class LSQ(LearnedRange):
+    """The step between codes is learned; a zero point stays as calibrated.
+
+    A step that training drives below zero counts as the smallest positive one and still gets its gradient.
+
+    Args:
+        spec: any with float32 scales.
+        gradient_factor: whether the gradient is multiplied by 1 / sqrt(elements * quant_max), which balances the
+            step's updates with those of the weights.
+
+    Source: Esser et al., Learned Step Size Quantization, arXiv 1902.08153, equation 3 and section 2.2.
+    """
+
+    names = ("step",)
+    step: Tensor
+    zero_point: Tensor | None
+
+    def __init__(self, spec: QuantSpec, gradient_factor: bool = True) -> None:
+        super().__init__(spec)
+        self.gradient_factor = gradient_factor
+        self.register_buffer("zero_point", None)
+
+    def start(self, params: QParams) -> None:
+        self._set(step=_step_of(params.scale, self.spec))
+        self.zero_point = None if params.zero_point is None else params.zero_point.detach().clone()
+
+    def qparams(self, elements: int) -> QParams:
+        step = through(_positive(self.step, self.spec), self.step, self._factor(elements))
+        return QParams(_step_of(step, self.spec), self.zero_point)
+
+    def _factor(self, elements: int) -> float:
+        return (elements * self.spec.format.bound) ** -0.5 if self.gradient_factor else 1.0
+
+
+@register_learned_range("lsq_plus")
+class LSQPlus(LSQ):
+    """The step is learned, and where the specification has a zero point, also the offset: the value of code 0.
+
+    The zero point is the offset in steps, rounded to a code, so that 0.0 stays exact. A symmetric specification has no
+    offset and learns the step alone, as the paper does for weights.
+
+    Source: Bhalgat et al., LSQ+, arXiv 2004.09576, section 3.
+    """
+
+    names = ("step", "offset")
+    offset: Tensor
+
+    def start(self, params: QParams) -> None:
+        super().start(QParams(params.scale))
+        if params.zero_point is not None:
+            self._set(offset=-params.zero_point.to(params.scale.dtype) * params.scale)
+
+    def qparams(self, elements: int) -> QParams:
+        scale = super().qparams(elements).scale
+        if self.spec.symmetric:
+            return QParams(scale)
+        steps = -through(self.offset, self.offset, self._factor(elements)) / scale
+        fmt = self.spec.format
+        return QParams(scale, through(steps.round().clamp(fmt.quant_min, fmt.quant_max), steps))
+
+
+@register_learned_range("pact")
+class PACT(LearnedRange):
+    """The magnitude that is mapped to the format's bound is learned, from the clipped values alone.
+
+    The gradient is that of clipping to the range of the codes: 1 where x is at or beyond the clip value, 0 inside,
+    quant_min / bound at the other end. The values are those of plain quantization. Where nothing is clipped there is no
+    gradient: begin from a range that clips (calibrated by percentile, entropy or mse), or let weight decay shrink it.
+
+    Args:
+        spec: symmetric, with float32 scales.
+
+    Source: Choi et al., PACT, arXiv 1805.06085, equations 1 to 3; NVIDIA pytorch-quantization, learn_amax.
+    """
+
+    names = ("amax",)
+    amax: Tensor
+
+    def __init__(self, spec: QuantSpec) -> None:
+        super().__init__(spec)
+        _need_symmetric(self.method, spec)
+
+    def start(self, params: QParams) -> None:
+        self._set(amax=_step_of(params.scale, self.spec) * self.spec.format.bound)
+
+    def qparams(self, elements: int) -> QParams:
+        step = self.amax / torch.full_like(self.amax, self.spec.format.bound)
+        return QParams(_step_of(through(_positive(step, self.spec), step), self.spec))
+
+    def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
+        if torch.compiler.is_exporting() or not torch.is_grad_enabled():  # clipping changes gradients only
+            return super().fake_quantize(x, params)
+        blocks = self.spec.granularity.block_shape(x.shape)
+        dtype = compute_dtype(x.dtype)
+        step = blocked_groups(_step_of(params.scale.to(dtype), self.spec), x.shape, blocks)
+        values = blocked(x.to(dtype), blocks)
+        for bound, beyond in ((self.spec.format.quant_min, torch.le), (self.spec.format.quant_max, torch.ge)):
+            end = bound * step
+            values = torch.where(beyond(values, end), end, values)
+        y = super().fake_quantize(unblocked(values, x.shape, blocks), QParams(params.scale.detach()))
+        return y.to(x.dtype)
+
+
+@register_learned_range("tqt")
+class TQT(LearnedRange):
+    """The logarithm of the threshold is learned; scales are powers of two.
+
+    The scale is 2**ceil(log2_threshold) / 2**bits (of the magnitude; for floats the next power of two from the largest
+    code), so that the threshold itself is never cut off. `ceil` is taken as the identity in the gradient.
+
+    Args:
+        spec: symmetric, with float32 scales.
+
+    Source: Jain et al., Trained Quantization Thresholds, arXiv 1903.08066, equations 4 and 7.
+    """
+
+    names = ("log2_threshold",)
+    log2_threshold: Tensor
+
+    def __init__(self, spec: QuantSpec) -> None:
+        super().__init__(spec)
+        _need_symmetric(self.method, spec)
+
+    def start(self, params: QParams) -> None:
+        # (t / bound) * bound never rounds to above a power of two t, so that ceil finds its exponent again.
+        self._set(log2_threshold=(_step_of(params.scale, self.spec) * self.spec.format.bound).log2())
+
+    def qparams(self, elements: int) -> QParams:
+        exponent = (self.log2_threshold.detach().ceil() - self._magnitude_bits()).clamp(-126, 127)
+        # float64 by its bits: exp2 may be inexact.
+        scale = ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64).to(self.log2_threshold.dtype)
+        return QParams(_step_of(through(scale, self.log2_threshold, scale * math.log(2)), self.spec))
+
+    def _magnitude_bits(self) -> int:
+        fmt = self.spec.format
+        if fmt.has_zero_point:  # integers
+            return fmt.bits - int(fmt.signed)
+        mantissa, exponent = math.frexp(fmt.bound)
+        return exponent - int(mantissa == 0.5)

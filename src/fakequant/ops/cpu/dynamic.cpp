@@ -1,0 +1,274 @@
+// Fake quantization by the range of the tensor itself, and the measurement of ranges.
+//
+// Groups that are short runs of memory, tiles [runs, length, 1, 1], are measured and quantized while they are in the
+// cache, so that memory is read once and written once. All other tiles, and scales that depend on the whole tensor, are
+// measured first. The bits are those of numerics/qparams.py and numerics/reference.py.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "call.h"
+#include "chunks.h"
+#include "convert.h"
+#include "ranges.h"
+#include "scales.h"
+
+namespace fakequant {
+namespace {
+
+using torch::stable::Tensor;
+
+constexpr int64_t kGrain = kGrainChunks * kChunk;
+constexpr int64_t kLongRun = kGrain;  // longer runs are measured by several threads
+constexpr int64_t kMostParts = 64;
+constexpr int64_t kPieceElements = 4096;  // a piece, as float32: half a first-level cache
+constexpr int64_t kPieceRuns = 512;
+
+FAKEQUANT_CLONES void choose_f32(const ScaleRule& rule, const Grid& codes, const float* low, const float* high,
+                                 float whole, int64_t n, const Chosen<float>& out) {
+  choose_scales(rule, codes, low, high, whole, n, out);
+}
+void choose(const ScaleRule& rule, const Grid& codes, const float* low, const float* high, float whole, int64_t n,
+            const Chosen<float>& out) {
+  choose_f32(rule, codes, low, high, whole, n, out);
+}
+void choose(const ScaleRule& rule, const Grid& codes, const double* low, const double* high, double whole, int64_t n,
+            const Chosen<double>& out) {
+  choose_scales(rule, codes, low, high, whole, n, out);
+}
+
+// Runs of one length, cut into pieces of whole runs that begin at whole bytes of the mask.
+struct Pieces {
+  int64_t runs, length, runs_per_piece;
+  Pieces(int64_t runs, int64_t length) : runs(runs), length(length) {
+    const int64_t aligned = 8 / std::gcd<int64_t>(8, length);
+    const int64_t fitting = std::clamp<int64_t>(kPieceElements / length, 1, kPieceRuns);
+    runs_per_piece = (fitting + aligned - 1) / aligned * aligned;
+  }
+  // Calls `body(first_run, runs)` for every piece.
+  template <typename F>
+  void for_each(const F& body) const {
+    const int64_t pieces = (runs + runs_per_piece - 1) / runs_per_piece;
+    const int64_t grain = std::max<int64_t>(1, kGrain / (runs_per_piece * length));
+    torch::stable::parallel_for(0, pieces, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t first = begin * runs_per_piece; first < std::min(end * runs_per_piece, runs);
+           first += runs_per_piece)
+        body(first, std::min(runs_per_piece, runs - first));
+    });
+  }
+};
+
+bool is_short_runs(const Tiles& t) { return t.g1 == 1 && t.b1 == 1 && t.b0 <= kLongRun; }
+
+// One part of the rows of one g0 index.
+template <typename T, typename I>
+void measure_rows(const T* x, const Tiles& t, int64_t rows, I* low, I* high) {
+  const int64_t row = t.g1 * t.b1;
+  measure_runs(x, t.g1, t.b1, low, high);
+  if (rows == 1) return;
+  std::vector<I> row_low(low ? t.g1 : 0), row_high(t.g1);
+  for (int64_t i = 1; i < rows; ++i) {
+    measure_runs(x + i * row, t.g1, t.b1, low ? row_low.data() : nullptr, row_high.data());
+    merge_maxima(row_high.data(), high, t.g1);
+    if (low) merge_maxima(row_low.data(), low, t.g1);
+  }
+}
+
+// Groups of several runs: parts of rows are measured, then merged.
+template <typename T, typename I>
+void measure_in_parts(const T* x, const Tiles& t, I* low, I* high) {
+  const int64_t row = t.g1 * t.b1;
+  const int64_t rows = std::max((kGrain + row - 1) / row, (t.b0 + kMostParts - 1) / kMostParts);
+  const int64_t parts = (t.b0 + rows - 1) / rows;
+  const int64_t grain = std::max<int64_t>(1, kGrain / (std::min(rows, t.b0) * row));
+  std::vector<I> lows(low ? t.g0 * parts * t.g1 : 0), highs(t.g0 * parts * t.g1);
+  torch::stable::parallel_for(0, t.g0 * parts, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i % parts * rows;
+      measure_rows(x + (i / parts * t.b0 + first) * row, t, std::min(rows, t.b0 - first),
+                   low ? lows.data() + i * t.g1 : nullptr, highs.data() + i * t.g1);
+    }
+  });
+  std::fill(high, high + t.g0 * t.g1, I(0));
+  if (low) std::fill(low, low + t.g0 * t.g1, I(0));
+  for (int64_t i = 0; i < t.g0 * parts; ++i) {
+    merge_maxima(highs.data() + i * t.g1, high + i / parts * t.g1, t.g1);
+    if (low) merge_maxima(lows.data() + i * t.g1, low + i / parts * t.g1, t.g1);
+  }
+}
+
+// Runs long enough for several threads: parts are measured, then the parts of each run as a run.
+template <typename T, typename I>
+void measure_long_runs(const T* x, int64_t runs, int64_t length, I* low, I* high) {
+  const int64_t parts = (length + kGrain - 1) / kGrain;
+  std::vector<I> lows(low ? runs * parts : 0), highs(runs * parts);
+  torch::stable::parallel_for(0, runs * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i % parts * kGrain;
+      measure_runs(x + i / parts * length + first, 1, std::min(kGrain, length - first),
+                   low ? lows.data() + i : nullptr, highs.data() + i);
+    }
+  });
+  if (low) merge_runs<T>(lows, runs, parts, low);
+  merge_runs<T>(highs, runs, parts, high);
+}
+
+// The magnitudes of the lowest and the highest value of every group; without `low`, the largest magnitudes.
+template <typename T, typename I>
+void measure_all(const T* x, const Tiles& t, I* low, I* high) {
+  if (t.g1 > 1) return measure_in_parts(x, t, low, high);
+  if (!is_short_runs(t)) return measure_long_runs(x, t.g0, t.b0 * t.b1, low, high);
+  Pieces(t.g0, t.b0).for_each([&](int64_t first, int64_t count) {
+    measure_runs(x + first * t.b0, count, t.b0, low ? low + first : nullptr, high + first);
+  });
+}
+
+// Dividing by a power of two is multiplying by its reciprocal, bit for bit, where that exists: from 2**-127 on.
+Arithmetic cheapest(Arithmetic arithmetic, const ScaleRule& rule) {
+  const bool exact = rule.kind == ScaleKind::kPowerOfTwo && rule.lowest >= -127;
+  return exact && arithmetic == Arithmetic::kDivide ? Arithmetic::kReciprocal : arithmetic;
+}
+
+template <typename T, typename C>
+struct Job {
+  Call<C> call;  // without its parameters
+  ScaleRule rule;
+  const T* x;
+  T* y;
+  uint8_t* mask;
+
+  bool asymmetric() const { return rule.kind == ScaleKind::kAsymmetric; }
+
+  Call<C> with(const Chosen<C>& chosen, const Tiles& tiles) const {
+    Call<C> filled = call;
+    filled.tiles = tiles;
+    filled.params = {chosen.scale, asymmetric() ? chosen.zero_point : nullptr, chosen.lo, chosen.hi};
+    return filled;
+  }
+};
+
+// Runs of a piece, with the magnitudes that were measured before or, without them, with their own.
+template <typename T, typename C>
+void quantize_piece(const Job<T, C>& job, const PatternOf<T>* measured, C whole, int64_t first, int64_t count) {
+  PatternOf<T> low_bits[kPieceRuns], high_bits[kPieceRuns];
+  alignas(64) C low[kPieceRuns], high[kPieceRuns], scale[kPieceRuns], zero_point[kPieceRuns], lo[kPieceRuns],
+      hi[kPieceRuns];
+  const int64_t length = job.call.tiles.b0, element = first * length;
+  if (!measured) {
+    measure_runs(job.x + element, count, length, job.asymmetric() ? low_bits : nullptr, high_bits);
+    if (job.asymmetric()) load_patterns<T>(low_bits, low, count);
+  }
+  load_patterns<T>(measured ? measured + first : high_bits, high, count);
+  const Chosen<C> chosen{scale, zero_point, lo, hi};
+  choose(job.rule, job.call.grid, low, high, whole, count, chosen);
+  const Call<C> call = job.with(chosen, {count, length, 1, 1});
+  const int64_t elements = call.tiles.elements();
+  uint8_t* mask = job.mask ? job.mask + element / 8 : nullptr;
+  for (int64_t i = 0; i < elements; i += kChunk)
+    quantize_chunk_of(call, job.x + element, job.y + element, mask, i, std::min(kChunk, elements - i));
+}
+
+// All parameters are chosen before the first element is quantized.
+template <typename T, typename C>
+void quantize_measured(const Job<T, C>& job, const std::vector<PatternOf<T>>& low_bits,
+                       const std::vector<PatternOf<T>>& high_bits, C whole) {
+  const int64_t groups = high_bits.size();
+  std::vector<C> low(groups), high(groups), scale(groups), zero_point(groups), lo(groups), hi(groups);
+  if (job.asymmetric()) load_patterns<T>(low_bits.data(), low.data(), groups);
+  load_patterns<T>(high_bits.data(), high.data(), groups);
+  const Chosen<C> chosen{scale.data(), zero_point.data(), lo.data(), hi.data()};
+  choose(job.rule, job.call.grid, low.data(), high.data(), whole, groups, chosen);
+  quantize_all(job.with(chosen, job.call.tiles), job.x, job.y, job.mask);
+}
+
+template <typename T, typename C>
+void quantize_by_own_range(const Job<T, C>& job) {
+  const Tiles& t = job.call.tiles;
+  const bool depends_on_all = job.rule.kind == ScaleKind::kUnderAScale;
+  const Pieces pieces(t.g0, t.b0);
+  if (is_short_runs(t) && !depends_on_all)
+    return pieces.for_each([&](int64_t first, int64_t count) { quantize_piece<T, C>(job, nullptr, 0, first, count); });
+  const int64_t groups = t.g0 * t.g1;
+  std::vector<PatternOf<T>> low(job.asymmetric() ? groups : 0), high(groups);
+  measure_all(job.x, t, job.asymmetric() ? low.data() : nullptr, high.data());
+  PatternOf<T> largest;
+  merge_runs<T>(high, 1, groups, &largest);
+  C whole;
+  load_patterns<T>(&largest, &whole, 1);
+  if (!is_short_runs(t)) return quantize_measured(job, low, high, whole);
+  pieces.for_each([&](int64_t first, int64_t count) { quantize_piece(job, high.data(), whole, first, count); });
+}
+
+// The layout of the tensor that ops/cpu/backend.py makes of a specification.
+ScaleRule rule_of(const Tensor& fields) {
+  STD_TORCH_CHECK(fields.numel() == 15, "fakequant_cpu: a rule for scales has 15 fields");
+  const auto* f = static_cast<const double*>(fields.data_ptr());
+  const auto integer = [&](int i) { return static_cast<int64_t>(f[i]); };
+  return {static_cast<ScaleKind>(integer(0)), f[1], f[2], f[3], integer(4), f[5], f[6], integer(7), integer(8), f[9],
+          {f[10], f[11], integer(12), integer(13), f[14] != 0, nullptr, 0}};
+}
+
+Tiles tiles_of(const Tensor& x, int64_t g0, int64_t b0, int64_t g1, int64_t b1) {
+  const Tiles tiles{g0, b0, g1, b1};
+  STD_TORCH_CHECK(std::min({g0, b0, g1, b1}) > 0 && tiles.elements() == x.numel(),
+                  "fakequant_cpu: the tiles do not fill the tensor");
+  return tiles;
+}
+
+void fake_quantize_dynamic(const Tensor& x, const Tensor& rule, const std::optional<Tensor>& table, Tensor y,
+                           std::optional<Tensor> mask, int64_t g0, int64_t b0, int64_t g1, int64_t b1,
+                           double quant_min, double quant_max, int64_t mantissa_bits, int64_t min_exponent,
+                           bool negative_zero, int64_t arithmetic, int64_t mask_kind) {
+  const Tiles tiles = tiles_of(x, g0, b0, g1, b1);
+  const ScaleRule scales = rule_of(rule);
+  with_float_type(x, [&](auto t, auto c) {
+    using T = decltype(t);
+    using C = decltype(c);
+    const Grid grid{quant_min, quant_max, mantissa_bits, min_exponent, negative_zero,
+                    table.has_value() ? static_cast<const double*>(table->data_ptr()) : nullptr,
+                    table.has_value() ? (table->numel() + 1) / 2 : 0};
+    const Call<C> call{tiles, grid, cheapest(static_cast<Arithmetic>(arithmetic), scales),
+                       static_cast<Mask>(mask_kind), {nullptr, nullptr, nullptr, nullptr}};
+    quantize_by_own_range(Job<T, C>{call, scales, static_cast<const T*>(x.data_ptr()),
+                                    static_cast<T*>(y.data_ptr()),
+                                    mask.has_value() ? static_cast<uint8_t*>(mask->data_ptr()) : nullptr});
+  });
+}
+
+void measure(const Tensor& x, Tensor lo, Tensor hi, int64_t g0, int64_t b0, int64_t g1, int64_t b1) {
+  const Tiles tiles = tiles_of(x, g0, b0, g1, b1);
+  const int64_t groups = g0 * g1;
+  with_float_type(x, [&](auto t, auto c) {
+    using T = decltype(t);
+    using C = decltype(c);
+    std::vector<PatternOf<T>> low(groups), high(groups);
+    measure_all(static_cast<const T*>(x.data_ptr()), tiles, low.data(), high.data());
+    auto* lowest = static_cast<C*>(lo.data_ptr());
+    load_patterns<T>(low.data(), lowest, groups);
+    for (int64_t i = 0; i < groups; ++i) lowest[i] = C(0) - lowest[i];
+    load_patterns<T>(high.data(), static_cast<C*>(hi.data_ptr()), groups);
+  });
+}
+
+}  // namespace
+}  // namespace fakequant
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) {
+  m.def(
+      "fake_quantize_dynamic(Tensor x, Tensor rule, Tensor? table, Tensor(a!) y, Tensor(b!)? mask, int g0, int b0, "
+      "int g1, int b1, float quant_min, float quant_max, int mantissa_bits, int min_exponent, bool negative_zero, "
+      "int arithmetic, int mask_kind) -> ()");
+  m.def("measure(Tensor x, Tensor(a!) lo, Tensor(b!) hi, int g0, int b0, int g1, int b1) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
+  m.impl("fake_quantize_dynamic", TORCH_BOX(&fakequant::fake_quantize_dynamic));
+  m.impl("measure", TORCH_BOX(&fakequant::measure));
+}

@@ -1,0 +1,80 @@
+"""How the dynamic kernels find scales: the formulas of a specification as numbers, and what they do not serve."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fakequant.numerics.floats import ExponentFormat
+from fakequant.numerics.format import Grid
+from fakequant.numerics.qparams import compute_dtype
+from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+
+# Rounding adds 2**(e + 23 - mantissa_bits), which must stay a float32.
+LARGEST = 2.0**64
+_NO_MANTISSA = -1
+# The numbers by which scales.h knows the kinds of scales.
+_FLOAT, _MULTIPLIER, _ASYMMETRIC, _POWER_OF_TWO, _UNDER_A_SCALE = range(5)
+_NEVER = 2.0  # mantissas end below 1
+
+
+def grid_fields(grid: Grid) -> tuple[float, float, int, int, bool]:
+    """What the kernels know of a format without a table, in their order."""
+    mantissa_bits = _NO_MANTISSA if grid.mantissa_bits is None else grid.mantissa_bits
+    return grid.quant_min, grid.quant_max, mantissa_bits, grid.min_exponent, grid.negative_zero
+
+
+def cannot_choose(spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...]) -> str | None:
+    """Why the kernels do not find the scales of a specification, or None."""
+    scale = spec.scale
+    if scale.format is None or scale.granularity is None:
+        return None
+    if scale.granularity.block_shape(groups) != groups:
+        return f"its scales share scales {scale.granularity}, and the kernels know those of the whole tensor only"
+    if scale.format.grid.table is not None:
+        return f"the kernels do not round scales to the table {scale.format}"
+    if scale.format.quant_max > LARGEST and dtype != torch.float64:
+        return f"the kernels round scales up to 2**64, {scale.format} reaches {scale.format.quant_max:g}"
+    return None
+
+
+@lru_cache
+def scale_rule(spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """The fields of ScaleRule in scales.h for tensors of a dtype [15]; see numerics/qparams.py for the formulas."""
+    fmt, info = spec.format, torch.finfo(compute_dtype(dtype))
+    largest = torch.finfo(dtype).max * (1.0 - info.eps)
+    if not spec.symmetric:
+        return _fields(_ASYMMETRIC, fmt.quant_max - fmt.quant_min, largest)
+    limit = largest / max(-fmt.quant_min, fmt.quant_max)
+    if spec.arithmetic is Arithmetic.MULTIPLIER:
+        return _fields(_MULTIPLIER, fmt.bound, limit)
+    if isinstance(spec.scale.format, ExponentFormat):
+        return _power_of_two(spec, spec.scale.format.exponent_bias, limit)
+    if spec.scale.format is None:
+        return _fields(_FLOAT, fmt.bound, limit)
+    return _under_a_scale(fmt.bound, spec.scale, limit)
+
+
+def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> Tensor:
+    rounding, bound = spec.scale.rounding, spec.format.bound
+    highest = min(lowest, math.frexp(limit)[1] - 1)
+    if rounding is ScaleRounding.CEIL:
+        return _fields(_POWER_OF_TWO, bound, limit, bound, 0, _NEVER, 0.5, -lowest, highest)
+    up_from = 1 - 2.0 ** -(spec.format.fraction_bits + 2) if rounding is ScaleRounding.EVEN else _NEVER
+    return _fields(_POWER_OF_TWO, bound, limit, 1.0, -math.frexp(bound)[1], up_from, _NEVER, -lowest, highest)
+
+
+def _under_a_scale(bound: float, scale: ScaleSpec, limit: float) -> Tensor:
+    fmt = scale.format
+    assert fmt is not None, "only scales with a format have a scale of their own"
+    smallest = 1.0 if fmt.has_zero_point else 2.0 ** (fmt.grid.min_exponent - fmt.fraction_bits)
+    unused = (0, _NEVER, _NEVER, 0, 0)
+    return _fields(_UNDER_A_SCALE, bound, limit, fmt.quant_max * bound, *unused, smallest, *grid_fields(fmt.grid))
+
+
+def _fields(*values: float) -> Tensor:
+    return torch.tensor([*values, *[0.0] * (15 - len(values))], dtype=torch.float64)

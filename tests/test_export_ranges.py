@@ -1,0 +1,180 @@
+"""Scales in a format of their own, computed in the graph: ONNX Runtime must give the bits of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import ExportError
+from fakequant.nn import Quantizer
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from test_export_lower import Casting, Quantizers, quantizer, run  # noqa: E402
+
+from fakequant.export import export_onnx, verify_onnx  # noqa: E402
+
+FORMATS = ("float4_e2m1fn", "float8_e4m3fn", "int8", "int4", "nf4")
+SCALES = (
+    "float8_e8m0fnu:floor",
+    "float8_e8m0fnu:ceil",
+    "float8_e8m0fnu:even",
+    "float8_e4m3fn@per_tensor",
+    "uint8@per_tensor",
+)
+# Blocks along the last axis, ragged, along a middle axis, tiles, longer than the axis; whole axes.
+PLACES = {
+    "per_block(-1:16)": (3, 2, 32),
+    "per_block(-1:16,pad)": (3, 2, 40),
+    "per_block(1:2,pad)": (3, 5, 4, 2),
+    "per_block(1:3,2:8,pad)": (3, 7, 20),
+    "per_block(-1:32,pad)": (3, 20),
+    "per_token": (3, 4, 16),
+    "per_channel(1)": (3, 4, 5),
+    "per_tensor": (3, 9),
+}
+# Every format with every scale in ragged blocks, and every place with both kinds of scales.
+CASES = sorted(
+    {(f, "per_block(-1:16,pad)", s) for f in FORMATS for s in SCALES}
+    | {("float4_e2m1fn", place, s) for place in PLACES for s in (SCALES[0], SCALES[3])}
+    | {("float6_e2m3fn", "per_token", SCALES[1]), ("float8_e5m2", "per_block(-1:16)", SCALES[1])}
+    | {("int8", place, SCALES[0]) for place in ("per_block(1:3,2:8,pad)", "per_channel(1)", "per_tensor")}
+    | {("float4_e2m1fn", "per_block(-1:16)", "float8_e4m3fn@per_channel(0,2)")}
+)
+
+
+def hostile(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Groups of very different size, most with a largest value at or beside a power of two or a tie; some empty."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator)
+
+    count = torch.Size(shape).numel()
+    grid = torch.randint(-28, 29, (count,), generator=generator) * 0.25
+    x = torch.where(random(count) < 0.5, grid, torch.randn(count, generator=generator))
+    x = x.view(shape) * 2.0 ** torch.randint(-12, 12, (*shape[:-1], 1), generator=generator)
+    bound = torch.tensor([1.0, 6.0, 7.5, 448.0, 127.0, 7.0])[torch.randint(0, 6, shape, generator=generator)]
+    powers = bound * 2.0 ** torch.randint(-120, 120, shape, generator=generator)
+    beside = torch.nextafter(powers, torch.where(random(*shape) < 0.5, torch.inf, 0.0))
+    x = torch.where(random(*shape) < 0.02, torch.where(random(*shape) < 0.5, powers, beside), x)
+    x.view(-1)[:6] = torch.tensor([0.0, -0.0, 1e-40, torch.inf, -torch.inf, torch.nan])
+    x.select(0, 1).zero_()
+    return x.to(dtype)
+
+
+def numbers(text: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    x = hostile(shape, seed)
+    # Integers have no code for NaN.
+    return x.nan_to_num(0.0, torch.inf, -torch.inf) if fq.QuantSpec.parse(text).format.has_zero_point else x
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("export")
+
+
+TEXTS = {f"{f} {place} scale={s}": PLACES[place] for f, place, s in CASES}
+
+
+@pytest.fixture(scope="module")
+def file(folder: Path) -> Path:
+    model = Quantizers([Quantizer(text, dynamic=True) for text in TEXTS])
+    xs = tuple(numbers(text, shape, 0) for text, shape in TEXTS.items())
+    export_onnx(model, xs, folder / "m.onnx", dynamic_shapes=(tuple({0: "batch"} for _ in TEXTS),))
+    assert "forward" not in vars(model.quantizers[0])
+    return folder / "m.onnx"
+
+
+@pytest.mark.parametrize("batch", [2, 17])
+def test_dynamic_scale_has_the_bits_of_torch_at_every_batch_size(file: Path, batch: int) -> None:
+    xs = [numbers(text, (batch, *shape[1:]), batch) for text, shape in TEXTS.items()]
+    for text, x, y in zip(TEXTS, xs, run(file, xs), strict=True):
+        assert_same_bits(y, fq.fake_quantize(x, text), text)
+
+
+def test_verification_covers_them(file: Path) -> None:
+    xs = [numbers(text, (4, *shape[1:]), 5) for text, shape in TEXTS.items()]
+    model = Quantizers([Quantizer(text, dynamic=True) for text in TEXTS])
+    for found in (verify_onnx(file, model, [tuple(xs)]), verify_onnx(file, None, [tuple(xs)])):
+        assert found.exact, str(found)
+        assert [row.spec for row in found.rows] == list(TEXTS)
+        assert all(row.elements for row in found.rows)
+
+
+def test_a_changed_threshold_is_found(folder: Path) -> None:
+    model = Quantizers([Quantizer("int8 per_token scale=float8_e8m0fnu:floor", dynamic=True)])
+    x = torch.full((2, 4), 1.5)
+    export_onnx(model, x, folder / "changed.onnx")
+    file = onnx.load(folder / "changed.onnx")
+    (limits,) = (tensor for tensor in file.graph.initializer if tensor.name.endswith("scale_limits"))
+    values = onnx.numpy_helper.to_array(limits) * 2
+    limits.CopyFrom(onnx.numpy_helper.from_array(values, limits.name))
+    onnx.save(file, folder / "changed.onnx")
+    (row,) = verify_onnx(folder / "changed.onnx", model, [x * 1.01]).rows
+    assert not row.intact
+    assert row.differing == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype: torch.dtype, folder: Path) -> None:
+    texts = [f"float4_e2m1fn per_block(-1:16,pad) scale={s}" for s in SCALES] + ["nf4 per_token"]
+    model = Casting([Quantizer(text, dynamic=True) for text in texts])
+    model.dtypes = [dtype] * len(texts)
+    xs = tuple(hostile((3, 40), seed, dtype).float() for seed in range(len(texts)))
+    export_onnx(model, xs, folder / "half.onnx")
+    for text, x, y in zip(texts, xs, run(folder / "half.onnx", xs), strict=True):
+        assert_same_bits(y.to(dtype), fq.fake_quantize(x.to(dtype), text), text)
+
+
+def test_the_largest_numbers_stay_finite(folder: Path) -> None:
+    texts = ["float4_e2m1fn per_tensor", "int8 per_token", *(f"int4 per_token scale={s}" for s in SCALES)]
+    most = torch.finfo(torch.float32).max
+    x = torch.tensor([[most, 1.0, -most / 3, 0.0], [most / 2, -most, 1e30, -1.0]])
+    model = Quantizers([Quantizer(text, dynamic=True) for text in texts])
+    export_onnx(model, (x,) * len(texts), folder / "largest.onnx")
+    for text, y in zip(texts, run(folder / "largest.onnx", [x] * len(texts)), strict=True):
+        assert_same_bits(y, fq.fake_quantize(x, text), text)
+        assert bool(y.isfinite().all())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_static_scales_of_a_format_are_constants(scale: str, folder: Path) -> None:
+    specs = [fq.QuantSpec.parse(f"{f} per_block(-1:16,pad) scale={scale}") for f in FORMATS]
+    xs = tuple(numbers(str(spec), (3, 40), 7) for spec in specs)
+    model = Quantizers([quantizer(spec, fq.choose_qparams(x, spec)) for spec, x in zip(specs, xs, strict=True)])
+    export_onnx(model, xs, folder / "static.onnx")
+    for spec, module, x, y in zip(specs, model.quantizers, xs, run(folder / "static.onnx", xs), strict=True):
+        assert_same_bits(y, module(x), spec)
+
+
+def test_scales_found_outside_of_a_quantizer_are_refused(folder: Path) -> None:
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return fq.fake_quantize(x, "int8 per_token scale=float8_e8m0fnu:floor")
+
+    with pytest.raises(
+        ExportError, match=r"the model: int8 per_token .*: scales in float8_e8m0fnu are computed outside"
+    ):
+        export_onnx(Bare(), torch.ones(2, 8), folder / "bare.onnx")
+
+
+def test_quantizers_work_again_when_tracing_fails(folder: Path) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quantizer = Quantizer("int8 per_token scale=float8_e8m0fnu:floor", dynamic=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.quantizer(x) if x.sum() > 0 else x
+
+    model = Fails()
+    with pytest.raises(RuntimeError):
+        export_onnx(model, torch.ones(2, 8), folder / "fails.onnx")
+    assert "forward" not in vars(model.quantizer)
