@@ -252,12 +252,10 @@ def test_every_element_is_measured(granularity, shape):
 def test_what_the_kernels_do_not_serve_is_composed(caplog):
     caplog.set_level(logging.DEBUG, "fakequant.backend")
     nested = ScaleSpec("uint8", granularity=fq.PerBlock({-1: 2}))
-    table = ScaleSpec("nf4", granularity=WHOLE)
     large = ScaleSpec(BEYOND_2_64, granularity=WHOLE)
     where = GRANULARITIES["block_32"]
     for scale, reason in (
         (nested, "its scales share scales per_block(-1:2)"),
-        (table, "the kernels do not round scales to the table nf4"),
         (large, "the kernels round scales up to 2**64"),
     ):
         caplog.clear()

@@ -42,7 +42,7 @@ def closed_form(case, where, arithmetic, scale, zero_point, x, dy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["int8", "uint8_affine", "int4", "odd_range_affine", "float8_e4m3fn", "float4"])
+@pytest.mark.parametrize("name", ["int8", "uint8_affine", "int4", "odd_range_affine", "float8_e4m3fn", "float4_e2m1fn"])
 @pytest.mark.parametrize("where_name", GRANULARITIES)
 def test_closed_form(where_name, name, dtype):
     where = GRANULARITIES[where_name]

@@ -103,7 +103,7 @@ AXES = {
 
 
 @pytest.mark.parametrize("layer", AXES)
-@pytest.mark.parametrize("text", ["per_block({}:5,{}:3,pad)", "per_block({}:5,{}:3)", "per_channel({},{})"])
+@pytest.mark.parametrize("text", ["per_block({}:5,{}:3,pad)", "per_channel({},{})"])
 def test_axes_are_resolved_per_layer(layer: str, text: str) -> None:
     weight, inputs = AXES[layer]
     config = TensorConfig(f"int8 {text.format(0, -1)}")

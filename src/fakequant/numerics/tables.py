@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import struct
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from fakequant.errors import SpecError
 from fakequant.numerics.format import Format, Grid, Table
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class TableFormat(Format):
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(v) for v in self.values):
-            raise SpecError(f"TableFormat {self.label!r}: values must be finite numbers, got {self.values}")
+        if not all(abs(v) <= _LARGEST for v in self.values):
+            raise SpecError(f"TableFormat {self.label!r}: values must be finite in float32, got {self.values}")
         rises = all(low < high for low, high in itertools.pairwise(self.values))
         if not (2 <= len(self.values) <= 256 and rises and 0.0 in self.values):
             raise SpecError(

@@ -35,8 +35,6 @@ def cannot_choose(spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...]) 
         return None
     if scale.granularity.block_shape(groups) != groups:
         return f"its scales share scales {scale.granularity}, and the kernels know those of the whole tensor only"
-    if scale.format.grid.table is not None:
-        return f"the kernels do not round scales to the table {scale.format}"
     if scale.format.quant_max > LARGEST and dtype != torch.float64:
         return f"the kernels round scales up to 2**64, {scale.format} reaches {scale.format.quant_max:g}"
     return None
