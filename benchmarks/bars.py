@@ -78,7 +78,7 @@ def kernel_bars() -> list[Bar]:
     assert aten is not None
     what = f"int8 forward, {kernels.ELEMENTS:,} float32: time over"
     over_copy = kernels.ratio(case.run(), case.copy(), case.inputs())
-    over_aten = kernels.ratio(case.run(), aten, case.inputs(), rounds=10)
+    over_aten = kernels.ratio(case.run(), aten, case.inputs())
     return [
         at_most(f"{what} `x.clone()`", over_copy.median, 1.5),
         at_most(f"{what} ATen", over_aten.median, 0.1, "{:.3f}"),
