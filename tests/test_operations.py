@@ -1,3 +1,4 @@
+import pytest
 import torch
 from models import images, small_net
 from torch import Tensor, nn
@@ -94,17 +95,18 @@ def test_bytes_of_half_precision_and_tied_weights() -> None:
     assert (found.bytes_float, found.bytes_quantized) == (128, 32)
 
 
-def test_a_bias_is_no_factor() -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_bias_is_no_factor(bias: bool) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bilinear = nn.Bilinear(2, 2, 2)
+            self.bilinear = nn.Bilinear(2, 2, 2, bias=bias)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.bilinear(x, x)
 
     (found,) = operations(Pair(), torch.ones(1, 2))
-    assert (found.name, found.float_inputs, found.inputs) == ("bilinear", 2, 2) or found.inputs == 3
+    assert (found.name, found.float_inputs, found.inputs) == ("bilinear", 3, 3)
 
 
 def test_summary_with_an_example_lists_what_is_left() -> None:

@@ -166,4 +166,7 @@ def _operands(node: fx.Node, inputs: list[fx.Node], constants: set[fx.Node]) -> 
     name = _name(node)
     if name not in _PRODUCTS:
         return [n for n in inputs if n not in constants]
-    return inputs[_FACTORS.get(name, slice(None))]
+    if name not in _FACTORS:
+        return inputs
+    # By position, because `inputs` names a tensor once that is passed twice.
+    return [n for n in node.args[_FACTORS[name]] if isinstance(n, fx.Node) and _is_float(n)]
