@@ -169,5 +169,5 @@ def _operands(node: fx.Node, inputs: list[fx.Node], constants: set[fx.Node]) -> 
     if name not in _FACTORS:
         return inputs
     # By position, because `inputs` names a tensor once that is passed twice.
-    factors = list(node.args)[_FACTORS[name]]
+    factors: Any = node.args[_FACTORS[name]]
     return [n for n in factors if isinstance(n, fx.Node) and _is_float(n)]
