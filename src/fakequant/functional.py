@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,10 @@ from .numerics.spec import Arithmetic, QuantSpec, as_spec
 from .ops import library
 
 Number = float | int | Tensor
+
+_SMALLEST, _LARGEST = 2.0**-1074, torch.finfo(torch.float64).max
+# 1 / 2**-128 is beyond float32, that of the next number is not; likewise for float64.
+_WITH_RECIPROCAL = {torch.float32: 2.0**-128 + 2.0**-149, torch.float64: 2.0**-1024 + 2.0**-1074}
 
 
 def fake_quantize(
@@ -128,7 +130,7 @@ def _resolve(
         raise QParamsError("a zero_point was given with amax, which is for symmetric ranges; give it with a scale")
     if amax is not None:
         limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
-        _check_values("amax", limit, lambda amax: amax >= 0, "a number >= 0")
+        _check_values("amax", limit, 0.0, _LARGEST, "a number >= 0")
         return _choose_qparams(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
     assert scale is not None
     given = None if zero_point is None else _as_tensor("zero_point", zero_point, x, dtype)
@@ -145,18 +147,16 @@ def _checked(scale: Tensor, zero_point: Tensor | None, x: Tensor, spec: QuantSpe
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = _fit("scale", scale, x, spec)
     if spec.arithmetic is Arithmetic.RECIPROCAL:
-        _check_values("scale", scale, _has_reciprocal, "a positive, finite number with a finite reciprocal")
+        lowest, expected = _WITH_RECIPROCAL[scale.dtype], "a positive, finite number with a finite reciprocal"
     else:
-        _check_values("scale", scale, lambda values: values > 0, "a positive, finite number")
+        lowest, expected = _SMALLEST, "a positive, finite number"
+    _check_values("scale", scale, lowest, _LARGEST, expected)
     if zero_point is None:
         return scale, None
     zero_point = _fit("zero_point", zero_point, x, spec)
     lowest, highest = spec.format.quant_min, spec.format.quant_max
-
-    def is_code(values: Tensor) -> Tensor:
-        return (values >= lowest) & (values <= highest) & (values == values.round())
-
-    _check_values("zero_point", zero_point, is_code, f"a code of {spec.format}, {lowest:g} to {highest:g}")
+    expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
+    _check_values("zero_point", zero_point, lowest, highest, expected, whole=True)
     return scale, zero_point
 
 
@@ -179,6 +179,8 @@ def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tenso
 def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     """Parameters in one of the accepted shapes, as the one that broadcasts."""
     shapes = spec.granularity.scale_shapes(x.shape)
+    if values.shape == shapes[0]:
+        return values
     if tuple(values.shape) in shapes:
         return values.reshape(shapes[0])
     accepted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
@@ -188,16 +190,21 @@ def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     )
 
 
-def _has_reciprocal(scale: Tensor) -> Tensor:
-    return (scale > 0) & scale.reciprocal().isfinite()
+def _check_values(
+    name: str, values: Tensor, lowest: float, highest: float, expected: str, *, whole: bool = False
+) -> None:
+    """Raise if a parameter is not within bounds in every group. Not while tracing, where values are unknown.
 
-
-def _check_values(name: str, values: Tensor, is_good: Callable[[Tensor], Tensor], expected: str) -> None:
-    """Raise if a parameter has a bad value. Not while tracing, where values are unknown."""
-    if not has_values(values):
+    Most parameters are one number: read, it costs a tenth of comparing and reducing it as a tensor. Behind a tensor
+    that has pushed all else out of the caches that difference is as long as copying a million elements.
+    """
+    if not values.numel() or not has_values(values):
         return
-    good = is_good(values) & values.isfinite()
-    if bool(good.all()):
+    least, most = (end.item() for end in values.aminmax()) if values.numel() > 1 else (values.item(),) * 2
+    if lowest <= least and most <= highest and not (whole and bool((values != values.round()).any())):
         return
-    bad = values[~good][0].item()
-    raise QParamsError(f"{name} must be {expected} in every group, got {bad}")
+    exact = values.double()  # torch would round the bounds to the dtype of the values
+    good = (exact >= lowest) & (exact <= highest)
+    if whole:
+        good &= exact == exact.round()
+    raise QParamsError(f"{name} must be {expected} in every group, got {values[~good][0].item()}")

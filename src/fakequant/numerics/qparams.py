@@ -56,18 +56,21 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def has_values(x: Tensor) -> bool:
-    """Whether x is a plain tensor in plain eager execution, so that its values may be looked at.
+def has_values(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors in plain eager execution, so that their values may be looked at.
 
     Not while a compiler, an exporter, a function transform or a dispatch mode watches, nor for subclasses.
     """
-    return not (
+    if (
         torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or x.is_meta
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
-    )
+    ):
+        return False
+    for x in tensors:
+        if x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
+            return False
+    return True
 
 
 def measure(x: Tensor, granularity: Granularity) -> Range:

@@ -96,7 +96,7 @@ def _learned(params: QParams) -> bool:
 
 def _must_be_traced(*tensors: Tensor | None) -> bool:
     """Whether something other than plain eager execution watches: it must see torch operations, not a kernel."""
-    if not all(has_values(tensor) for tensor in tensors if tensor is not None):
+    if not has_values(*tensors):
         return True
     in_forward_mode = forward_ad._current_level >= 0
     return in_forward_mode and any(
