@@ -269,7 +269,7 @@ def test_what_the_kernels_do_not_serve_is_composed(caplog):
 def test_operator_and_gradient(monkeypatch, backend, gradient):
     if reason := backend.unavailable():
         pytest.skip(reason)
-    monkeypatch.setattr("fakequant.ops.dispatch._backends", [backend, REFERENCE])
+    monkeypatch.setattr("fakequant.ops.dispatch._backends", (backend, REFERENCE))
     where = RUNS["block_32"]
     x = hostile(where, torch.float32).requires_grad_()
     for spec in specs("int4", where.granularity):

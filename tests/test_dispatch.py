@@ -57,18 +57,18 @@ def test_cpu_kernels_serve_values_and_leave_float_codes_to_the_reference():
     ids=["refuses", "missing"],
 )
 def test_reasons_are_logged_and_the_next_backend_serves(monkeypatch, caplog, backend, reason):
-    monkeypatch.setattr(dispatch, "_backends", [backend, dispatch.REFERENCE])
+    monkeypatch.setattr(dispatch, "_backends", (backend, dispatch.REFERENCE))
     with caplog.at_level(logging.DEBUG, "fakequant.backend"):
         y = fq.fake_quantize(torch.tensor([0.26]), "int8", scale=0.5)
     assert_same_bits(y, torch.tensor([0.5]))
-    assert f"{backend.name} cannot serve int8 per_tensor: {reason}" in caplog.text
-    assert "reference serves int8 per_tensor on (1,)" in caplog.text
+    assert f"{backend.name} cannot serve int8 per_tensor of torch.float32 on cpu: {reason}" in caplog.text
+    assert "reference serves int8 per_tensor of torch.float32 on cpu" in caplog.text
 
 
 def test_without_kernels_the_gradient_is_the_same(monkeypatch):
     x = torch.tensor([-1.0, 0.3, 64.0, float("nan")], requires_grad=True)
     (with_kernels,) = torch.autograd.grad(fq.fake_quantize(x, "int8", scale=0.5).sum(), x)
-    monkeypatch.setattr(dispatch, "_backends", [dispatch.REFERENCE])
+    monkeypatch.setattr(dispatch, "_backends", (dispatch.REFERENCE,))
     (without,) = torch.autograd.grad(fq.fake_quantize(x, "int8", scale=0.5).sum(), x)
     assert_same_bits(without, with_kernels)
     assert_same_bits(without, torch.tensor([1.0, 1.0, 0.0, 0.0]))

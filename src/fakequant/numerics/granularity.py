@@ -68,7 +68,7 @@ class PerTensor(Granularity):
         return tuple(shape)
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        return [self.group_shape(shape), (), (1,)]
+        return [(1,) * len(shape), (), (1,)]
 
     @classmethod
     def parse(cls, arguments: str) -> PerTensor:

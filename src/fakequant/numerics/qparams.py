@@ -67,10 +67,7 @@ def has_values(*tensors: Tensor | None) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
     ):
         return False
-    for x in tensors:
-        if x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
-            return False
-    return True
+    return not any(x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta) for x in tensors)
 
 
 def measure(x: Tensor, granularity: Granularity) -> Range:

@@ -121,6 +121,18 @@ class QuantSpec:
         if self.arithmetic is Arithmetic.MULTIPLIER:
             raise SpecError("Arithmetic.MULTIPLIER has no zero point; use DIVIDE or RECIPROCAL with symmetric=False")
 
+    def __hash__(self) -> int:
+        # Kept, because every call looks things up by its specification and the hash visits a dozen objects.
+        kept = self.__dict__.get("_hash")
+        if kept is None:
+            kept = hash(tuple(getattr(self, f.name) for f in fields(self)))
+            object.__setattr__(self, "_hash", kept)
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which differs between processes."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     def replace(self, **changes: Any) -> QuantSpec:
         """The same specification with some fields changed.
 

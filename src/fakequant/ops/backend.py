@@ -24,7 +24,11 @@ class Backend(ABC):
 
     @abstractmethod
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
-        """Why the backend cannot serve this call, or None. `codes`: the call reads or writes codes, not values."""
+        """Why the backend cannot serve this call, or None; of x, its type, dtype and device may matter.
+
+        Args:
+            codes: the call reads or writes codes, not values.
+        """
 
     @abstractmethod
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:

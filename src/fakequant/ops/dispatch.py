@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
 
 
 REFERENCE = ReferenceBackend()
-_backends: list[Backend] = [CpuBackend(), REFERENCE]
+_backends: tuple[Backend, ...] = (CpuBackend(), REFERENCE)
+_chosen: dict[Hashable, Backend] = {}
 
 
 def backends() -> list[Backend]:
@@ -79,11 +81,20 @@ def backends() -> list[Backend]:
 
 
 def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:
-    """The first backend that can serve the call."""
+    """The first backend that can serve the call: asked once for every kind of tensor and specification."""
+    key = _backends, type(x), x.dtype, x.device, spec, codes
+    backend = _chosen.get(key)
+    if backend is None:
+        backend = _chosen[key] = _first(x, spec, codes)
+    return backend
+
+
+def _first(x: Tensor, spec: QuantSpec, codes: bool) -> Backend:
+    kind = f"{x.dtype} on {x.device}"
     for backend in _backends:
         reason = backend.unavailable() or backend.unsupported(x, spec, codes=codes)
         if reason is None:
-            log.debug("%s serves %s on %s", backend.name, spec, tuple(x.shape))
+            log.debug("%s serves %s of %s", backend.name, spec, kind)
             return backend
-        log.debug("%s cannot serve %s: %s", backend.name, spec, reason)
+        log.debug("%s cannot serve %s of %s: %s", backend.name, spec, kind, reason)
     raise AssertionError("the reference serves every call")

@@ -17,8 +17,9 @@ class Layout:
     """How tensors of one shape and stride are handed to a kernel.
 
     `blocks` are the granularity's block sizes. `order` lists the axes of the split view (see `split`) in the order in
-    which the kernel meets them. Where `dense`, the tensor's memory already has that order and nothing is copied;
-    channels-last tensors stay channels-last.
+    which the kernel meets them. Where `dense`, no axis is split, and a tensor whose memory has that order is not
+    copied: channels-last tensors stay channels-last. `packed_stride` are the strides of such a tensor, None if not
+    `dense`.
     """
 
     shape: tuple[int, ...]
@@ -26,12 +27,15 @@ class Layout:
     split: tuple[int, ...]
     order: tuple[int, ...]
     dense: bool
+    packed_stride: tuple[int, ...] | None
     tiles: Tiles
     group_shape: tuple[int, ...]
     group_order: tuple[int, ...]
 
     def pack(self, x: Tensor) -> Tensor:
         """A tensor whose memory the kernel can read in order, padded to full blocks."""
+        if x.stride() == self.packed_stride:
+            return x
         if self.dense:
             wanted = x.permute(self.order)
             return x if wanted.is_contiguous() else wanted.contiguous().permute(_inverse(self.order))
@@ -75,7 +79,7 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     full = not any(padding(shape, blocks))
     tiles = fit_tiles([shape[a] for a in order], [blocks[a] for a in order]) if full else None
     if tiles is not None:
-        return Layout(shape, blocks, shape, order, True, tiles, group_shape, order)
+        return Layout(shape, blocks, shape, order, True, _strides(shape, order), tiles, group_shape, order)
     # A last block is not full, or groups and blocks alternate too often for [g0, b0, g1, b1]: a padded copy with all
     # groups first, then all that lies in a block.
     split: list[int] = []
@@ -84,19 +88,25 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     groups, inner = tuple(range(0, len(split), 2)), tuple(range(1, len(split), 2))
     elements = torch.Size([split[a] for a in groups]).numel()
     tiles = Tiles(elements, torch.Size([split[a] for a in inner]).numel(), 1, 1)
-    return Layout(shape, blocks, tuple(split), groups + inner, False, tiles, group_shape, tuple(range(len(shape))))
+    axes = tuple(range(len(shape)))
+    return Layout(shape, blocks, tuple(split), groups + inner, False, None, tiles, group_shape, axes)
 
 
 def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """The axes from slowest to fastest in memory, if the tensor is dense; else their usual order."""
     axes = tuple(range(len(shape)))
     order = tuple(sorted(axes, key=lambda a: (-stride[a] if shape[a] > 1 else 0, a)))
-    expected = 1
+    packed = _strides(shape, order)
+    return order if all(n <= 1 or stride[a] == packed[a] for a, n in enumerate(shape)) else axes
+
+
+def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose axes lie in memory in this order, slowest first, without gaps."""
+    strides, elements = [0] * len(shape), 1
     for axis in reversed(order):
-        if shape[axis] > 1 and stride[axis] != expected:
-            return axes
-        expected *= max(shape[axis], 1)
-    return order
+        strides[axis] = elements
+        elements *= max(shape[axis], 1)
+    return tuple(strides)
 
 
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     `params` are taken as valid: [groups, axes kept], on the device of x. The public function that checks them is
     `fakequant.fake_quantize`.
     """
-    if torch.compiler.is_exporting():
-        return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text())
     lo, hi = params.range or (None, None)
     if _must_be_traced(x, params.scale, params.zero_point):
+        if torch.compiler.is_exporting():
+            return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text())
         traced = _Traced if torch.compiler.is_compiling() else _Transformed
         return traced.apply(x, params.scale, params.zero_point, lo, hi, spec)[0]
     if torch.is_grad_enabled() and (x.requires_grad or _learned(params)):
@@ -54,7 +55,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
         ShapeError: the granularity does not fit x.
     """
     compute_dtype(x.dtype)
-    if torch.compiler.is_exporting() or _must_be_traced(x):
+    if _must_be_traced(x):
         params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return fake_quantize(x, params, spec)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -70,9 +71,9 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
         ShapeError: the granularity does not fit x.
     """
     compute_dtype(x.dtype)
-    if torch.compiler.is_exporting() or _must_be_traced(x):
+    if _must_be_traced(x):
         return _measure(x, granularity)
-    return choose(x, QuantSpec("int8", granularity)).measure(x.detach(), granularity)
+    return choose(x, _any_spec(granularity)).measure(x.detach(), granularity)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -88,6 +89,11 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
     if _must_be_traced(codes):
         return reference.dequantize(codes, params, spec, dtype)
     return choose(codes, spec, codes=True).dequantize(codes, params, spec, dtype)
+
+
+@lru_cache
+def _any_spec(granularity: Granularity) -> QuantSpec:
+    return QuantSpec("int8", granularity)
 
 
 def _learned(params: QParams) -> bool:

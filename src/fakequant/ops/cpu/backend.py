@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,18 @@ class CpuBackend(Backend):
         return None
 
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        layout = layout_of(spec.granularity, tuple(x.shape), x.stride())
-        packed = layout.pack(x)
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        packed = plan.layout.pack(x)
         y = torch.empty_like(packed)
         bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
         kind = _MASK[spec.gradient] if mask else _NO_MASK
-        tensors = _params(params, spec, layout, compute_dtype(x.dtype), with_range=kind == _MASK[Gradient.INPUT_RANGE])
-        torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *_call(layout, spec), kind)
-        return layout.unpack(y), bits
+        tensors = plan.params(params, spec, with_range=kind == _MASK[Gradient.INPUT_RANGE])
+        torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *plan.call, kind)
+        return plan.layout.unpack(y), bits
 
     def fake_quantize_dynamic(self, x: Tensor, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        layout = layout_of(spec.granularity, tuple(x.shape), x.stride())
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        layout = plan.layout
         if reason := cannot_choose(spec, x.dtype, layout.group_shape):
             log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), reason)
             return super().fake_quantize_dynamic(x, spec, mask=mask)
@@ -82,13 +84,12 @@ class CpuBackend(Backend):
         kind = _MASK[spec.gradient] if mask else _NO_MASK
         if not x.numel():
             return layout.unpack(y), bits
-        table = _table(spec.format, compute_dtype(x.dtype))
         rule = scale_rule(spec, x.dtype)
-        torch.ops.fakequant_cpu.fake_quantize_dynamic(packed, rule, table, y, bits, *_call(layout, spec), kind)
+        torch.ops.fakequant_cpu.fake_quantize_dynamic(packed, rule, plan.table, y, bits, *plan.call, kind)
         return layout.unpack(y), bits
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
-        layout = layout_of(granularity, tuple(x.shape), x.stride())
+        layout = layout_of(granularity, x.shape, x.stride())
         lo, hi = torch.empty(2, layout.tiles.groups, dtype=compute_dtype(x.dtype)).unbind()
         if not x.numel():
             return Range(layout.unpack_groups(lo.zero_()), layout.unpack_groups(hi.zero_()))
@@ -96,35 +97,52 @@ class CpuBackend(Backend):
         return Range(layout.unpack_groups(lo), layout.unpack_groups(hi))
 
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        layout = layout_of(spec.granularity, tuple(dy.shape), x_stride)
+        layout = layout_of(spec.granularity, dy.shape, x_stride)
         packed = layout.pack(dy)
         dx = torch.empty_like(packed)
         torch.ops.fakequant_cpu.mask_gradient(packed, mask, dx)
         return layout.unpack(dx)
 
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-        layout = layout_of(spec.granularity, tuple(x.shape), x.stride())
-        packed = layout.pack(x)
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        packed = plan.layout.pack(x)
         codes = torch.empty_like(packed, dtype=spec.format.storage)
-        tensors = _params(params, spec, layout, compute_dtype(x.dtype))
-        torch.ops.fakequant_cpu.quantize(packed, *tensors, codes, *_call(layout, spec))
-        return layout.unpack(codes)
+        torch.ops.fakequant_cpu.quantize(packed, *plan.params(params, spec), codes, *plan.call)
+        return plan.layout.unpack(codes)
 
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-        layout = layout_of(spec.granularity, tuple(codes.shape), codes.stride())
-        packed = layout.pack(codes)
+        plan = _plan(spec, dtype, codes.shape, codes.stride())
+        packed = plan.layout.pack(codes)
         y = torch.empty_like(packed, dtype=dtype)
-        tensors = _params(params, spec, layout, compute_dtype(dtype))
-        torch.ops.fakequant_cpu.dequantize(packed, *tensors, y, *_call(layout, spec))
-        return layout.unpack(y)
+        torch.ops.fakequant_cpu.dequantize(packed, *plan.params(params, spec), y, *plan.call)
+        return plan.layout.unpack(y)
 
 
-def _params(
-    params: QParams, spec: QuantSpec, layout: Layout, dtype: torch.dtype, *, with_range: bool = False
-) -> tuple[Tensor | None, ...]:
-    zero_point = None if params.zero_point is None else layout.pack_groups(params.zero_point, dtype)
-    lo, hi = (layout.pack_groups(r, dtype) for r in input_range(params, spec)) if with_range else (None, None)
-    return layout.pack_groups(params.scale, dtype), zero_point, lo, hi, _table(spec.format, dtype)
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from a specification and the form of a tensor alone: found once for each, then looked up.
+
+    Every Python function that a call runs costs 5 to 10 us where a large tensor has just left nothing in the caches.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    table: Tensor | None
+    call: tuple[Any, ...]
+
+    def params(self, params: QParams, spec: QuantSpec, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
+        """Scale, zero point and range as the kernels read them, and the table."""
+        pack, dtype = self.layout.pack_groups, self.dtype
+        zero_point = None if params.zero_point is None else pack(params.zero_point, dtype)
+        lo, hi = (pack(r, dtype) for r in input_range(params, spec)) if with_range else (None, None)
+        return pack(params.scale, dtype), zero_point, lo, hi, self.table
+
+
+@lru_cache(maxsize=4096)
+def _plan(spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Plan:
+    layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
+    call = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic]
+    return _Plan(layout, computed, _table(spec.format, computed), call)
 
 
 @lru_cache
@@ -142,7 +160,3 @@ def _table(fmt: Format, dtype: torch.dtype) -> Tensor | None:
             number = np.nextafter(number, kind(np.inf))
         reached_from.append(float(number))
     return torch.tensor([*table.values, *reached_from], dtype=torch.float64)
-
-
-def _call(layout: Layout, spec: QuantSpec) -> tuple[Any, ...]:
-    return *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic]
