@@ -43,6 +43,8 @@ FAKEQUANT_INLINE void quantize_chunk_as(const Call<C>& call, const C* x, C* y, u
   constexpr Emit kValue = Emit::kValue;
   if (call.grid.is_integer()) return quantize_chunk_by<kValue, C, IntegerRounding<C>>(call, x, y, inside, first, n);
   if (!call.grid.table) return quantize_chunk_by<kValue, C, FloatRounding<C>>(call, x, y, inside, first, n);
+  if (call.grid.table_size <= SmallTableRounding<C>::kSize)
+    return quantize_chunk_by<kValue, C, SmallTableRounding<C>>(call, x, y, inside, first, n);
   quantize_chunk_by<kValue, C, TableRounding<C>>(call, x, y, inside, first, n);
 }
 
