@@ -2,7 +2,8 @@
 
 Prints a table, writes it to benchmarks/results/bars.json and into README.md, and exits with 1 if a bar is missed. Rows
 of the demo are read from demo-output/results.json, which `make demo` writes; without that file they are left out. So is
-the row of the language model, from transformer-output/results.json, which `python examples/transformer.py` writes.
+the row of the language model, from transformer-output/results.json, which `python examples/transformer.py` writes. That
+of other libraries is read from benchmarks/results/peers.json, which `python -m benchmarks.peers` writes.
 `--pages` measures nothing and only writes the table of docs/microscaling.md from that file.
 """
 
@@ -23,6 +24,7 @@ import torch
 import fakequant as fq
 
 from . import exactness, formats, kernels
+from .peers import report as peers
 from .record import ROOT, machine, put_between, write_whole
 
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
@@ -101,6 +103,20 @@ def slowest(what: str, cases: Sequence[kernels.Case]) -> Bar:
         times[case] = kernels.ratio(case.run(), case.copy(), case.inputs()).median
     worst = max(times, key=lambda case: times[case] / case.limit)
     return at_most(f"{what}, slowest ({worst.name})", times[worst], worst.limit)
+
+
+def peer_bars(path: Path = peers.RESULTS) -> list[Bar]:
+    """The nearest call of another library, from the file that `benchmarks.peers` writes; nothing without that file."""
+    if not path.exists():
+        return []
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["over_ours"]]
+    what = f"{len(rows)} calls of {', '.join(sorted({row['peer'] for row in rows})) or 'other libraries'}"
+    if not rows:
+        return [Bar(what, "> 1", "none is installed", False)]
+    nearest = min(rows, key=lambda row: row["over_ours"]["median"])
+    times = nearest["over_ours"]["median"]
+    what = f"{what}: time over ours, nearest ({nearest['peer']} {nearest['case']})"
+    return [Bar(what, "> 1", f"{times:.1f}", times > 1)]
 
 
 def saved_bytes_per_element(elements: int = 1 << 20) -> float:
@@ -228,6 +244,7 @@ def main() -> int:
     bars += exactness_bars()
     bars += kernel_bars()
     bars += format_bars()
+    bars += peer_bars()
     bars.append(at_most("bytes saved for the backward per element", saved_bytes_per_element(), 1 / 8, "{:.3f}"))
     bars += import_bars()
     print(as_table(bars))
