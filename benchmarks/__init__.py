@@ -1,1 +1,1 @@
-"""Measurements of the project: `python -m benchmarks.kernels` and `python -m benchmarks.bars`."""
+"""Measurements of the project: `make bench`, `make bars`."""

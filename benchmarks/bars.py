@@ -2,7 +2,8 @@
 
 Prints a table, writes it to benchmarks/results/bars.json and into README.md, and exits with 1 if a bar is missed. Rows
 of the demo are read from demo-output/results.json, which `make demo` writes; without that file they are left out. So is
-the row of the language model, from transformer-output/results.json, which `python examples/transformer.py` writes.
+the row of the language model, from transformer-output/results.json, which `python examples/transformer.py` writes. That
+of other libraries is read from benchmarks/results/peers.json, which `python -m benchmarks.peers` writes.
 `--pages` measures nothing and only writes the table of docs/microscaling.md from that file.
 """
 
@@ -10,14 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,8 +24,9 @@ import torch
 import fakequant as fq
 
 from . import exactness, formats, kernels
+from .peers import report as peers
+from .record import ROOT, machine, put_between, write_whole
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
 DEMO = ROOT / "demo-output" / "results.json"
 README = ROOT / "README.md"
@@ -86,14 +86,37 @@ def kernel_bars() -> list[Bar]:
 
 
 def format_bars() -> list[Bar]:
-    """The slowest small float with given scales."""
+    """The slowest small float with given scales, and the slowest format of blocks that takes them from the input."""
+    what = f"forward, {kernels.ELEMENTS:,} float32: time over `x.clone()`"
+    return [
+        slowest(f"FP8, FP6, FP4 {what}", formats.GIVEN),
+        slowest(f"MXFP8, MXFP4, NVFP4, INT4 in groups, scales from the input, {what}", formats.DYNAMIC),
+    ]
+
+
+def slowest(what: str, cases: Sequence[kernels.Case]) -> Bar:
+    """A bar on the case that comes nearest to its limit over a copy."""
     times = {}
-    for case in formats.CASES:
+    for case in cases:
         assert case.differing() == 0, f"{case.name} differs from the reference; its time means nothing"
-        times[case.name] = kernels.ratio(case.run(), case.copy(), case.inputs()).median
-    slowest = max(times, key=times.__getitem__)
-    what = f"FP8, FP6, FP4 forward, {kernels.ELEMENTS:,} float32: time over `x.clone()`, slowest ({slowest})"
-    return [at_most(what, times[slowest], formats.LIMIT)]
+        assert case.limit is not None
+        times[case] = kernels.ratio(case.run(), case.copy(), case.inputs()).median
+    worst = max(times, key=lambda case: times[case] / case.limit)
+    return at_most(f"{what}, slowest ({worst.name})", times[worst], worst.limit)
+
+
+def peer_bars(path: Path = peers.RESULTS) -> list[Bar]:
+    """The nearest call of another library, from the file that `benchmarks.peers` writes; nothing without that file."""
+    if not path.exists():
+        return []
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["over_ours"]]
+    what = f"{len(rows)} calls of {', '.join(sorted({row['peer'] for row in rows})) or 'other libraries'}"
+    if not rows:
+        return [Bar(what, "> 1", "none is installed", False)]
+    nearest = min(rows, key=lambda row: row["over_ours"]["median"])
+    times = nearest["over_ours"]["median"]
+    what = f"{what}: time over ours, nearest ({nearest['peer']} {nearest['case']})"
+    return [Bar(what, "> 1", f"{times:.1f}", times > 1)]
 
 
 def saved_bytes_per_element(elements: int = 1 << 20) -> float:
@@ -189,46 +212,10 @@ def study_table(path: Path = STUDY) -> str:
     return "\n".join([*rows, "", source])
 
 
-@cache
-def machine() -> dict[str, str]:
-    """Where the figures come from."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
-    return {
-        "processor": _processor(),
-        "threads": str(torch.get_num_threads()),
-        "system": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fakequant": fq.__version__,
-        # Above 1, other programs ran too, and the times are theirs as much as ours.
-        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
-        "commit": commit.strip() + ("+changes" if changed.strip() else ""),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def as_table(bars: Sequence[Bar]) -> str:
     """The bars as a Markdown table."""
     rows = ["| what | bar | measured | |", "|---|---|---|---|"]
     return "\n".join(rows + [f"| {b.what} | {b.bar} | {b.measured} | {'ok' if b.ok else 'MISSED'} |" for b in bars])
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step: an interrupted run leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def update_readme(bars: Sequence[Bar], readme: Path = README) -> None:
@@ -240,20 +227,6 @@ def update_readme(bars: Sequence[Bar], readme: Path = README) -> None:
     where = machine()
     source = f"Measured by `make bars` on {where['processor']}, {where['threads']} threads, torch {where['torch']}."
     put_between(readme, BEGIN, END, f"{as_table(bars)}\n\n{source}")
-
-
-def put_between(page: Path, begin: str, end: str, content: str) -> None:
-    """Replace what stands between two markers of a page.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
-    text = page.read_text()
-    if begin not in text or end not in text:
-        raise ValueError(f"{page} lacks the markers {begin} and {end}; put them where the table belongs")
-    before, rest = text.split(begin, 1)
-    after = rest.split(end, 1)[1]
-    write_whole(page, f"{before}{begin}\n{content}\n{end}{after}")
 
 
 def main() -> int:
@@ -271,6 +244,7 @@ def main() -> int:
     bars += exactness_bars()
     bars += kernel_bars()
     bars += format_bars()
+    bars += peer_bars()
     bars.append(at_most("bytes saved for the backward per element", saved_bytes_per_element(), 1 / 8, "{:.3f}"))
     bars += import_bars()
     print(as_table(bars))

@@ -19,9 +19,13 @@ _CHUNK = 1_000_000
 _SCALES = (0.5, 0.1, 1 / 3, 0.0173, 7.7, 2.0**-9, 123.456, 1e-6)
 
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def differing(actual: Tensor, expected: Tensor) -> int:
-    """Elements whose float32 bits differ."""
-    return int((actual.detach().view(torch.int32) != expected.detach().view(torch.int32)).sum())
+    """Elements whose bits differ; of two tensors of one dtype."""
+    bits = _BITS[expected.element_size()]
+    return int((actual.detach().view(bits) != expected.detach().view(bits)).sum())
 
 
 def unequal(actual: Tensor, expected: Tensor) -> int:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 import fakequant as fq
-from fakequant.numerics import reference
+from fakequant.numerics import qparams, reference
+
+from .exactness import differing
 
 Function = Callable[[Tensor], object]
 
@@ -61,21 +63,33 @@ def _seconds(function: Function, x: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time: the package's and, where there is one, ATen's of the same arithmetic."""
+    """A call to time: the package's and, where there is one, ATen's of the same arithmetic.
+
+    Args:
+        name: of the row.
+        spec: how to quantize.
+        dtype: of the inputs.
+        shape: of the inputs.
+        backward: whether the gradient is computed too.
+        dynamic: whether the scales are taken from the input; else they are given.
+        limit: the most that it may take, in times of a copy; None: no promise is made.
+    """
 
     name: str
     spec: fq.QuantSpec
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = (ELEMENTS,)
     backward: bool = False
+    dynamic: bool = False
+    limit: float | None = None
 
     def inputs(self, buffers: int = BUFFERS) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         made = [torch.randn(self.shape, generator=generator).to(self.dtype) for _ in range(buffers)]
         return [x.requires_grad_(self.backward) for x in made]
 
-    def scale(self) -> Tensor:
-        return torch.full(self.spec.granularity.group_shape(self.shape), 0.02)
+    def scale(self) -> Tensor | None:
+        return None if self.dynamic else torch.full(self.spec.granularity.group_shape(self.shape), 0.02)
 
     def run(self) -> Function:
         """The call of this package."""
@@ -92,13 +106,14 @@ class Case:
     def aten(self) -> Function | None:
         """ATen's call, or None where it has none."""
         low, high = int(self.spec.format.quant_min), int(self.spec.format.quant_max)
-        if not self.spec.format.has_zero_point or self.dtype != torch.float32:
+        scale = self.scale()
+        if scale is None or not self.spec.format.has_zero_point or self.dtype != torch.float32:
             return None
         if isinstance(self.spec.granularity, fq.PerTensor):
             return self._timed(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.02, 0, low, high))
         if isinstance(self.spec.granularity, fq.PerChannel) and len(self.spec.granularity.axes) == 1:
             axis = self.spec.granularity.axes[0]
-            scale = self.scale().reshape(-1)
+            scale = scale.reshape(-1)
             zero_point = torch.zeros(scale.shape, dtype=torch.int32)
             return self._timed(lambda x: torch.fake_quantize_per_channel_affine(x, scale, zero_point, axis, low, high))
         return None
@@ -110,10 +125,15 @@ class Case:
         return lambda x: torch.autograd.grad(function(x), x, dy)
 
     def differing(self) -> int:
-        """Elements in which the call differs from the reference."""
-        x = self.inputs(1)[0].detach()
-        y = fq.fake_quantize(x, self.spec, scale=self.scale())
-        return int((y != reference.fake_quantize(x, fq.QParams(self.scale()), self.spec)).sum())
+        """Elements whose bits differ from the reference's."""
+        x, scale = self.inputs(1)[0].detach(), self.scale()
+        y = fq.fake_quantize(x, self.spec, scale=scale)
+        if scale is None:
+            measured = qparams.measure(x, self.spec.granularity)
+            params = qparams.choose_qparams(measured, self.spec, largest=torch.finfo(x.dtype).max)
+        else:
+            params = fq.QParams(scale)
+        return differing(y, reference.fake_quantize(x, params, self.spec))
 
 
 ROWS = (1024, ELEMENTS // 1024)
@@ -133,23 +153,26 @@ CASES = (
 )
 
 
-def main() -> int:
-    """Print a table of all cases; 1 if a case differs from the reference."""
+def report(cases: Sequence[Case]) -> int:
+    """Measure and print a table; 1 if a case differs from the reference or misses its limit."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {ELEMENTS:,} elements, {BUFFERS} buffers")
     print(f"{'case':34} {'ms':>7} {'over copy':>10} {'quartiles':>13} {'over ATen':>10}")
     failed = 0
-    for case in CASES:
-        if differing := case.differing():
-            print(f"{case.name:34} differs from the reference in {differing:,} elements")
+    for case in cases:
+        if wrong := case.differing():
+            print(f"{case.name:34} differs from the reference in {wrong:,} elements")
             failed = 1
             continue
         over_copy = ratio(case.run(), case.copy(), case.inputs())
+        missed = case.limit is not None and over_copy.median > case.limit
+        failed |= missed
         aten = case.aten()
-        over_aten = f"{ratio(case.run(), aten, case.inputs(2), rounds=6).median:10.3f}" if aten else f"{'':>10}"
+        over_aten = f"{ratio(case.run(), aten, case.inputs(2), rounds=6).median:.3f}" if aten else ""
         quartiles = f"{over_copy.low:.2f} - {over_copy.high:.2f}"
-        print(f"{case.name:34} {1e3 * over_copy.seconds:7.2f} {over_copy.median:10.2f} {quartiles:>13} {over_aten}")
+        times = f"{1e3 * over_copy.seconds:7.2f} {over_copy.median:10.2f} {quartiles:>13} {over_aten:>10}"
+        print(f"{case.name:34} {times}{f' MISSED: > {case.limit:g}' if missed else ''}".rstrip())
     return failed
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(report(CASES))

@@ -1,11 +1,13 @@
 """The measurements themselves: small runs of each, and that a missed bar is seen."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import bars, exactness, kernels
+import fakequant as fq
+from benchmarks import bars, exactness, formats, kernels
 
 COMPARISONS = [
     exactness.divide_against_onnxruntime,
@@ -52,6 +54,58 @@ def test_a_case_that_differs_is_counted_and_one_that_does_not_is_not():
     found = kernels.ratio(case.run(), case.copy(), case.inputs(4), rounds=8)
     assert found.low <= found.median <= found.high
     assert found.seconds > 0
+
+
+@pytest.mark.parametrize("case", formats.DYNAMIC, ids=lambda c: c.name)
+def test_a_format_that_takes_its_scales_from_the_input_is_compared_with_the_reference(case, monkeypatch):
+    small = replace(case, shape=(16, 256))
+    assert small.differing() == 0
+    right = kernels.fq.fake_quantize
+
+    def wrong(x, spec, **options):
+        return right(x, spec, scale=torch.full(spec.granularity.group_shape(x.shape), 0.02))
+
+    monkeypatch.setattr(kernels.fq, "fake_quantize", wrong)
+    assert small.differing() > 1000
+
+
+def test_the_sign_of_a_zero_and_every_dtype_are_compared():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        zeros = torch.zeros(3, dtype=dtype)
+        assert exactness.differing(zeros, zeros) == 0
+        assert exactness.differing(torch.tensor([0.0, -0.0, 1.0], dtype=dtype), zeros) == 2
+
+
+def _times(monkeypatch, medians):
+    found = iter(medians)
+    monkeypatch.setattr(kernels, "ratio", lambda *_, **__: kernels.Ratio(next(found), 0.5, 9.0, 0.1, 0.2))
+
+
+CASES = [
+    replace(kernels.INT8_CASE, name="near", shape=(8, 32), limit=2.0),
+    replace(kernels.INT8_CASE, name="far", shape=(8, 32), limit=9.0),
+]
+
+
+def test_the_slowest_is_the_one_nearest_to_its_limit(monkeypatch):
+    _times(monkeypatch, [1.9, 3.0])
+    assert bars.slowest("what", CASES) == bars.Bar("what, slowest (near)", "<= 2", "1.90", True)
+    _times(monkeypatch, [1.9, 9.5])
+    assert bars.slowest("what", CASES) == bars.Bar("what, slowest (far)", "<= 9", "9.50", False)
+
+
+def test_the_report_of_times_fails_on_a_missed_limit_and_on_differing_bits(monkeypatch, capsys):
+    without = [replace(case, spec=fq.QuantSpec("float8_e4m3fn")) for case in CASES]
+    _times(monkeypatch, [1.9, 8.9])
+    assert kernels.report(without) == 0
+    assert "MISSED" not in capsys.readouterr().out
+    _times(monkeypatch, [2.1, 8.9])
+    assert kernels.report(without) == 1
+    assert capsys.readouterr().out.count("MISSED: > 2") == 1
+    _times(monkeypatch, [1.0])
+    monkeypatch.setattr(kernels.Case, "differing", lambda case: 3 * (case.name == "far"))
+    assert kernels.report(without) == 1
+    assert "far                                differs from the reference in 3 elements" in capsys.readouterr().out
 
 
 def test_missed_bars_are_seen():

@@ -1,0 +1,110 @@
+"""Brevitas: its quantizers of activations (scales collected beforehand) and of weights (taken anew at every call).
+
+Two are subclasses of its own, made as its documentation says: 4-bit weights in groups, and MX with E2M1 elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import call
+from .call import Call, Peer, Theirs
+
+PEER = Peer("Brevitas", "brevitas")
+
+
+def _activation(quantizer: type, x: Tensor, **options: Any) -> Any:
+    """A layer that has collected its scale from x, in evaluation."""
+    from brevitas.nn import QuantIdentity
+
+    layer = QuantIdentity(act_quant=quantizer, **options).train()
+    layer(x)
+    return layer.eval()
+
+
+def _weight(quantizer: type, x: Tensor) -> Theirs:
+    from brevitas.nn import QuantLinear
+
+    layer = QuantLinear(x.shape[1], x.shape[0], bias=False, weight_quant=quantizer).eval()
+    return Theirs(lambda x: layer.weight_quant(x).value)
+
+
+def _int8(x: Tensor) -> Theirs:
+    from brevitas.quant import Int8ActPerTensorFloat
+
+    layer = _activation(Int8ActPerTensorFloat, x)
+    return Theirs(layer, given=layer.act_quant.scale())
+
+
+def _int8_per_channel(x: Tensor) -> Theirs:
+    from brevitas.quant import Int8WeightPerChannelFloat
+
+    return _weight(Int8WeightPerChannelFloat, x)
+
+
+def _fp8(x: Tensor) -> Theirs:
+    from brevitas.quant import Fp8e4m3OCPActPerTensorFloat
+
+    layer = _activation(Fp8e4m3OCPActPerTensorFloat, x)
+    return Theirs(layer, given=layer.act_quant.scale())
+
+
+def _int4(x: Tensor) -> Theirs:
+    from brevitas.inject.enum import ScalingPerOutputType
+    from brevitas.quant import Int8WeightPerTensorFloat
+    from brevitas.quant.mx_quant_ocp import GroupwiseWeightProxyMixin
+
+    class Int4WeightPerGroupFloat(GroupwiseWeightProxyMixin, Int8WeightPerTensorFloat):
+        bit_width = 4
+        group_size = 32
+        scaling_per_output_type = ScalingPerOutputType.GROUP
+
+    return _weight(Int4WeightPerGroupFloat, x)
+
+
+def _mxfp4(x: Tensor) -> Theirs:
+    from brevitas.quant.mx_quant_ocp import MXFloat8e4m3Act
+
+    class MXFloat4e2m1Act(MXFloat8e4m3Act):
+        bit_width = 4
+        exponent_bit_width = 2
+        mantissa_bit_width = 1
+
+    return Theirs(_activation(MXFloat4e2m1Act, x, group_dim=-1))
+
+
+def _mxfp8(x: Tensor) -> Theirs:
+    from brevitas.quant.mx_quant_ocp import MXFloat8e4m3Act
+
+    return Theirs(_activation(MXFloat8e4m3Act, x, group_dim=-1))
+
+
+def _mxint8(x: Tensor) -> Theirs:
+    from brevitas.quant.mx_quant_ocp import MXInt8Act
+
+    exponent = torch.frexp(call.block_amax(x)).exponent - 1
+    return Theirs(_activation(MXInt8Act, x, group_dim=-1), scale=torch.exp2(exponent - 7.0))
+
+
+_MXINT8 = call.mx("int8", "floor")
+_TWICE_AS_FINE = "its scale is 2^(floor(log2 amax) - 7), half of the standard's: the largest of a block saturate"
+
+CALLS = (
+    Call(call.INT8_GIVEN, PEER, "Int8ActPerTensorFloat", "int8", _int8, call.SIGNED),
+    Call(
+        call.INT8_CHANNELS,
+        PEER,
+        "Int8WeightPerChannelFloat",
+        "int8_narrow per_channel(0)",
+        _int8_per_channel,
+        call.SIGNED,
+    ),
+    Call(call.FP8_GIVEN, PEER, "Fp8e4m3OCPActPerTensorFloat", "float8_e4m3fn", _fp8),
+    Call(call.INT4, PEER, "Int4WeightPerGroupFloat", "int4_narrow per_block(-1:32)", _int4, call.SIGNED),
+    Call(call.MXFP4, PEER, "MXFloat4e2m1Act", call.mx("float4_e2m1fn", "floor"), _mxfp4),
+    Call(call.MXFP8, PEER, "MXFloat8e4m3Act", call.mx("float8_e4m3fn", "floor"), _mxfp8),
+    Call(call.MXINT8, PEER, "MXInt8Act", _MXINT8, _mxint8, _TWICE_AS_FINE),
+)

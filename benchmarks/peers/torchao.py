@@ -1,0 +1,96 @@
+"""torchao: its fake quantizers, and for MX and NVFP4 the storage classes that its training layers quantize by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import call
+from .call import Call, Peer, Theirs
+
+PEER = Peer("torchao", "torchao")
+
+
+def _int8(x: Tensor) -> Theirs:
+    from torchao.quantization.pt2e import FakeQuantize, MinMaxObserver
+
+    quantizer = FakeQuantize(
+        observer=MinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.int8, qscheme=torch.per_tensor_symmetric
+    )
+    quantizer(x)
+    quantizer.disable_observer()
+    return Theirs(quantizer, given=quantizer.scale)
+
+
+def _int8_per_channel(x: Tensor) -> Theirs:
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
+
+    quantizer = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int8, "per_channel", is_symmetric=True))
+    return Theirs(quantizer, scale=x.abs().amax(1, keepdim=True) / 127.5)
+
+
+def _int4(x: Tensor) -> Theirs:
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
+
+    quantizer = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int4, group_size=32, is_symmetric=True))
+    return Theirs(quantizer, scale=call.block_amax(x) / 7.5)
+
+
+def _fp8(x: Tensor) -> Theirs:
+    from torchao.quantization import PerTensor
+    from torchao.quantization.qat import Float8FakeQuantizeConfig
+    from torchao.quantization.qat.fake_quantizer import Float8FakeQuantizer
+
+    return Theirs(Float8FakeQuantizer(Float8FakeQuantizeConfig(torch.float8_e4m3fn, PerTensor())))
+
+
+def _mx(element: str) -> Callable[[Tensor], Theirs]:
+    def build(x: Tensor) -> Theirs:
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        dtype = getattr(torch, element)
+        return Theirs(lambda x: MXTensor.to_mx(x, dtype, 32).dequantize(torch.float32))
+
+    return build
+
+
+def _nvfp4_layer(x: Tensor) -> Theirs:
+    from torchao.prototype.qat.nvfp4 import NVFP4FakeQuantizeConfig, NVFP4FakeQuantizedLinear
+
+    config = NVFP4FakeQuantizeConfig()
+    return Theirs(NVFP4FakeQuantizedLinear(x.shape[-1], 16, activation_config=config, weight_config=config))
+
+
+def _stored_nvfp4(x: Tensor) -> Theirs:
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    def run(x: Tensor) -> Tensor:
+        shared = per_tensor_amax_to_scale(x.abs().amax())
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=shared).dequantize(torch.float32)
+
+    return Theirs(run)
+
+
+_MXFP4, _MXFP8 = call.mx("float4_e2m1fn", "floor"), call.mx("float8_e4m3fn", "floor")
+_HALF_A_CODE = "its scale is 2 amax / (highest - lowest code)"
+_SHARED_FIRST = "it multiplies by (1 / tensor scale) / block scale, ours divides by their product"
+
+CALLS = (
+    Call(call.INT8_GIVEN, PEER, "pt2e.FakeQuantize", "int8 reciprocal", _int8),
+    Call(
+        call.INT8_CHANNELS,
+        PEER,
+        "IntxFakeQuantizer",
+        "int8 per_channel(0) reciprocal",
+        _int8_per_channel,
+        _HALF_A_CODE,
+    ),
+    Call(call.FP8, PEER, "Float8FakeQuantizer", "float8_e4m3fn", _fp8),
+    Call(call.INT4, PEER, "IntxFakeQuantizer", "int4 per_block(-1:32) reciprocal", _int4, _HALF_A_CODE),
+    Call(call.MXFP4, PEER, "MXTensor", _MXFP4, _mx("float4_e2m1fn_x2")),
+    Call(call.MXFP8, PEER, "MXTensor", _MXFP8, _mx("float8_e4m3fn")),
+    Call(call.NVFP4, PEER, "NVFP4FakeQuantizedLinear", call.SPEC_NVFP4, _nvfp4_layer),
+    Call(call.NVFP4, PEER, "NVFP4Tensor", call.SPEC_NVFP4, _stored_nvfp4, _SHARED_FIRST),
+)
