@@ -25,7 +25,7 @@ import fakequant as fq
 
 from . import exactness, formats, kernels
 from .peers import report as peers
-from .record import ROOT, machine, put_between, write_whole
+from .record import ROOT, machine, put_between, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
 DEMO = ROOT / "demo-output" / "results.json"
@@ -248,7 +248,7 @@ def main() -> int:
     bars.append(at_most("bytes saved for the backward per element", saved_bytes_per_element(), 1 / 8, "{:.3f}"))
     bars += import_bars()
     print(as_table(bars))
-    write_whole(RESULTS, json.dumps({"machine": machine(), "bars": [asdict(bar) for bar in bars]}, indent=2) + "\n")
+    write_results(RESULTS, {"machine": machine(), "bars": [asdict(bar) for bar in bars]})
     update_readme(bars)
     missed = [bar.what for bar in bars if not bar.ok]
     print(f"missed: {'; '.join(missed)}" if missed else "all bars are met")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import fakequant as fq
+from fakequant.files import write_whole
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,13 +45,9 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step: an interrupted run leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Replace a file of results in one step: an interrupted run leaves the old one."""
+    write_whole(path, (json.dumps(results, indent=2) + "\n").encode())
 
 
 def put_between(page: Path, begin: str, end: str, content: str) -> None:
@@ -63,4 +61,4 @@ def put_between(page: Path, begin: str, end: str, content: str) -> None:
         raise ValueError(f"{page} lacks the markers {begin} and {end}; put them where the table belongs")
     before, rest = text.split(begin, 1)
     after = rest.split(end, 1)[1]
-    write_whole(page, f"{before}{begin}\n{content}\n{end}{after}")
+    write_whole(page, f"{before}{begin}\n{content}\n{end}{after}".encode())

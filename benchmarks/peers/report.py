@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, machine, put_between, write_whole
+from benchmarks.record import ROOT, machine, put_between, write_results
 
 from . import brevitas, modelopt, torchao
 from .call import Call
@@ -76,7 +76,7 @@ def main(results_path: Path = RESULTS, page: Path = PAGE) -> int:
     for call in CALLS:
         rows.append(measure(call, buffers))
         print(_line(asdict(rows[-1])), flush=True)
-    write_whole(results_path, json.dumps(results(rows), indent=2) + "\n")
+    write_results(results_path, results(rows))
     put_between(page, BEGIN, END, table(results(rows)))
     faster = [f"{row.peer} {row.way}" for row in rows if row.over_ours and row.over_ours.median <= 1]
     print(f"faster than ours: {'; '.join(faster)}" if faster else "none that was measured is faster")
