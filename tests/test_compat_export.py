@@ -163,6 +163,13 @@ def test_what_cannot_be_exported(options, words):
         assert quantizer(x) is x
 
 
+def test_torch_has_no_operator_for_floats(monkeypatch):
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(amax=1.0, num_bits=(4, 3)))
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pq.enable_onnx_export(), pytest.raises(AssertionError, match=r"use fakequant\.export_onnx"):
+        quantizer(torch.ones(2))
+
+
 def test_outside_the_context_the_exporter_says_what_is_wrong(tmp_path):
     model = calibrated(network(), X)
     with pytest.raises(ExportError, match=r"0\._input_quantizer"):

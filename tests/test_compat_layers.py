@@ -240,6 +240,21 @@ def test_device_and_dtype_are_accepted():
     assert half(torch.randn(1, 1, 2, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "shape"),
+    [("Linear", (4, 3), (2, 4)), ("Conv2d", (4, 6, 3), X2), ("ConvTranspose1d", (4, 6, 3), X1), ("LSTM", (4, 6), X1)],
+    ids=str,
+)
+def test_exported_and_compiled_in_one_graph(name, args, shape):
+    layer = getattr(quant_nn, f"Quant{name}")(*args)
+    x = torch.randn(shape).transpose(1, 2) if name == "LSTM" else torch.randn(shape)
+    assert_same(torch.export.export(layer, (x,)).module()(x), layer(x))
+    # torch refuses subclasses of nn.LSTM unless this is set.
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert_same(compiled(x), layer(x))
+
+
 class QuantScaledLinear(nn.Linear, _utils.QuantMixin):
     """A layer as the tutorials write it."""
 

@@ -90,11 +90,15 @@ def test_onnx_export_is_enabled_in_its_context_only():
         pass
 
     assert state() is False
-    with pytest.raises(Stop), pq.enable_onnx_export():
+    def exporting():
         with pq.enable_onnx_export():
+            with pq.enable_onnx_export():
+                assert state() is True
             assert state() is True
-        assert state() is True
-        raise Stop
+            raise Stop
+
+    with pytest.raises(Stop):
+        exporting()
     assert state() is False
 
 

@@ -1,4 +1,4 @@
-"""TensorQuantizer of the pytorch_quantization interface: stages, properties, errors, printed forms, torch's features."""
+"""TensorQuantizer of the pytorch_quantization interface: stages, properties, errors, printed forms, compilers."""
 
 import copy
 import pickle

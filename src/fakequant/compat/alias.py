@@ -37,9 +37,7 @@ def install(name: str) -> ModuleType:
     real = f"{__package__}.{name}"
     package = importlib.import_module(real)
     if sys.modules.get(name, package) is not package:
-        raise ConfigError(
-            f"another {name} is imported already: {sys.modules[name]!r}; call install before the import"
-        )
+        raise ConfigError(f"another {name} is imported already: {sys.modules[name]!r}; call install before the import")
     for found in pkgutil.walk_packages(package.__path__, f"{real}."):
         importlib.import_module(found.name)
     for found, module in list(sys.modules.items()):
