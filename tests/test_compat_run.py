@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fakequant.compat import install
+from fakequant.compat.__main__ import main
 from fakequant.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_quantized.py"
@@ -58,7 +59,7 @@ def test_an_unmodified_script_calibrates_trains_saves_and_exports(tmp_path, opti
     np.testing.assert_allclose(scores, torch.load(tmp_path / "scores.pt").detach().numpy(), rtol=0, atol=1e-5)
 
 
-def test_arguments_errors_and_the_status_of_a_script(tmp_path):
+def test_arguments_and_the_status_of_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, json, pytorch_quantization\n"
@@ -69,11 +70,17 @@ def test_arguments_errors_and_the_status_of_a_script(tmp_path):
     assert found.returncode == 3
     name = "fakequant.compat.pytorch_quantization"
     assert json.loads(found.stdout) == ["__main__", [str(script), "--name", "x y"], str(tmp_path), name]
-    for arguments in ((), ("run",), ("walk", script), ("run", tmp_path / "missing.py")):
-        found = python("-m", "fakequant.compat", *arguments)
-        assert found.returncode == 1
-        assert "usage: python -m fakequant.compat run SCRIPT" in found.stderr
-    assert python("-m", "fakequant.compat", "--help").stdout.startswith("usage:")
+
+
+@pytest.mark.parametrize("arguments", [[], ["run"], ["walk", str(SCRIPT)], ["run", "missing.py"]], ids=str)
+def test_wrong_arguments(arguments):
+    with pytest.raises(SystemExit, match=r"usage: python -m fakequant\.compat run SCRIPT"):
+        main(arguments)
+
+
+def test_help(capsys):
+    main(["--help"])
+    assert capsys.readouterr().out.startswith("usage:")
 
 
 def test_modules_are_the_same_under_both_names():
