@@ -90,6 +90,7 @@ def test_onnx_export_is_enabled_in_its_context_only():
         pass
 
     assert state() is False
+
     def exporting():
         with pq.enable_onnx_export():
             with pq.enable_onnx_export():
