@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.compat import entropy_by_loops
 from fakequant.compat.pytorch_quantization import calib, tensor_quant
-from fakequant.compat.pytorch_quantization.calib.histogram import _MOST_BINS
+from fakequant.compat.pytorch_quantization.calib.search import mse_amax
 
 pytest.importorskip("scipy", reason="the loops of the original call scipy.stats.entropy")
 
@@ -123,6 +123,12 @@ def test_equal_divergences_give_the_last_edge():
     np.testing.assert_array_equal(calibrator._calib_hist.numpy(), before)
 
 
+def test_equal_errors_give_the_first_middle():
+    counts, edges = np.zeros(300, dtype=np.int64), np.arange(301, dtype=np.float32)
+    counts[0] = 5  # which every threshold rounds to 0
+    assert mse_amax(counts, edges, 2, False) == 128.5 == mse_by_loops(counts, edges, 2, False)
+
+
 def test_known_values():
     torch.manual_seed(0)
     calibrator = collected([torch.randn(1_000_000)])
@@ -153,13 +159,29 @@ def test_memory_is_bounded(torch_hist):
     tensors = [torch.rand(1000) * 1e-6, torch.rand(1000), torch.rand(1000) * 1e6, torch.rand(1000) * 1e30]
     calibrator = collected(tensors, torch_hist=torch_hist)
     counts, edges = (torch.as_tensor(each) for each in (calibrator._calib_hist, calibrator._calib_bin_edges))
-    assert _MOST_BINS / 2 < counts.numel() <= _MOST_BINS + 2
+    assert 1 << 15 < counts.numel() <= (1 << 16) + 2
     assert counts.sum() == 4000
     assert edges.numel() == counts.numel() + 1
     assert edges[-1] >= tensors[-1].max()
     assert counts[0] == 3000
     largest = max(calibrator.compute_amax("percentile", percentile=100).item(), 1)
     assert largest == pytest.approx(tensors[-1].max().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("torch_hist", [True, False])
+def test_the_largest_value_always_has_a_bin(torch_hist):
+    for first in torch.rand(100) + 0.1:
+        calibrator = collected([torch.stack([torch.tensor(0.0), first])], num_bins=7, torch_hist=torch_hist)
+        width = calibrator._calib_bin_edges[1]
+        for i, later in enumerate(
+            [9 * width, 23 * width, torch.nextafter(torch.as_tensor(30 * width), torch.tensor(99.0))]
+        ):
+            calibrator.collect(torch.as_tensor(later))
+            edges = calibrator._calib_bin_edges
+            assert len(edges) == len(calibrator._calib_hist) + 1
+            assert edges[-1] >= later
+            assert calibrator._calib_hist.sum() == 3 + i
+            assert edges[-2] < later or not torch_hist
 
 
 def test_counts_do_not_saturate():
@@ -254,7 +276,11 @@ def test_max_is_the_largest_of_all_batches(axis, reduced, shape):
     wanted = torch.stack(batches).abs().amax([0, *(i + 1 for i in reduced)], keepdim=True)[0].reshape(shape)
     amax = calibrator.compute_amax()
     assert torch.equal(amax, wanted)
+    assert len(calibrator.amaxs) == 3
     np.testing.assert_array_equal(np.max(calibrator.amaxs, axis=0), wanted.numpy())
+    calibrator.collect(0 * batches[0])
+    calibrator.compute_amax().zero_()
+    assert torch.equal(calibrator.compute_amax(), wanted)
     calibrator.collect(10 * batches[0])
     assert torch.equal(amax, wanted)
     calibrator.reset()

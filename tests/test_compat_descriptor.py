@@ -200,8 +200,8 @@ def test_reduce_amax(axis, keepdims, dtype):
 
 
 def test_reduce_amax_of_unusual_tensors():
-    amax = utils.reduce_amax(torch.tensor([-0.0, -0.0]))
-    assert not torch.signbit(amax)
+    for zeros in ([-0.0, -0.0], [0.0, 0.0], [0.0, -0.0], [-0.0, 0.0]):
+        assert not torch.signbit(utils.reduce_amax(torch.tensor(zeros)))
     assert utils.reduce_amax(torch.tensor([1.0, torch.nan])).isnan()
     assert utils.reduce_amax(torch.tensor([[1.0, -torch.inf]]), 1).item() == torch.inf
     assert utils.reduce_amax(torch.tensor(-2.0)) == utils.reduce_amax(torch.tensor(-2.0), 0) == 2

@@ -35,7 +35,7 @@ def mse_amax(
     centers = (ends[1:] + ends[:-1]) / 2
     candidates = centers[start_bin::stride]
     _check_candidates(len(candidates), len(centers), start_bin)
-    fmt = _integers(num_bits, unsigned, narrow_range=True)
+    fmt = _integers(num_bits, unsigned)
     rows = max(1, _VALUES // len(centers))
     errors = torch.cat(
         [(fake_quantize(centers, part[:, None], fmt) - centers).square_() @ weights for part in candidates.split(rows)]
@@ -141,10 +141,10 @@ def _from_zero(cumulative: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, cumulative.dtype), cumulative])
 
 
-def _integers(num_bits: NumBits, unsigned: bool, narrow_range: bool = False) -> IntegerFormat:
+def _integers(num_bits: NumBits, unsigned: bool) -> IntegerFormat:
     if not isinstance(num_bits, int):
         raise TypeError(f"entropy and mse search for the amax of integers, not of floats {num_bits}; use percentile")
-    return integer_format(num_bits, unsigned, narrow_range)
+    return integer_format(num_bits, unsigned)
 
 
 def _check_candidates(candidates: int, bins: int, start_bin: int) -> None:
