@@ -1,9 +1,11 @@
 """fakequant: fake quantization for PyTorch, bit for bit the same on every backend.
 
 The functions work on tensors (`fake_quantize`, `quantize`, `dequantize`, `choose_qparams`) or on models (`prepare`,
-`calibrate`, `summary`, `sensitivity`, `qat`, `save`, `load`, `export_onnx`, `verify_onnx`).
+`calibrate`, `summary`, `sensitivity`, `qat`, `save`, `load`, `export_onnx`, `verify_onnx`); `compat` holds other
+libraries' interfaces.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fakequant import nn
@@ -33,6 +35,7 @@ from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.numerics.tables import TableFormat
 
 if TYPE_CHECKING:
+    from fakequant import compat as compat
     from fakequant.export import export_onnx, verify_onnx
 
 __version__ = "0.1.0"
@@ -89,7 +92,9 @@ _EXPORT = ("export_onnx", "verify_onnx")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the room of the exporter when it is first asked for: it is a third of the package's import time."""
+    """Import a room when it is first asked for: that of the exporter is a third of the package's import time."""
+    if name == "compat":
+        return import_module("fakequant.compat")
     if name not in _EXPORT:
         raise AttributeError(f"module 'fakequant' has no attribute {name!r}")
     from fakequant import export

@@ -1,0 +1,17 @@
+"""Other libraries' interfaces over this package: thin edges, one module or folder for each."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from fakequant.compat.alias import INSTALLABLE, install
+
+__all__ = ["install"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import an interface when it is first asked for: most programs need none."""
+    if name not in INSTALLABLE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

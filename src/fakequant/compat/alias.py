@@ -1,0 +1,46 @@
+"""Makes a package of this room importable under the name of the one that it stands for."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from types import ModuleType
+
+from fakequant.errors import ConfigError, nearest
+
+INSTALLABLE = ("pytorch_quantization",)
+"""The packages that `install` knows."""
+
+
+def install(name: str) -> ModuleType:
+    """From now on, `import NAME` and its submodules give what this package has under that name.
+
+    The modules are the same objects under both names, so that classes are the same and pickled models load.
+
+    Args:
+        name: "pytorch_quantization".
+
+    Returns:
+        The package.
+
+    Raises:
+        ConfigError: an unknown name, or another package of that name is imported already.
+
+    >>> package = install("pytorch_quantization")
+    >>> import pytorch_quantization.nn
+    >>> pytorch_quantization.nn.QuantLinear is package.nn.QuantLinear
+    True
+    """
+    if name not in INSTALLABLE:
+        raise ConfigError(f"there is no interface of {name!r}{nearest(name, INSTALLABLE)}")
+    real = f"{__package__}.{name}"
+    package = importlib.import_module(real)
+    if sys.modules.get(name, package) is not package:
+        raise ConfigError(f"another {name} is imported already: {sys.modules[name]!r}; call install before the import")
+    for found in pkgutil.walk_packages(package.__path__, f"{real}."):
+        importlib.import_module(found.name)
+    for found, module in list(sys.modules.items()):
+        if found == real or found.startswith(f"{real}."):
+            sys.modules[name + found[len(real) :]] = module
+    return package

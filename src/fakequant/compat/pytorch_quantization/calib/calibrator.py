@@ -1,0 +1,49 @@
+"""What every calibrator of the interface has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fakequant.compat.pytorch_quantization.specification import NumBits
+from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
+
+__all__ = ["_Calibrator"]
+
+
+class _Calibrator:
+    """Collects tensors and finds an amax.
+
+    Args:
+        num_bits: bits of a code.
+        axis: the axis or axes that keep one amax per index; None for one amax in all.
+        unsigned: whether codes begin at 0.
+    """
+
+    def __init__(self, num_bits: NumBits, axis: int | tuple[int, ...] | None, unsigned: bool) -> None:
+        self._num_bits = num_bits
+        self._axis = axis
+        self._unsigned = unsigned
+        self._told: set[str] = set()
+
+    def collect(self, x: Tensor) -> None:
+        """Take in a tensor."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forget all that was collected."""
+        raise NotImplementedError
+
+    def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """The amax of what was collected; None if that is nothing."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"num_bits={self._num_bits} axis={self._axis} unsigned={self._unsigned}"
+
+    def _tell(self, message: str) -> None:
+        """Log a warning the first time."""
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)

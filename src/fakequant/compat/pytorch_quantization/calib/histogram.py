@@ -1,0 +1,209 @@
+"""Histograms of magnitudes, and the amax that three methods find in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fakequant.compat.pytorch_quantization.specification import NumBits
+from fakequant.errors import CalibrationError
+
+from .calibrator import _Calibrator
+from .search import entropy_amax, mse_amax, percentile_amax
+from .weights import calibrate_weights
+
+__all__ = ["HistogramCalibrator", "calibrate_weights"]
+
+# Beyond so many bins, half a MiB of counts, neighbours are merged instead of bins appended. The mse search, which
+# quantizes every bin with every threshold, takes seconds there.
+_MOST_BINS = 1 << 16
+# float32, in which histc counts, is exact up to here.
+_EXACT_COUNTS = 1 << 24
+
+
+class HistogramCalibrator(_Calibrator):
+    """How often magnitudes occurred, in bins of one width.
+
+    The first tensor decides the width: `num_bins` bins from 0 to its largest magnitude. When a larger magnitude comes,
+    bins of that width are appended; beyond 65,536 bins (or `num_bins`) neighbours are merged. Counts are exact.
+
+    Args:
+        num_bits: bits of a code.
+        axis: None, because all values share a histogram.
+        unsigned: whether codes begin at 0.
+        num_bins: bins of the first tensor.
+        grow_method: has no effect.
+        skip_zeros: whether exact zeros do not count.
+        torch_hist: count on the tensor's device. Otherwise by numpy, in bins from the smallest magnitude of the first
+            tensor; smaller ones do not count.
+
+    Raises:
+        NotImplementedError: an axis.
+
+    >>> calibrator = HistogramCalibrator(8, None, False)
+    >>> calibrator.collect(torch.linspace(-1, 1, 1001))
+    >>> print(calibrator)
+    HistogramCalibrator(calib_bin_edges=[0.000, ..., 1.000](2049))
+    >>> calibrator.compute_amax("percentile", percentile=90)
+    tensor(0.8999)
+    """
+
+    def __init__(
+        self,
+        num_bits: NumBits,
+        axis: int | tuple[int, ...] | None,
+        unsigned: bool,
+        num_bins: int = 2048,
+        grow_method: str | None = None,
+        skip_zeros: bool = False,
+        torch_hist: bool = True,
+    ) -> None:
+        super().__init__(num_bits, axis, unsigned)
+        if axis is not None:
+            raise NotImplementedError("Calibrator histogram collection only supports per tensor scaling")
+        if grow_method is not None:
+            self._tell(f"grow_method is deprecated and has no effect, got {grow_method}.")
+        self._first_bins = self._num_bins = num_bins
+        self._skip_zeros = skip_zeros
+        self._torch_hist = torch_hist
+        self._calib_bin_edges: Tensor | np.ndarray | None = None
+        self._calib_hist: Tensor | np.ndarray | None = None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        """Take in a tensor; NaN does not count.
+
+        Raises:
+            CalibrationError: a tensor without elements; it is also a RuntimeError.
+            OverflowError: the tensor holds inf.
+        """
+        if not x.numel():
+            raise CalibrationError(f"nothing to collect in a tensor of shape {list(x.shape)}")
+        x = x.detach().abs().float()
+        if self._skip_zeros:
+            x = x[x != 0]
+        largest = x.max() if x.numel() else x.new_zeros(())
+        if bool(largest.isnan()):
+            self._tell("Calibrator encountered NaN, which does not count; repair the layer that makes it.")
+            x = x[~x.isnan()]
+            largest = x.max() if x.numel() else largest.zero_()
+        if bool(largest.isinf()):
+            raise OverflowError("a histogram cannot hold inf; repair the layer that makes it, or clamp the tensor")
+        if not x.numel():
+            return
+        if self._torch_hist:
+            self._count(x, largest)
+        else:
+            self._count_by_numpy(x.cpu().numpy())
+
+    def reset(self) -> None:
+        """Forget all that was collected."""
+        self._calib_bin_edges = self._calib_hist = None
+        self._num_bins = self._first_bins
+
+    def compute_amax(
+        self, method: str, *, stride: int = 1, start_bin: int = 128, percentile: float = 99.99
+    ) -> Tensor | None:
+        """The amax that a method finds, a 0-d tensor on the CPU; None if nothing was collected.
+
+        Args:
+            method: "entropy", "mse" or "percentile".
+            stride: entropy, mse: how many bins lie between two thresholds that are tried.
+            start_bin: entropy, mse: the first threshold that is tried.
+            percentile: percentile: how many of 100 values may not be clipped.
+
+        Raises:
+            TypeError: an unknown method.
+            ValueError: a percentile that is not in [0, 100], or fewer bins than start_bin.
+        """
+        if method not in ("entropy", "mse", "percentile"):
+            raise TypeError(f"Unknown calibration method {method}; known are entropy, mse and percentile")
+        if method == "percentile" and not 0 <= percentile <= 100:
+            raise ValueError(f"Invalid percentile {percentile}. Must be in range 0 <= percentile <= 100.")
+        if self._calib_hist is None or self._calib_bin_edges is None:
+            return None
+        counts, edges = (torch.as_tensor(each).cpu().numpy() for each in (self._calib_hist, self._calib_bin_edges))
+        if method == "percentile":
+            return percentile_amax(counts, edges, percentile)
+        search = entropy_amax if method == "entropy" else mse_amax
+        return search(counts, edges, self._num_bits, self._unsigned, stride=stride, start_bin=start_bin)
+
+    def _count(self, x: Tensor, largest: Tensor) -> None:
+        edges, counts = self._calib_bin_edges, self._calib_hist
+        if not isinstance(edges, Tensor) or not isinstance(counts, Tensor):
+            self._calib_bin_edges = torch.linspace(0, largest.item(), self._num_bins + 1, device=x.device)
+            self._calib_hist = _histogram(x, self._num_bins, largest.item())
+            return
+        edges, counts = edges.to(x.device), counts.to(x.device)
+        if not bool(edges[-1]):
+            # So far only zeros, which belong to bin 0 whatever its width is.
+            edges = torch.linspace(0, largest.item(), self._num_bins + 1, device=x.device)
+        elif bool(largest > edges[-1]):
+            edges, counts = self._grown(edges, counts, largest)
+        self._num_bins = edges.numel() - 1
+        found = _histogram(x, self._num_bins, edges[-1].item())
+        found[: counts.numel()] += counts
+        self._calib_bin_edges, self._calib_hist = edges, found
+
+    def _grown(self, edges: Tensor, counts: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """Edges that reach to the largest magnitude, and the counts in their first bins."""
+        width = edges[1] - edges[0]
+        factor = _merged(largest.item() / width.item(), max(_MOST_BINS, self._first_bins))
+        width, counts = width * float(factor), _merge(counts, factor)
+        edges = torch.arange(0, (largest + width).item(), width.item(), device=edges.device)
+        # Because of rounding there may be an edge too many or too few.
+        if bool(edges[-1] < largest):
+            return torch.cat([edges, edges[-1:] + width]), counts
+        return (edges[:-1] if bool(edges[-2] >= largest) else edges), counts
+
+    def _count_by_numpy(self, values: np.ndarray) -> None:
+        edges, counts = self._calib_bin_edges, self._calib_hist
+        if not isinstance(edges, np.ndarray) or not isinstance(counts, np.ndarray):
+            self._calib_hist, self._calib_bin_edges = np.histogram(values, bins=self._num_bins)
+            return
+        largest = values.max()
+        if largest > edges[-1]:
+            width = edges[1] - edges[0]
+            factor = _merged(float((largest - edges[0]) / width), max(_MOST_BINS, self._first_bins))
+            if factor > 1:
+                counts, width = _merge(torch.from_numpy(counts), factor).numpy(), width * edges.dtype.type(factor)
+                edges = edges[0] + width * np.arange(len(counts) + 1, dtype=edges.dtype)
+            edges = np.hstack([edges, np.arange(edges[-1] + width, largest + width, width)])
+        found, _ = np.histogram(values, bins=edges)
+        found[: len(counts)] += counts
+        self._calib_bin_edges, self._calib_hist = edges, found
+
+    def __str__(self) -> str:
+        edges = self._calib_bin_edges
+        text = "None" if edges is None else f"[{edges[0]:.3f}, ..., {edges[-1]:.3f}]({len(edges)})"
+        return f"HistogramCalibrator(calib_bin_edges={text})"
+
+    def __repr__(self) -> str:
+        counts = f"calib_bin_edges={self._calib_bin_edges} calib_hist={self._calib_hist}"
+        return f"HistogramCalibrator({super().__repr__()} {counts})"
+
+
+def _histogram(x: Tensor, bins: int, largest: float) -> Tensor:
+    """Counts int64 [bins] of values from 0 to largest."""
+    counts = torch.zeros(bins, dtype=torch.int64, device=x.device)
+    if largest == 0:
+        counts[0] = x.numel()
+        return counts
+    for part in x.reshape(-1).split(_EXACT_COUNTS):
+        counts += torch.histc(part, bins=bins, min=0, max=largest).to(torch.int64)
+    return counts
+
+
+def _merged(bins: float, most: int) -> int:
+    """How many neighbours become one bin, a power of two, so that so many bins are at most `most`."""
+    factor = 1
+    while bins > most * factor:
+        factor *= 2
+    return factor
+
+
+def _merge(counts: Tensor, factor: int) -> Tensor:
+    factor = min(factor, counts.numel())
+    return torch.nn.functional.pad(counts, (0, -counts.numel() % factor)).view(-1, factor).sum(1)

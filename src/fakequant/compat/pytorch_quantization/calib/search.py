@@ -1,0 +1,152 @@
+"""The amax that entropy, mse and percentile find in a histogram of magnitudes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fakequant.compat.pytorch_quantization.specification import NumBits, integer_format
+from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
+from fakequant.numerics.integers import IntegerFormat
+
+# Thresholds times cells, or times bins, that are looked at together: 8 MiB of float64, 16 MiB of float32.
+_CELLS, _VALUES = 1 << 20, 1 << 22
+# Closer divergences (in nats), and closer errors (relative), are computed again one by one: sums in another order
+# differ by less.
+_SAME_DIVERGENCE, _SAME_ERROR = 1e-10, 1e-4
+
+
+def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
+    """The left edge of the bin in which the share of smaller magnitudes reaches the percentile."""
+    shares = np.cumsum(counts / counts.sum())
+    return torch.tensor(edges[np.searchsorted(shares, percentile / 100)].item())
+
+
+def mse_amax(
+    counts: np.ndarray, edges: np.ndarray, num_bits: NumBits, unsigned: bool, *, stride: int = 1, start_bin: int = 128
+) -> Tensor:
+    """The middle of a bin with the smallest mean squared error of all middles quantized by it; of equal ones the first.
+
+    Raises:
+        ValueError: there are not more bins than start_bin.
+    """
+    weights, ends = torch.from_numpy(counts).float(), torch.from_numpy(edges).float()
+    centers = (ends[1:] + ends[:-1]) / 2
+    candidates = centers[start_bin::stride]
+    _check_candidates(len(candidates), len(centers), start_bin)
+    fmt = _integers(num_bits, unsigned)
+    rows = max(1, _VALUES // len(centers))
+    errors = torch.cat(
+        [(fake_quantize(centers, part[:, None], fmt) - centers).square_() @ weights for part in candidates.split(rows)]
+    )
+    near = (errors <= errors.min() * (1 + _SAME_ERROR)).nonzero()[:, 0]
+    exact = [((fake_quantize(centers, candidates[i], fmt) - centers) ** 2 * weights).mean().item() for i in near]
+    return candidates[near[int(np.argmin(exact))]].clone()
+
+
+def entropy_amax(
+    counts: np.ndarray, edges: np.ndarray, num_bits: NumBits, unsigned: bool, *, stride: int = 1, start_bin: int = 128
+) -> Tensor:
+    """The edge up to which the histogram loses least when it is quantized; of equal edges the last.
+
+    The loss is the Kullback-Leibler divergence of the bins below the edge, the clipped counts added to the last of
+    them, from the same bins without these counts, merged into as many cells as there are magnitudes of codes and spread
+    evenly over the bins of a cell that are not empty. Bin 0 counts as much as its neighbour.
+
+    Raises:
+        ValueError: there are fewer bins than start_bin.
+
+    Source: Migacz, "8-bit inference with TensorRT", GTC 2017.
+    """
+    divergence = _Divergence(counts, int(_integers(num_bits, unsigned).bound) + 1)
+    kept = np.arange(start_bin, len(counts) + 1, stride)
+    _check_candidates(len(kept), len(counts), start_bin)
+    rows = max(1, _CELLS // divergence.cells)
+    found = np.concatenate([divergence.of_all(kept[i : i + rows]) for i in range(0, len(kept), rows)])
+    near = kept[found <= found.min() + _SAME_DIVERGENCE]
+    exact = np.array([divergence.of_one(int(n)) for n in near])
+    best = near[len(near) - 1 - int(np.argmin(exact[::-1]))]
+    return torch.tensor(edges[best].item())
+
+
+class _Divergence:
+    """KL(P || Q) for numbers of bins kept."""
+
+    def __init__(self, counts: np.ndarray, cells: int) -> None:
+        self.cells = cells
+        self.counts = counts.astype(np.int64)
+        self.counts[0] = self.counts[1] if len(counts) > 1 else self.counts[0]
+        values = self.counts.astype(np.float64)
+        # Entry k is about the bins 0 to k - 1.
+        self.mass = _from_zero(np.cumsum(self.counts))
+        self.filled = _from_zero(np.cumsum(self.counts > 0))
+        self.information = _from_zero(np.cumsum(_x_log_x(values)))
+
+    def of_all(self, kept: np.ndarray) -> np.ndarray:
+        """The divergence for every number of bins kept, but for the last digits, from cumulative sums.
+
+        With N counts in all, C of them kept and T clipped, r = the counts of P and a cell of S counts in n bins:
+        KL = (sum r log r - sum S log(S / n) - T log(S / n of the last)) / N - log N + log C.
+        """
+        total, inside = self.mass[-1], self.mass[kept]
+        last, clipped = self.counts[kept - 1], total - inside
+        starts = self._starts(kept)
+        mass = np.diff(self.mass[starts], axis=1)
+        spread = np.diff(self.filled[starts], axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log_q = np.where(mass > 0, np.log(mass / spread), 0.0)
+            last_cell = self.cells - 1 - np.argmax(mass[:, ::-1] > 0, axis=1)
+            log_last = log_q[np.arange(len(kept)), last_cell]
+            p_log_p = self.information[kept] - _x_log_x(last) + _x_log_x(last + clipped)
+            p_log_q = (mass * log_q).sum(1) + clipped * log_last
+            found = (p_log_p - p_log_q) / total - np.log(total) + np.log(inside)
+        return np.where((inside == 0) | ((last == 0) & (clipped > 0)), np.inf, found)
+
+    def of_one(self, kept: int) -> float:
+        """The divergence for one number of bins kept, in the order of operations that gives equal ones equal bits."""
+        counts = self.counts[:kept]
+        if not counts.any():
+            return np.inf
+        cell = np.repeat(np.arange(self.cells), np.diff(self._starts(np.array([kept]))[0]))
+        filled = counts > 0
+        mass = np.bincount(cell, counts, self.cells)
+        spread = np.bincount(cell, filled, self.cells)
+        q = np.where(filled, (mass / np.maximum(spread, 1))[cell], 0.0)
+        p = counts.astype(np.float64)
+        p[-1] += self.mass[-1] - self.mass[kept]
+        return float(_relative_entropy(p / p.sum(), q / q.sum()).sum())
+
+    def _starts(self, kept: np.ndarray) -> np.ndarray:
+        """The bin at which every cell begins, and the number kept [kept, cells + 1]."""
+        starts = np.ceil(np.arange(self.cells + 1) * (kept / self.cells)[:, None]).astype(np.int64)
+        starts[:, -1] = kept
+        return starts
+
+
+def _relative_entropy(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """p log(p / q) for every element, inf where only q is 0; by log1p where the two are close."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = p / q
+        close = (ratio > 0.5) & (ratio < 2)
+        terms = p * np.where(close, np.log1p((p - q) / q), np.log(ratio))
+    return np.where(p > 0, terms, 0.0)
+
+
+def _x_log_x(values: np.ndarray) -> np.ndarray:
+    return values * np.log(np.maximum(values, 1))
+
+
+def _from_zero(cumulative: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, cumulative.dtype), cumulative])
+
+
+def _integers(num_bits: NumBits, unsigned: bool) -> IntegerFormat:
+    if not isinstance(num_bits, int):
+        raise TypeError(f"entropy and mse search for the amax of integers, not of floats {num_bits}; use percentile")
+    return integer_format(num_bits, unsigned)
+
+
+def _check_candidates(candidates: int, bins: int, start_bin: int) -> None:
+    if not candidates:
+        raise ValueError(f"there is no threshold to try: the histogram has {bins} bins and start_bin is {start_bin}")

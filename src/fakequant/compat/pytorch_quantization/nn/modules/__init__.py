@@ -1,0 +1,1 @@
+"""The quantizer, and layers that have quantizers."""

@@ -1,0 +1,76 @@
+"""Finds parameters by their names: to group them for an optimizer, to freeze or to quantize them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
+
+__all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_weight_inplace"]
+
+
+def match_parameters(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Parameter]:
+    """Every parameter in whose name a regular expression is found; once for each that is.
+
+    >>> [p.shape for p in match_parameters(nn.Linear(3, 2), ["bias"])]
+    [torch.Size([2])]
+    """
+    for name, parameter in model.named_parameters():
+        for pattern in patterns:
+            if re.search(pattern, name):
+                yield parameter
+
+
+def group_parameters(
+    model: nn.Module,
+    patterns_list: Sequence[Sequence[str]],
+    lrs: Sequence[float] | None = None,
+    momentums: Sequence[float] | None = None,
+    weight_decays: Sequence[float] | None = None,
+) -> list[dict[str, Any]]:
+    """Groups of parameters by their names, as torch's optimizers take them.
+
+    Args:
+        model: any module.
+        patterns_list: for every group its regular expressions.
+        lrs: for every group its learning rate; likewise momentums and weight_decays.
+
+    Raises:
+        TypeError: patterns that are no lists of lists, or options of another length.
+    """
+    if not isinstance(patterns_list, list) or not all(isinstance(patterns, list | tuple) for patterns in patterns_list):
+        raise TypeError(f"patterns_list must be a list of lists of patterns, got {patterns_list!r}")
+    groups: list[dict[str, Any]] = [{"params": list(match_parameters(model, patterns))} for patterns in patterns_list]
+    for name, values in {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}.items():
+        if values is None:
+            continue
+        if not isinstance(values, list | tuple) or len(values) != len(groups):
+            raise TypeError(f"{name} must be a list with one number for each of the {len(groups)} groups: {values!r}")
+        for group, value in zip(groups, values, strict=True):
+            group[name] = value
+    return groups
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Turn off the gradients of the parameters that `match_parameters` finds."""
+    for parameter in match_parameters(model, patterns):
+        parameter.requires_grad = False
+
+
+@torch.no_grad()
+def quant_weight_inplace(model: nn.Module) -> None:
+    """Replace the weight of every module that has a `weight_quantizer` by its fake-quantized values."""
+    for name, module in model.named_modules():
+        quantizer = getattr(module, "_weight_quantizer", None)
+        weight = getattr(module, "weight", None)
+        if quantizer is None or weight is None:
+            continue
+        if not quantizer.fake_quant:
+            logger.warning("the weight of %s is not replaced: its quantizer gives codes", name or "the model")
+            continue
+        weight.copy_(quantizer(weight))

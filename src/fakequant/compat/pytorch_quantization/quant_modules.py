@@ -1,0 +1,114 @@
+"""Replaces layers of torch.nn by quantized ones, for models that are built afterwards; and the switch for ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from fakequant.compat.pytorch_quantization import nn as quant_nn
+
+__all__ = ["deactivate", "enable_onnx_export", "initialize"]
+
+
+class _quant_entry(NamedTuple):
+    """A name in a module, and what stands there instead."""
+
+    orig_mod: Any
+    mod_name: str
+    replace_mod: Any
+
+
+_NAMES = (
+    *("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear"),
+    *("LSTM", "LSTMCell", "AvgPool1d", "AvgPool2d", "AvgPool3d"),
+    *("AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d"),
+)
+_DEFAULT_QUANT_MAP = [_quant_entry(torch.nn, name, getattr(quant_nn, f"Quant{name}")) for name in _NAMES]
+
+
+class QuantModuleReplacementHelper:
+    """What is to be replaced, and what stood there before."""
+
+    def __init__(self) -> None:
+        self.default_quant_map = _DEFAULT_QUANT_MAP
+        self.quant_map: dict[tuple[int, str], _quant_entry] = {}
+        self._originals: dict[tuple[int, str], _quant_entry] = {}
+
+    def prepare_state(
+        self, float_module_list: Iterable[str] | None = None, custom_map: Iterable[tuple[Any, str, Any]] | None = None
+    ) -> None:
+        """Choose what `apply_quant_modules` replaces.
+
+        Args:
+            float_module_list: names of layers that stay, such as "Linear".
+            custom_map: (module, name in it, replacement), instead of or besides the layers of torch.nn.
+        """
+        kept = set(float_module_list or ())
+        chosen = [entry for entry in self.default_quant_map if entry.mod_name not in kept]
+        chosen += [_quant_entry(*entry) for entry in custom_map or ()]
+        self.quant_map = {(id(entry.orig_mod), entry.mod_name): entry for entry in chosen}
+
+    def apply_quant_modules(self) -> None:
+        """Replace; what was replaced by an earlier call and is not chosen any more is put back."""
+        for entry in self.quant_map.values():
+            if not hasattr(entry.orig_mod, entry.mod_name):
+                raise AttributeError(f"{entry.orig_mod} has no {entry.mod_name} to replace; nothing was replaced")
+        self.restore_float_modules()
+        for key, entry in self.quant_map.items():
+            self._originals[key] = entry._replace(replace_mod=getattr(entry.orig_mod, entry.mod_name))
+            setattr(*entry)
+
+    def restore_float_modules(self) -> None:
+        """Put back what stood there."""
+        for entry in self._originals.values():
+            setattr(*entry)
+        self._originals = {}
+
+
+_helper = QuantModuleReplacementHelper()
+
+
+def initialize(
+    float_module_list: Iterable[str] | None = None,
+    custom_quant_modules: Iterable[tuple[Any, str, Any]] | None = None,
+) -> None:
+    """From now on, build quantized layers where `torch.nn.Linear` and the like are asked for.
+
+    Convolutions, transposed convolutions, linear layers, LSTMs, average and adaptive average pooling are replaced.
+    Layers that exist already, and names imported from torch.nn before, stay.
+
+    Args:
+        float_module_list: names of layers that stay, such as ["Linear"].
+        custom_quant_modules: (module, name in it, replacement) triples of your own.
+
+    >>> initialize(["Linear"])
+    >>> type(torch.nn.Conv1d(1, 1, 1)).__name__, type(torch.nn.Linear(1, 1)).__name__
+    ('QuantConv1d', 'Linear')
+    >>> deactivate()
+    >>> type(torch.nn.Conv1d(1, 1, 1)).__name__
+    'Conv1d'
+    """
+    _helper.prepare_state(float_module_list, custom_quant_modules)
+    _helper.apply_quant_modules()
+
+
+def deactivate() -> None:
+    """End what `initialize` began; nothing happens where it did not."""
+    _helper.restore_float_modules()
+
+
+@contextmanager
+def enable_onnx_export() -> Iterator[None]:
+    """A context in which quantizers compute what QuantizeLinear and DequantizeLinear do, as exporters need them.
+
+    Inside it use `fakequant.export_onnx`, whose files can be verified bit for bit, or `torch.onnx.export`.
+    """
+    before = quant_nn.TensorQuantizer._enable_onnx_export
+    quant_nn.TensorQuantizer._enable_onnx_export = True
+    try:
+        yield
+    finally:
+        quant_nn.TensorQuantizer._enable_onnx_export = before

@@ -1,0 +1,3 @@
+"""The release of pytorch-quantization whose interface this is."""
+
+__version__ = "2.2.1"

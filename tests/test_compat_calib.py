@@ -1,0 +1,359 @@
+"""compat.pytorch_quantization.calib against the rules of the original, written as its slow loops."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.compat import entropy_by_loops
+from fakequant.compat.pytorch_quantization import calib, tensor_quant
+from fakequant.compat.pytorch_quantization.calib.search import mse_amax
+
+pytest.importorskip("scipy", reason="the loops of the original call scipy.stats.entropy")
+
+
+def streams():
+    torch.manual_seed(3)
+    normal = [torch.randn(4000) for _ in range(3)]
+    return {
+        "normal": normal,
+        "growing": [torch.randn(4000) * scale for scale in (1.0, 1.5, 0.1, 3.7, 3.0)],
+        "relu": [x.relu() for x in normal],
+        "heavy": [torch.randn(4000) ** 3, 1.5 * torch.randn(4000) ** 3],
+        "sparse": [torch.tensor([0.5, 3.0, 9.0]), torch.tensor([1.0, 40.0])],
+        "uniform": [torch.rand(500), torch.rand(500) * 2],
+        "half": [x.half() for x in normal],
+        "one value": [torch.full((100,), 2.5)],
+    }
+
+
+def histogram_by_rules(tensors, bins, skip_zeros=False):
+    """The first batch gives bins from 0 to its largest magnitude; later ones append bins of that width."""
+    counts = edges = None
+    for x in tensors:
+        x = x.abs().float()
+        x = x[x != 0] if skip_zeros else x
+        largest = x.max()
+        if counts is None:
+            edges, counts = torch.linspace(0, largest, bins + 1), torch.histc(x, bins, 0, largest.item())
+            continue
+        if largest > edges[-1]:
+            width = edges[1] - edges[0]
+            bins = int((largest / width).ceil())
+            edges = torch.arange(0, largest + width, width)
+        found = torch.histc(x, bins, 0, edges[-1].item())
+        found[: len(counts)] += counts
+        counts = found
+    return counts.numpy().astype(np.int64), edges.numpy()
+
+
+def mse_by_loops(counts, edges, num_bits, unsigned, stride=1, start_bin=128):
+    counts, edges = torch.from_numpy(counts).float(), torch.from_numpy(edges)
+    centers = (edges[1:] + edges[:-1]) / 2
+    bound = torch.tensor(2.0 ** (num_bits - 1 + unsigned) - 1)
+    errors = []
+    for amax in centers[start_bin::stride]:
+        scale = bound / amax
+        quantized = torch.clamp((centers * scale).round(), 0 if unsigned else -bound, bound) / scale
+        errors.append(((quantized - centers) ** 2 * counts).mean().item())
+    return centers[start_bin + stride * int(np.argmin(errors))]
+
+
+def percentile_by_rules(counts, edges, percentile):
+    below = 0
+    for i, count in enumerate(counts):
+        below += count / counts.sum()
+        if below >= percentile / 100:
+            return edges[i]
+    return edges[len(counts)]
+
+
+def collected(tensors, num_bits=8, unsigned=False, **options):
+    calibrator = calib.HistogramCalibrator(num_bits, None, unsigned, **options)
+    for x in tensors:
+        calibrator.collect(x)
+    return calibrator
+
+
+@pytest.mark.parametrize("name", streams())
+@pytest.mark.parametrize("bins", [256, 2048])
+@pytest.mark.parametrize("skip_zeros", [False, True])
+def test_histogram_grows_as_scripts_observe(name, bins, skip_zeros):
+    calibrator = collected(streams()[name], num_bins=bins, skip_zeros=skip_zeros)
+    counts, edges = histogram_by_rules(streams()[name], bins, skip_zeros)
+    np.testing.assert_array_equal(calibrator._calib_hist.numpy(), counts)
+    np.testing.assert_array_equal(calibrator._calib_bin_edges.numpy(), edges)
+    assert calibrator._num_bins == len(counts)
+
+
+@pytest.mark.parametrize("name", streams())
+@pytest.mark.parametrize(
+    ("num_bits", "unsigned", "stride", "start_bin"), [(8, False, 1, 128), (8, True, 2, 200), (4, False, 3, 5)]
+)
+def test_entropy_and_mse_equal_the_loops(name, num_bits, unsigned, stride, start_bin):
+    tensors = [x.abs() for x in streams()[name]] if unsigned else streams()[name]
+    calibrator = collected(tensors, num_bits, unsigned, num_bins=320)
+    counts, edges = calibrator._calib_hist.numpy(), calibrator._calib_bin_edges.numpy()
+    keywords = {"stride": stride, "start_bin": start_bin}
+    wanted = entropy_by_loops(counts, edges, num_bits, unsigned, **keywords)
+    amax = calibrator.compute_amax("entropy", **keywords)
+    assert (amax.item(), amax.shape, amax.dtype) == (wanted, (), torch.float32)
+    wanted = mse_by_loops(counts, edges, num_bits, unsigned, **keywords)
+    amax = calibrator.compute_amax("mse", **keywords)
+    assert (amax.item(), amax.shape, amax.dtype) == (wanted.item(), (), torch.float32)
+
+
+@pytest.mark.parametrize("name", streams())
+@pytest.mark.parametrize("percentile", [0, 1.5, 50, 99, 99.99, 100])
+def test_percentile_is_the_left_edge(name, percentile):
+    calibrator = collected(streams()[name])
+    counts, edges = calibrator._calib_hist.numpy(), calibrator._calib_bin_edges.numpy()
+    amax = calibrator.compute_amax("percentile", percentile=percentile)
+    assert amax.item() == percentile_by_rules(counts, edges, percentile)
+
+
+def test_equal_divergences_give_the_last_edge():
+    calibrator = collected([torch.tensor([0.25, 0.5, 0.75, 1.0])], num_bins=512)
+    counts, edges = calibrator._calib_hist.numpy(), calibrator._calib_bin_edges.numpy()
+    assert calibrator.compute_amax("entropy").item() == edges[-1] == entropy_by_loops(counts, edges, 8, False)
+    before = counts.copy()
+    calibrator.compute_amax("entropy")
+    np.testing.assert_array_equal(calibrator._calib_hist.numpy(), before)
+
+
+def test_equal_errors_give_the_first_middle():
+    counts, edges = np.zeros(300, dtype=np.int64), np.arange(301, dtype=np.float32)
+    counts[0] = 5  # which every threshold rounds to 0
+    assert mse_amax(counts, edges, 2, False) == 128.5 == mse_by_loops(counts, edges, 2, False)
+
+
+def test_known_values():
+    torch.manual_seed(0)
+    calibrator = collected([torch.randn(1_000_000)])
+    found = {method: calibrator.compute_amax(method).item() for method in ("entropy", "mse", "percentile")}
+    assert [round(amax, 3) for amax in found.values()] == [4.508, 3.937, 3.887]
+    amax = collected([torch.arange(100.0)]).compute_amax("percentile", percentile=100)
+    assert amax.item() == pytest.approx(98.95, abs=0.01)
+
+
+def test_the_numpy_histogram():
+    tensors = [torch.rand(3000) + 0.5, torch.rand(3000) * 4 + 0.5, -torch.rand(3000)]
+    calibrator = collected(tensors, torch_hist=False)
+    counts, edges = np.histogram(tensors[0].numpy(), bins=2048)
+    width = edges[1] - edges[0]
+    edges = np.hstack([edges, np.arange(edges[-1] + width, tensors[1].numpy().max() + width, width)])
+    for x in tensors[1:]:
+        found = np.histogram(x.abs().numpy(), bins=edges)[0]
+        found[: len(counts)] += counts
+        counts = found
+    np.testing.assert_array_equal(calibrator._calib_hist, counts)
+    np.testing.assert_array_equal(calibrator._calib_bin_edges, edges)
+    amax = calibrator.compute_amax("percentile", percentile=90)
+    assert amax.item() == np.float32(percentile_by_rules(counts, edges, 90))
+
+
+@pytest.mark.parametrize("torch_hist", [True, False])
+def test_memory_is_bounded(torch_hist):
+    tensors = [torch.rand(1000) * 1e-6, torch.rand(1000), torch.rand(1000) * 1e6, torch.rand(1000) * 1e30]
+    calibrator = collected(tensors, torch_hist=torch_hist)
+    counts, edges = (torch.as_tensor(each) for each in (calibrator._calib_hist, calibrator._calib_bin_edges))
+    assert 1 << 15 < counts.numel() <= (1 << 16) + 2
+    assert counts.sum() == 4000
+    assert edges.numel() == counts.numel() + 1
+    assert edges[-1] >= tensors[-1].max()
+    assert counts[0] == 3000
+    largest = max(calibrator.compute_amax("percentile", percentile=100).item(), 1)
+    assert largest == pytest.approx(tensors[-1].max().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("torch_hist", [True, False])
+def test_the_largest_value_always_has_a_bin(torch_hist):
+    for first in torch.rand(100) + 0.1:
+        calibrator = collected([torch.stack([torch.tensor(0.0), first])], num_bins=7, torch_hist=torch_hist)
+        width = calibrator._calib_bin_edges[1]
+        for i, later in enumerate(
+            [9 * width, 23 * width, torch.nextafter(torch.as_tensor(30 * width), torch.tensor(99.0))]
+        ):
+            calibrator.collect(torch.as_tensor(later))
+            edges = calibrator._calib_bin_edges
+            assert len(edges) == len(calibrator._calib_hist) + 1
+            assert edges[-1] >= later
+            assert calibrator._calib_hist.sum() == 3 + i
+            assert edges[-2] < later or not torch_hist
+
+
+def test_counts_do_not_saturate():
+    calibrator = collected([torch.full((1 << 25,), 0.25), torch.ones(3)])
+    assert calibrator._calib_hist.sum() == (1 << 25) + 3
+    assert calibrator._calib_hist.max() == 1 << 25
+
+
+def test_zeros_first_then_data():
+    zeros, x = torch.zeros(100), torch.randn(100)
+    calibrator = collected([zeros])
+    assert [calibrator.compute_amax(method) for method in ("percentile", "entropy", "mse")] == [0, 0, 0]
+    calibrator.collect(x)
+    both = collected([x, zeros])
+    assert torch.equal(calibrator._calib_hist, both._calib_hist)
+    assert torch.equal(calibrator._calib_bin_edges, both._calib_bin_edges)
+    skipping = collected([zeros], skip_zeros=True)
+    assert skipping.compute_amax("mse") is None
+
+
+def test_a_far_group_of_values_is_not_taken_for_the_best_because_nothing_is_below():
+    calibrator = collected([torch.cat([torch.zeros(1000), torch.linspace(9, 10, 500)])])
+    assert calibrator.compute_amax("entropy") > 9
+
+
+def test_nan_does_not_count_and_inf_is_an_error(caplog):
+    x = torch.randn(1000)
+    with caplog.at_level(logging.WARNING):
+        calibrator = collected([torch.cat([x, torch.tensor([torch.nan])]), torch.tensor([torch.nan])])
+    assert caplog.text.count("NaN, which does not count") == 1
+    assert torch.equal(calibrator._calib_hist, collected([x])._calib_hist)
+    with pytest.raises(OverflowError, match="cannot hold inf"):
+        calibrator.collect(torch.tensor([-torch.inf]))
+    with pytest.raises(RuntimeError, match="nothing to collect"):
+        calibrator.collect(torch.zeros(0))
+
+
+def test_reset_and_errors():
+    calibrator = calib.HistogramCalibrator(8, None, False, num_bins=100)
+    assert calibrator.compute_amax("percentile") is None
+    with pytest.raises(TypeError, match="Unknown calibration method median"):
+        calibrator.compute_amax("median")
+    with pytest.raises(TypeError):
+        calibrator.compute_amax()
+    with pytest.raises(ValueError, match="Invalid percentile 101"):
+        calibrator.compute_amax("percentile", percentile=101)
+    calibrator.collect(torch.rand(10))
+    for method in ("entropy", "mse"):
+        with pytest.raises(ValueError, match="100 bins and start_bin is 128"):
+            calibrator.compute_amax(method)
+    calibrator.collect(torch.rand(10) * 10)
+    calibrator.reset()
+    assert str(calibrator) == "HistogramCalibrator(calib_bin_edges=None)"
+    calibrator.collect(torch.rand(10))
+    assert len(calibrator._calib_hist) == 100
+    with pytest.raises(NotImplementedError, match="only supports per tensor"):
+        calib.HistogramCalibrator(8, 0, False)
+    floats = collected([torch.rand(10)], num_bits=(4, 3))
+    with pytest.raises(TypeError, match="not of floats"):
+        floats.compute_amax("mse")
+
+
+def test_printed_forms():
+    calibrator = calib.HistogramCalibrator(8, None, False)
+    empty = "HistogramCalibrator(num_bits=8 axis=None unsigned=False calib_bin_edges=None calib_hist=None)"
+    assert repr(calibrator) == empty
+    calibrator.collect(torch.tensor([0.0, 1.0]))
+    assert str(calibrator) == "HistogramCalibrator(calib_bin_edges=[0.000, ..., 1.000](2049))"
+    calibrator = calib.MaxCalibrator(8, None, False)
+    assert str(calibrator) == "MaxCalibrator(track_amax=False)"
+    assert repr(calibrator) == "MaxCalibrator(num_bits=8 axis=None unsigned=False calib_amax=None track_amax=False)"
+    tracking = calib.MaxCalibrator(4, (0,), True, track_amax=True)
+    assert repr(tracking).endswith("calib_amax=None track_amax=True amaxs=[])")
+
+
+@pytest.mark.parametrize(
+    ("axis", "reduced", "shape"),
+    [
+        (None, (0, 1, 2), ()),
+        (0, (1, 2), (2, 1, 1)),
+        ((0, 2), (1,), (2, 1, 4)),
+        (-1, (0, 1), (1, 1, 4)),
+        ([1], (0, 2), (1, 3, 1)),
+    ],
+)
+def test_max_is_the_largest_of_all_batches(axis, reduced, shape):
+    calibrator = calib.MaxCalibrator(8, axis, False, track_amax=True)
+    assert calibrator.compute_amax() is None
+    batches = [torch.randn(2, 3, 4) for _ in range(3)]
+    for x in batches:
+        calibrator.collect(x)
+    wanted = torch.stack(batches).abs().amax([0, *(i + 1 for i in reduced)], keepdim=True)[0].reshape(shape)
+    amax = calibrator.compute_amax()
+    assert torch.equal(amax, wanted)
+    assert len(calibrator.amaxs) == 3
+    np.testing.assert_array_equal(np.max(calibrator.amaxs, axis=0), wanted.numpy())
+    calibrator.collect(0 * batches[0])
+    calibrator.compute_amax().zero_()
+    assert torch.equal(calibrator.compute_amax(), wanted)
+    calibrator.collect(10 * batches[0])
+    assert torch.equal(amax, wanted)
+    calibrator.reset()
+    assert calibrator.compute_amax() is None
+
+
+def test_max_of_unusual_tensors(caplog):
+    calibrator = calib.MaxCalibrator(8, 0, True)
+    with caplog.at_level(logging.WARNING), torch.inference_mode():
+        calibrator.collect(torch.tensor([[-3.0], [torch.nan]]))
+        calibrator.collect(torch.tensor([[1.0], [1.0]]))
+    assert "negative values" in caplog.text
+    assert "NaN" in caplog.text
+    amax = calibrator.compute_amax()
+    assert amax[0] == 3
+    assert amax[1].isnan()
+    assert not amax.is_inference()
+    with pytest.raises(RuntimeError, match=r"amax shape changed! It was \[2, 1\] and is \[3, 1\]"):
+        calibrator.collect(torch.rand(3, 4))
+    with pytest.raises(RuntimeError, match="no largest magnitude"):
+        calibrator.collect(torch.rand(2, 0))
+    with pytest.raises(IndexError, match="axis 2 is out of range"):
+        calib.MaxCalibrator(8, 2, False).collect(torch.rand(2, 3))
+
+
+class Weighted(nn.Module):
+    """A layer with what calibrate_weights looks for."""
+
+    def __init__(self, layer, num_bits=8):
+        super().__init__()
+        self.layer, self.weight = layer, layer.weight
+        self.weight_quantizer = nn.Identity()
+        self.weight_quantizer.num_bits, self.weight_quantizer.unsigned = num_bits, False
+
+
+class WeightedTransposed(nn.ConvTranspose2d):
+    def __init__(self):
+        super().__init__(3, 5, 2)
+        self.weight_quantizer = nn.Identity()
+        self.weight_quantizer.num_bits, self.weight_quantizer.unsigned = 8, False
+
+
+@pytest.mark.parametrize("perchannel", [True, False])
+@pytest.mark.parametrize("method", ["max", "percentile", "mse"])
+def test_calibrate_weights(method, perchannel):
+    layers = [Weighted(nn.Conv2d(3, 4, 3), 4), Weighted(nn.Linear(30, 7)), WeightedTransposed(), nn.Linear(2, 2)]
+    modules = nn.ModuleList(layers)
+    with torch.no_grad():
+        modules[1].weight[2] = 0
+    calib.calibrate_weights(modules, method, perchannel, percentile=95, num_bins=300)
+    for module, axis in zip(modules, (0, 0, 1), strict=False):
+        magnitudes = module.weight.detach().abs().numpy()
+        channels = np.moveaxis(magnitudes, axis, 0) if perchannel else magnitudes[None]
+        wanted = []
+        for channel in channels:
+            counts, edges = np.histogram(channel, bins=300, range=(0, channel.max()))
+            if channel.max() == 0:
+                wanted.append(0.0)
+            elif method == "max":
+                wanted.append(channel.max())
+            elif method == "mse":
+                wanted.append(mse_by_loops(counts, edges, module.weight_quantizer.num_bits, False).item())
+            else:
+                wanted.append(percentile_by_rules(counts, edges, 95))
+        amax = module.weight_quantizer.amax
+        shape = [len(wanted) if i == axis else 1 for i in range(magnitudes.ndim)] if perchannel else []
+        assert list(amax.shape) == shape
+        np.testing.assert_array_equal(amax.ravel(), np.float32(wanted))
+    with pytest.raises(TypeError, match="Unsupported calibration method entropy"):
+        calib.calibrate_weights(modules, "entropy")
+
+
+def test_the_amax_that_is_found_quantizes():
+    x = torch.randn(1000)
+    amax = collected([x]).compute_amax("mse")
+    assert tensor_quant.fake_tensor_quant(x, amax).sub(x).square().mean() < 1e-3
