@@ -8,8 +8,7 @@ smallest ranges that get each of them (`steps`), all others by the same operatio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,47 +20,15 @@ from fakequant.export.graph import GraphEditor
 from fakequant.export.portable import round_to
 from fakequant.export.site import Emitter
 from fakequant.export.steps import look_up, thresholds
-from fakequant.functional import choose_qparams
-from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops import library
 
 if TYPE_CHECKING:
     from onnx import NodeProto
 
 _INFO = torch.finfo(torch.float32)
-
-
-@torch.library.custom_op("fakequant::choose_scale", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")
-def _choose_scale(x: Tensor, spec: str) -> Tensor:
-    return choose_qparams(x, QuantSpec.parse(spec)).scale.clone()
-
-
-@_choose_scale.register_fake
-def _(x: Tensor, spec: str) -> Tensor:
-    return x.new_empty(QuantSpec.parse(spec).granularity.group_shape(x.shape), dtype=torch.float32)
-
-
-@contextmanager
-def opaque_scales(quantizers: Iterable[Quantizer]) -> Iterator[None]:
-    """A context in which symmetric dynamic quantizers compute their scales in one opaque operation."""
-    changed = [q for q in quantizers if q.dynamic and q.spec.symmetric]
-
-    def forward(quantizer: Quantizer, x: Tensor) -> Tensor:
-        scale = torch.ops.fakequant.choose_scale(x, str(quantizer.spec))
-        return library.fake_quantize(x, QParams(scale), quantizer.spec)
-
-    try:
-        for quantizer in changed:
-            vars(quantizer)["forward"] = forward.__get__(quantizer)
-        yield
-    finally:
-        for quantizer in changed:
-            vars(quantizer).pop("forward", None)
 
 
 def lower_scale(editor: GraphEditor, node: NodeProto, path: str) -> Emitter:

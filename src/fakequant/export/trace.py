@@ -1,6 +1,6 @@
 """From a model to an ONNX graph in which every quantizer is still one node, `fakequant::FakeQuantize`.
 
-The scales of a symmetric dynamic quantizer are a second one, `fakequant::ChooseScale`.
+Scales that follow from the range of the tensor itself are a second one, `fakequant::ChooseScale`.
 
 The operator stays opaque while torch and onnxscript convert and optimise the graph, so that nothing they do can change
 what a quantizer computes. `lower` then replaces it, when all constants are known.
@@ -23,8 +23,6 @@ from torch.export import ExportedProgram
 
 from fakequant.errors import ExportError
 from fakequant.export.capability import Dimension, block_sizes, check_spec, layout
-from fakequant.export.ranges import opaque_scales
-from fakequant.nn.quantizer import quantizers
 from fakequant.numerics.spec import QuantSpec
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
     Raises:
         torch.export's errors: the model cannot be traced.
     """
-    with torch.no_grad(), _quiet(), opaque_scales(quantizers(model).values()):
+    with torch.no_grad(), _quiet():
         return torch.export.export(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes), strict=False)
 
 
@@ -112,8 +110,9 @@ def _site(node: fx.Node, given: Container[object]) -> Site:
         raise ExportError("quantizes a float64 tensor, but QuantizeLinear takes float32; export model.float()")
     if spec.scale.format is not None and any(source.target in _BITS for source in _sources(scale)):
         raise ExportError(
-            f"{spec}: scales in {spec.scale.format} are computed outside of a Quantizer, whose exponents ONNX cannot "
-            "find; quantize by a fakequant.nn.Quantizer(spec, dynamic=True), or give the scale"
+            f"{spec}: the model itself computes scales in {spec.scale.format}, by the bits of numbers, which ONNX "
+            "cannot read; leave scale and amax out, so that fake_quantize takes the range from its tensor, or give "
+            "the scale as a constant"
         )
     encoding = check_spec(spec)
     needs = encoding.opset(constant=not any(source.name in given for source in _sources(x)))
