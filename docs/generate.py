@@ -1,17 +1,25 @@
-"""Write docs/formats.md from the formats that the package knows: `make docs`."""
+"""Write docs/formats.md from the formats of the package, and the table of docs/onnx.md from exports: `make docs`."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import torch
 
-from fakequant import FloatFormat, Format, IntegerFormat, formats
+from fakequant import FloatFormat, Format, IntegerFormat, export_onnx, formats, verify_onnx
+from fakequant.errors import ExportError
+from fakequant.export.style import Style
 from fakequant.files import write_whole
+from fakequant.model.config import Config
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.presets import presets
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.tables import TableFormat
 
 PAGE = Path(__file__).with_name("formats.md")
+STYLES_PAGE = Path(__file__).with_name("onnx.md")
+STYLES_BEGIN, STYLES_END = "<!-- styles:begin -->", "<!-- styles:end -->"
 _FEW = 16
 _INTRODUCTION = """\
 # Number formats
@@ -76,5 +84,51 @@ def _dtype(fmt: Format) -> str:
     return f"`{str(fmt.storage).removeprefix('torch.')}`"
 
 
+def styles_page() -> str:
+    """The page about ONNX with a table written anew."""
+    before, rest = STYLES_PAGE.read_text().split(STYLES_BEGIN)
+    after = rest.split(STYLES_END)[1]
+    rows = ["| preset | style | weights | activations | opset | verified in |", "|---|---|---|---|---|---|"]
+    rows += [row for name, config in presets().items() if name == config.name for row in style_rows(config)]
+    return "\n".join([before + STYLES_BEGIN, *rows, STYLES_END + after])
+
+
+def style_rows(config: Config) -> list[str]:
+    """How a preset comes out in every style; styles that say it alike share a row."""
+    found: dict[str, list[str]] = {}
+    for style in Style:
+        found.setdefault(_style_cells(config, style), []).append(style.value)
+    return [f"| {config.name} | {', '.join(styles)} | {cells} |" for cells, styles in found.items()]
+
+
+def _style_cells(config: Config, style: Style) -> str:
+    """Weights, activations, operator set and what ran the file, of one linear layer that was exported and verified."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 256, generator=generator)
+    model = prepare(torch.nn.Sequential(torch.nn.Linear(256, 8)), config)
+    calibrate(model, [x])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        try:
+            written = export_onnx(model, x, path, dynamic_shapes=({0: "batch"},), style=style.value)
+        except ExportError as error:
+            first = str(error).splitlines()[1]
+            who, reason = first.split("._")[1].split("_quantizer: ")
+            return f"refused, {who}: {reason.removeprefix(f'{_spec(config, who)}: ').split(';')[0]} | | |"
+        report = verify_onnx(path, model, [x])
+    if not report.exact:
+        raise SystemExit(f"{config.name} in the style {style.value} is not exact:\n{report}")
+    said = {q.quantizer: q.expressed for q in written.quantizers}
+    activations = said.get("0._input_quantizer", "float")
+    runtime = report.runtime.rpartition(" ")[0].removeprefix("the ")
+    return f"{said['0._weight_quantizer']} | {activations} | {written.opset} | {runtime}"
+
+
+def _spec(config: Config, who: str) -> str:
+    tensor = config.rules[0].input if who == "input" else config.rules[0].weight
+    return "" if tensor is None else str(tensor.spec)
+
+
 if __name__ == "__main__":
     write_whole(PAGE, page().encode())
+    write_whole(STYLES_PAGE, styles_page().encode())

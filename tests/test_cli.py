@@ -242,8 +242,9 @@ def test_tables_take_text_for_text(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--preset", "int9"), ("unknown preset 'int9'", "INT8")),
         (("--method", "entropie"), ("unknown calibrator 'entropie'", "did you mean entropy?")),
+        (("--style", "standart"), ("unknown style 'standart'", "did you mean standard?")),
     ],
-    ids=["preset", "method"],
+    ids=["preset", "method", "style"],
 )
 def test_unknown_names_are_found_before_the_recipe_runs(recipe, tmp_path: Path, options, parts) -> None:
     path = recipe(RECIPE + MARK)
@@ -361,6 +362,21 @@ def test_without_evaluate_the_report_says_so(recipe, tmp_path: Path) -> None:
     data = run(Job(recipe(RECIPE), "int8", "max", tmp_path / "out"), Console(quiet=True))
     assert data.accuracy == []
     assert "tiny.py offers no evaluate(model)." in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_style_of_the_file(recipe, tmp_path: Path) -> None:
+    path, out = recipe(RECIPE), tmp_path / "out"
+    result = invoke("quantize", path, "--out", out, "--preset", "mxfp4", "--method", "max", "--style", "standard")
+    assert result.exit_code == 0, result.output
+    assert "the ReferenceEvaluator of onnx" in result.output
+    assert "Not run in ONNX Runtime: " in (out / "report.html").read_text()
+    assert "style standard, opset 24" in invoke("inspect", out / "model.onnx").output
+    verified = invoke("verify", out / "model.onnx", "--recipe", path)
+    assert verified.exit_code == 0, verified.output
+    assert "exact in the ReferenceEvaluator of onnx" in verified.output
+    refused = invoke("quantize", path, "--out", out, "--preset", "mxfp4", "--method", "max", "--style", "trt")
+    assert refused.exit_code == 1
+    assert "0._weight_quantizer: float4_e2m1fn" in refused.stderr
 
 
 def test_no_train_leaves_the_weights(recipe, tmp_path: Path) -> None:

@@ -1,13 +1,36 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
+from fakequant.model.presets import presets
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def test_the_page_of_formats_is_the_one_that_the_code_writes():
+@pytest.fixture(scope="module")
+def generate():
+    """docs/generate.py as a module."""
+    pytest.importorskip("onnxruntime")
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec is not None
     assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_formats_is_the_one_that_the_code_writes(generate):
     assert generate.PAGE.read_text() == generate.page(), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", ["INT8", "MXFP4", "NVFP4_WEIGHT_ONLY"])
+def test_rows_of_the_page_about_onnx_are_what_is_exported(generate, name):
+    page = generate.STYLES_PAGE.read_text().splitlines()
+    rows = generate.style_rows(presets()[name])
+    assert [row for row in page if row.startswith(f"| {name} |")] == rows, "run `make docs`"
+
+
+@pytest.mark.exhaustive
+def test_the_page_about_onnx_is_the_one_that_is_exported(generate):
+    assert generate.STYLES_PAGE.read_text() == generate.styles_page(), "run `make docs`"

@@ -315,7 +315,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "zero_scale": (lambda: _with_scale(0.0), {}, ["0.0._input_quantizer: has the scale 0.0"]),
     "old_opset": (lambda: linear("int4"), {"opset": 20}, ["0.0._input_quantizer: opset=20 is too old", "21"]),
     "unknown_opset": (lambda: linear("int8"), {"opset": 99}, ["opset=99: expected 18 to 25"]),
-    "unknown_style": (lambda: linear("int8"), {"style": "trt"}, ["style='trt': only style=\"portable\" is written"]),
+    "unknown_style": (
+        lambda: linear("int8"),
+        {"style": "trit"},
+        ["unknown style 'trit': expected portable"],
+    ),
     "no_quantizers": (lambda: nn.Linear(8, 4), {}, ["nothing in the model quantizes"]),
     "float64": (lambda: linear("int8").double(), {}, ["0.0._input_quantizer: quantizes a float64", "model.float()"]),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,6 @@ def file(folder: Path) -> Path:
     model = Quantizers([Quantizer(text, dynamic=True) for text in TEXTS])
     xs = tuple(numbers(text, shape, 0) for text, shape in TEXTS.items())
     export_onnx(model, xs, folder / "m.onnx", dynamic_shapes=(tuple({0: "batch"} for _ in TEXTS),))
-    assert "forward" not in vars(model.quantizers[0])
     return folder / "m.onnx"
 
 
@@ -154,27 +154,36 @@ def test_static_scales_of_a_format_are_constants(scale: str, folder: Path) -> No
         assert_same_bits(y, module(x), spec)
 
 
-def test_scales_found_outside_of_a_quantizer_are_refused(folder: Path) -> None:
-    class Bare(nn.Module):
+class Bare(nn.Module):
+    """Calls of the function in a model's own forward, one per input."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__()
+        self.texts = texts
+
+    def forward(self, *xs: Tensor) -> list[Tensor]:
+        return [fq.fake_quantize(x, text) for x, text in zip(xs, self.texts, strict=True)]
+
+
+def test_calls_of_the_function_export_like_quantizers(folder: Path) -> None:
+    texts = [f"{f} per_block(-1:16,pad) scale={s}" for f in ("float4_e2m1fn", "int8") for s in SCALES]
+    texts += ["int8 per_token", "uint8 per_token", "nf4 per_tensor"]
+    model = Bare(texts)
+    xs = tuple(numbers(text, (3, 40), seed) for seed, text in enumerate(texts))
+    report = export_onnx(model, xs, folder / "bare.onnx", dynamic_shapes=(tuple({0: "batch"} for _ in texts),))
+    assert [(q.quantizer, q.spec) for q in report.quantizers] == [("", text) for text in texts]
+    xs = tuple(numbers(text, (5, 40), 9 + seed) for seed, text in enumerate(texts))
+    for text, x, y in zip(texts, xs, run(folder / "bare.onnx", xs), strict=True):
+        assert_same_bits(y, fq.fake_quantize(x, text), text)
+    assert verify_onnx(folder / "bare.onnx", model, [xs]).exact
+
+
+def test_scales_that_the_model_computes_by_bits_are_refused(folder: Path) -> None:
+    spec = "int8 per_token scale=float8_e8m0fnu:floor"
+
+    class Given(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return fq.fake_quantize(x, "int8 per_token scale=float8_e8m0fnu:floor")
+            return fq.fake_quantize(x, spec, amax=x.abs().amax(1, keepdim=True))
 
-    with pytest.raises(
-        ExportError, match=r"the model: int8 per_token .*: scales in float8_e8m0fnu are computed outside"
-    ):
-        export_onnx(Bare(), torch.ones(2, 8), folder / "bare.onnx")
-
-
-def test_quantizers_work_again_when_tracing_fails(folder: Path) -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quantizer = Quantizer("int8 per_token scale=float8_e8m0fnu:floor", dynamic=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.quantizer(x) if x.sum() > 0 else x
-
-    model = Fails()
-    with pytest.raises(RuntimeError):
-        export_onnx(model, torch.ones(2, 8), folder / "fails.onnx")
-    assert "forward" not in vars(model.quantizer)
+    with pytest.raises(ExportError, match=r"the model: int8 per_token .*: the model itself computes scales"):
+        export_onnx(Given(), torch.ones(2, 8), folder / "given.onnx")

@@ -17,6 +17,7 @@ from fakequant.export.record import (  # noqa: E402
     read,
     write,
 )
+from fakequant.export.style import Style  # noqa: E402
 
 SITE = SiteRecord(
     quantizer="a.b",
@@ -33,7 +34,7 @@ SITE = SiteRecord(
     constants=["c"],
     digest="0",
 )
-RECORD = FileRecord("0.1.0", [SITE], [InputRecord("x", [2, 3], "float32", -1.0, 1.0, "key")])
+RECORD = FileRecord("0.1.0", Style.STANDARD, [SITE], [InputRecord("x", [2, 3], "float32", -1.0, 1.0, "key")])
 
 
 def test_round_trip_and_other_metadata_goes() -> None:
@@ -44,7 +45,14 @@ def test_round_trip_and_other_metadata_goes() -> None:
     assert [entry.key for entry in model.metadata_props] == ["fakequant"]
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"layout": 1}', '{"layout": 1, "version": "", "sites": [{}]}', "null"])
+DAMAGED = [
+    *("[]", "{", '{"layout": 1}', "null"),
+    '{"layout": 1, "version": "", "style": "trt", "sites": [{}]}',
+    '{"layout": 1, "version": "", "style": "no style", "sites": [], "inputs": []}',
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_damaged_record(text: str) -> None:
     model = onnx.ModelProto()
     model.metadata_props.add(key="fakequant", value=text)

@@ -18,7 +18,7 @@ from fakequant.model.prepare import calibrate, prepare
 from fakequant.nn import quantizers
 
 onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 
 from onnx import numpy_helper  # noqa: E402
 
@@ -318,4 +318,4 @@ def test_report_goes_to_json(path: Path) -> None:
     lines = str(report).splitlines()
     assert lines[0].split() == ["quantizer", "specification", "kind", "elements", "differing"]
     assert lines[2].split() == [INPUT, "uint8", "per_tensor", "activation", "24", "0"]
-    assert lines[6].startswith(f"{path}: exact; 1 batches: given")
+    assert lines[6].startswith(f"{path}: exact in ONNX Runtime {onnxruntime.__version__}; 1 batches: given")

@@ -48,7 +48,7 @@ def demo(
 
 
 @app.command()
-def quantize(
+def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="folder for checkpoint, model.onnx and report.html")],
     preset: Annotated[str, typer.Option(help="configuration, such as int8, fp8 or int4_weight_only")] = "int8",
@@ -56,11 +56,12 @@ def quantize(
     train: Annotated[bool, typer.Option(help="fine-tune by the recipe's train(model), if it offers it")] = True,
     compare: Annotated[bool, typer.Option(help="calibrate by the other methods too, for the report")] = False,
     static: Annotated[bool, typer.Option(help="export for batches of the first one's size only")] = False,
+    style: Annotated[str, typer.Option(help="dialect of the ONNX file: portable, standard or trt")] = "portable",
 ) -> None:
     """Quantize the model of a recipe: calibrate, fine-tune, save, export, verify and report."""
     from fakequant.cli.job import Job, run
 
-    run(Job(recipe, preset, method, out, train=train, compare=compare, static=static), Console())
+    run(Job(recipe, preset, method, out, train=train, compare=compare, static=static, style=style), Console())
 
 
 @app.command()
@@ -83,7 +84,10 @@ def verify(
         Path | None, typer.Option(help="checkpoint of the model; by default `checkpoint` beside the file")
     ] = None,
 ) -> None:
-    """Compare every quantizer of an ONNX file in ONNX Runtime with fakequant, bit for bit; status 1 if one differs."""
+    """Compare every quantizer of an ONNX file with fakequant, bit for bit; status 1 if one differs.
+
+    Files in the styles standard and trt that ONNX Runtime cannot load run in onnx's ReferenceEvaluator.
+    """
     from fakequant.cli.job import verify_file
 
     report = verify_file(onnx_file, recipe, checkpoint)

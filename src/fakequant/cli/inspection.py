@@ -64,7 +64,8 @@ def _inspect_onnx(path: Path) -> Inspection:
         for site in record.sites
     ]
     return Inspection(
-        f"{path}: {len(rows)} quantizers, opset {opset}, {path.stat().st_size:,} bytes, by fakequant {record.version}",
+        f"{path}: {len(rows)} quantizers, style {record.style.value}, opset {opset}, {path.stat().st_size:,} bytes, "
+        f"by fakequant {record.version}",
         ("quantizer", "kind", "specification", "in ONNX"),
         rows,
     )

@@ -17,6 +17,7 @@ from fakequant.calibration import Calibrator, calibrators
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.errors import ConfigError, ExportError, VerificationError, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
+from fakequant.export.style import Style
 from fakequant.files import writable_folder
 from fakequant.model.analysis import layer_sqnr
 from fakequant.model.checkpoint import load, save
@@ -51,6 +52,7 @@ class Job:
         train: whether to fine-tune by the recipe's `train(model)`, if it offers one.
         compare: whether to calibrate by every other method too, for the report.
         static: whether the exported model takes batches of the first one's size only.
+        style: the dialect of the exported file, see `export_onnx`.
     """
 
     recipe: Path
@@ -60,6 +62,7 @@ class Job:
     train: bool = True
     compare: bool = False
     static: bool = False
+    style: str = "portable"
 
 
 @dataclass
@@ -88,14 +91,16 @@ def run(job: Job, console: Console) -> ReportData:
 
     Raises:
         ConfigError: an unknown preset or method; the nearest are offered.
+        ExportError: an unknown style, before any work; or ONNX cannot express the model: checkpoint and report are
+            written nevertheless.
         OutputError: the folder cannot be written.
-        RecipeError: the recipe lacks what it must offer. These three before any work is done.
-        ExportError: ONNX cannot express the model; checkpoint and report are written nevertheless.
+        RecipeError: the recipe lacks what it must offer. All these before any work is done.
         VerificationError: the exported file does not compute what the model does; all files are written.
     """
     config = find_preset(job.preset)
     if job.method not in calibrators():
         raise ConfigError(f"unknown calibrator {job.method!r}{nearest(job.method, calibrators())}")
+    Style.parse(job.style)
     out = writable_folder(job.out)
     writable_folder(out / CHECKPOINT)
     recipe = load_recipe(job.recipe)
@@ -108,7 +113,7 @@ def run(job: Job, console: Console) -> ReportData:
     check: VerifyReport | None = None
     try:
         dynamic_shapes = None if job.static else dynamic_batch(example)
-        export = export_onnx(model, example, out / ONNX, dynamic_shapes=dynamic_shapes)
+        export = export_onnx(model, example, out / ONNX, dynamic_shapes=dynamic_shapes, style=job.style)
         check = verify_onnx(out / ONNX, model, fitting(recipe.calibration_batches(), example, dynamic_shapes))
     except ExportError as error:
         refusal = error

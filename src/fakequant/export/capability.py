@@ -1,24 +1,30 @@
 """What ONNX can say: the element type, operator set and attributes that a specification needs, or why there are none.
 
 Source: the ONNX operators QuantizeLinear and DequantizeLinear: 8-bit integers since opset 10, float8 since 19, 4-bit
-and 16-bit integers and blocks since 21. The scale is one value, a vector along one axis, or one per block of one axis.
-Formats without an element type that ONNX Runtime runs have the portable form of `export.portable`.
+and 16-bit integers and blocks since 21, float4 since 23, scales in E8M0 since 24, float6 since 28. The scale is one
+value, a vector along one axis, or one per block of one axis. What ONNX Runtime does not run has the portable form of
+`export.portable` in `Style.PORTABLE`, and its own types in the other styles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fakequant.errors import ExportError
+from fakequant.export.style import Style
 from fakequant.numerics.formats import (
+    FLOAT4_E2M1FN,
+    FLOAT6_E2M3FN,
+    FLOAT6_E3M2FN,
     FLOAT8_E4M3FN,
     FLOAT8_E4M3FNUZ,
     FLOAT8_E5M2,
     FLOAT8_E5M2FNUZ,
+    FLOAT8_E8M0FNU,
     Format,
     IntegerFormat,
 )
@@ -31,7 +37,7 @@ Dimension = int | str
 FIRST_OPSET = 18
 """What the exporter of torch writes; older operator sets would need a conversion that it does not promise."""
 LAST_OPSET = 25
-"""The newest that its version converter was seen to write correctly."""
+"""The newest that its version converter was seen to write correctly; a type that needs more is added afterwards."""
 DEFAULT_OPSET = 20
 """Enough for 8-bit formats per tensor and per axis, which ONNX Runtime loads with fewer defects than opset 21."""
 BLOCKED_OPSET = 21
@@ -54,6 +60,14 @@ _FLOATS: dict[Format, ElementType] = {
     FLOAT8_E4M3FNUZ: ElementType("FLOAT8E4M3FNUZ", 8, 19, integer=False),
     FLOAT8_E5M2FNUZ: ElementType("FLOAT8E5M2FNUZ", 8, 19, integer=False),
 }
+_FLOATS_BEYOND_ONNX_RUNTIME: dict[Format, ElementType] = {
+    FLOAT4_E2M1FN: ElementType("FLOAT4E2M1", 4, 23, integer=False),
+    FLOAT6_E2M3FN: ElementType("FLOAT6E2M3", 6, 28, integer=False),
+    FLOAT6_E3M2FN: ElementType("FLOAT6E3M2", 6, 28, integer=False),
+}
+_E8M0 = ElementType("FLOAT8E8M0", 8, 24, integer=False)
+_EXPONENT = ElementType("UINT8", 8, 13)
+"""TensorRT's operators of MXFP8 take the bits of E8M0."""
 _INTEGERS: dict[IntegerFormat, ElementType] = {
     IntegerFormat.of(bits, signed=signed): ElementType(f"{'' if signed else 'U'}INT{bits}", bits, opset)
     for bits, opset in ((4, 21), (8, 13), (16, 21))
@@ -70,36 +84,57 @@ class Encoding:
         clips: whether that type has more codes than the format, so that values are clipped beforehand.
         portable: whether QuantizeLinear cannot write the format: activations are rounded by other operators, and the
             codes of weights are patterns whose values Gather takes from a table.
+        scale: the element type of the scales, or of their codes under a scale of their own; None for float32.
     """
 
     element: ElementType
     clips: bool = False
     portable: bool = False
+    scale: ElementType | None = None
+
+    @property
+    def powers(self) -> bool:
+        """Whether QuantizeLinear and DequantizeLinear take the scales as powers of two."""
+        return self.scale == _E8M0
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether a zero point says the type, as before `output_dtype` was there to say it."""
+        return self.scale is None and (self.element.integer or self.element.opset < BLOCKED_OPSET)
 
     def opset(self, *, constant: bool) -> int:
         """The first operator set with it, for constants or activations."""
+        if self.scale is not None:
+            return max(self.element.opset, self.scale.opset, BLOCKED_OPSET)
         return self.element.opset if constant or not self.portable else FIRST_OPSET
 
 
-def encoding(fmt: Format) -> Encoding:
+def encoding(fmt: Format, style: Style = Style.PORTABLE) -> Encoding:
     """The smallest element type that holds all codes of a format.
 
     Raises:
-        ExportError: there is none.
+        ExportError: there is none in the style.
 
     >>> from fakequant.numerics.formats import parse_format
     >>> encoding(parse_format("int8_narrow"))
-    Encoding(element=ElementType(name='INT8', bits=8, opset=13, integer=True), clips=True, portable=False)
+    Encoding(element=ElementType(name='INT8', bits=8, opset=13, integer=True), clips=True, portable=False, scale=None)
     >>> encoding(parse_format("float6_e2m3fn")).portable
     True
+    >>> encoding(parse_format("float6_e2m3fn"), Style.STANDARD).element.name
+    'FLOAT6E2M3'
     """
-    if found := _FLOATS.get(fmt):
+    own_types = style is not Style.PORTABLE
+    if found := _FLOATS.get(fmt) or (_FLOATS_BEYOND_ONNX_RUNTIME.get(fmt) if own_types else None):
         return Encoding(found)
     if isinstance(fmt, IntegerFormat):
         for stored, element in _INTEGERS.items():
             # Never negative codes go into an unsigned type, although a signed one of the same bits may hold them.
             if stored.signed == fmt.signed and stored.low <= fmt.low and fmt.high <= stored.high:
                 return Encoding(element, clips=stored != fmt)
+    elif own_types:
+        raise ExportError(
+            f'the format {fmt} has no element type in ONNX; style="portable" says it with other operators'
+        )
     elif fmt.bits <= 8:
         return Encoding(_INTEGERS[IntegerFormat.of(4 if fmt.bits <= 4 else 8, signed=False)], portable=True)
     raise ExportError(
@@ -227,7 +262,7 @@ def overflows(element: ElementType, where: Layout, axes: int) -> bool:
     return element.integer and (element.bits == 4 or (where.block_size > 0 and where.axis != axes - 1))
 
 
-def check_spec(spec: QuantSpec) -> Encoding:
+def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
     """The encoding of a specification, whatever the tensor.
 
     Raises:
@@ -238,23 +273,38 @@ def check_spec(spec: QuantSpec) -> Encoding:
             f"{spec}: the multiplier arithmetic divides codes by the multiplier and keeps the sign of zero, which "
             "DequantizeLinear cannot; prepare the model with Arithmetic.DIVIDE (or RECIPROCAL)"
         )
-    return encoding(spec.format)
+    found = encoding(spec.format, style)
+    return found if style is Style.PORTABLE else replace(found, scale=_scale_type(spec, style))
 
 
-def check_scale(scale: Tensor, spec: QuantSpec) -> None:
+def _scale_type(spec: QuantSpec, style: Style) -> ElementType | None:
+    fmt = spec.scale.format
+    if fmt is None:
+        return None
+    if fmt == FLOAT8_E8M0FNU:
+        return _E8M0 if style is Style.STANDARD else _EXPONENT
+    return encoding(fmt, style).element
+
+
+def check_scale(scale: Tensor, spec: QuantSpec, style: Style = Style.PORTABLE) -> None:
     """Check constant scales: ONNX Runtime does not, and gives wrong codes for others.
 
     Raises:
-        ExportError: one that is not a positive normal number, nor the power of two that a format of scales begins with.
+        ExportError: one that is not a positive normal number, nor the power of two that a format of scales begins with;
+            or one that is no power of two where it is stored as one.
     """
     # 2**-127, the smallest scale of OCP Microscaling, is subnormal, but still has a finite reciprocal.
     smallest = 0.0 if spec.scale.format is None else spec.scale.format.grid.quant_min
     good = scale.isfinite() & ((scale >= torch.finfo(torch.float32).tiny) | ((scale == smallest) & (scale > 0)))
+    _require(good, scale, "positive normal float32 numbers; calibrate it again")
+    if spec.scale.format == FLOAT8_E8M0FNU and style is not Style.PORTABLE:
+        kind = f'powers of two, as {spec.scale.format} has them; calibrate it again, or use style="portable"'
+        _require(torch.frexp(scale)[0] == 0.5, scale, kind)
+
+
+def _require(good: Tensor, scale: Tensor, expected: str) -> None:
     if not bool(good.all()):
-        raise ExportError(
-            f"has the scale {scale[~good].flatten()[0].item()}, expected positive normal float32 numbers; "
-            "calibrate it again"
-        )
+        raise ExportError(f"has the scale {scale[~good].flatten()[0].item()}, expected {expected}")
 
 
 def check_opset(opset: int | None, needed: int, who: str) -> int:
@@ -269,8 +319,9 @@ def check_opset(opset: int | None, needed: int, who: str) -> int:
     """
     if opset is None:
         return max(needed, DEFAULT_OPSET)
-    if not FIRST_OPSET <= opset <= LAST_OPSET:
-        raise ExportError(f"opset={opset}: expected {FIRST_OPSET} to {LAST_OPSET}, or None to choose by the formats")
+    last = max(LAST_OPSET, needed)
+    if not FIRST_OPSET <= opset <= last:
+        raise ExportError(f"opset={opset}: expected {FIRST_OPSET} to {last}, or None to choose by the formats")
     if opset < needed:
         raise ExportError(f"opset={opset} is too old: {who} needs {needed} or newer; leave opset=None to choose it")
     return opset

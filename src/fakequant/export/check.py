@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import VerificationError
-from fakequant.export.capability import encoding
 from fakequant.export.graph import GraphEditor
 from fakequant.export.record import Parameters, SiteRecord, digest
 from fakequant.export.verdict import Row, differing_bits
 from fakequant.functional import choose_qparams
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics import reference
-from fakequant.numerics.format import Format
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SiteCheck:
-    """Compares what ONNX Runtime computed for one quantizer with what torch computes from the same tensor.
+    """Compares what was computed for one quantizer of a file with what torch computes from the same tensor.
 
     Args:
         file: the exported model.
@@ -60,7 +58,7 @@ class SiteCheck:
         record = self._record
         if record.codes:
             return [record.y]
-        computed = record.parameters is not Parameters.CONSTANT
+        computed = record.parameters is Parameters.COMPUTED
         return [
             record.x,
             record.y,
@@ -76,7 +74,7 @@ class SiteCheck:
         return scale.max().item() if isinstance(self._spec.format, IntegerFormat) and scale.numel() else None
 
     def compare(self, values: Mapping[str, Tensor]) -> None:
-        """Count one batch, given the watched tensors as ONNX Runtime computed them.
+        """Count one batch, given the watched tensors as they were computed.
 
         Raises:
             VerificationError: shapes or dtypes show that the model is another one.
@@ -116,13 +114,36 @@ class SiteCheck:
         if weight is not None and self._quantizer is not None:
             return library.fake_quantize(weight, self._quantizer.qparams(weight), self._quantizer.spec).detach()
         assert self._record.codes is not None
-        codes = _in_storage(self._constants.tensor(self._record.codes), self._spec.format)
         dtype = torch.float32 if weight is None else weight.dtype
-        return reference.dequantize(codes, self._file_parameters(), self._spec, dtype)
+        return reference.dequantize(self._codes(self._record.codes), self._file_parameters(), self._spec, dtype)
+
+    def _codes(self, name: str) -> Tensor:
+        """Codes of the file in the dtype in which `fakequant.quantize` gives them."""
+        from onnx import TensorProto
+
+        fmt, codes = self._spec.format, self._constants.tensor(name)
+        if isinstance(fmt, IntegerFormat):
+            return codes.to(fmt.storage)
+        if self._constants.type(name) in (TensorProto.UINT4, TensorProto.UINT8):  # bit patterns
+            return codes.to(torch.uint8).view(fmt.storage)
+        return fmt.to_storage(codes)
 
     def _file_parameters(self) -> QParams:
         scale = self._in_groups(self._record.scale)
+        if self._record.scale_of_scales is not None:
+            scale = scale.float() * self._shared(self._record.scale_of_scales, scale.shape)
+        elif scale.dtype == torch.uint8:  # the bits of E8M0, as TensorRT takes them
+            scale = scale.view(torch.float8_e8m0fnu).float()
         return QParams(scale, None if self._spec.symmetric else self._in_groups(str(self._record.zero_point)))
+
+    def _shared(self, name: str, shape: torch.Size) -> Tensor:
+        """What the codes of scales [shape] are multiplied by, repeated where it does not broadcast."""
+        values, granularity = self._constants.tensor(name), self._spec.scale.granularity
+        assert granularity is not None
+        for axis, block in enumerate(granularity.block_shape(shape) if values.dim() else ()):
+            if values.shape[axis] not in (1, shape[axis]):
+                values = values.index_select(axis, torch.arange(shape[axis]) // block)
+        return values
 
     def _in_groups(self, name: str) -> Tensor:
         """A constant of the file as [groups, axes kept]."""
@@ -130,11 +151,6 @@ class SiteCheck:
         for axis, count in enumerate(self._record.repeats):
             values = values[(slice(None),) * axis + (slice(None, None, count),)]
         return values.reshape(self._record.groups)
-
-
-def _in_storage(codes: Tensor, fmt: Format) -> Tensor:
-    """Codes of the file in the dtype in which `fakequant.quantize` gives them."""
-    return codes.to(torch.uint8).view(fmt.storage) if encoding(fmt).portable else codes.to(fmt.storage)
 
 
 def _quantizer(model: nn.Module, path: str) -> Quantizer | None:

@@ -9,16 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 import fakequant
 from fakequant.errors import ExportError, OutputError
+from fakequant.export import trt
 from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale, check_spec
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
 from fakequant.export.record import FileRecord, InputRecord, write
+from fakequant.export.style import Style
 from fakequant.export.trace import Site, sites, to_onnx, trace
 from fakequant.files import writable_folder, write_whole
 from fakequant.model.operations import example_arguments
@@ -33,11 +35,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 2**31 - 2**20
 """What one protobuf message can hold, less a margin for nodes and names."""
 
-PORTABLE = "portable"
-"""The style of files that ONNX Runtime runs."""
-
 _IR_VERSION = 10
-"""The version of the file format: ONNX Runtime reads it since 1.18, and it has all that opset 25 needs here."""
+"""The version of the file format: ONNX Runtime reads it since 1.18, and it has all that the portable style needs."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,15 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
 ) -> ExportReport:
     """Write a calibrated model as ONNX, every quantizer as QuantizeLinear and DequantizeLinear with the same results.
 
-    Weights become integer (or float8) constants with one DequantizeLinear. Formats that ONNX Runtime cannot store in
-    QuantizeLinear (4- and 6-bit floats, tables, float8 with other exponents) are rounded by comparisons, Round and
-    Gather instead, and their weights are codes that Gather looks up. Scales in a format of their own (E8M0, or E4M3
-    under a tensor's scale) are float32 numbers, which the graph computes where they are dynamic.
+    Weights become integer (or float8) constants with one DequantizeLinear. In the portable style formats that ONNX
+    Runtime cannot store in QuantizeLinear (4- and 6-bit floats, tables, float8 with other exponents) are rounded by
+    comparisons, Round and Gather instead, and their weights are codes that Gather looks up. Scales in a format of their
+    own (E8M0, or E4M3 under a tensor's scale) are float32 numbers there, which the graph computes where they are
+    dynamic. What the other styles write is on the page docs/onnx.md.
 
     The model is exported in eval mode and comes back as it was. The file is written whole or not at all. NaN is the one
-    number for which results differ: integer codes have none, and ONNX Runtime gives the lowest code.
+    number for which results differ: integer codes have none, and ONNX Runtime gives the lowest code; nor have floats of
+    4 and 6 bits in the standard style.
 
     Args:
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
@@ -115,8 +116,10 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
         dynamic_shapes: as for `torch.export.export`, for example ({0: "batch"},); names may be given as text. The
             example's length of a dynamic axis must not be 1, which torch.export takes for a constant. Axes that blocks
             divide must stay static.
-        opset: the operator set, 18 to 25; by default the smallest from 20 on that has what the formats need.
-        style: "portable", which ONNX Runtime runs; no other way to say a format is offered.
+        opset: the operator set, 18 to 25 or a newer one that a type needs; by default the smallest from 20 on that has
+            what the formats need.
+        style: "portable", which ONNX Runtime runs; "standard", which says all by QuantizeLinear and DequantizeLinear,
+            also in the types of newer operator sets (to 28) that few run; or "trt", which TensorRT's parser reads.
         input_names: names of the inputs in the file.
         output_names: names of the outputs in the file.
 
@@ -136,25 +139,26 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
     >>> report.opset, [q.quantizer for q in report.quantizers]
     (20, ['0._input_quantizer', '0._weight_quantizer'])
     """
-    _check_style(style)
+    dialect = Style.parse(style)
     require("onnx", "onnxscript")
     target = _target(path)
-    active = _check(model, opset)
+    active = _check(model, opset, dialect)
     args, kwargs = example_arguments(example)
     with evaluating(model), fixed_ranges(model), _weights_fixed(model):
         program = trace(model, args, kwargs, dynamic_shapes)
-    found = sites(program)
+    found = sites(program, dialect)
     if not found:
         raise ExportError(
             "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
         )
-    chosen = check_opset(opset, *_most_demanding(found))
+    needed, who = _most_demanding(found)
+    chosen = check_opset(opset, needed, who)
     converted = to_onnx(program, chosen, dynamic_shapes, input_names, output_names)
     dynamic = frozenset(name for name, q in active.items() if q.dynamic and q.kind is Kind.INPUT)
     float_weights = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
-    records = lower(converted, dynamic)
-    write(converted, FileRecord(fakequant.__version__, records, _inputs(converted, program)))
-    data = _finish(converted)
+    records = lower(converted, dynamic, dialect)
+    write(converted, FileRecord(fakequant.__version__, dialect, records, _inputs(converted, program)))
+    data = _finish(converted, needed)
     write_whole(target, data)
     kept = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
     folded = {record.x: float_weights[record.x] for record in records if record.codes and record.x not in kept}
@@ -169,14 +173,6 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
     )
 
 
-def _check_style(style: str) -> None:
-    if style != PORTABLE:
-        raise ExportError(
-            f'style={style!r}: only style="{PORTABLE}" is written, with which every format runs in ONNX Runtime; '
-            "leave the style out"
-        )
-
-
 def _target(path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     if target.is_dir():
@@ -187,7 +183,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _check(model: nn.Module, opset: int | None) -> dict[str, Quantizer]:
+def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quantizer]:
     """The quantizers that will be in the file.
 
     Raises:
@@ -200,20 +196,33 @@ def _check(model: nn.Module, opset: int | None) -> dict[str, Quantizer]:
             "call fakequant.calibrate(model, batches)"
         )
     refused = []
+    shapes = {id(quantizer): layer.weight.shape for layer, quantizer in _weight_quantizers(model)}
     for name, quantizer in active.items():
         try:
-            if quantizer.mode is Mode.OBSERVE:
-                raise ExportError("is observing; finish the calibration")
-            is_weight = quantizer.kind is Kind.WEIGHT
-            check_opset(opset, check_spec(quantizer.spec).opset(constant=is_weight), str(quantizer.spec))
-            if quantizer.scale is not None and not quantizer.dynamic:
-                check_scale(quantizer.scale, quantizer.spec)
+            _check_quantizer(quantizer, shapes.get(id(quantizer)), opset, style)
         except ExportError as error:
             refused.append(f"{name}: {error}")
     if refused:
         raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(refused))
     _check_size(model)
     return active
+
+
+def _check_quantizer(quantizer: Quantizer, shape: Size | None, opset: int | None, style: Style) -> None:
+    """Check that a quantizer can be said, given the shape of its weight if it has one.
+
+    Raises:
+        ExportError: it cannot; says why.
+    """
+    if quantizer.mode is Mode.OBSERVE:
+        raise ExportError("is observing; finish the calibration")
+    is_weight = quantizer.kind is Kind.WEIGHT
+    spec = quantizer.spec
+    if style is Style.TRT:
+        trt.check(spec, shape, constant=is_weight, dynamic=quantizer.dynamic)
+    check_opset(opset, check_spec(spec, style).opset(constant=is_weight), str(spec))
+    if quantizer.scale is not None and not quantizer.dynamic:
+        check_scale(quantizer.scale, spec, style)
 
 
 def _check_size(model: nn.Module) -> None:
@@ -279,11 +288,16 @@ def _inputs(model: ModelProto, program: ExportedProgram) -> list[InputRecord]:
     return records
 
 
-def _finish(model: ModelProto) -> bytes:
-    """The bytes of the file, checked by ONNX's own checker."""
+def _finish(model: ModelProto, needed: int) -> bytes:
+    """The bytes of the file, checked by ONNX's own checker.
+
+    Args:
+        needed: the operator set that has the newest element type.
+    """
     import onnx
 
-    model.ir_version = _IR_VERSION
+    with_types = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", needed)])
+    model.ir_version = max(_IR_VERSION, with_types)
     model.producer_name, model.producer_version = "fakequant", fakequant.__version__
     if model.ByteSize() > MAX_BYTES:
         raise ExportError(

@@ -139,7 +139,7 @@ def stored_codes(codes: Tensor, element: ElementType) -> np.ndarray:
     """Codes as `fakequant.quantize` makes them, in the numpy type of an element type."""
     from onnx import TensorProto, helper
 
-    if codes.is_floating_point():
+    if not element.integer:
         bits = codes.contiguous().view(torch.uint8).numpy()
         return bits.view(helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(element.name)))
     return stored(codes.numpy(), element)

@@ -11,26 +11,30 @@ Exact, because with the scale s, the zero point z and the codes lo to hi:
 
 * Scales that do not broadcast with x, because blocks divide an axis, are repeated by Gather where a product or a bound
   needs them.
-* Formats that ONNX Runtime cannot store have the form of `portable`, scales in a format of their own that of `ranges`.
+* Formats that ONNX Runtime cannot store have the form of `portable`, scales in a format of their own that of `scales`,
+  and of `ranges` where they follow from the tensor. What only TensorRT's parser reads is in `trt`.
 
-One exception: NaN has no integer code. ONNX Runtime gives it the lowest one, where torch keeps NaN.
+One exception: NaN has no code in integers, nor in floats of 4 and 6 bits. ONNX Runtime gives it the lowest integer,
+where torch keeps NaN.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fakequant.errors import ExportError
-from fakequant.export import portable
+from fakequant.export import portable, trt
 from fakequant.export.capability import Layout, block_sizes, check_scale, check_spec, layout, overflows
 from fakequant.export.graph import GraphEditor, stored, stored_codes
 from fakequant.export.ranges import lower_scale
 from fakequant.export.record import Parameters, SiteRecord, digest
+from fakequant.export.scales import ScaleNames, computed_scale, constant_scale
 from fakequant.export.site import Site
+from fakequant.export.style import Style
 from fakequant.export.trace import DOMAIN, SCALE_OPERATOR, path_of
 from fakequant.numerics.format import Format
 from fakequant.numerics.qparams import QParams
@@ -43,11 +47,20 @@ if TYPE_CHECKING:
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def lower(model: ModelProto, dynamic: frozenset[str] = frozenset()) -> list[SiteRecord]:
+class _Stored(NamedTuple):
+    """What a verifier looks for in the file, by name."""
+
+    codes: str | None
+    scale: ScaleNames
+    zero_point: str | None
+
+
+def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style = Style.PORTABLE) -> list[SiteRecord]:
     """Replace every node of our own in place, fold constant weights, and drop what is not used any more.
 
     Args:
         dynamic: paths of quantizers that take the range from every tensor anew.
+        style: what the file may be said with.
 
     Raises:
         ExportError: a quantizer that ONNX cannot express; names it.
@@ -63,42 +76,56 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset()) -> list[Site
         path = path_of({entry.key: entry.value for entry in node.metadata_props})
         try:
             if node.op_type == SCALE_OPERATOR:
-                scale = lower_scale(editor, node, path)
-                computed[node.output[0]] = scale.added
-                nodes += scale.nodes
+                # TensorRT's operators find the scales themselves.
+                found = None if style is Style.TRT else lower_scale(editor, node, path, style)
+                computed[node.output[0]] = found.added if found else []
+                nodes += found.nodes if found else []
                 continue
-            site = _site(editor, node, path)
+            site = _site(editor, node, path, style)
             site.added += computed.get(site.scale, [])
             if site.constant is not None and editor.is_constant(site.x):
                 records.append(_fold(site, site.constant))
             else:
-                records.append(_express(site, path in dynamic))
+                records.append(_express(site, path in dynamic or site.scale in computed))
         except ExportError as error:
             raise ExportError(f"{path or 'the model'}: {error}") from error
         nodes += site.nodes
     editor.finish(nodes)
-    for index in reversed(range(len(model.opset_import))):
-        if model.opset_import[index].domain == DOMAIN:
-            del model.opset_import[index]
+    _import_domains(model)
     return records
 
 
-def _site(editor: GraphEditor, node: NodeProto, path: str) -> Site:
+def _import_domains(model: ModelProto) -> None:
+    """Say which operator sets the file needs, now that the nodes of our own are gone."""
+    from onnx import helper
+
+    kept = [entry for entry in model.opset_import if entry.domain != DOMAIN]
+    if any(node.domain == trt.DOMAIN for node in model.graph.node):
+        kept.append(helper.make_opsetid(trt.DOMAIN, 1))
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+
+
+def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Site:
     x, scale, zero_point = (*node.input, "")[:3]
     spec = QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
     constant = None
     if editor.is_constant(scale) and (not zero_point or editor.is_constant(zero_point)):
         constant = QParams(editor.tensor(scale), editor.tensor(zero_point) if zero_point else None)
-        check_scale(constant.scale, spec)
-    encoding = check_spec(spec)
+        check_scale(constant.scale, spec, style)
+    encoding = check_spec(spec, style)
     blocks = block_sizes(spec.granularity, editor.shape(x))
+    where = trt.place(spec, len(blocks)) if style is Style.TRT else None
+    if where is None:
+        where = Layout() if encoding.portable else layout(editor.shape(x), editor.shape(scale), blocks)
     return Site(
         editor=editor,
         label=editor.label(path or "fake_quantize"),
         path=path,
         spec=spec,
+        style=style,
         encoding=encoding,
-        layout=Layout() if encoding.portable else layout(editor.shape(x), editor.shape(scale), blocks),
+        layout=where,
         blocks=blocks,
         x=x,
         y=node.output[0],
@@ -110,23 +137,47 @@ def _site(editor: GraphEditor, node: NodeProto, path: str) -> Site:
 
 def _fold(site: Site, params: QParams) -> SiteRecord:
     """A constant weight as codes and one DequantizeLinear."""
-    from onnx import TensorProto
 
     weight = site.editor.tensor(site.x)
     if bool(weight.isnan().any()) and not _has_nan(site.spec.format):
         raise ExportError(f"the weight holds NaN, which has no code in {site.spec.format}; repair the weight")
     if site.encoding.portable:
         codes, scale, words = portable.fold(site)
-        return _record(site, Parameters.CONSTANT, (codes, scale, None), words)
-    codes = stored_codes(library.quantize(weight, params, site.spec), site.encoding.element)
-    names = (site.add("codes", codes), *_constant_parameters(site, params))
+        return _record(site, Parameters.CONSTANT, _Stored(codes, ScaleNames(scale, scale), None), words)
+    codes = site.add("codes", stored_codes(library.quantize(weight, params, site.spec), site.encoding.element))
+    if trt.needed(site):
+        scale, words = trt.dequantize(site, codes, params)
+        return _record(site, Parameters.CONSTANT, _Stored(codes, ScaleNames(scale, scale), None), words)
+    scale, zero_point = _constant_parameters(site, params)
+    _dequantize(site, codes, scale.scale, zero_point)
+    words = f"{site.encoding.element.name} codes and DequantizeLinear, {site.layout}{_of_scales(site, scale)}"
+    return _record(site, Parameters.CONSTANT, _Stored(codes, scale, zero_point), words)
+
+
+def _dequantize(site: Site, codes: str, scale: str, zero_point: str | None) -> None:
+    from onnx import TensorProto
+
     kind = site.editor.type(site.x)
+    names = (codes, scale, zero_point) if zero_point else (codes, scale)
+    # A scale of another type than float32 would decide the result's.
+    typed = TensorProto.FLOAT if site.encoding.powers else None
     if kind == TensorProto.FLOAT:
-        site.emit("DequantizeLinear", *names, result=site.y, **site.place())
+        site.emit("DequantizeLinear", *names, result=site.y, **site.place(), output_dtype=typed)
     else:
-        site.emit("Cast", site.emit("DequantizeLinear", *names, **site.place()), result=site.y, to=kind)
-    words = f"{site.encoding.element.name} codes and DequantizeLinear, {site.layout}"
-    return _record(site, Parameters.CONSTANT, names, words)
+        values = site.emit("DequantizeLinear", *names, **site.place(), output_dtype=typed)
+        site.emit("Cast", values, result=site.y, to=kind)
+
+
+def _of_scales(site: Site, scale: ScaleNames) -> str:
+    """How the scales are stored, in words."""
+    element = site.encoding.scale
+    if element is None:
+        return ""
+    if site.encoding.powers:
+        return f", {element.name} scales"
+    if site.constant is not None and scale.shared is None:
+        return ", FLOAT scales, which are no products of codes and shared scales"
+    return f", {element.name} codes of scales with a DequantizeLinear of their own"
 
 
 def _has_nan(fmt: Format) -> bool:
@@ -138,20 +189,23 @@ def _has_nan(fmt: Format) -> bool:
 def _express(site: Site, is_dynamic: bool) -> SiteRecord:
     """An activation."""
     computed = Parameters.DYNAMIC if is_dynamic else Parameters.COMPUTED
+    parameters = computed if site.constant is None else Parameters.CONSTANT
     if site.encoding.portable:
         scale, words = portable.express(site)
-        return _record(site, computed if site.constant is None else Parameters.CONSTANT, (None, scale, None), words)
+        return _record(site, parameters, _Stored(None, ScaleNames(scale, scale), None), words)
+    if trt.needed(site):
+        words = trt.quantize(site)
+        return _record(site, parameters, _Stored(None, ScaleNames(site.scale, site.scale), None), words)
     scale, zero_point, words = _quantize_dequantize(site)
     if site.constant is not None:
-        return _record(site, Parameters.CONSTANT, (None, scale, zero_point), words)
-    return _record(site, computed, (None, site.scale, site.zero_point), words)
+        return _record(site, parameters, _Stored(None, scale, zero_point), words)
+    return _record(site, parameters, _Stored(None, ScaleNames(site.scale, site.scale), site.zero_point), words)
 
 
-def _quantize_dequantize(site: Site) -> tuple[str, str | None, str]:
+def _quantize_dequantize(site: Site) -> tuple[ScaleNames, str | None, str]:
     """An activation as QuantizeLinear and DequantizeLinear: their scale and zero point, and the form in words."""
     from onnx import TensorProto
 
-    kind = site.editor.type(site.x)
     reciprocal = site.spec.arithmetic is Arithmetic.RECIPROCAL
     overflow = overflows(site.encoding.element, site.layout, len(site.editor.shape(site.x)))
     value = site.as_float32(site.x)
@@ -167,30 +221,31 @@ def _quantize_dequantize(site: Site) -> tuple[str, str | None, str]:
     )
     rest = (zero_point,) if zero_point else ()
     typed = None if zero_point else TensorProto.DataType.Value(site.encoding.element.name)
-    unit = _ones(site, scale) if reciprocal else scale
-    codes = site.emit("QuantizeLinear", value, unit, *rest, **site.place(), output_dtype=typed)
-    if kind == TensorProto.FLOAT:
-        site.emit("DequantizeLinear", codes, scale, *rest, result=site.y, **site.place())
-    else:
-        site.emit("Cast", site.emit("DequantizeLinear", codes, scale, *rest, **site.place()), result=site.y, to=kind)
-    return scale, zero_point, ", ".join(words)
+    # The quotient would be computed in the type of the scale.
+    precision = TensorProto.FLOAT if site.encoding.powers and not reciprocal else None
+    unit = _ones(site) if reciprocal else scale.scale
+    codes = site.emit("QuantizeLinear", value, unit, *rest, **site.place(), output_dtype=typed, precision=precision)
+    _dequantize(site, codes, scale.scale, zero_point)
+    return scale, zero_point, f"{', '.join(words)}{_of_scales(site, scale)}"
 
 
-def _constant_parameters(site: Site, params: QParams) -> tuple[str, str]:
+def _constant_parameters(site: Site, params: QParams) -> tuple[ScaleNames, str | None]:
+    scale = constant_scale(site, params)
+    if params.zero_point is None and not site.encoding.has_zero_point:
+        return scale, None
     zero_point = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
-    zeros = stored(site.arrange(zero_point).numpy(), site.encoding.element)
-    return site.add("scale", site.arrange(params.scale)), site.add("zero_point", zeros)
+    return scale, site.add("zero_point", stored(site.arrange(zero_point).numpy(), site.encoding.element))
 
 
-def _computed_parameters(site: Site) -> tuple[str, str | None]:
+def _computed_parameters(site: Site) -> tuple[ScaleNames, str | None]:
     """Scale and zero point in ONNX's shape; no zero point if that would be zeros of a length known only at run time."""
     from onnx import TensorProto
 
     element = TensorProto.DataType.Value(site.encoding.element.name)
-    scale = site.arranged(site.scale)
+    scale = ScaleNames(computed_scale(site), site.scale)
     if site.zero_point is not None:
         return scale, site.emit("Cast", site.arranged(site.zero_point), to=element)
-    if site.layout.symbolic:
+    if site.layout.symbolic or not site.encoding.has_zero_point:
         return scale, None
     return scale, site.add("zero_point", stored(_ones_array(site) * 0, site.encoding.element))
 
@@ -199,9 +254,11 @@ def _ones_array(site: Site) -> np.ndarray:
     return site.arrange(torch.ones([int(n) for n in site.editor.shape(site.scale)])).numpy()
 
 
-def _ones(site: Site, scale: str) -> str:
-    """Ones in the shape of a scale; a number divided by itself is exactly 1."""
-    return site.emit("Div", scale, scale) if site.layout.symbolic else site.add("one", _ones_array(site))
+def _ones(site: Site) -> str:
+    """Ones in the shape of the scale; a number divided by itself is exactly 1."""
+    if not site.layout.symbolic:
+        return site.add("one", _ones_array(site))
+    return site.arranged(site.emit("Div", site.scale, site.scale))
 
 
 def _reciprocal(site: Site) -> str:
@@ -250,8 +307,7 @@ def _computed_bound(site: Site, name: str, code: float) -> str:
     return site.spread_computed(bound)
 
 
-def _record(site: Site, parameters: Parameters, names: tuple[str | None, str, str | None], words: str) -> SiteRecord:
-    codes, scale, zero_point = names
+def _record(site: Site, parameters: Parameters, names: _Stored, words: str) -> SiteRecord:
     constants = list(dict.fromkeys(site.added))
     return SiteRecord(
         quantizer=site.path,
@@ -260,11 +316,12 @@ def _record(site: Site, parameters: Parameters, names: tuple[str | None, str, st
         x=site.x,
         y=site.y,
         parameters=parameters,
-        codes=codes,
-        scale=scale,
-        zero_point=zero_point,
+        codes=names.codes,
+        scale=names.scale.constant,
+        scale_of_scales=names.scale.shared,
+        zero_point=names.zero_point,
         groups=[] if site.constant is None else list(site.constant.scale.shape),
-        repeats=list(site.layout.repeats),
+        repeats=[] if names.scale.shared else list(site.layout.repeats),
         constants=constants,
         digest=digest(site.editor.constant(name) for name in constants),
     )

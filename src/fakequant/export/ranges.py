@@ -1,34 +1,30 @@
 """Scales that the graph computes from the range of a tensor, of symmetric specifications.
 
 torch finds scales in a format of their own with frexp and the bits of numbers, which ONNX lacks. So the exported graph
-has one opaque node for them, `fakequant::choose_scale`, which is replaced here: powers of two by a search among the
-smallest ranges that get each of them (`steps`), all others by the same operations as in torch.
+has one opaque node for them, `fakequant::ChooseScale`, which is replaced here: all by the same operations as in torch,
+but powers of two. Those are found by a search among the smallest ranges that get each of them (`steps`) or, in the
+styles that have the type E8M0, by Cast (`scales`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.export.capability import Dimension, block_sizes, check_spec
+from fakequant.export.capability import Dimension, Encoding, block_sizes, check_spec
 from fakequant.export.graph import GraphEditor
 from fakequant.export.portable import round_to
+from fakequant.export.scales import multiply, powers_of_two, scale_codes
 from fakequant.export.site import Emitter
 from fakequant.export.steps import look_up, thresholds
-from fakequant.functional import choose_qparams
-from fakequant.nn.quantizer import Quantizer
+from fakequant.export.style import Style
 from fakequant.numerics.floats import ExponentFormat
-from fakequant.numerics.format import Format
-from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops import library
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -36,35 +32,7 @@ if TYPE_CHECKING:
 _INFO = torch.finfo(torch.float32)
 
 
-@torch.library.custom_op("fakequant::choose_scale", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")
-def _choose_scale(x: Tensor, spec: str) -> Tensor:
-    return choose_qparams(x, QuantSpec.parse(spec)).scale.clone()
-
-
-@_choose_scale.register_fake
-def _(x: Tensor, spec: str) -> Tensor:
-    return x.new_empty(QuantSpec.parse(spec).granularity.group_shape(x.shape), dtype=torch.float32)
-
-
-@contextmanager
-def opaque_scales(quantizers: Iterable[Quantizer]) -> Iterator[None]:
-    """A context in which symmetric dynamic quantizers compute their scales in one opaque operation."""
-    changed = [q for q in quantizers if q.dynamic and q.spec.symmetric]
-
-    def forward(quantizer: Quantizer, x: Tensor) -> Tensor:
-        scale = torch.ops.fakequant.choose_scale(x, str(quantizer.spec))
-        return library.fake_quantize(x, QParams(scale), quantizer.spec)
-
-    try:
-        for quantizer in changed:
-            vars(quantizer)["forward"] = forward.__get__(quantizer)
-        yield
-    finally:
-        for quantizer in changed:
-            vars(quantizer).pop("forward", None)
-
-
-def lower_scale(editor: GraphEditor, node: NodeProto, path: str) -> Emitter:
+def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Emitter:
     """The nodes that compute what a `ChooseScale` node stands for.
 
     Raises:
@@ -74,7 +42,7 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str) -> Emitter:
 
     spec = QuantSpec.parse(next(a.s.decode() for a in node.attribute if a.name == "spec"))
     to = Emitter(editor, editor.label(f"{path or 'fake_quantize'}/range"))
-    check_spec(spec)
+    encoding = check_spec(spec, style)
     (x,), (scale,) = node.input, node.output
     shape = editor.shape(x)
     halves = (
@@ -86,13 +54,13 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str) -> Emitter:
     limit = largest * (1.0 - _INFO.eps) / max(-spec.format.quant_min, spec.format.quant_max)
     amax = _group_max(to, _finite_magnitude(to, to.as_float32(x)), shape, block_sizes(spec.granularity, shape))
     if isinstance(spec.scale.format, ExponentFormat):
-        _power_of_two(to, amax, spec, limit, scale)
+        (powers_of_two if encoding.powers else _search_power_of_two)(to, amax, spec, limit, scale)
         return to
     tiny = to.number("tiny", _INFO.tiny)
     if spec.scale.format is None or spec.scale.granularity is None:
         found = to.emit("Div", amax, to.number("bound", spec.format.bound))
     else:
-        found = _under_a_scale(to, amax, editor.shape(scale), spec, spec.scale.format, spec.scale.granularity)
+        found = _under_a_scale(to, amax, editor.shape(scale), spec, encoding)
     to.emit("Min", to.emit("Max", found, tiny), to.number("limit", limit), result=scale)
     return to
 
@@ -138,7 +106,7 @@ def _block_max(to: Emitter, value: str, axis: int, sizes: tuple[int, int, int]) 
     return to.emit("Transpose", value, perm=[order.index(i) for i in range(rank)]) if moved else value
 
 
-def _power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
+def _search_power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
     assert isinstance(spec.scale.format, ExponentFormat)
     largest = spec.scale.format.exponent_bias
 
@@ -156,24 +124,26 @@ def _under_a_scale(
     amax: str,
     shape: Sequence[Dimension],
     spec: QuantSpec,
-    fmt: Format,
-    granularity: Granularity,
+    encoding: Encoding,
 ) -> str:
     """As `numerics.scales` does it, operation by operation.
 
     Args:
         shape: of `amax`.
-        fmt: the format of the scales.
-        granularity: over the tensor of scales.
     """
-    bound = spec.format.bound
+    fmt, granularity, bound = spec.scale.format, spec.scale.granularity, spec.format.bound
+    assert fmt is not None
+    assert granularity is not None
     blocks = block_sizes(granularity, shape)
     whole = _group_max(to, amax, shape, blocks)
     shared = to.emit("Div", whole, to.number("largest", fmt.quant_max * bound))
     shared = to.emit("Max", shared, to.number("tiny", _INFO.tiny))
     divided = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
-    shared = to.repeat(shared, [b if isinstance(b, int) else 0 for b in blocks], shape, divided)
-    code = round_to(to, to.emit("Div", amax, to.emit("Mul", to.number("bound", bound), shared)), fmt)
+    spread = to.repeat(shared, [b if isinstance(b, int) else 0 for b in blocks], shape, divided)
+    quotient = to.emit("Div", amax, to.emit("Mul", to.number("bound", bound), spread))
     smallest = to.number("smallest", 1.0 if fmt.has_zero_point else 2.0 ** (fmt.grid.min_exponent - fmt.fraction_bits))
+    if encoding.scale is not None:
+        return multiply(to, scale_codes(to, quotient, smallest, encoding.scale), shared, shape, blocks)
+    code = round_to(to, quotient, fmt)
     positive = to.emit("Greater", code, to.number("none", 0.0))
-    return to.emit("Mul", to.emit("Where", positive, code, smallest), shared)
+    return to.emit("Mul", to.emit("Where", positive, code, smallest), spread)

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from fakequant.errors import VerificationError
+from fakequant.export.style import Style
 
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
@@ -47,6 +48,7 @@ class SiteRecord:
         repeats: how often each is repeated along every axis in the file.
         digest: SHA-256 of the constants.
         constants: their names.
+        scale_of_scales: name of what the codes of scales are multiplied by; None where `scale` is the scale itself.
     """
 
     quantizer: str
@@ -62,6 +64,7 @@ class SiteRecord:
     repeats: list[int]
     constants: list[str]
     digest: str
+    scale_of_scales: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class FileRecord:
     """All that a file says about itself."""
 
     version: str
+    style: Style
     sites: list[SiteRecord]
     inputs: list[InputRecord]
 
@@ -117,6 +121,7 @@ def read(model: ModelProto) -> FileRecord:
             )
         return FileRecord(
             values["version"],
+            Style(values["style"]),
             [SiteRecord(**{**site, "parameters": Parameters(site["parameters"])}) for site in values["sites"]],
             [InputRecord(**entry) for entry in values["inputs"]],
         )

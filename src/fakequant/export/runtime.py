@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,50 +16,26 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 
-class Session:
-    """An ONNX model in ONNX Runtime on the CPU.
+class Watch:
+    """A model with outputs for tensors inside it, and what a runtime gives for them as tensors of torch.
 
     Args:
         model: the model; it is not changed.
         watched: tensors inside it whose values are wanted too.
-        optimised: whether ONNX Runtime may change the graph, as it does by default.
-
-    Raises:
-        VerificationError: ONNX Runtime cannot load it; the message is its own.
     """
 
-    def __init__(self, model: ModelProto, watched: Sequence[str] = (), *, optimised: bool = False) -> None:
-        import onnxruntime
-
+    def __init__(self, model: ModelProto, watched: Sequence[str]) -> None:
         self.outputs = [output.name for output in model.graph.output]
-        self._inputs = {value.name for value in model.graph.input}
         self._types = _types(model)
-        self._watched = [name for name in dict.fromkeys(watched) if name not in {*self.outputs, *self._inputs}]
-        options = onnxruntime.SessionOptions()
-        levels = onnxruntime.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
-        options.log_severity_level = 4
-        data = self._with_outputs(model).SerializeToString()
-        try:
-            self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        except _errors() as error:
-            raise VerificationError(f"ONNX Runtime cannot load it: {_first_line(error)}") from error
+        known = {*self.outputs, *(value.name for value in model.graph.input)}
+        self._watched = [name for name in dict.fromkeys(watched) if name not in known]
+        self.names = [*self.outputs, *(self._alias(name) for name in self._watched)]
+        self.model = self._with_outputs(model)
 
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs and watched tensors by name.
-
-        Raises:
-            VerificationError: the inputs do not fit the model, or ONNX Runtime fails; the message is its own.
-        """
-        feeds = {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}
-        names = [*self.outputs, *(self._alias(name) for name in self._watched)]
-        try:
-            arrays = self._session.run(names, feeds)
-        except _errors() as error:
-            raise VerificationError(f"ONNX Runtime cannot run it: {_first_line(error)}") from error
-        results = {
-            name: torch.from_numpy(array) for name, array in zip([*self.outputs, *self._watched], arrays, strict=True)
-        }
+    def tensors(self, inputs: Mapping[str, Tensor], arrays: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        """Inputs, outputs and watched tensors by name, from arrays in the order of `names`."""
+        pairs = zip([*self.outputs, *self._watched], arrays, strict=True)
+        results = {name: torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape)) for name, array in pairs}
         for name in self._watched:
             if self._is_bfloat16(name):
                 results[name] = results[name].bfloat16()
@@ -87,6 +64,52 @@ class Session:
         return copy
 
 
+class Session:
+    """An ONNX model in ONNX Runtime on the CPU.
+
+    Args:
+        model: the model; it is not changed.
+        watched: tensors inside it whose values are wanted too.
+        optimised: whether ONNX Runtime may change the graph, as it does by default.
+
+    Raises:
+        VerificationError: ONNX Runtime cannot load it; the message is its own.
+    """
+
+    def __init__(self, model: ModelProto, watched: Sequence[str] = (), *, optimised: bool = False) -> None:
+        import onnxruntime
+
+        self._watch = Watch(model, watched)
+        self.outputs = self._watch.outputs
+        self.name = f"ONNX Runtime {onnxruntime.__version__}"
+        options = onnxruntime.SessionOptions()
+        levels = onnxruntime.GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
+        options.log_severity_level = 4
+        data = self._watch.model.SerializeToString()
+        try:
+            self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        except _errors() as error:
+            raise VerificationError(f"ONNX Runtime cannot load it: {first_line(error)}") from error
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs, outputs and watched tensors by name.
+
+        Raises:
+            VerificationError: the inputs do not fit the model, or ONNX Runtime fails; the message is its own.
+        """
+        try:
+            arrays = self._session.run(self._watch.names, as_arrays(inputs))
+        except _errors() as error:
+            raise VerificationError(f"ONNX Runtime cannot run it: {first_line(error)}") from error
+        return self._watch.tensors(inputs, [np.asarray(array) for array in arrays])
+
+
+def as_arrays(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Tensors for a runtime."""
+    return {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}
+
+
 def _types(model: ModelProto) -> dict[str, int]:
     graph = model.graph
     found = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
@@ -101,5 +124,6 @@ def _errors() -> tuple[type[Exception], ...]:
     return (*own, ValueError, RuntimeError)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message: other libraries add pages of context."""
     return str(error).strip().splitlines()[0]

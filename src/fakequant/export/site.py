@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fakequant.export.capability import Dimension, Encoding, Layout
 from fakequant.export.graph import GraphEditor
+from fakequant.export.style import Style
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 
@@ -48,6 +49,10 @@ class Emitter:
         """Add a float32 constant without axes."""
         return self.add(name, np.array(value, np.float32))
 
+    def scalar(self, value: str) -> str:
+        """A value of one element without axes."""
+        return self.emit("Reshape", value, self.add("no_axes", np.array([], np.int64)))
+
     def as_float32(self, value: str) -> str:
         """A value in float32, in which everything is computed."""
         from onnx import TensorProto
@@ -75,6 +80,7 @@ class Site(Emitter):
 
     path: str
     spec: QuantSpec
+    style: Style
     encoding: Encoding
     layout: Layout
     blocks: list[Dimension]

@@ -1,6 +1,6 @@
 """From a model to an ONNX graph in which every quantizer is still one node, `fakequant::FakeQuantize`.
 
-The scales of a symmetric dynamic quantizer are a second one, `fakequant::ChooseScale`.
+Scales that follow from the range of the tensor itself are a second one, `fakequant::ChooseScale`.
 
 The operator stays opaque while torch and onnxscript convert and optimise the graph, so that nothing they do can change
 what a quantizer computes. `lower` then replaces it, when all constants are known.
@@ -22,9 +22,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from fakequant.errors import ExportError
-from fakequant.export.capability import Dimension, block_sizes, check_spec, layout
-from fakequant.export.ranges import opaque_scales
-from fakequant.nn.quantizer import quantizers
+from fakequant.export import trt
+from fakequant.export.capability import LAST_OPSET, Dimension, block_sizes, check_spec, layout
+from fakequant.export.style import Style
 from fakequant.numerics.spec import QuantSpec
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
     Raises:
         torch.export's errors: the model cannot be traced.
     """
-    with torch.no_grad(), _quiet(), opaque_scales(quantizers(model).values()):
+    with torch.no_grad(), _quiet():
         return torch.export.export(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes), strict=False)
 
 
@@ -75,7 +75,7 @@ def _without_names(dynamic_shapes: Any) -> Any:
     return dynamic_shapes
 
 
-def sites(program: ExportedProgram) -> list[Site]:
+def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]:
     """Every place where the graph quantizes.
 
     Raises:
@@ -93,7 +93,7 @@ def sites(program: ExportedProgram) -> list[Site]:
             try:
                 if module is not program.graph_module:
                     raise ExportError("lies inside control flow (torch.cond or a loop), which cannot be exported")
-                found.append(_site(node, given))
+                found.append(_site(node, given, style))
             except ExportError as error:
                 refused.append(f"{_path(node) or 'the model'}: {error}")
     if refused:
@@ -101,7 +101,7 @@ def sites(program: ExportedProgram) -> list[Site]:
     return found
 
 
-def _site(node: fx.Node, given: Container[object]) -> Site:
+def _site(node: fx.Node, given: Container[object], style: Style) -> Site:
     x, scale, _, text = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
@@ -112,14 +112,19 @@ def _site(node: fx.Node, given: Container[object]) -> Site:
         raise ExportError("quantizes a float64 tensor, but QuantizeLinear takes float32; export model.float()")
     if spec.scale.format is not None and any(source.target in _BITS for source in _sources(scale)):
         raise ExportError(
-            f"{spec}: scales in {spec.scale.format} are computed outside of a Quantizer, whose exponents ONNX cannot "
-            "find; quantize by a fakequant.nn.Quantizer(spec, dynamic=True), or give the scale"
+            f"{spec}: the model itself computes scales in {spec.scale.format}, by the bits of numbers, which ONNX "
+            "cannot read; leave scale and amax out, so that fake_quantize takes the range from its tensor, or give "
+            "the scale as a constant"
         )
-    encoding = check_spec(spec)
-    needs = encoding.opset(constant=not any(source.name in given for source in _sources(x)))
+    encoding = check_spec(spec, style)
+    constant, static = (not any(source.name in given for source in _sources(value)) for value in (x, scale))
+    if style is Style.TRT:
+        trt.check(spec, _shape(value), constant=constant, dynamic=not static)
+    needs = encoding.opset(constant=constant)
     blocks = block_sizes(spec.granularity, _shape(value))
     if not encoding.portable:
-        needs = max(needs, layout(_shape(value), _shape(scale.meta["val"]), blocks).opset)
+        where = trt.place(spec, len(blocks)) if style is Style.TRT else None
+        needs = max(needs, (where or layout(_shape(value), _shape(scale.meta["val"]), blocks)).opset)
     return Site(_path(node), spec, needs)
 
 
@@ -161,7 +166,7 @@ def to_onnx(
         converted = torch.onnx.export(
             program,
             dynamo=True,
-            opset_version=opset,
+            opset_version=min(opset, LAST_OPSET),
             dynamic_shapes=dynamic_shapes,
             input_names=input_names,
             output_names=output_names,
@@ -169,7 +174,33 @@ def to_onnx(
             verbose=False,
         )
     assert converted is not None
-    return converted.model_proto
+    model = converted.model_proto
+    return model if opset <= LAST_OPSET else _convert(model, opset)
+
+
+def _convert(model: ModelProto, opset: int) -> ModelProto:
+    """The model in an operator set that torch's exporter does not write, with the properties of our own nodes.
+
+    Raises:
+        ExportError: the installed onnx has no such operator set, or cannot convert an operator to it.
+    """
+    import onnx
+
+    if opset > (newest := onnx.defs.onnx_opset_version()):
+        raise ExportError(
+            f"opset {opset} is needed, but the installed onnx {onnx.__version__} ends at {newest}; update onnx, or use "
+            'style="portable"'
+        )
+    # The converter keeps names, but drops the properties that say which module made a node.
+    made_by = {node.output[0]: list(node.metadata_props) for node in model.graph.node if node.domain == DOMAIN}
+    try:
+        converted = onnx.version_converter.convert_version(model, opset)
+    except RuntimeError as error:
+        raise ExportError(f"onnx cannot convert the model to opset {opset}: {error}; use another style") from error
+    for node in converted.graph.node:
+        if node.domain == DOMAIN:
+            node.metadata_props.extend(made_by[node.output[0]])
+    return converted
 
 
 def _translation() -> Any:
@@ -235,9 +266,10 @@ def _scale_translation() -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what torch's exporter reports of its own insides: packages it does not find, its use of old calls."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)
@@ -246,4 +278,5 @@ def _quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
             yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

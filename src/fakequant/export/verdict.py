@@ -115,6 +115,9 @@ class VerifyReport:
     Attributes:
         path: the file.
         inputs: which inputs were used, in words.
+        style: the style of the file.
+        runtime: what ran it.
+        not_run: what did not, and why, one sentence each.
         batches: how many.
         rows: one per quantizer in the file.
         outputs: the model's outputs against torch; empty without a model.
@@ -125,6 +128,9 @@ class VerifyReport:
     path: str
     inputs: str
     rows: list[Row]
+    style: str = "portable"
+    runtime: str = ""
+    not_run: list[str] = field(default_factory=list)
     batches: int = 0
     outputs: list[OutputRow] = field(default_factory=list)
     optimised: list[OutputRow] = field(default_factory=list)
@@ -155,7 +161,8 @@ class VerifyReport:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
         lines.insert(1, "  ".join("-" * width for width in widths[:-1]))
         verdict = "exact" if self.exact else f"NOT exact: {self.differing:,} elements differ"
-        lines.append(f"{self.path}: {verdict}; {self.batches} batches: {self.inputs}")
+        lines.append(f"{self.path}: {verdict} in {self.runtime}; {self.batches} batches: {self.inputs}")
+        lines += self.not_run
         lines += [f"against torch, {row}" for row in self.outputs]
         lines += [f"with ONNX Runtime's optimisations, {row}" for row in self.optimised]
         if self.optimised_error is not None:

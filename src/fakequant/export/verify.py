@@ -1,4 +1,4 @@
-"""Proof that ONNX Runtime computes what the model computed: every quantizer bit for bit, outputs in steps."""
+"""Proof that a file computes what the model computed: every quantizer bit for bit, outputs in steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from torch.utils import _pytree as pytree
 
 from fakequant.errors import VerificationError
 from fakequant.export.check import SiteCheck
+from fakequant.export.evaluator import Evaluator
 from fakequant.export.packages import require
 from fakequant.export.record import InputRecord, read
 from fakequant.export.runtime import Session
+from fakequant.export.style import Style
 from fakequant.export.verdict import OutputRow, VerifyReport
 from fakequant.model.prepare import evaluating, run_batch
 
@@ -30,11 +32,14 @@ _SEED = 0
 def verify_onnx(
     path: str | os.PathLike[str], model: nn.Module | None = None, batches: Iterable[Any] | None = None
 ) -> VerifyReport:
-    """Run an exported file in ONNX Runtime and compare it with torch.
+    """Run an exported file and compare it with torch.
 
-    Every QuantizeLinear and DequantizeLinear is compared bit for bit, on the tensors that ONNX Runtime itself computes
-    there with its optimisations off. The outputs of the whole model are compared in steps, because sums in another
-    order may round to another step. What the default optimisations change is reported beside it.
+    Every quantizer is compared bit for bit, on the tensors that ONNX Runtime itself computes there with its
+    optimisations off. The outputs of the whole model are compared in steps, because sums in another order may round to
+    another step. What the default optimisations change is reported beside it.
+
+    Files in the styles "standard" and "trt" that ONNX Runtime cannot load run in onnx's ReferenceEvaluator, which
+    computes node by node by the standard, those of TensorRT by its documents; the report says so.
 
     Args:
         path: a file that `export_onnx` wrote.
@@ -53,11 +58,11 @@ def verify_onnx(
         record = read(proto)
         checks = [SiteCheck(proto, site, model) for site in record.sites]
         chosen = "random numbers in the shapes of the example" if batches is None else "given"
-        report = VerifyReport(str(path), chosen, [check.row for check in checks])
-        plain = Session(proto, [name for check in checks for name in check.watched])
+        report = VerifyReport(str(path), chosen, [check.row for check in checks], record.style.value)
+        plain = _runtime(proto, [name for check in checks for name in check.watched], record.style, report)
         step = next((check.step for check in reversed(checks) if check.step is not None), None)
         compared = _Outputs(report, plain.outputs, step)
-        optimised = compared.optimised_session(proto)
+        optimised = compared.optimised_session(proto) if isinstance(plain, Session) else None
         for batch in [_random_batch(record.inputs)] if batches is None else batches:
             inputs = _inputs(batch, record.inputs)
             values = plain.run(inputs)
@@ -71,6 +76,20 @@ def verify_onnx(
         if not report.batches:
             raise VerificationError("no batch was given; leave batches=None for random ones")
     return report
+
+
+def _runtime(model: ModelProto, watched: list[str], style: Style, report: VerifyReport) -> Session | Evaluator:
+    """ONNX Runtime, or what runs a file whose style allows more than ONNX Runtime has; the report says which."""
+    missing = ["Not run in TensorRT: its operators are computed by its documents."] if style is Style.TRT else []
+    try:
+        found: Session | Evaluator = Session(model, watched)
+    except VerificationError as error:
+        if style is Style.PORTABLE:
+            raise
+        found = Evaluator(model, watched)
+        missing.append(f"Not run in ONNX Runtime: {error}")
+    report.runtime, report.not_run = found.name, missing
+    return found
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 * Eager: an autograd function over a backend's kernels; saves one bit per element unless a scale is learned.
 * torch.compile, torch.func, forward-mode AD, tensor subclasses: the same definition as plain torch operations, so that
   a compiler fuses it with its neighbours.
-* torch.export: the opaque operator `fakequant::fake_quantize`, so that exporters see one node that carries the
-  specification as text.
+* torch.export: the opaque operators `fakequant::fake_quantize` and, for scales that follow from the range of the
+  tensor itself, `fakequant::choose_scale`, so that exporters see nodes that carry the specification as text.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
     """
     compute_dtype(x.dtype)
     if _must_be_traced(x):
+        if torch.compiler.is_exporting() and spec.symmetric:
+            scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
+            return fake_quantize(x, QParams(scale), spec)
         params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return fake_quantize(x, params, spec)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -255,6 +258,17 @@ def _exported(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str) ->
 @_exported.register_fake
 def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("fakequant::choose_scale", mutates_args=(), schema="(Tensor x, str spec) -> Tensor")
+def _exported_scale(x: Tensor, spec: str) -> Tensor:
+    parsed = QuantSpec.parse(spec)
+    return choose_qparams(measure(x, parsed.granularity), parsed, largest=torch.finfo(x.dtype).max).scale
+
+
+@_exported_scale.register_fake
+def _(x: Tensor, spec: str) -> Tensor:
+    return x.new_empty(QuantSpec.parse(spec).granularity.group_shape(x.shape), dtype=compute_dtype(x.dtype))
 
 
 def _exported_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -135,9 +135,9 @@ def verification(title: str, report: VerifyReport) -> Verification:
         )
         for row in report.rows
     ]
-    notes = [f"Compared on {report.batches} batches: {report.inputs}."]
+    notes = [f"Compared in {report.runtime} on {report.batches} batches: {report.inputs}.", *report.not_run]
     notes += [f"The model's outputs against torch: {row}." for row in report.outputs]
     notes += [f"What ONNX Runtime's default optimisations change: {row}." for row in report.optimised]
     if report.optimised_error is not None:
         notes.append(f"ONNX Runtime fails with its default optimisations: {report.optimised_error}")
-    return Verification(title, nodes, notes)
+    return Verification(title, nodes, notes, report.runtime)

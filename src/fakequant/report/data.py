@@ -106,11 +106,13 @@ class Verification:
         title: which model.
         nodes: its quantizers.
         notes: what else was found, one sentence each.
+        runtime: what ran it.
     """
 
     title: str
     nodes: Sequence[NodeCheck]
     notes: Sequence[str] = ()
+    runtime: str = ""
 
     @property
     def exact(self) -> bool:

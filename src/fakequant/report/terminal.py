@@ -32,6 +32,7 @@ def print_report(console: Console, data: ReportData) -> None:
     checks = [
         (
             check.title,
+            check.runtime,
             str(len(check.nodes)),
             f"{sum(node.elements for node in check.nodes):,}",
             f"{sum(node.differing for node in check.nodes):,}",
@@ -39,8 +40,8 @@ def print_report(console: Console, data: ReportData) -> None:
         for check in data.verifications
     ]
     if checks:
-        header = ("model", "quantizers", "elements compared", "differing")
-        print_table(console, "Verification in ONNX Runtime, bit for bit", header, checks, numbers=(1, 2, 3))
+        header = ("model", "run in", "quantizers", "elements compared", "differing")
+        print_table(console, "Verification, bit for bit", header, checks, numbers=(2, 3, 4))
 
 
 def print_table(

@@ -1,0 +1,82 @@
+"""onnx's ReferenceEvaluator, for files with types or operators that ONNX Runtime lacks.
+
+It computes every node by the definition in the ONNX standard, in numpy. Where that was measured to be wrong, and where
+an operator is not in the standard, `operators` has another definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from fakequant.errors import VerificationError
+from fakequant.export.runtime import Watch, as_arrays, first_line
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, ValueInfoProto
+
+# What numpy and the evaluator raise for nodes they do not know, and for values that do not fit.
+_ERRORS = (RuntimeError, TypeError, ValueError, NotImplementedError, LookupError, AssertionError)
+
+
+class Evaluator:
+    """An ONNX model in onnx's ReferenceEvaluator.
+
+    Args:
+        model: the model; it is not changed.
+        watched: tensors inside it whose values are wanted too.
+
+    Raises:
+        VerificationError: an operator that the evaluator does not know.
+    """
+
+    def __init__(self, model: ModelProto, watched: Sequence[str] = ()) -> None:
+        import onnx
+        from onnx.reference import ReferenceEvaluator
+
+        from fakequant.export.operators import OPERATORS
+
+        self._watch = Watch(model, watched)
+        self.outputs = self._watch.outputs
+        self.name = f"the ReferenceEvaluator of onnx {onnx.__version__}"
+        self._inputs = {value.name: value for value in model.graph.input}
+        try:
+            self._evaluator = ReferenceEvaluator(self._watch.model, new_ops=list(OPERATORS))
+        except _ERRORS as error:
+            raise VerificationError(f"{self.name} cannot load it: {first_line(error)}") from error
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs, outputs and watched tensors by name.
+
+        Raises:
+            VerificationError: the inputs do not fit the model, or the evaluator fails; the message is its own.
+        """
+        arrays = as_arrays(inputs)
+        for name, array in arrays.items():
+            _check_input(self._inputs[name], array)
+        try:
+            # Numbers beyond a format, and inf and NaN of the inputs, are computed with on purpose.
+            with np.errstate(all="ignore"):
+                found = self._evaluator.run(self._watch.names, arrays)
+        except _ERRORS as error:
+            raise VerificationError(f"{self.name} cannot run it: {first_line(error)}") from error
+        return self._watch.tensors(inputs, [np.asarray(value) for value in found])
+
+
+def _check_input(declared: ValueInfoProto, array: np.ndarray) -> None:
+    """Check what the evaluator does not: that an input has the declared type and shape."""
+    from onnx import helper
+
+    kind = declared.type.tensor_type
+    expected = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
+    fits = len(expected) == array.ndim and all(n in (None, m) for n, m in zip(expected, array.shape, strict=True))
+    dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+    if not fits or array.dtype != dtype:
+        shape = ["any" if n is None else n for n in expected]
+        raise VerificationError(
+            f"the input {declared.name} is {array.dtype} {list(array.shape)}, but the file takes {dtype} {shape}; give "
+            "batches as the example was given"
+        )

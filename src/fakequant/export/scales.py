@@ -1,0 +1,165 @@
+"""Scales as their format has them: powers of two, or codes under a scale of their own, in ONNX's own types.
+
+`Encoding.scale` says which; in `Style.PORTABLE` and for specifications without a format of scales they are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant.export.capability import Dimension, ElementType, block_sizes
+from fakequant.export.graph import stored
+from fakequant.export.site import Emitter, Site
+from fakequant.numerics.floats import ExponentFormat
+from fakequant.numerics.granularity import block_axes, blocked, blocked_groups, unblocked
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.scales import ScaleRounding
+from fakequant.numerics.spec import QuantSpec
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class Codes(NamedTuple):
+    """Scales as positive codes [groups, axes kept], times one float32 number per block of codes [blocks, axes kept]."""
+
+    codes: Tensor
+    shared: Tensor
+
+
+class ScaleNames(NamedTuple):
+    """Names in the file.
+
+    Args:
+        scale: what QuantizeLinear and DequantizeLinear take.
+        constant: what is stored: the scales, or their codes.
+        shared: what the codes are multiplied by; None for scales without a scale of their own.
+    """
+
+    scale: str
+    constant: str
+    shared: str | None = None
+
+
+def constant_scale(site: Site, params: QParams) -> ScaleNames:
+    """Scales that are in the file."""
+    element, granularity = site.encoding.scale, site.spec.scale.granularity
+    if element is not None and granularity is not None and (found := factor(params.scale, site.spec)):
+        codes = site.add("scale_codes", stored(found.codes.numpy(), element))
+        single = found.shared.numel() == 1
+        shared = site.add("scale_of_scales", found.shared.reshape(()) if single else found.shared)
+        shape = found.codes.shape
+        scale = multiply(site, codes, shared, shape, block_sizes(granularity, shape))
+        return ScaleNames(site.arranged(scale), codes, shared)
+    values = site.arrange(params.scale)
+    powers = element if site.encoding.powers else None
+    name = site.add("scale", values if powers is None else stored(values.numpy(), powers))
+    return ScaleNames(name, name)
+
+
+def computed_scale(site: Site) -> str:
+    """Scales that the graph computes, as QuantizeLinear and DequantizeLinear take them."""
+    arranged = site.arranged(site.scale)
+    return _to_e8m0(site, arranged) if site.encoding.powers else arranged
+
+
+def factor(scale: Tensor, spec: QuantSpec) -> Codes | None:
+    """Scales as codes of their format times shared scales, exactly; None if float32 scales are not such products.
+
+    `numerics.scales` makes them as such products, but where it keeps them normal or within a limit. The largest code
+    of a block is that of its largest scale then, unless the shared scale is the smallest one.
+
+    Args:
+        scale: [groups, axes kept].
+
+    >>> spec = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
+    >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)
+    Codes(codes=tensor([[448.0000,   3.5000,   0.8750]]), shared=tensor([[0.1000]]))
+    """
+    fmt, granularity = spec.scale.format, spec.scale.granularity
+    assert fmt is not None
+    assert granularity is not None
+    if not scale.numel():
+        return None
+    blocks = granularity.block_shape(scale.shape)
+    view, axes = blocked(scale, blocks), block_axes(scale.shape, blocks)
+    groups = granularity.group_shape(scale.shape)
+    largest = (view.amax(axes) if axes else view).reshape(groups)
+    guess = largest / fmt.quant_max
+    shared = torch.full_like(guess, torch.nan)
+    # The quotient was rounded, so that the number that was multiplied may be a neighbour.
+    for found in (guess, guess.nextafter(guess * 2), guess.nextafter(guess * 0), torch.full_like(guess, _TINY)):
+        each = blocked_groups(found, scale.shape, blocks)
+        exact = fmt.clamp(fmt.round(view / each)) * each == view
+        exact = (exact.all(axes) if axes else exact).reshape(groups)
+        shared = torch.where(shared.isnan() & exact, found, shared)
+    if bool(shared.isnan().any()):
+        return None
+    codes = fmt.clamp(fmt.round(view / blocked_groups(shared, scale.shape, blocks)))
+    return Codes(unblocked(codes, scale.shape, blocks), shared)
+
+
+def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
+    """Nodes that give codes times what they share: one DequantizeLinear, where all share it.
+
+    Args:
+        shape: of the codes.
+        blocks: along every axis, how many share a number.
+    """
+    if all(b == n for n, b in zip(shape, blocks, strict=True)):
+        return to.emit("DequantizeLinear", codes, shared if to.editor.is_constant(shared) else to.scalar(shared))
+    divided = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
+    spread = to.repeat(shared, [b if isinstance(b, int) else 0 for b in blocks], shape, divided)
+    return to.emit("Mul", to.emit("DequantizeLinear", codes, to.number("one", 1.0)), spread)
+
+
+def scale_codes(to: Emitter, quotient: str, smallest: str, element: ElementType) -> str:
+    """Nodes that round scales in units of what they share to codes; those below the smallest positive code get it."""
+    from onnx import TensorProto
+
+    kind = TensorProto.DataType.Value(element.name)
+    return to.emit("QuantizeLinear", to.emit("Max", quotient, smallest), to.number("one", 1.0), output_dtype=kind)
+
+
+def powers_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
+    """Nodes for the power of two of every group, as `numerics.scales` has it, by Cast to E8M0.
+
+    Cast rounds down, to 2**-127 at least. Products with powers of two are exact.
+    """
+    fmt, element = spec.scale.format, spec.format
+    assert isinstance(fmt, ExponentFormat)
+    if spec.scale.rounding is ScaleRounding.CEIL:
+        quotient = to.emit("Div", amax, to.number("bound", element.bound))
+        found = _power_below(to, quotient)
+        found = _double_where(to, to.emit("Greater", quotient, found), found)
+    else:
+        below = _power_below(to, amax)
+        found = to.emit("Mul", below, to.number("unit", 2.0 ** (1 - math.frexp(element.bound)[1])))
+        if spec.scale.rounding is ScaleRounding.EVEN:
+            # From here on amax rounds to the next power of two at the precision of the element.
+            near = to.emit("Mul", below, to.number("near", 2.0 - 2.0 ** -(element.fraction_bits + 1)))
+            found = _double_where(to, to.emit("GreaterOrEqual", amax, near), found)
+    found = to.emit("Max", found, to.number("smallest", fmt.grid.quant_min))
+    largest = 2.0 ** min(fmt.exponent_bias, math.frexp(limit)[1] - 1)
+    to.emit("Min", found, to.number("limit", largest), result=result)
+
+
+def _double_where(to: Emitter, condition: str, power: str) -> str:
+    return to.emit("Where", condition, to.emit("Mul", power, to.number("two", 2.0)), power)
+
+
+def _power_below(to: Emitter, value: str) -> str:
+    from onnx import TensorProto
+
+    return to.emit("Cast", _to_e8m0(to, value), to=TensorProto.FLOAT)
+
+
+def _to_e8m0(to: Emitter, value: str) -> str:
+    """A node that casts to the power of two below; 2**-127 is subnormal, and up goes to 2**-126 in onnx 1.23."""
+    from onnx import TensorProto
+
+    return to.emit("Cast", value, to=TensorProto.FLOAT8E8M0, round_mode="down")

@@ -1,0 +1,169 @@
+"""What TensorRT's ONNX parser reads: which quantizations it has a form for, and its own operators of MXFP8.
+
+Weights: INT8 and FP8 per tensor or channel, INT4 in blocks of 64 or 128, MXFP8, NVFP4. Activations: INT8 and FP8 per
+tensor with a constant scale, and MXFP8 in blocks that take their scales anew. All symmetric.
+
+Sources: onnx-tensorrt, onnxOpImporters.cpp (the operators of domain `trt`, and that scales are initializers, FP4 blocks
+16 and MXFP8 blocks 32); TensorRT, Working with Quantized Types and the pages of Quantize and DynamicQuantize; cuDNN,
+Block Scaling (the exponent is rounded up). Nothing here has been run in TensorRT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fakequant.errors import ExportError
+from fakequant.export.capability import Dimension, Layout
+from fakequant.export.site import Site
+from fakequant.export.style import Style
+from fakequant.numerics.formats import FLOAT4_E2M1FN, FLOAT8_E4M3FN, FLOAT8_E8M0FNU, INT4, IntegerFormat
+from fakequant.numerics.granularity import PerBlock, PerChannel, PerTensor
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.scales import ScaleRounding
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+
+DOMAIN = "trt"
+
+_INT4_BLOCKS, _MXFP8_BLOCK, _NVFP4_BLOCK = (64, 128), 32, 16
+
+
+def check(spec: QuantSpec, shape: Sequence[Dimension] | None, *, constant: bool, dynamic: bool) -> None:
+    """Check that TensorRT has a form for a quantization.
+
+    Args:
+        shape: of the tensor; None where it is not known yet.
+        constant: whether the tensor is a weight.
+        dynamic: whether the range is taken from every tensor anew.
+
+    Raises:
+        ExportError: it has none; says what it has.
+    """
+    if not spec.symmetric:
+        _refuse(spec, "TensorRT has no zero points; use a symmetric specification such as int8")
+    if spec.arithmetic is not Arithmetic.DIVIDE and not constant:
+        _refuse(spec, "TensorRT's QuantizeLinear takes the scale itself; use Arithmetic.DIVIDE")
+    allowed = _block_sizes(spec, constant=constant)
+    if not allowed:
+        _check_unblocked(spec, constant=constant, dynamic=dynamic)
+        return
+    _check_blocks(spec, shape, allowed)
+    if constant:
+        return
+    if spec.format != FLOAT8_E4M3FN or not dynamic:
+        _refuse(
+            spec,
+            "TensorRT has activations in blocks only in MXFP8, dynamic, and in NVFP4 under a constant scale of the "
+            'tensor, which no specification here has; use "float8_e4m3fn per_block(-1:32) scale=float8_e8m0fnu:ceil", '
+            "dynamic, or quantize the weights only",
+        )
+    if spec.scale.rounding is not ScaleRounding.CEIL:
+        _refuse(spec, "TensorRT finds the exponents of MXFP8 by rounding up; use scale=float8_e8m0fnu:ceil")
+    if shape is not None and len(shape) not in (2, 3):
+        _refuse(spec, f"TensorRT quantizes tensors of 2 or 3 axes in blocks, got {len(shape)}; leave it in float")
+
+
+def _block_sizes(spec: QuantSpec, *, constant: bool) -> tuple[int, ...]:
+    """The sizes of blocks that TensorRT has for a format and its scales; none where it has no blocks.
+
+    Raises:
+        ExportError: the format, or its scales, are unknown to TensorRT.
+    """
+    fmt, scale = spec.format, spec.scale.format
+    if fmt == FLOAT8_E4M3FN and scale == FLOAT8_E8M0FNU:
+        return (_MXFP8_BLOCK,)
+    if fmt == FLOAT4_E2M1FN and scale == FLOAT8_E4M3FN and isinstance(spec.scale.granularity, PerTensor):
+        return (_NVFP4_BLOCK,)
+    if scale is None and fmt == INT4 and constant:
+        return _INT4_BLOCKS
+    if scale is None and (fmt == FLOAT8_E4M3FN or (isinstance(fmt, IntegerFormat) and fmt.signed and fmt.bits == 8)):
+        return ()
+    what = "weights" if constant else "activations"
+    _refuse(
+        spec,
+        f"TensorRT has no such {what}; use int8, float8_e4m3fn or MXFP8 (float8_e4m3fn under float8_e8m0fnu), or for "
+        "weights also INT4 in blocks or NVFP4",
+    )
+    return ()
+
+
+def _check_unblocked(spec: QuantSpec, *, constant: bool, dynamic: bool) -> None:
+    per_tensor = isinstance(spec.granularity, PerTensor)
+    per_channel = isinstance(spec.granularity, PerChannel) and len(spec.granularity.axes) == 1
+    if not per_tensor and not (per_channel and constant):
+        kinds = "per tensor or along one channel axis" if constant else "per tensor"
+        _refuse(spec, f"TensorRT has {spec.format} only {kinds}; use such a granularity")
+    if dynamic and not constant:
+        _refuse(spec, "TensorRT's scales are constants; calibrate the quantizer instead of leaving it dynamic")
+
+
+def _check_blocks(spec: QuantSpec, shape: Sequence[Dimension] | None, allowed: tuple[int, ...]) -> None:
+    sizes = list(spec.granularity.sizes) if isinstance(spec.granularity, PerBlock) else []
+    if len(sizes) != 1 or sizes[0][1] not in allowed:
+        _refuse(
+            spec, f"TensorRT has it only in blocks of {' or '.join(map(str, allowed))} along one axis; use such blocks"
+        )
+    if shape is None:
+        return
+    axis, size = sizes[0]
+    if axis % len(shape) < len(shape) - 2:
+        _refuse(spec, f"TensorRT has blocks along one of the last two axes, got axis {axis} of {len(shape)}")
+    length = shape[axis]
+    if isinstance(length, str) or length % size:
+        _refuse(
+            spec,
+            f"axis {axis} has {length} elements, but TensorRT wants a constant multiple of {size}; pad the tensor, or "
+            "leave the layer in float",
+        )
+
+
+def place(spec: QuantSpec, axes: int) -> Layout | None:
+    """Where the scales of a tensor lie that TensorRT has in blocks, also if one block is as long as its axis."""
+    if not isinstance(spec.granularity, PerBlock):
+        return None
+    ((axis, size),) = spec.granularity.sizes
+    return Layout(axis % axes, size, (1,) * axes)
+
+
+def _refuse(spec: QuantSpec, reason: str) -> None:
+    raise ExportError(f'{spec}: {reason}; or use style="standard" or "portable"')
+
+
+def needed(site: Site) -> bool:
+    """Whether a quantizer is said by an operator of TensorRT's own."""
+    return site.style is Style.TRT and site.spec.scale.format == FLOAT8_E8M0FNU
+
+
+def dequantize(site: Site, codes: str, params: QParams) -> tuple[str, str]:
+    """Codes of a weight in MXFP8 as values; returns the name of the exponents, and the form in words."""
+    exponent = torch.frexp(site.arrange(params.scale))[1] - 1 + FLOAT8_E8M0FNU.exponent_bias
+    exponents = site.add("exponents", exponent.to(torch.uint8))
+    _dequantize(site, codes, exponents)
+    return exponents, f"{site.encoding.element.name} codes and TRT_MXFP8DequantizeLinear, {site.layout}"
+
+
+def quantize(site: Site) -> str:
+    """An activation in MXFP8 whose scales TensorRT finds; returns the form in words."""
+    from onnx import TensorProto, helper
+
+    codes, exponents = f"{site.label}/codes", f"{site.label}/exponents"
+    node = helper.make_node(
+        "TRT_MXFP8DynamicQuantize",
+        [site.x],
+        [codes, exponents],
+        f"{site.label}/TRT_MXFP8DynamicQuantize",
+        domain=DOMAIN,
+        axis=site.layout.axis,
+        block_size=site.layout.block_size,
+        output_dtype=TensorProto.FLOAT8E4M3FN,
+    )
+    site.nodes.append(node)
+    _dequantize(site, codes, exponents)
+    return f"TRT_MXFP8DynamicQuantize and TRT_MXFP8DequantizeLinear, {site.layout}"
+
+
+def _dequantize(site: Site, codes: str, exponents: str) -> None:
+    kind = site.editor.type(site.x)
+    place = {**site.place(), "output_dtype": kind}
+    site.emit("TRT_MXFP8DequantizeLinear", codes, exponents, result=site.y, domain=DOMAIN, **place)

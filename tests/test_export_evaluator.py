@@ -1,0 +1,41 @@
+"""The evaluator sees inner tensors, refuses inputs that do not fit, and names what it cannot run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bits import assert_same_bits
+
+from fakequant.errors import VerificationError
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from test_export_runtime import model_of  # noqa: E402
+
+from fakequant.export.evaluator import Evaluator  # noqa: E402
+
+
+def test_inputs_inner_tensors_and_outputs_are_seen_and_the_model_stays() -> None:
+    model = model_of()
+    before = model.SerializeToString()
+    x = torch.tensor([1.001, -0.0])
+    values = Evaluator(model, ["x", "b", "c", "y", "b"]).run({"x": x})
+    assert_same_bits(values["x"], x)
+    assert_same_bits(values["b"], x.bfloat16())
+    assert_same_bits(values["c"], x.bfloat16().float())
+    assert_same_bits(values["y"], -x.bfloat16().float())
+    assert model.SerializeToString() == before
+
+
+def test_what_does_not_load_or_run_is_an_error() -> None:
+    with pytest.raises(VerificationError, match=r"ReferenceEvaluator of onnx .* cannot load it: .*NoSuchOperator"):
+        Evaluator(model_of("NoSuchOperator"))
+    with pytest.raises(VerificationError, match=r"cannot run it: .*no_such_tensor"):
+        Evaluator(model_of(), ["no_such_tensor"]).run({"x": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("x", [torch.zeros(3), torch.zeros(2).double(), torch.zeros(2, 1)], ids=str)
+def test_inputs_that_do_not_fit_are_an_error(x: torch.Tensor) -> None:
+    with pytest.raises(VerificationError, match=r"the input x is float\d\d \[.*but the file takes float32 \[2\]"):
+        Evaluator(model_of()).run({"x": x})
