@@ -1,5 +1,7 @@
 """Gradients of learned scales and zero points against their closed form; numbers chosen so that every step is exact."""
 
+import itertools
+
 import cases
 import numpy as np
 import oracle
@@ -25,17 +27,22 @@ def exact_case(name, where, arithmetic):
     return case, np.asarray(scale), zero_point, np.asarray(x), np.asarray(dy)
 
 
-def closed_form(case, where, arithmetic, scale, zero_point, x, dy):
-    """dL/dscale and dL/dzero_point per group, from the definition of LSQ and LSQ+."""
+def closed_form(case, where, spec, scale, zero_point, x, dy):
+    """dL/dscale and dL/dzero_point per group, from the definitions of LSQ and LSQ+, or of PACT for `Gradient.CLIP`."""
+    arithmetic = spec.arithmetic
     s = oracle.spread(scale, where.blocks)
     z = np.zeros(x.shape) if zero_point is None else oracle.spread(zero_point, where.blocks)
     result = oracle.fake_quantize(x, s, z, case.oracle, arithmetic.value)
     in_codes = x * s if arithmetic is fq.Arithmetic.MULTIPLIER else x / s
     decoded = result.code - z
-    slope = np.where(result.inside, decoded - in_codes, decoded)
+    inside = result.inside
+    slope = np.where(inside, decoded - in_codes, decoded)
+    if spec.gradient is fq.Gradient.CLIP:
+        inside = (in_codes > spec.format.quant_min - z) & (in_codes < spec.format.quant_max - z)
+        slope = np.where(inside, 0.0, decoded)
     if arithmetic is fq.Arithmetic.MULTIPLIER:
         slope = -slope / s**2
-    by_zero_point = np.where(result.inside, 0.0, -s)
+    by_zero_point = np.where(inside, 0.0, -s)
     split = [n for g, b in zip(where.groups, where.blocks, strict=True) for n in (g, b)]
     within = tuple(range(1, len(split), 2))
     return [(dy * d).reshape(split).sum(within) for d in (slope, by_zero_point)]
@@ -46,19 +53,21 @@ def closed_form(case, where, arithmetic, scale, zero_point, x, dy):
 @pytest.mark.parametrize("where_name", GRANULARITIES)
 def test_closed_form(where_name, name, dtype):
     where = GRANULARITIES[where_name]
-    for arithmetic in FORMATS[name].arithmetics():
+    for arithmetic, gradient in itertools.product(
+        FORMATS[name].arithmetics(), (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP)
+    ):
         case, scale, zero_point, x, dy = exact_case(name, where, arithmetic)
-        wanted = closed_form(case, where, arithmetic, scale, zero_point, x, dy)
+        spec = case.spec(where.granularity, arithmetic, gradient=gradient)
+        wanted = closed_form(case, where, spec, scale, zero_point, x, dy)
         to_torch = [None if a is None else torch.from_numpy(a).to(dtype) for a in (x, scale, zero_point, dy)]
         x_t, scale_t, zero_point_t, dy_t = to_torch
         leaves = [t.requires_grad_() for t in (x_t, scale_t, zero_point_t) if t is not None]
         params = fq.QParams(scale_t, zero_point_t)
-        spec = case.spec(where.granularity, arithmetic)
         y = library.fake_quantize(x_t, params, spec)
         gradients = torch.autograd.grad(y, leaves, dy_t)
         for actual, right, label in zip(gradients[1:], wanted, ("scale", "zero point"), strict=False):
-            # Adding 0.0 makes one of the two zeros: a sum of zeros has no fixed sign.
-            assert_same_bits(actual + 0.0, torch.from_numpy(np.asarray(right)).to(dtype) + 0.0, f"{label} {spec}")
+            # Adding 0.0: numpy's sum of zeros has no fixed sign, ours is positive.
+            assert_same_bits(actual, torch.from_numpy(np.asarray(right)).to(dtype) + 0.0, f"{label} {spec}")
         exported = torch.ops.fakequant.fake_quantize if case.format in fq.formats() else None
         if exported is not None:
             again = torch.autograd.grad(exported(x_t, scale_t, zero_point_t, str(spec)), leaves, dy_t)

@@ -71,7 +71,7 @@ def wanted_codes(right, fmt):
 def check_every_16_bit_pattern(case, dtype, scale):
     """All inputs of a 16-bit dtype through values and stored codes, in every arithmetic, by every backend."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    params = fq.QParams(torch.tensor([scale]))
+    params = fq.QParams(torch.tensor([254.0]))
     for arithmetic in case.arithmetics():
         spec = case.spec(fq.PerTensor(), arithmetic)
         right = oracle.fake_quantize(
@@ -209,6 +209,54 @@ def test_a_given_range_decides_the_input_range_mask():
     x = torch.tensor([-0.5, -0.50001, 0.25, 0.25001, 0.0, float("nan"), float("inf")])
     mask = reference.passes(x, fq.QParams(torch.tensor([1.0]), None, given), spec)
     assert mask.tolist() == [True, False, True, False, True, False, False]
+
+
+def _values_of_the_ends(case, arithmetic, params):
+    """The values of the lowest and the highest code, by the oracle."""
+    fmt, scale = case.oracle, params.scale.numpy()
+    if isinstance(fmt, oracle.Integers):
+        low, high = fmt.low, fmt.high
+    elif isinstance(fmt, oracle.Values):
+        low, high = fmt.numbers[0], fmt.numbers[-1]
+    else:
+        high = float(fmt.decode(fmt.finite_codes - 1))
+        low = -high
+    if params.zero_point is not None:
+        zero_point = params.zero_point.numpy().astype(scale.dtype)
+        low, high = low - zero_point, high - zero_point
+    with np.errstate(all="ignore"):
+        ends = [np.asarray(end, scale.dtype) for end in (low, high)]
+        return [end / scale if arithmetic is fq.Arithmetic.MULTIPLIER else end * scale for end in ends]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_clip_passes_between_the_values_of_the_ends(name, dtype):
+    case = FORMATS[name]
+    for seed, (where_name, where) in enumerate(GRANULARITIES.items()):
+        for arithmetic in case.arithmetics():
+            numbers = cases.hostile(case, where, arithmetic, dtype, seed)
+            lo, hi = (oracle.spread(end, where.blocks) for end in _values_of_the_ends(case, arithmetic, numbers.params))
+            # A third of the numbers are the ends themselves.
+            pick = np.random.default_rng(seed).integers(0, 6, where.shape)
+            values = np.where(pick == 0, lo, np.where(pick == 1, hi, to_numpy(numbers.x)))
+            x = torch.from_numpy(np.asarray(values)).to(dtype)
+            spec = case.spec(where.granularity, arithmetic, gradient=fq.Gradient.CLIP)
+            inside = (to_numpy(x) > lo) & (to_numpy(x) < hi)
+            label = f"{where_name} {arithmetic.value}"
+            assert_same_bits(reference.passes(x, numbers.params, spec), torch.from_numpy(np.asarray(inside)), label)
+
+
+def test_parameters_get_nothing_from_elements_that_do_not_move_them():
+    """Whatever dy is: NaN times a slope of zero would be NaN."""
+    x = torch.tensor([0.5, 0.25, 90.0])
+    dy = torch.tensor([float("nan"), float("inf"), 2.0])
+    params = fq.QParams(torch.tensor([0.25]), torch.tensor([0.0]))
+    for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP):
+        spec = fq.QuantSpec("int8", symmetric=False, gradient=gradient)
+        actual = reference.grad_params(dy, x, params, spec, (True, True))
+        assert_same_bits(actual[0], torch.tensor([254.0]))
+        assert_same_bits(actual[1], torch.tensor([-0.5]))
 
 
 def test_identity_passes_everything():

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError, nearest
-from fakequant.numerics.granularity import blocked, blocked_groups, unblocked
+from fakequant.numerics.floats import power_of_two
 from fakequant.numerics.qparams import QParams, compute_dtype
-from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops import library
 
 
@@ -262,8 +262,8 @@ class LSQPlus(LSQ):
 class PACT(LearnedRange):
     """The magnitude that is mapped to the format's bound is learned, from the clipped values alone.
 
-    The gradient is that of clipping to the range of the codes: 1 where x is at or beyond the clip value, 0 inside,
-    quant_min / bound at the other end. The values are those of plain quantization. Where nothing is clipped there is no
+    The gradient is that of clipping to the range of the codes, `Gradient.CLIP` whatever the specification says: 1 where
+    x is at or beyond the clip value, 0 inside, quant_min / bound at the other end. Where nothing is clipped there is no
     gradient: begin from a range that clips (calibrated by percentile, entropy or mse), or let weight decay shrink it.
 
     Args:
@@ -278,6 +278,7 @@ class PACT(LearnedRange):
     def __init__(self, spec: QuantSpec) -> None:
         super().__init__(spec)
         _need_symmetric(self.method, spec)
+        self.spec = spec.replace(gradient=Gradient.CLIP)
 
     def start(self, params: QParams) -> None:
         self._set(amax=_step_of(params.scale, self.spec) * self.spec.format.bound)
@@ -285,19 +286,6 @@ class PACT(LearnedRange):
     def qparams(self, elements: int) -> QParams:
         step = self.amax / torch.full_like(self.amax, self.spec.format.bound)
         return QParams(_step_of(through(_positive(step, self.spec), step), self.spec))
-
-    def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
-        if torch.compiler.is_exporting() or not torch.is_grad_enabled():  # clipping changes gradients only
-            return super().fake_quantize(x, params)
-        blocks = self.spec.granularity.block_shape(x.shape)
-        dtype = compute_dtype(x.dtype)
-        step = blocked_groups(_step_of(params.scale.to(dtype), self.spec), x.shape, blocks)
-        values = blocked(x.to(dtype), blocks)
-        for bound, beyond in ((self.spec.format.quant_min, torch.le), (self.spec.format.quant_max, torch.ge)):
-            end = bound * step
-            values = torch.where(beyond(values, end), end, values)
-        y = super().fake_quantize(unblocked(values, x.shape, blocks), QParams(params.scale.detach()))
-        return y.to(x.dtype)
 
 
 @register_learned_range("tqt")
@@ -326,8 +314,7 @@ class TQT(LearnedRange):
 
     def qparams(self, elements: int) -> QParams:
         exponent = (self.log2_threshold.detach().ceil() - self._magnitude_bits()).clamp(-126, 127)
-        # float64 by its bits: exp2 may be inexact.
-        scale = ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64).to(self.log2_threshold.dtype)
+        scale = power_of_two(exponent.to(torch.int64)).to(self.log2_threshold.dtype)
         return QParams(_step_of(through(scale, self.log2_threshold, scale * math.log(2)), self.spec))
 
     def _magnitude_bits(self) -> int:

@@ -108,10 +108,9 @@ class FloatFormat(Format):
         magnitude = pattern & ((1 << self.bits - 1) - 1)
         binade = (magnitude >> self.mantissa_bits).clamp(min=1)
         mantissa = magnitude - ((binade - 1) << self.mantissa_bits)
-        # Exponents of formats up to 16 bits are far inside float64's, whose exponent field is written directly.
+        # Exponents of formats up to 16 bits are far inside float64's.
         exponent = binade - self.exponent_bias - self.mantissa_bits
-        power = ((exponent + 1023) << 52).view(torch.float64)
-        value = mantissa * power
+        value = mantissa * power_of_two(exponent)
         value = torch.where(value > self.quant_max, torch.nan, value)
         if self.specials is Specials.IEEE:
             top = (1 << self.exponent_bits) - 1
@@ -189,6 +188,15 @@ class ExponentFormat(Format):
 
     def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         return stored.to(dtype)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent of int64 exponents, normal float64 numbers: the exponent field is written, for exp2 may be inexact.
+
+    >>> power_of_two(torch.tensor([-1, 10]))
+    tensor([5.0000e-01, 1.0240e+03], dtype=torch.float64)
+    """
+    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def power_of_two_below(v: Tensor) -> Tensor:

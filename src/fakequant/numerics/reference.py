@@ -14,6 +14,7 @@ from torch import Tensor
 from .granularity import block_axes, blocked, blocked_groups, unblocked
 from .qparams import QParams, Range, compute_dtype
 from .spec import Arithmetic, Gradient, QuantSpec
+from .sums import order_free_sum
 
 
 class Codes(NamedTuple):
@@ -103,6 +104,17 @@ def input_range(params: QParams, spec: QuantSpec) -> Range:
     return Range((fmt.quant_min - zero_point) * params.scale, (fmt.quant_max - zero_point) * params.scale)
 
 
+def clip_range(params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Range:
+    """The values of the lowest and the highest code [groups, axes kept], as they come out in a compute dtype."""
+    scale = params.scale.to(dtype)
+    return _ends(_Blocked(scale, scale, None if params.zero_point is None else params.zero_point.to(dtype)), spec)
+
+
+def _ends(b: _Blocked, spec: QuantSpec) -> Range:
+    fmt = spec.format
+    return Range(*(_decode(torch.full_like(b.scale, code), b, spec) for code in (fmt.quant_min, fmt.quant_max)))
+
+
 def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """Where the gradient of the output reaches the input; bool, the shape of x."""
     if spec.gradient is Gradient.IDENTITY:
@@ -112,6 +124,9 @@ def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     if spec.gradient is Gradient.CODE_RANGE:
         code = _encode(b, spec).unclamped
         inside = (code >= spec.format.quant_min) & (code <= spec.format.quant_max)
+    elif spec.gradient is Gradient.CLIP:
+        lo, hi = _ends(b, spec)
+        inside = (b.x > lo) & (b.x < hi)
     else:
         lo, hi = (blocked_groups(r.to(b.x.dtype), x.shape, blocks) for r in input_range(params, spec))
         inside = (b.x >= lo) & (b.x <= hi)
@@ -131,17 +146,24 @@ class _Slopes(NamedTuple):
 
 
 def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
-    """Rounding is taken as the identity; nothing depends on `Gradient`, which is about the input.
+    """Rounding is taken as the identity.
 
     Where a code is in range, y = (rint(x/s) + zp - zp) * s has dy/ds = rint(x/s) - x/s and dy/dzp = 0; where it
-    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s.
+    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Under `Gradient.CLIP`, y = x between the
+    ends and saturates at and beyond them.
 
-    Source: LSQ, arXiv 1902.08153, equation 3; LSQ+, arXiv 2004.09576, section 3.
+    Source: LSQ, arXiv 1902.08153, equation 3; LSQ+, arXiv 2004.09576, section 3; PACT, arXiv 1805.06085, equation 3.
     """
-    codes = _encode(b, spec)
-    inside = (codes.unclamped >= spec.format.quant_min) & (codes.unclamped <= spec.format.quant_max)
-    offset = 0.0 if b.zero_point is None else b.zero_point
-    scale = torch.where(inside, codes.unclamped - offset - codes.scaled, codes.clamped - offset)
+    fmt, offset = spec.format, torch.zeros_like(b.scale) if b.zero_point is None else b.zero_point
+    if spec.gradient is Gradient.CLIP:
+        lo, hi = _ends(b, spec)
+        low, high = b.x <= lo, b.x >= hi
+        inside = ~(low | high)
+        scale = torch.where(low, fmt.quant_min - offset, torch.where(high, fmt.quant_max - offset, 0.0))
+    else:
+        codes = _encode(b, spec)
+        inside = (codes.unclamped >= fmt.quant_min) & (codes.unclamped <= fmt.quant_max)
+        scale = torch.where(inside, codes.unclamped - offset - codes.scaled, codes.clamped - offset)
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         # y = q / m and, in range, q ~ x * m: dy/dm = x/m - q/m^2.
         scale = -scale / (b.scale * b.scale)
@@ -151,7 +173,9 @@ def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
 def grad_params(
     dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of scale and zero point [groups, axes kept]; sums run in float64.
+    """The gradients of scale and zero point [groups, axes kept]: sums of dy times slope, by `order_free_sum`.
+
+    The products are those of float64, which for float32 are exact. Where the slope is zero they are, whatever dy is.
 
     Args:
         wants: whether the gradient of the scale, and that of the zero point, is wanted.
@@ -163,8 +187,10 @@ def grad_params(
     dy = blocked(dy.to(b.x.dtype), blocks)
 
     def per_group(slope: Tensor, parameter: Tensor) -> Tensor:
-        products = (dy * slope).double()
-        return (products.sum(axes) if axes else products).reshape(parameter.shape).to(parameter.dtype)
+        if not x.numel():
+            return torch.zeros_like(parameter)
+        products = torch.where((slope == 0) & ~dy.isfinite(), 0.0, dy.double() * slope.double())
+        return order_free_sum(products, axes).reshape(parameter.shape).to(parameter.dtype)
 
     scale_grad = per_group(slopes.scale, params.scale) if wants[0] else None
     if not wants[1] or params.zero_point is None:

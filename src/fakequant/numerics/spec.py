@@ -38,6 +38,10 @@ class Gradient(Enum):
     """
     IDENTITY = "identity"
     """Everywhere."""
+    CLIP = "clip"
+    """Where the input lies between the values of the lowest and the highest code; at and beyond them it passes to scale
+    and zero point, which get none from anywhere else: PACT, arXiv 1805.06085.
+    """
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
-from fakequant.numerics.reference import input_range
+from fakequant.numerics.reference import clip_range, input_range
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops.backend import Backend
 from fakequant.ops.layout import Layout, layout_of
@@ -25,7 +25,8 @@ from .rules import LARGEST, cannot_choose, grid_fields, scale_rule
 # The numbers by which kernels.cpp knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
 _NO_MASK = 0
-_MASK = {Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2}
+_MASK = {Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2, Gradient.CLIP: 3}
+_BY_RANGE = (Gradient.INPUT_RANGE, Gradient.CLIP)
 log = logging.getLogger("fakequant.backend")
 
 
@@ -68,7 +69,7 @@ class CpuBackend(Backend):
         y = torch.empty_like(packed)
         bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
         kind = _MASK[spec.gradient] if mask else _NO_MASK
-        tensors = plan.params(params, spec, with_range=kind == _MASK[Gradient.INPUT_RANGE])
+        tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
         torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *plan.call, kind)
         return plan.layout.unpack(y), bits
 
@@ -134,7 +135,10 @@ class _Plan:
         """Scale, zero point and range as the kernels read them, and the table."""
         pack, dtype = self.layout.pack_groups, self.dtype
         zero_point = None if params.zero_point is None else pack(params.zero_point, dtype)
-        lo, hi = (pack(r, dtype) for r in input_range(params, spec)) if with_range else (None, None)
+        lo = hi = None
+        if with_range:
+            ends = clip_range(params, spec, dtype) if spec.gradient is Gradient.CLIP else input_range(params, spec)
+            lo, hi = (pack(end, dtype) for end in ends)
         return pack(params.scale, dtype), zero_point, lo, hi, self.table
 
 

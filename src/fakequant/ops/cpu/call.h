@@ -26,7 +26,7 @@ namespace fakequant {
 constexpr int64_t kChunk = 1024;
 
 enum class Arithmetic : int64_t { kDivide = 0, kReciprocal = 1, kMultiplier = 2 };
-enum class Mask : int64_t { kNone = 0, kCodeRange = 1, kInputRange = 2 };
+enum class Mask : int64_t { kNone = 0, kCodeRange = 1, kInputRange = 2, kClip = 3 };
 enum class Emit { kValue, kCode };
 
 struct Grid {

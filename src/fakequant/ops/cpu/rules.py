@@ -12,7 +12,7 @@ from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.format import Grid
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
-from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 
 # Rounding adds 2**(e + 23 - mantissa_bits), which must stay a float32.
 LARGEST = 2.0**64
@@ -30,6 +30,8 @@ def grid_fields(grid: Grid) -> tuple[float, float, int, int, bool]:
 
 def cannot_choose(spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...]) -> str | None:
     """Why the kernels do not find the scales of a specification, or None."""
+    if spec.gradient is Gradient.CLIP:
+        return "its gradient ends at the values of codes, and the dynamic kernels know those of the range"
     scale = spec.scale
     if scale.format is None or scale.granularity is None:
         return None
