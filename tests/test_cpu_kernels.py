@@ -16,7 +16,7 @@ from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import REFERENCE, backends, unpack_bits
 
 BACKENDS = [backend for backend in backends() if backend.name != "reference"]
-GRADIENTS = [fq.Gradient.CODE_RANGE, fq.Gradient.INPUT_RANGE]  # IDENTITY needs no mask: see test_library.py
+GRADIENTS = [g for g in fq.Gradient if g is not fq.Gradient.IDENTITY]  # which needs no mask: see test_library.py
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 
 
@@ -44,8 +44,30 @@ def test_poison_works():
     assert (torch.empty_like(torch.ones(3, dtype=torch.uint8)) == 255).all()
 
 
+def hostile_gradient(x):
+    """Of the output: every magnitude; NaN and inf in the last quarter alone, so that most groups have finite sums."""
+    dy = torch.randn(x.shape) * 2.0 ** torch.randint(-14, 15, x.shape)
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    pick = torch.randint(0, 40, (x.numel(),))
+    late = (torch.arange(x.numel()) > 0.75 * x.numel()) & (pick < len(special))
+    return torch.where(late.view(x.shape), special[pick.clamp(max=len(special) - 1)].view(x.shape), dy).to(x.dtype)
+
+
+def compare_grad_params(backend, numbers, spec, label):
+    """Gradients of scale and zero point, of hostile inputs and of finite ones."""
+    x, params = numbers.x, numbers.params
+    for inputs in (x, x.nan_to_num(0.0, 3.0, -3.0).clamp(-1e4, 1e4)):
+        dy = hostile_gradient(x)
+        actual = backend.grad_params(dy, inputs, params, spec, (True, True))
+        right = reference.grad_params(dy, inputs, params, spec, (True, True))
+        assert_same_bits(actual[0], right[0], f"{label} gradient of the scale")
+        assert (actual[1] is None) == (params.zero_point is None)
+        if actual[1] is not None:
+            assert_same_bits(actual[1], right[1], f"{label} gradient of the zero point")
+
+
 def compare(backend, numbers, spec, label):
-    """All four operations of a backend on one input; the number of comparisons that the backend could serve."""
+    """All operations of a backend on one input; the number of comparisons that the backend could serve."""
     x, params = numbers.x, numbers.params
     served = 0
     if backend.unsupported(x, spec, codes=False) is None:
@@ -63,6 +85,9 @@ def compare(backend, numbers, spec, label):
             inside = reference.passes(x, params, spec_of_gradient)
             assert_same_bits(dx, reference.grad_input(dy, inside), f"{label} {gradient.value} dx")
             served += 1
+        # The parameters get the same from every gradient but CLIP.
+        for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP):
+            compare_grad_params(backend, numbers, spec.replace(gradient=gradient), f"{label} {gradient.value}")
     if backend.unsupported(x, spec, codes=True) is None:
         codes = reference.quantize(x, params, spec)
         assert_same_bits(backend.quantize(x, params, spec), codes, f"{label} codes")
@@ -209,6 +234,31 @@ def test_gradient_in_another_layout_than_the_input(backend):
             dy = LAYOUTS[dy_layout](torch.randn(where.shape))
             dx = backend.grad_input(dy, mask, spec, x.stride())
             assert_same_bits(dx, reference.grad_input(dy, right), f"x {x_layout}, dy {dy_layout}")
+
+
+@each_backend
+def test_gradients_of_parameters_that_are_wanted(backend):
+    skip_unavailable(backend)
+    where = GRANULARITIES["channel_1"]
+    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
+    # Learned parameters may have another dtype than the input.
+    params = fq.QParams(numbers.params.scale.double(), numbers.params.zero_point.half())
+    spec, dy = fq.QuantSpec("uint8", where.granularity), hostile_gradient(numbers.x)
+    both = reference.grad_params(dy, numbers.x, params, spec, (True, True))
+    for wants in ((True, True), (True, False), (False, True)):
+        actual = backend.grad_params(dy, numbers.x, params, spec, wants)
+        for one, other, wanted in zip(actual, both, wants, strict=True):
+            assert (one is not None) == wanted
+            if wanted:
+                assert_same_bits(one, other)
+
+
+@each_backend
+def test_gradients_of_parameters_refuse_another_dtype(backend):
+    skip_unavailable(backend)
+    x, params = torch.ones(4), fq.QParams(torch.ones(1))
+    with pytest.raises(RuntimeError, match="another dtype or shape than the input"):
+        backend.grad_params(torch.ones(4).half(), x, params, fq.QuantSpec("int8"), (True, False))
 
 
 @each_backend

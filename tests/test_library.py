@@ -102,6 +102,48 @@ def test_double_backward():
     assert_same_bits(ddx, torch.where((x >= -1.28) & (x <= 1.27), 2.0, 0.0))
 
 
+def test_double_backward_of_learned_parameters():
+    """The gradient of a parameter is linear in dy: its own gradient by dy is the slope of each element."""
+    x, dy = torch.linspace(-2, 2, 41), torch.randn(41)
+    scale, zero_point = torch.tensor([0.01], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+    spec = fq.QuantSpec("int8", symmetric=False)
+
+    def gradients(dy, **options):
+        y = library.fake_quantize(x, fq.QParams(scale, zero_point), spec)
+        return torch.autograd.grad(y, (scale, zero_point), dy, **options)
+
+    leaf = dy.clone().requires_grad_()
+    first = gradients(leaf, create_graph=True)
+    for one, other in zip(first, gradients(dy), strict=True):
+        assert_same_bits(one, other)
+    codes = (x / 0.01).round() + 3
+    outside = (codes < -128) | (codes > 127)
+    by_scale = torch.where(outside, codes.clamp(-128, 127) - 3, codes - 3 - x / 0.01)
+    by_zero_point = torch.where(outside, -0.01, 0.0)
+    for gradient, slope in zip(first, (by_scale, by_zero_point), strict=True):
+        (actual,) = torch.autograd.grad(gradient, leaf, retain_graph=True)
+        assert_same_bits(actual + 0.0, slope + 0.0)
+
+
+def test_gradients_of_scale_and_input_together():
+    where = GRANULARITIES["channel_1"]
+    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
+    dy = torch.randn(where.shape)
+    for gradient in fq.Gradient:
+        spec = fq.QuantSpec("uint8", where.granularity, gradient=gradient)
+        x, scale = (t.clone().requires_grad_() for t in (numbers.x, numbers.params.scale))
+        zero_point = numbers.params.zero_point.float().requires_grad_()
+        params = fq.QParams(scale, zero_point)
+        y = library.fake_quantize(x, params, spec)
+        actual = torch.autograd.grad(y, (x, scale, zero_point), dy)
+        right = [
+            eager(x.detach(), params, spec, dy)[1],
+            *reference.grad_params(dy, x.detach(), params, spec, (True, True)),
+        ]
+        for one, other in zip(actual, right, strict=True):
+            assert_same_bits(one, other.detach(), gradient.value)
+
+
 def test_vmap_over_inputs_and_scales():
     x, scale = torch.randn(4, 5, 6), torch.rand(4) + 0.01
     batched = torch.func.vmap(lambda t: fq.fake_quantize(t, "int8"))(x)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from bits import assert_same_bits
 
+import fakequant as fq
 from fakequant.numerics.sums import order_free_sum
+from fakequant.ops.dispatch import backends
 
 INF, NAN = float("inf"), float("nan")
 SMALLEST = 2.0**-1074
@@ -135,3 +137,27 @@ def test_gradient_is_that_of_a_sum():
     assert torch.autograd.gradcheck(lambda v: order_free_sum(v, (1,)), (values,))
     (grad,) = torch.autograd.grad(order_free_sum(values, (0, 1)), values)
     assert_same_bits(grad, torch.ones_like(values))
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda b: b.name)
+@pytest.mark.parametrize(
+    "granularity", [fq.PerTensor(), fq.PerChannel(0), fq.PerChannel(1), fq.PerBlock({1: 16, 2: 45, 3: 17})], ids=str
+)
+def test_gradients_do_not_depend_on_threads_or_layout(backend, granularity):
+    """1, 2 and 4 threads, channels-last and transposed memory, and elements in another order."""
+    if reason := backend.unavailable():
+        pytest.skip(reason)
+    x = torch.randn(8, 32, 45, 17, generator=torch.Generator().manual_seed(1)) * 3
+    dy = make("products", x.numel()).clamp(-1e30, 1e30).float().view_as(x)
+    spec = fq.QuantSpec("uint4", granularity)
+    groups = granularity.group_shape(x.shape)
+    params = fq.QParams(torch.full(groups, 0.1), torch.full(groups, 7.0))
+    right = backend.grad_params(dy, x, params, spec, (True, True))
+    last = [t.to(memory_format=torch.channels_last) for t in (dy, x)]
+    transposed = [t.transpose(0, 3).contiguous().transpose(0, 3) for t in (dy, x)]
+    flipped = [t.flip(2, 3) for t in (dy, x)]  # within every group
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        for tensors in ((dy, x), last, transposed, flipped, (last[0], x)):
+            for actual, wanted in zip(backend.grad_params(*tensors, params, spec, (True, True)), right, strict=True):
+                assert_same_bits(actual, wanted, f"{threads} threads")

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, choose_qparams, measure
 from fakequant.numerics.spec import QuantSpec
@@ -49,6 +50,15 @@ class Backend(ABC):
     @abstractmethod
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         """dy where the mask is set, else 0; the input had the shape of dy and these strides."""
+
+    def grad_params(
+        self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of scale and zero point [groups, axes kept], where wanted.
+
+        A backend that finds them without tensors of the size of x overrides this; the bits are these.
+        """
+        return reference.grad_params(dy, x, params, spec, wants)
 
     @abstractmethod
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:

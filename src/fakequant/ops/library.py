@@ -142,7 +142,7 @@ class _Eager(torch.autograd.Function):
         if inputs:
             x, *params = inputs
             wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-            scale_grad, zero_point_grad = reference.grad_params(dy, x, _params(*params), ctx.spec, wants)
+            scale_grad, zero_point_grad = _grad_params(ctx.backend, dy, x, _params(*params), ctx.spec, wants)
         return dx, scale_grad, zero_point_grad, None, None, None
 
 
@@ -169,6 +169,15 @@ def _through(ctx: Any, dy: Tensor, mask: Tensor | None) -> Tensor:
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
     masked = _MaskedGradient.apply if torch.is_grad_enabled() else _masked_gradient
     return masked(dy, mask, ctx.backend, ctx.spec, ctx.x_stride)
+
+
+def _grad_params(
+    backend: Backend, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    # Grad mode as in `_through`: torch operations can be differentiated again, and give the same bits.
+    if torch.is_grad_enabled() or _must_be_traced(dy, x, params.scale, params.zero_point):
+        return reference.grad_params(dy, x, params, spec, wants)
+    return backend.grad_params(dy, x, params, spec, wants)
 
 
 def _masked_gradient(dy: Tensor, mask: Tensor, backend: Backend, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
@@ -281,7 +290,9 @@ def _exported_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | No
     x, scale, zero_point = ctx.saved_tensors
     params = QParams(scale, zero_point)
     wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-    scale_grad, zero_point_grad = reference.grad_params(dy, x, params, ctx.spec, wants) if any(wants) else (None, None)
+    scale_grad = zero_point_grad = None
+    if any(wants):
+        scale_grad, zero_point_grad = _grad_params(choose(x, ctx.spec), dy, x, params, ctx.spec, wants)
     return reference.grad_input(dy, reference.passes(x, params, ctx.spec)), scale_grad, zero_point_grad, None
 
 

@@ -104,6 +104,25 @@ class CpuBackend(Backend):
         torch.ops.fakequant_cpu.mask_gradient(packed, mask, dx)
         return layout.unpack(dx)
 
+    def grad_params(
+        self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not x.numel():
+            return super().grad_params(dy, x, params, spec, wants)
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        packed = plan.layout.pack(dy), plan.layout.pack(x)
+        parameters = params.scale if wants[0] else None, params.zero_point if wants[1] else None
+        sums = [None if p is None else torch.empty(plan.layout.tiles.groups, dtype=torch.float64) for p in parameters]
+        clips = spec.gradient is Gradient.CLIP
+        tensors = plan.params(params, spec, with_range=clips)
+        kind = _MASK[Gradient.CLIP] if clips else _NO_MASK
+        torch.ops.fakequant_cpu.grad_params(*packed, *tensors, *sums, *plan.call, kind)
+        by_scale, by_zero_point = (
+            None if s is None or p is None else plan.layout.unpack_groups(s).to(p.dtype)
+            for s, p in zip(sums, parameters, strict=True)
+        )
+        return by_scale, by_zero_point
+
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         packed = plan.layout.pack(x)

@@ -19,6 +19,7 @@
 #include "call.h"
 #include "chunks.h"
 #include "convert.h"
+#include "gradients.h"
 #include "rounding.h"
 #include "runs.h"
 
@@ -234,6 +235,17 @@ void mask_gradient(const Tensor& dy, const Tensor& mask, Tensor dx) {
   }
 }
 
+void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_TENSORS, std::optional<Tensor> scale_grad,
+                 std::optional<Tensor> zero_point_grad, FAKEQUANT_CALL, int64_t mask_kind) {
+  const auto data = [](const std::optional<Tensor>& t) {
+    return t.has_value() ? static_cast<double*>(t->data_ptr()) : nullptr;
+  };
+  with_float_type(x, [&](auto, auto c) {
+    using C = decltype(c);
+    sum_gradients(FAKEQUANT_MAKE_CALL(C, mask_kind), dy, x, {data(scale_grad), data(zero_point_grad)});
+  });
+}
+
 }  // namespace
 }  // namespace fakequant
 
@@ -248,6 +260,8 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) codes, " FAKEQUANT_SCHEMA_CALL ") -> ()");
   m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y, " FAKEQUANT_SCHEMA_CALL ") -> ()");
   m.def("mask_gradient(Tensor dy, Tensor mask, Tensor(a!) dx) -> ()");
+  m.def("grad_params(Tensor dy, Tensor x, " FAKEQUANT_SCHEMA_PARAMS
+        "Tensor(a!)? scale_grad, Tensor(b!)? zero_point_grad, " FAKEQUANT_SCHEMA_CALL ", int mask_kind) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
@@ -255,4 +269,5 @@ STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
   m.impl("quantize", TORCH_BOX(&fakequant::quantize));
   m.impl("dequantize", TORCH_BOX(&fakequant::dequantize));
   m.impl("mask_gradient", TORCH_BOX(&fakequant::mask_gradient));
+  m.impl("grad_params", TORCH_BOX(&fakequant::grad_params));
 }
