@@ -143,6 +143,20 @@ def test_blocks_of_an_axis_of_symbolic_length_are_refused() -> None:
         block_sizes(parse_granularity("per_block(0:4,pad)"), ("n", 8))
 
 
+def test_blocks_of_any_granularity_along_an_axis_of_symbolic_length_are_refused() -> None:
+    class PairsOfRows(fq.Granularity):
+        def block_shape(self, shape: Any) -> tuple[int, ...]:
+            return (2, *shape[1:])
+
+        @classmethod
+        def parse(cls, arguments: str) -> "PairsOfRows":
+            return cls()
+
+    assert block_sizes(PairsOfRows(), (4, "n")) == [2, "n"]
+    with pytest.raises(ExportError, match="an axis of symbolic length n is divided into blocks of 2"):
+        block_sizes(PairsOfRows(), ("n", 8))
+
+
 def test_a_last_block_that_is_not_full_keeps_the_size_of_the_others() -> None:
     assert layout((3, 40), (3, 2), [1, 32]) == Layout(1, 32, (1, 1))
 

@@ -111,8 +111,8 @@ def register_calibrator(name: str) -> Callable[[_Class], _Class]:
 def calibrators() -> list[str]:
     """The names of all registered calibrators.
 
-    >>> calibrators()
-    ['entropy', 'max', 'mse', 'percentile']
+    >>> {"entropy", "max", "mse", "percentile"} <= set(calibrators())
+    True
     """
     return sorted(_registry)
 

@@ -219,12 +219,7 @@ def block_sizes(granularity: Granularity, shape: Sequence[Dimension]) -> list[Di
     ([1, 32], [1, 20])
     """
     if isinstance(granularity, PerBlock):
-        for axis, size in granularity.sizes:
-            if isinstance(n := shape[axis], str):
-                raise ExportError(
-                    f"an axis of symbolic length {n} is divided into blocks of {size}; export it with a static "
-                    "length, or use PerToken() or PerTensor()"
-                )
+        _refuse_symbolic([(shape[axis], size) for axis, size in granularity.sizes])
     try:
         # The granularities of this package look at the lengths of those axes only that they divide.
         blocks: Sequence[Dimension] = granularity.block_shape(shape)  # pyright: ignore[reportArgumentType]
@@ -232,7 +227,18 @@ def block_sizes(granularity: Granularity, shape: Sequence[Dimension]) -> list[Di
         raise ExportError(
             f"{granularity} needs static axes, got {_text(shape)}; export without dynamic_shapes"
         ) from error
+    _refuse_symbolic([(n, b) for n, b in zip(shape, blocks, strict=True) if isinstance(b, int) and b != 1])
     return [min(b, n) if isinstance(b, int) and isinstance(n, int) else b for b, n in zip(blocks, shape, strict=True)]
+
+
+def _refuse_symbolic(blocks: Sequence[tuple[Dimension, int]]) -> None:
+    """Raise for the first axis of symbolic length among lengths and block sizes."""
+    for n, size in blocks:
+        if isinstance(n, str):
+            raise ExportError(
+                f"an axis of symbolic length {n} is divided into blocks of {size}; export it with a static length, or "
+                "use PerToken() or PerTensor()"
+            )
 
 
 def _block(n: Dimension, groups: Dimension) -> Dimension:

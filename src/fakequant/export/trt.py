@@ -11,6 +11,7 @@ Block Scaling (the exponent is rounded up). Nothing here has been run in TensorR
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -85,7 +86,6 @@ def _block_sizes(spec: QuantSpec, *, constant: bool) -> tuple[int, ...]:
         f"TensorRT has no such {what}; use int8, float8_e4m3fn or MXFP8 (float8_e4m3fn under float8_e8m0fnu), or for "
         "weights also INT4 in blocks or NVFP4",
     )
-    return ()
 
 
 def _check_unblocked(spec: QuantSpec, *, constant: bool, dynamic: bool) -> None:
@@ -126,7 +126,7 @@ def place(spec: QuantSpec, axes: int) -> Layout | None:
     return Layout(axis % axes, size, (1,) * axes)
 
 
-def _refuse(spec: QuantSpec, reason: str) -> None:
+def _refuse(spec: QuantSpec, reason: str) -> NoReturn:
     raise ExportError(f'{spec}: {reason}; or use style="standard" or "portable"')
 
 

@@ -179,7 +179,7 @@ class ExponentFormat(Format):
         return 0
 
     def round(self, v: Tensor) -> Tensor:
-        """The power of two whose exponent is nearest from above or below on the logarithmic scale's midpoint 1.5."""
+        """The nearest power of two; from the middle of two, 1.5 times the lower, the upper."""
         below = power_of_two_below(v)
         return torch.where(v < below * 1.5, below, below * 2.0)
 

@@ -298,8 +298,8 @@ def _padded(shape: Shape, blocks: Shape) -> list[int]:
 class Tiles(NamedTuple):
     """A contiguous tensor seen as [g0, b0, g1, b1] with one scale per (g0, g1).
 
-    Per tensor (1, N, 1, 1); channel k (1, outer, C, inner); token (T, D, 1, 1); blocks of 32 (N/32, 32, 1, 1);
-    128x128 tiles (M/128, 128, K/128, 128).
+    Per tensor (1, N, 1, 1); channel k (1, outer, C, inner), the first (C, inner, 1, 1); token (T, D, 1, 1); blocks of
+    32 (N/32, 32, 1, 1); 128x128 tiles (M/128, 128, K/128, 128).
     """
 
     g0: int

@@ -22,7 +22,7 @@ from fakequant.ops.layout import Layout, layout_of
 
 from .rules import LARGEST, cannot_choose, grid_fields, scale_rule
 
-# The numbers by which kernels.cpp knows these values.
+# The numbers by which call.h knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
 _NO_MASK = 0
 _MASK = {Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2, Gradient.CLIP: 3}

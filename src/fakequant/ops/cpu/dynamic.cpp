@@ -206,7 +206,7 @@ void quantize_by_own_range(const Job<T, C>& job) {
   pieces.for_each([&](int64_t first, int64_t count) { quantize_piece(job, high.data(), whole, first, count); });
 }
 
-// The layout of the tensor that ops/cpu/backend.py makes of a specification.
+// The fields in the order in which ops/cpu/rules.py writes them.
 ScaleRule rule_of(const Tensor& fields) {
   STD_TORCH_CHECK(fields.numel() == 15, "fakequant_cpu: a rule for scales has 15 fields");
   const auto* f = static_cast<const double*>(fields.data_ptr());

@@ -34,7 +34,7 @@ FAKEQUANT_INLINE void quantize_chunk_by(const Call<C>& call, const C* x, C* y, u
                                         int64_t n) {
   const Rounding rounding(call.grid);
   for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
-    quantize_run_as<E>(call, x + i, y + i, inside + i, piece, rounding, p);
+    quantize_run_as<E>(call, x + i, y + i, inside ? inside + i : nullptr, piece, rounding, p);
   });
 }
 

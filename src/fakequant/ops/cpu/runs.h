@@ -99,8 +99,8 @@ FAKEQUANT_INLINE void spread_16(const C* groups, C* elements, int64_t n) {
     for (int64_t i = 0; i < 16; ++i) elements[16 * g + i] = groups[g];
 }
 
-// Calls `uniform(begin, length, Uniform)` or `varying(begin, length, PerElement)` for consecutive pieces of the
-// elements [first, first + n), with begin counted from `first`.
+// Calls `run(begin, length, parameters)` for consecutive pieces of the elements [first, first + n), with begin counted
+// from `first`; the parameters of a piece are Uniform or PerElement.
 template <typename C, typename F>
 FAKEQUANT_INLINE void for_each_run(const Call<C>& call, int64_t first, int64_t n, const F& run) {
   const Tiles& t = call.tiles;
