@@ -146,3 +146,42 @@ def test_rows_of_the_demo(tmp_path):
     path.write_text(json.dumps({"percent": percent, "models": models}))
     rows = bars.demo_bars(path)
     assert [row.ok for row in rows] == [True, True, False, True]
+
+
+def study_file(folder, recovered=0.6, of_control=0.55, split="held_out"):
+    path = folder / "results.json"
+    row = {"calibrated": 1.75, "finetuned": 1.6, "recovered": recovered, "recovered_of_control": of_control}
+    found = {
+        "nats_per_byte": {"float32": 1.5, "float32_trained_on": 1.4875, "formats": {"NVFP4": row}},
+        "split": split,
+        "features": 48,
+        "steps": 5000,
+        "tuning_steps": 500,
+        "bytes": {"training": 9_000, "measured": 1_234},
+        "seconds": 99.6,
+        "environment": {"python": "3.11.7", "torch": "2.13.0", "threads": 1},
+    }
+    path.write_text(json.dumps(found))
+    return path
+
+
+def test_the_row_of_the_study_takes_the_stricter_of_both_shares(tmp_path):
+    assert bars.study_bars(tmp_path / "missing.json") == []
+    for recovered, of_control, ok in ((0.6, 0.5, True), (0.6, 0.499, False), (0.499, 0.6, False)):
+        (row,) = bars.study_bars(study_file(tmp_path, recovered, of_control))
+        assert row.ok is ok
+        assert f"{recovered:.1%}" in row.measured
+        assert f"{of_control:.1%}" in row.measured
+
+
+def test_the_table_of_the_study(tmp_path):
+    lines = bars.study_table(study_file(tmp_path)).splitlines()
+    assert lines[2] == "| float32 | 1.5000 | | 1.4875 | -0.0125 | | |"
+    assert lines[3] == "| NVFP4 | 1.7500 | +0.2500 | 1.6000 | +0.1000 | 60% | 55% |"
+    assert lines[-1].startswith("1,234 held-out bytes of Python 3.11.7; 48 features, 5000 steps of training, 500 of ")
+
+
+@pytest.mark.parametrize("reader", [bars.study_bars, bars.study_table])
+def test_a_study_of_the_development_files_is_not_published(reader, tmp_path):
+    with pytest.raises(ValueError, match="was measured on the development files"):
+        reader(study_file(tmp_path, split="development"))

@@ -3,42 +3,59 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from fakequant.model.progress import track
 from fakequant.nn import MatMul
 
 SEED = 0
 CONTEXT = 128
 BATCH = 16
-LEARNING_RATE = 4e-3
+FEATURES = 32
+LEARNING_RATE = 6e-3
 _BYTES = 256
-_HELD_OUT_EVERY = 10
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes [n] of the files to train on, and of those that are held out."""
+    """Bytes [n] of three sets of files: to train on, to choose settings by, and to report."""
 
     training: Tensor
+    development: Tensor
     held_out: Tensor
 
 
 def load_corpus(folder: Path | None = None) -> Corpus:
-    """The `.py` files of a folder in the order of their names; every tenth is held out.
+    """The `.py` files of a folder in the order of their names; about a tenth each for development and held out.
+
+    A file's name alone says where it belongs, so that one that another version of Python adds moves no other.
 
     Args:
         folder: by default that of the standard library; files in folders below it are left out.
+
+    Raises:
+        ValueError: too few files, so that a part has none.
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(folder.glob("*.py"))
-    held_out = files[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
-    return Corpus(_read([f for f in files if f not in held_out]), _read(held_out))
+    parts: dict[str, list[Path]] = {name: [] for name in ("training", "development", "held_out")}
+    for file in sorted(folder.glob("*.py")):
+        parts[_part(file.name)].append(file)
+    empty = [name for name, files in parts.items() if not files]
+    if empty:
+        raise ValueError(f"{folder} has no .py file for {', '.join(empty)}; give a folder with more files")
+    return Corpus(**{name: _read(files) for name, files in parts.items()})
+
+
+def _part(name: str) -> str:
+    return {0: "development", 1: "held_out"}.get(zlib.crc32(name.encode()) % 10, "training")
 
 
 def _read(files: list[Path]) -> Tensor:
@@ -83,7 +100,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder for bytes [n, length <= CONTEXT]; gives the logits of the next byte [n, length, 256]."""
 
-    def __init__(self, features: int = 128, heads: int = 4, blocks: int = 2) -> None:
+    def __init__(self, features: int = FEATURES, heads: int = 2, blocks: int = 2) -> None:
         super().__init__()
         self.bytes = nn.Embedding(_BYTES, features)
         self.positions = nn.Parameter(0.02 * torch.randn(CONTEXT, features))
@@ -115,23 +132,63 @@ class Windows:
             yield chosen[:, :-1], chosen[:, 1:]
 
 
+class Taught:
+    """Windows with the logits of a teacher [16, CONTEXT, 256] in place of the bytes that follow."""
+
+    def __init__(self, windows: Windows, teacher: nn.Module) -> None:
+        self.windows, self.teacher = windows, teacher
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for text, _ in self.windows:
+            with torch.no_grad():
+                logits = self.teacher(text)
+            yield text, logits
+
+
+def divergence(logits: Tensor, taught: Tensor) -> Tensor:
+    """Nats per byte between the distribution of a teacher and that of a model, from the logits of both.
+
+    Source: Hinton et al., Distilling the Knowledge in a Neural Network, arXiv 1503.02531, at temperature 1; as the loss
+    of quantization-aware training: Liu et al., LLM-QAT, arXiv 2305.17888.
+    """
+    learned, target = (part.flatten(0, -2).log_softmax(-1) for part in (logits, taught))
+    return F.kl_div(learned, target, reduction="batchmean", log_target=True)
+
+
 def loss(logits: Tensor, text: Tensor) -> Tensor:
     """Nats per byte: what training minimises and what is measured."""
     return F.cross_entropy(logits.flatten(0, -2), text.flatten())
 
 
-def train(corpus: Corpus, steps: int) -> Transformer:
-    """A float model, trained with one cycle of AdamW."""
+def train(corpus: Corpus, steps: int, features: int = FEATURES) -> Transformer:
+    """A float model, trained with one cycle of AdamW that ends at a learning rate of nearly zero."""
     torch.manual_seed(SEED)
-    model = Transformer()
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
-    for text, following in Windows(corpus.training, steps):
+    model = Transformer(features)
+    optimizer = adamw(model.parameters(), LEARNING_RATE)
+    rates = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1, cycle_momentum=False
+    )
+    fit(model, Windows(corpus.training, steps), optimizer, rates)
+    return model
+
+
+def adamw(parameters: Iterable[nn.Parameter], learning_rate: float = 1.0) -> torch.optim.Optimizer:
+    """The optimizer of all training here; 1.0 is for a schedule that multiplies it."""
+    return torch.optim.AdamW(parameters, learning_rate, betas=(0.9, 0.98))
+
+
+def fit(model: nn.Module, windows: Windows, optimizer: torch.optim.Optimizer, rates: LRScheduler) -> None:
+    """Train a model in place, one step per batch of windows; left in eval mode."""
+    model.train()
+    for text, following in track(windows, "training", len(windows), None):
         optimizer.zero_grad()
         loss(model(text), following).backward()
         optimizer.step()
-        schedule.step()
-    return model.eval()
+        rates.step()
+    model.eval()
 
 
 @torch.no_grad()
