@@ -54,8 +54,9 @@ def hostile_gradient(x):
 
 
 def compare_grad_params(backend, numbers, spec, label):
-    """Gradients of scale and zero point, of hostile inputs and of finite ones."""
-    x, params = numbers.x, numbers.params
+    """Gradients of scale and zero point, of hostile inputs and of finite ones; in float64, which hides no bit."""
+    x = numbers.x
+    params = fq.QParams(*(None if p is None else p.double() for p in numbers.params[:2]))
     for inputs in (x, x.nan_to_num(0.0, 3.0, -3.0).clamp(-1e4, 1e4)):
         dy = hostile_gradient(x)
         actual = backend.grad_params(dy, inputs, params, spec, (True, True))
@@ -234,6 +235,32 @@ def test_gradient_in_another_layout_than_the_input(backend):
             dy = LAYOUTS[dy_layout](torch.randn(where.shape))
             dx = backend.grad_input(dy, mask, spec, x.stride())
             assert_same_bits(dx, reference.grad_input(dy, right), f"x {x_layout}, dy {dy_layout}")
+
+
+# A part of the kernel's sums has 131,072 elements, of several rows 4096 of each: groups within parts and across them.
+@each_backend
+@pytest.mark.parametrize(
+    ("granularity", "shape"),
+    [
+        (fq.PerTensor(), (300_001,)),
+        (fq.PerChannel(0), (3, 140_001)),
+        (fq.PerChannel(1), (2, 3, 140_001)),
+        (fq.PerChannel(1), (70, 5, 1001)),
+        (fq.PerChannel(-1), (40, 9001)),
+        (fq.PerChannel(-1), (60_001, 5)),
+        (fq.PerBlock({-1: 16}), (9, 32_000)),
+        (fq.PerBlock({0: 2, 1: 4}), (1000, 300)),
+        (fq.PerBlock({0: 128, 1: 128}, pad=True), (300, 700)),
+    ],
+    ids=str,
+)
+def test_gradients_of_parameters_of_large_tensors(backend, granularity, shape):
+    skip_unavailable(backend)
+    torch.set_num_threads(2)
+    x = torch.randn(shape) * 200
+    groups = granularity.group_shape(shape)
+    params = fq.QParams(torch.rand(groups) + 0.5, torch.randint(-128, 128, groups))
+    compare_grad_params(backend, cases.Numbers(x, params), fq.QuantSpec("int8", granularity, symmetric=False), shape)
 
 
 @each_backend

@@ -11,6 +11,7 @@ from bits import assert_same_bits
 from cases import FORMATS, GRANULARITIES
 
 import fakequant as fq
+from fakequant.numerics import reference
 from fakequant.ops import library
 
 
@@ -68,6 +69,10 @@ def test_closed_form(where_name, name, dtype):
         for actual, right, label in zip(gradients[1:], wanted, ("scale", "zero point"), strict=False):
             # Adding 0.0: numpy's sum of zeros has no fixed sign, ours is positive.
             assert_same_bits(actual, torch.from_numpy(np.asarray(right)).to(dtype) + 0.0, f"{label} {spec}")
+        with torch.no_grad():
+            defined = reference.grad_params(dy_t, x_t, params, spec, (True, True))
+        for actual, right in zip(gradients[1:], defined, strict=False):
+            assert_same_bits(actual, right, f"defined {spec}")
         exported = torch.ops.fakequant.fake_quantize if case.format in fq.formats() else None
         if exported is not None:
             again = torch.autograd.grad(exported(x_t, scale_t, zero_point_t, str(spec)), leaves, dy_t)

@@ -71,7 +71,7 @@ def wanted_codes(right, fmt):
 def check_every_16_bit_pattern(case, dtype, scale):
     """All inputs of a 16-bit dtype through values and stored codes, in every arithmetic, by every backend."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    params = fq.QParams(torch.tensor([254.0]))
+    params = fq.QParams(torch.tensor([scale]))
     for arithmetic in case.arithmetics():
         spec = case.spec(fq.PerTensor(), arithmetic)
         right = oracle.fake_quantize(
