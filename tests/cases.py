@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import oracle
@@ -32,7 +33,7 @@ class FormatCase:
     oracle: oracle.OracleFormat
     symmetric: bool = True
 
-    def spec(self, granularity: fq.Granularity, arithmetic: fq.Arithmetic, **options: fq.Gradient) -> fq.QuantSpec:
+    def spec(self, granularity: fq.Granularity, arithmetic: fq.Arithmetic, **options: Any) -> fq.QuantSpec:
         return fq.QuantSpec(self.format, granularity, symmetric=self.symmetric, arithmetic=arithmetic, **options)
 
     def arithmetics(self) -> list[fq.Arithmetic]:

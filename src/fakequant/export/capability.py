@@ -23,7 +23,7 @@ from fakequant.numerics.formats import (
     IntegerFormat,
 )
 from fakequant.numerics.granularity import Granularity, PerBlock
-from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 
 Dimension = int | str
 """The length of an axis; text where it is symbolic."""
@@ -237,6 +237,11 @@ def check_spec(spec: QuantSpec) -> Encoding:
         raise ExportError(
             f"{spec}: the multiplier arithmetic divides codes by the multiplier and keeps the sign of zero, which "
             "DequantizeLinear cannot; prepare the model with Arithmetic.DIVIDE (or RECIPROCAL)"
+        )
+    if spec.rounding is Rounding.STOCHASTIC:
+        raise ExportError(
+            f"{spec}: stochastic rounding draws other codes in every run, which QuantizeLinear cannot; set "
+            "quantizer.spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN) and export again"
         )
     return encoding(spec.format)
 
