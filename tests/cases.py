@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import oracle
@@ -32,12 +33,14 @@ class FormatCase:
     oracle: oracle.OracleFormat
     symmetric: bool = True
 
-    def spec(self, granularity: fq.Granularity, arithmetic: fq.Arithmetic, **options: fq.Gradient) -> fq.QuantSpec:
+    def spec(self, granularity: fq.Granularity, arithmetic: fq.Arithmetic, **options: Any) -> fq.QuantSpec:
         return fq.QuantSpec(self.format, granularity, symmetric=self.symmetric, arithmetic=arithmetic, **options)
 
     def arithmetics(self) -> list[fq.Arithmetic]:
         return [a for a in fq.Arithmetic if self.symmetric or a is not fq.Arithmetic.MULTIPLIER]
 
+
+_SQUARES = tuple(float(v * abs(v)) for v in range(-100, 156))
 
 FORMATS = {
     "int8": FormatCase("int8", oracle.Integers(-128, 127)),
@@ -65,6 +68,8 @@ FORMATS = {
     # Not registered: formats are values, and the kernels know only their fields.
     "three_values": FormatCase(TableFormat("three", (-1.0, 0.0, 0.75)), oracle.Values((-1.0, 0.0, 0.75))),
     "positive_values": FormatCase(TableFormat("positive", (0.0, 1.0, 5.0)), oracle.Values((0.0, 1.0, 5.0))),
+    # The most that a table holds: beyond 16 values the kernels search them in another way.
+    "256_values": FormatCase(TableFormat("squares", _SQUARES), oracle.Values(_SQUARES)),
     "half": FormatCase(FloatFormat("e5m10", 5, 10, Specials.IEEE), oracle.FLOAT16),
 }
 _LARGEST_SMALL = 8

@@ -8,6 +8,8 @@ and are exact in float64, and so is every float32 that is compared with them: no
 from __future__ import annotations
 
 import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -181,6 +183,69 @@ def encode(v: Array, fmt: OracleFormat, zero_point: Array) -> tuple[Array, Array
     return np.where(np.isnan(v), np.nan, decoded), inside & ~np.isnan(v)
 
 
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """The four words of Philox-4x32-10, as section 3.3 of its paper (SC 2011) and Random123 have it."""
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (right >> 32) ^ b ^ first, right % 2**32, (left >> 32) ^ d ^ second, left % 2**32
+        first, second = (first + 0x9E3779B9) % 2**32, (second + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+def random_words(seed: int, shape: Sequence[int]) -> Array:
+    """The word of every element, counted in row-major order, four for every counter."""
+    key = seed % 2**32, (seed >> 32) % 2**32
+    words = [word for i in range(-(-math.prod(shape) // 4)) for word in philox((i % 2**32, i >> 32, 0, 0), key)]
+    return np.array(words[: math.prod(shape)], np.int64).reshape(shape)
+
+
+@cache
+def _magnitudes(fmt: SmallFloat) -> list[Fraction]:
+    """The magnitudes of a float format and the first beyond it."""
+    return [fmt.decode(code) for code in range(fmt.finite_codes + 1)]
+
+
+def _drawn(v: float, fmt: OracleFormat, word: int) -> Fraction:
+    """The neighbour of a number that a word chooses; beyond the format anything that is."""
+    if isinstance(fmt, Integers):
+        exact = Fraction(min(abs(v), 2.0**40))
+        low, high = Fraction(math.floor(exact)), Fraction(math.floor(exact) + 1)
+    else:
+        known = [Fraction(n) for n in fmt.numbers] if isinstance(fmt, Values) else _magnitudes(fmt)
+        limited = v if isinstance(fmt, Values) else abs(v)
+        if not known[0] <= limited < known[-1]:
+            return known[-1] if limited > 0 else known[0]
+        exact = Fraction(limited)
+        at = bisect_right(known, exact)
+        low, high = known[at - 1], known[at]
+    chosen = high if word >> 1 < round((exact - low) / (high - low) * 2**31) else low
+    return chosen if isinstance(fmt, Values) else chosen * int(math.copysign(1, v))
+
+
+def encode_stochastically(v: Array, fmt: OracleFormat, zero_point: Array, words: Array) -> tuple[Array, Array]:
+    """As `encode`, to the neighbour that each word chooses."""
+    decoded, inside = np.full(v.shape, np.nan), np.zeros(v.shape, bool)
+    for at in np.ndindex(v.shape):
+        number = float(v[at])
+        if math.isnan(number):
+            continue
+        drawn, offset = _drawn(number, fmt, int(words[at])), int(zero_point[at])
+        if isinstance(fmt, Integers):
+            low, high = Fraction(fmt.low - offset), Fraction(fmt.high - offset)
+        elif isinstance(fmt, Values):
+            low, high = Fraction(fmt.numbers[0]), Fraction(fmt.numbers[-1])
+        else:
+            low, high = -_magnitudes(fmt)[-2], _magnitudes(fmt)[-2]
+        # Values have no codes beyond the ends, and a number there is out of range itself.
+        inside[at] = low <= drawn <= high and (not isinstance(fmt, Values) or low <= number <= high)
+        decoded[at] = float(min(max(drawn, low), high))
+        if isinstance(fmt, SmallFloat) and not (fmt.one_zero and decoded[at] == 0):
+            decoded[at] = math.copysign(decoded[at], number)
+    return decoded, inside
+
+
 def decode_pattern(pattern: Array, fmt: OracleFormat) -> Array:
     """The float64 numbers of stored codes: bit patterns of floats, positions of values, integers themselves."""
     if isinstance(fmt, Integers):
@@ -223,11 +288,14 @@ class Result:
     inside: Array
 
 
-def fake_quantize(x: Array, scale: Array, zero_point: Array | None, fmt: OracleFormat, arithmetic: str) -> Result:
+def fake_quantize(
+    x: Array, scale: Array, zero_point: Array | None, fmt: OracleFormat, arithmetic: str, words: Array | None = None
+) -> Result:
     """x, scale and zero_point element by element, in float32 or float64.
 
     Args:
         arithmetic: "divide", "reciprocal" or "multiplier".
+        words: those by which rounding is stochastic; without them it is to nearest.
     """
     dtype = x.dtype
     assert scale.dtype == dtype
@@ -241,7 +309,8 @@ def fake_quantize(x: Array, scale: Array, zero_point: Array | None, fmt: OracleF
         else:
             v = x * scale
         assert v.dtype == dtype
-        decoded, inside = encode(v, fmt, offset)
+        rounded = encode(v, fmt, offset) if words is None else encode_stochastically(_widen(v), fmt, offset, words)
+        decoded, inside = rounded
         if isinstance(fmt, Integers):
             if arithmetic == "multiplier":
                 # rint(x * m) / m keeps the sign of a zero that was rounded to; a bound that is 0 has none.

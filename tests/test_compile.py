@@ -75,6 +75,52 @@ def test_compiled_with_a_learned_scale():
     assert_same_bits(compiled_learned.grad, learned.grad)
 
 
+@pytest.mark.parametrize(
+    ("backend", "specs"),
+    [
+        ("inductor", ["float4_e2m1fn per_tensor stochastic"]),  # each takes the C++ compiler about 10 s
+        ("aot_eager", ["int4 per_channel(0) stochastic", "nf4 per_block(-1:8,pad) stochastic", "uint8 stochastic"]),
+    ],
+)
+def test_compiled_stochastic_rounding_takes_a_seed(backend, specs):
+    x, seed = torch.randn(3, 41), torch.tensor(-9)
+
+    def quantize_all(inputs):
+        return [fq.fake_quantize(inputs[0], spec, seed=seed) for spec in specs]
+
+    values, gradients = with_gradients(quantize_all, [x])
+    compiled = torch.compile(quantize_all, fullgraph=True, backend=backend)
+    compiled_values, compiled_gradients = with_gradients(compiled, [x])
+    for got, wanted in zip(compiled_values + compiled_gradients, values + gradients, strict=True):
+        assert_same_bits(got, wanted)
+
+
+def test_compiled_stochastic_rounding_draws_a_seed_that_torch_decides():
+    x = torch.full((1000,), 0.5)
+    spec = "int8 per_tensor stochastic"
+    compiled = torch.compile(lambda t: fq.fake_quantize(t, spec, scale=1.0), fullgraph=True, backend="aot_eager")
+    torch.manual_seed(2)
+    first, second = compiled(x), compiled(x)
+    torch.manual_seed(2)
+    assert_same_bits(compiled(x), first)
+    assert not torch.equal(first, second)
+    assert 400 < first.sum() < 600
+
+
+def test_exported_stochastic_rounding_draws_a_seed_per_call():
+    class Noisy(torch.nn.Module):
+        def forward(self, x):
+            return fq.fake_quantize(x, "int8 per_tensor stochastic", scale=0.25)
+
+    module, x = Noisy(), torch.randn(3, 7)
+    exported = torch.export.export(module, (x,)).module()
+    torch.manual_seed(3)
+    right = [module(x), module(x)]
+    torch.manual_seed(3)
+    for wanted in right:
+        assert_same_bits(exported(x), wanted)
+
+
 class Affine(torch.nn.Module):
     """Two calls: one with given parameters, one that takes its range from the input."""
 

@@ -56,7 +56,8 @@ def hostile_gradient(x):
 def compare_grad_params(backend, numbers, spec, label):
     """Gradients of scale and zero point, of hostile inputs and of finite ones; in float64, which hides no bit."""
     x = numbers.x
-    params = fq.QParams(*(None if p is None else p.double() for p in numbers.params[:2]))
+    scale, zero_point = (None if p is None else p.double() for p in numbers.params[:2])
+    params = fq.QParams(scale, zero_point, seed=numbers.params.seed)
     for inputs in (x, x.nan_to_num(0.0, 3.0, -3.0).clamp(-1e4, 1e4)):
         dy = hostile_gradient(x)
         actual = backend.grad_params(dy, inputs, params, spec, (True, True))

@@ -86,6 +86,14 @@ def test_multiplier_is_refused_and_reciprocal_is_not() -> None:
     assert check_spec(fq.QuantSpec("int8", arithmetic=fq.Arithmetic.RECIPROCAL)).element.name == "INT8"
 
 
+def test_stochastic_rounding_is_refused() -> None:
+    message = (
+        r"int8 per_tensor stochastic: .* set quantizer\.spec = .*rounding=Rounding\.NEAREST_EVEN\) and export again"
+    )
+    with pytest.raises(ExportError, match=message):
+        check_spec(fq.QuantSpec("int8", rounding=fq.Rounding.STOCHASTIC))
+
+
 LAYOUTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Layout]] = {
     "no_axes": ((), (), Layout()),
     "tensor": ((8, 3), (1, 1), Layout()),
@@ -149,7 +157,7 @@ def test_blocks_of_any_granularity_along_an_axis_of_symbolic_length_are_refused(
             return (2, *shape[1:])
 
         @classmethod
-        def parse(cls, arguments: str) -> "PairsOfRows":
+        def parse(cls, arguments: str) -> PairsOfRows:
             return cls()
 
     assert block_sizes(PairsOfRows(), (4, "n")) == [2, "n"]

@@ -294,11 +294,24 @@ MULTIPLIER = Config(
     "MULTIPLIER",
     (Rule(input=TensorConfig("int8 multiplier"), weight=TensorConfig("int8 per_channel(0) multiplier")),),
 )
+STOCHASTIC = Config(
+    "STOCHASTIC",
+    (Rule(input=TensorConfig("int8 stochastic", dynamic=True), weight=TensorConfig("int8 per_channel(0) stochastic")),),
+)
 REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "multiplier": (
         lambda: linear(MULTIPLIER),
         {},
         ["0.0._input_quantizer: int8 per_tensor multiplier", "0.0._weight_quantizer", "Arithmetic.DIVIDE"],
+    ),
+    "stochastic": (
+        lambda: linear(STOCHASTIC),
+        {},
+        [
+            "0.0._input_quantizer: int8 per_tensor stochastic: ",
+            "0.0._weight_quantizer",
+            "rounding=Rounding.NEAREST_EVEN",
+        ],
     ),
     "too_many_bits": (
         lambda: linear("int[-100000,5]"),
@@ -351,11 +364,29 @@ def test_what_onnx_cannot_say_is_refused_and_the_old_file_stays(
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("m.onnx", b"old")]
 
 
-def test_quantizers_are_refused_before_the_model_runs(tmp_path: Path) -> None:
-    model = linear(MULTIPLIER)
+@pytest.mark.parametrize("config", [MULTIPLIER, STOCHASTIC], ids=lambda c: c.name)
+def test_quantizers_are_refused_before_the_model_runs(config: Config, tmp_path: Path) -> None:
+    model = linear(config)
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(ExportError):
         export_onnx(model, torch.ones(2, 8), tmp_path / "m.onnx")
+
+
+def test_stochastic_rounding_of_a_users_module_is_refused_with_its_name(tmp_path: Path) -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return fq.fake_quantize(x, "int8 per_tensor stochastic", scale=0.1)
+
+    with pytest.raises(ExportError, match=r"\n1: int8 per_tensor stochastic: stochastic rounding draws"):
+        export_onnx(nn.Sequential(nn.Linear(8, 8), Noisy()), torch.ones(2, 8), tmp_path / "m.onnx")
+
+
+def test_a_model_trained_with_stochastic_rounding_is_exported_after_it_is_taken_back(tmp_path: Path) -> None:
+    model = linear(STOCHASTIC)
+    for quantizer in quantizers(model).values():
+        quantizer.spec = quantizer.spec.replace(rounding=fq.Rounding.NEAREST_EVEN)
+    export_onnx(model, torch.ones(2, 8), tmp_path / "m.onnx")
+    assert verify_onnx(tmp_path / "m.onnx", model, [torch.randn(2, 8)]).exact
 
 
 def test_control_flow_is_refused(tmp_path: Path) -> None:

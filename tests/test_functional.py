@@ -10,6 +10,7 @@ from fakequant.numerics import reference
 X = torch.tensor([[0.1, -0.52, 1.27], [5.0, 2.4, -0.26]])
 CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))
 UINT8 = fq.QuantSpec("uint8")
+STOCHASTIC = fq.QuantSpec("int8", rounding=fq.Rounding.STOCHASTIC)
 NAN = float("nan")
 
 
@@ -141,6 +142,27 @@ BAD_CALLS = {
     ),
     "zero point without scale": (fake(spec=UINT8, zero_point=0), QParamsError, r"zero_point was given without a scale"),
     "scale and amax": (fake(scale=1.0, amax=1.0), QParamsError, r"both scale and amax were given.*give one of them"),
+    "seed of a specification that rounds to nearest": (
+        fake(seed=3),
+        SpecError,
+        r"a seed was given, but int8 per_tensor rounds to nearest; use rounding=Rounding.STOCHASTIC",
+    ),
+    "seed that is no integer": (fake(spec=STOCHASTIC, seed=1.0), QParamsError, r"seed must be an integer .* got 1.0"),
+    "seed of more than 64 bits": (
+        fake(spec=STOCHASTIC, seed=2**63),
+        QParamsError,
+        r"seed must be .* got 9223372036854",
+    ),
+    "seed of another dtype": (
+        fake(spec=STOCHASTIC, seed=torch.tensor(1.0)),
+        QParamsError,
+        r"or a 0-d int64 tensor, got a tensor of torch.float32 and shape \[\]",
+    ),
+    "several seeds": (
+        lambda: fq.quantize(X, STOCHASTIC, seed=torch.tensor([1, 2])),
+        QParamsError,
+        r"got a tensor of torch.int64 and shape \[2\]",
+    ),
     "unknown format": (fake(spec="int9q"), SpecError, r"unknown format 'int9q'; did you mean int9"),
     "axis": (fake(spec="int8 per_channel(2)"), ShapeError, r"axis 2 is out of range, a tensor of 2 axes"),
     "block": (fake(spec="int8 per_block(-1:2)"), ShapeError, r"axis -1 has 3 elements, no multiple of 2; choose a"),

@@ -32,6 +32,16 @@ def test_memory_in_kernel_order_is_tiles_of_one_group_each(where, layout_name):
     assert (layout.unpack(packed) == spread).all()
 
 
+@pytest.mark.parametrize("layout_name", [name for name in LAYOUTS if name != "expanded"])
+@pytest.mark.parametrize("where", GRANULARITIES.values(), ids=GRANULARITIES)
+def test_row_major_says_that_the_kernel_counts_as_the_tensor_does(where, layout_name):
+    x = LAYOUTS[layout_name](torch.arange(torch.Size(where.shape).numel()).view(where.shape) + 1.0)
+    layout = layout_of(where.granularity, tuple(x.shape), x.stride())
+    packed = layout.pack(x)
+    run = torch.as_strided(packed, (packed.numel(),), (1,), packed.storage_offset())
+    assert layout.row_major == torch.equal(run, torch.arange(x.numel()) + 1.0)
+
+
 def test_every_order_of_four_axes():
     shape = (2, 3, 4, 5)
     for order in itertools.permutations(range(4)):

@@ -20,6 +20,7 @@ NAMES = [
     "QParams",
     "QuantSpec",
     "Range",
+    "Rounding",
     "Rule",
     "ScaleRounding",
     "ScaleSpec",
@@ -66,8 +67,9 @@ def test_names_exist_and_are_documented():
 
 def test_signatures():
     given = "scale: 'Number | None' = None, zero_point: 'Number | None' = None, amax: 'Number | None' = None"
+    given += ", seed: 'int | Tensor | None' = None"
     assert str(inspect.signature(fq.fake_quantize)) == f"(x: 'Tensor', spec: 'QuantSpec | str', *, {given}) -> 'Tensor'"
-    assert list(inspect.signature(fq.quantize).parameters) == ["x", "spec", "scale", "zero_point", "amax"]
+    assert list(inspect.signature(fq.quantize).parameters) == ["x", "spec", "scale", "zero_point", "amax", "seed"]
     assert list(inspect.signature(fq.dequantize).parameters) == ["codes", "params", "spec", "dtype"]
     assert list(inspect.signature(fq.choose_qparams).parameters) == ["x", "spec"]
     assert fq.__version__

@@ -11,8 +11,10 @@ from fakequant.errors import SpecError
 from fakequant.numerics.spec import as_spec
 
 SPECS = [
-    fq.QuantSpec(fmt, where.granularity, symmetric=symmetric, arithmetic=arithmetic, gradient=gradient)
-    for (fmt, symmetric), where, arithmetic, gradient in itertools.product(
+    fq.QuantSpec(
+        fmt, where.granularity, symmetric=symmetric, arithmetic=arithmetic, gradient=gradient, rounding=rounding
+    )
+    for (fmt, symmetric), where, arithmetic, gradient, rounding in itertools.product(
         [
             ("int8", True),
             ("int8", False),
@@ -24,6 +26,7 @@ SPECS = [
         GRANULARITIES.values(),
         fq.Arithmetic,
         fq.Gradient,
+        fq.Rounding,
     )
     if symmetric or arithmetic is not fq.Arithmetic.MULTIPLIER
 ]
@@ -48,6 +51,10 @@ def test_text_names_only_what_differs_from_the_defaults():
         "int8", fq.PerChannel(0), symmetric=False, arithmetic=fq.Arithmetic.RECIPROCAL, gradient=fq.Gradient.IDENTITY
     )
     assert str(full) == "int8 per_channel(0) asymmetric reciprocal identity"
+    assert str(full.replace(rounding=fq.Rounding.STOCHASTIC)) == f"{full} stochastic"
+    mx = fq.QuantSpec.parse("float4_e2m1fn per_block(-1:32) stochastic scale=float8_e8m0fnu:floor")
+    assert mx.rounding is fq.Rounding.STOCHASTIC
+    assert mx.to_text() == "float4_e2m1fn per_block(-1:32) stochastic scale=float8_e8m0fnu:floor"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +77,7 @@ def test_is_a_value():
     assert spec.replace(format="int4") == fq.QuantSpec("int4")
     assert as_spec("int8") == as_spec(spec) == spec
     assert fq.QuantSpec.from_dict({"format": "int8"}) == spec
+    assert fq.QuantSpec("int8", rounding="stochastic") == fq.QuantSpec.parse("int8 per_tensor stochastic") != spec
 
 
 @pytest.mark.parametrize(
@@ -84,6 +92,9 @@ def test_is_a_value():
         ),
         (lambda: fq.QuantSpec.parse("int8 per_tensor divid"), r"cannot read 'divid' .*did you mean divide"),
         (lambda: fq.QuantSpec.parse("int8 divid"), r"divid"),
+        (lambda: fq.QuantSpec.parse("int8 per_tensor stochastik"), r"did you mean stochastic"),
+        (lambda: fq.QuantSpec("int8", rounding="up"), r"'up' is not a valid Rounding; expected .* and a Rounding"),
+        (lambda: fq.QuantSpec.from_dict({"format": "int8", "rounding": "up"}), r"'up' is not a valid Rounding"),
         (lambda: fq.QuantSpec.parse("int8 divide per_channel(0)"), r"cannot read 'per_channel\(0\)'"),
         (lambda: fq.QuantSpec.parse(""), r"specification"),
         (lambda: fq.QuantSpec.from_dict({"fromat": "int8"}), r"unknown key 'fromat' .*did you mean format"),

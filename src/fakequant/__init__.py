@@ -31,7 +31,7 @@ from fakequant.numerics.granularity import (
 )
 from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
-from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
+from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.numerics.tables import TableFormat
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ __all__ = [
     "QParams",
     "QuantSpec",
     "Range",
+    "Rounding",
     "Rule",
     "ScaleRounding",
     "ScaleSpec",

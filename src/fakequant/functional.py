@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from .errors import DTypeError, QParamsError, ShapeError, SpecError
+from .numerics.philox import draw_seed
 from .numerics.qparams import QParams, Range, compute_dtype, has_values
 from .numerics.qparams import choose_qparams as _choose_qparams
-from .numerics.spec import Arithmetic, QuantSpec, as_spec
+from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
 
 Number = float | int | Tensor
@@ -25,6 +26,7 @@ def fake_quantize(
     scale: Number | None = None,
     zero_point: Number | None = None,
     amax: Number | None = None,
+    seed: int | Tensor | None = None,
 ) -> Tensor:
     """x rounded to the values that a format has, differentiable by the straight-through estimator.
 
@@ -38,6 +40,9 @@ def fake_quantize(
             requires grad it gets its gradient (LSQ).
         zero_point: the code of 0.0, of the same shape; only where `spec.symmetric` is false.
         amax: instead of `scale`: the magnitude that is mapped to the format's largest code.
+        seed: an integer or 0-d int64 tensor that decides stochastic rounding, see `Rounding`; only for specifications
+            with it. Without one it is drawn from torch's default generator (`torch.manual_seed`). Equal seeds give
+            elements at equal positions equal random numbers: give every tensor its own.
 
     Returns:
         A tensor of the shape and dtype of x. NaN stays NaN, inf becomes the largest value of its group (which is inf
@@ -46,20 +51,24 @@ def fake_quantize(
     Raises:
         DTypeError: x is not a floating tensor.
         ShapeError: x does not fit the granularity, or a parameter does not fit x.
-        QParamsError: a scale that is not positive and finite, a zero point out of range.
+        QParamsError: a scale that is not positive and finite, a zero point out of range, a seed that is no int64.
+        SpecError: a seed for a specification that rounds to nearest, a zero point for a symmetric one.
 
     >>> fake_quantize(torch.tensor([0.1, -0.52, 1.27]), "int8", scale=0.01)
     tensor([ 0.1000, -0.5200,  1.2700])
     >>> fake_quantize(torch.tensor([[0.3, -1.0], [5.0, 2.4]]), QuantSpec("int2", PerChannel(0)))
     tensor([[ 0., -1.],
             [ 5.,  0.]])
+    >>> fake_quantize(torch.full((8,), 0.25), "int8 per_tensor stochastic", scale=1.0, seed=3)
+    tensor([0., 1., 0., 0., 0., 0., 1., 0.])
     """
     spec = as_spec(spec)
+    drawn = _resolve_seed(seed, spec)
     if scale is None and zero_point is None and amax is None:
         _check_tensor("x", x)
         compute_dtype(x.dtype)
-        return library.fake_quantize_dynamic(x, spec)
-    return library.fake_quantize(x, _resolve(x, spec, scale, zero_point, amax), spec)
+        return library.fake_quantize_dynamic(x, spec, drawn)
+    return library.fake_quantize(x, _seeded(_resolve(x, spec, scale, zero_point, amax), drawn), spec)
 
 
 def quantize(
@@ -69,17 +78,19 @@ def quantize(
     scale: Number | None = None,
     zero_point: Number | None = None,
     amax: Number | None = None,
+    seed: int | Tensor | None = None,
 ) -> tuple[Tensor, QParams]:
     """The codes of x and the parameters that `dequantize` needs; arguments and errors as for `fake_quantize`.
 
-    Codes come in the smallest torch dtype that holds them. NaN has no integer code and becomes quant_min.
+    Codes come in the smallest torch dtype that holds them. NaN has no integer code and becomes quant_min. The
+    parameters keep the seed of stochastic rounding.
 
     >>> codes, params = quantize(torch.tensor([0.1, -0.52, 1.27]), "int8")
     >>> codes
     tensor([ 10, -52, 127], dtype=torch.int8)
     """
     spec = as_spec(spec)
-    params = _resolve(x, spec, scale, zero_point, amax)
+    params = _seeded(_resolve(x, spec, scale, zero_point, amax), _resolve_seed(seed, spec))
     return library.quantize(x, params, spec), params
 
 
@@ -135,6 +146,29 @@ def _resolve(
     assert scale is not None
     given = None if zero_point is None else _as_tensor("zero_point", zero_point, x, dtype)
     return QParams(*_checked(_as_tensor("scale", scale, x, dtype), given, x, spec))
+
+
+def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec) -> Tensor | None:
+    """The seed of stochastic rounding, drawn if none is given; None where rounding is to nearest."""
+    if spec.rounding is Rounding.NEAREST_EVEN:
+        if seed is None:
+            return None
+        raise SpecError(f"a seed was given, but {spec} rounds to nearest; use rounding=Rounding.STOCHASTIC")
+    if seed is None:
+        return draw_seed()
+    if isinstance(seed, Tensor):
+        if seed.dtype == torch.int64 and seed.dim() == 0:
+            return seed
+        got = f"a tensor of {seed.dtype} and shape {list(seed.shape)}"
+    elif isinstance(seed, int) and -(2**63) <= seed < 2**63:
+        return torch.tensor(seed, dtype=torch.int64, device="cpu")
+    else:
+        got = repr(seed)
+    raise QParamsError(f"seed must be an integer of 64 bits with a sign, or a 0-d int64 tensor, got {got}")
+
+
+def _seeded(params: QParams, seed: Tensor | None) -> QParams:
+    return params if seed is None else params._replace(seed=seed)
 
 
 def _checked(scale: Tensor, zero_point: Tensor | None, x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:

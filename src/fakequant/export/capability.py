@@ -29,7 +29,7 @@ from fakequant.numerics.formats import (
     IntegerFormat,
 )
 from fakequant.numerics.granularity import Granularity, PerBlock
-from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 
 Dimension = int | str
 """The length of an axis; text where it is symbolic."""
@@ -278,6 +278,11 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
         raise ExportError(
             f"{spec}: the multiplier arithmetic divides codes by the multiplier and keeps the sign of zero, which "
             "DequantizeLinear cannot; prepare the model with Arithmetic.DIVIDE (or RECIPROCAL)"
+        )
+    if spec.rounding is Rounding.STOCHASTIC:
+        raise ExportError(
+            f"{spec}: stochastic rounding draws other codes in every run, which QuantizeLinear cannot; set "
+            "quantizer.spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN) and export again"
         )
     found = encoding(spec.format, style)
     return found if style is Style.PORTABLE else replace(found, scale=_scale_type(spec, style))

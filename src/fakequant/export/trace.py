@@ -102,7 +102,7 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
 
 
 def _site(node: fx.Node, given: Container[object], style: Style) -> Site:
-    x, scale, _, text = node.args
+    x, scale, _, text = node.args[:4]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
     assert isinstance(text, str)

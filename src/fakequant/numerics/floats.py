@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.format import Format, Grid
+from fakequant.numerics.format import Format, Grid, Neighbours
 
 
 class Specials(Enum):
@@ -133,9 +133,19 @@ class FloatFormat(Format):
 
     def round(self, v: Tensor) -> Tensor:
         spacing = self._spacing(v)
-        code = torch.where(v.isinf(), v, (v / spacing).round() * spacing)
+        return self._code(torch.where(v.isinf(), v, (v / spacing).round() * spacing))
+
+    def neighbours(self, v: Tensor) -> Neighbours:
+        spacing = self._spacing(v)
+        steps = (v / spacing).abs()
+        near = steps.floor()
+        # A step further than the last number of a binade is the first of the next.
+        codes = [torch.where(v.isinf(), v, (n * spacing).copysign(v)) for n in (near, near + 1)]
+        return Neighbours(self._code(codes[0]), self._code(codes[1]), steps - near)
+
+    def _code(self, value: Tensor) -> Tensor:
         # -0.0 + 0.0 is +0.0, every other value stays.
-        return code if self.grid.negative_zero else code + 0.0
+        return value if self.grid.negative_zero else value + 0.0
 
     def _spacing(self, v: Tensor) -> Tensor:
         """The distance between the format's numbers around v."""
@@ -182,6 +192,10 @@ class ExponentFormat(Format):
         """The nearest power of two; from the middle of two, 1.5 times the lower, the upper."""
         below = power_of_two_below(v)
         return torch.where(v < below * 1.5, below, below * 2.0)
+
+    def neighbours(self, v: Tensor) -> Neighbours:
+        below = power_of_two_below(v)
+        return Neighbours(below, below * 2.0, v / below - 1.0)
 
     def to_storage(self, code: Tensor) -> Tensor:
         return code.to(self.storage)

@@ -17,6 +17,18 @@ class Table(NamedTuple):
     middles: tuple[float, ...]
 
 
+class Neighbours(NamedTuple):
+    """The two values of a format, without its bounds, between which numbers lie.
+
+    `share` is the part of the way from `near` to `far` that a number has gone, 0 to 1, exact wherever that is a number
+    of the dtype; 0 or NaN where the number is a value itself or has no neighbours.
+    """
+
+    near: Tensor
+    far: Tensor
+    share: Tensor
+
+
 @dataclass(frozen=True)
 class Grid:
     """What a kernel must know of a format: bounds, and the spacing of its values.
@@ -62,6 +74,24 @@ class Format(ABC):
     @abstractmethod
     def round(self, v: Tensor) -> Tensor:
         """The nearest code, ties to even, as if the format had no bounds."""
+
+    @abstractmethod
+    def neighbours(self, v: Tensor) -> Neighbours:
+        """The codes on both sides of v, as if the format had no bounds."""
+
+    def round_stochastically(self, v: Tensor, words: Tensor) -> Tensor:
+        """One of the two neighbours of v, each with the probability of its nearness, as if the format had no bounds.
+
+        The probabilities are multiples of 2**-31, within 2**-32 of the exact ones; the expected code is v as precisely.
+
+        Args:
+            words: a uniform 32-bit word for every element.
+
+        Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv 1502.02551, section 3.1.
+        """
+        near, far, share = self.neighbours(v)
+        reached_by = (share.nan_to_num(0.0) * 2.0**31).round().to(torch.int64)
+        return torch.where(words >> 1 < reached_by, far, near)
 
     @abstractmethod
     def to_storage(self, code: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.format import Format, Grid
+from fakequant.numerics.format import Format, Grid, Neighbours
 
 _INTEGER_STORAGE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32)
 _INTEGER_NAME = re.compile(r"(u?)int(\d+)(_narrow)?")
@@ -98,6 +98,11 @@ class IntegerFormat(Format):
 
     def round(self, v: Tensor) -> Tensor:
         return v.round()
+
+    def neighbours(self, v: Tensor) -> Neighbours:
+        magnitude = v.abs()
+        near = magnitude.floor()
+        return Neighbours(near.copysign(v), (near + 1).copysign(v), magnitude - near)
 
     def to_storage(self, code: Tensor) -> Tensor:
         return torch.where(code.isnan(), self.low, code).to(self.storage)

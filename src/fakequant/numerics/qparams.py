@@ -35,11 +35,13 @@ class QParams(NamedTuple):
         scale: [groups, axes kept] in units of x per code; under `Arithmetic.MULTIPLIER` codes per unit of x.
         zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere.
         range: what the scale was made from, or None; `Gradient.INPUT_RANGE` compares the input with it.
+        seed: that of `Rounding.STOCHASTIC` [], int64; None before one is drawn, and where rounding is to nearest.
     """
 
     scale: Tensor
     zero_point: Tensor | None = None
     range: Range | None = None
+    seed: Tensor | None = None
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

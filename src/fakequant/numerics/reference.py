@@ -11,9 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fakequant.errors import QParamsError
+
 from .granularity import block_axes, blocked, blocked_groups, unblocked
+from .philox import random_words
 from .qparams import QParams, Range, compute_dtype
-from .spec import Arithmetic, Gradient, QuantSpec
+from .spec import Arithmetic, Gradient, QuantSpec, Rounding
 from .sums import order_free_sum
 
 
@@ -34,6 +37,8 @@ class _Blocked(NamedTuple):
     x: Tensor
     scale: Tensor
     zero_point: Tensor | None
+    words: Tensor | None = None
+    """The random words of stochastic rounding, where codes are to be found."""
 
 
 def _blocked(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
@@ -46,6 +51,26 @@ def _blocked(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
     return _Blocked(blocked(x.to(dtype), blocks), scale, zero_point)
 
 
+def seed_of(seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
+    """The seed of stochastic rounding; None where rounding is to nearest.
+
+    Raises:
+        QParamsError: it is missing.
+    """
+    if spec.rounding is Rounding.NEAREST_EVEN:
+        return None
+    if seed is None:
+        raise QParamsError(f"{spec} rounds by random numbers, and there is no seed; give QParams(..., seed=...)")
+    return seed
+
+
+def _to_encode(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
+    b, seed = _blocked(x, params, spec), seed_of(params.seed, spec)
+    if seed is None:
+        return b
+    return b._replace(words=blocked(random_words(seed, x), spec.granularity.block_shape(x.shape)))
+
+
 def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
     if spec.arithmetic is Arithmetic.DIVIDE:
         scaled = b.x / b.scale
@@ -55,7 +80,7 @@ def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
         scaled = b.x * b.scale
     else:
         raise AssertionError(f"an arithmetic without a definition: {spec.arithmetic}")
-    unclamped = spec.format.round(scaled)
+    unclamped = spec.format.round(scaled) if b.words is None else spec.format.round_stochastically(scaled, b.words)
     if b.zero_point is not None:
         unclamped = unclamped + b.zero_point
     return Codes(scaled, unclamped, spec.format.clamp(unclamped))
@@ -74,14 +99,14 @@ def _decode(codes: Tensor, b: _Blocked, spec: QuantSpec) -> Tensor:
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The values that x becomes: encoded, then decoded; shape and dtype of x."""
-    b = _blocked(x, params, spec)
+    b = _to_encode(x, params, spec)
     values = _decode(_encode(b, spec).clamped, b, spec)
     return unblocked(values, x.shape, spec.granularity.block_shape(x.shape)).to(x.dtype)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x in the format's storage dtype; NaN has no integer code and becomes quant_min (ONNX Runtime)."""
-    codes = _encode(_blocked(x, params, spec), spec).clamped
+    codes = _encode(_to_encode(x, params, spec), spec).clamped
     return spec.format.to_storage(unblocked(codes, x.shape, spec.granularity.block_shape(x.shape)))
 
 
@@ -120,7 +145,7 @@ def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     if spec.gradient is Gradient.IDENTITY:
         return torch.ones_like(x, dtype=torch.bool)
     blocks = spec.granularity.block_shape(x.shape)
-    b = _blocked(x, params, spec)
+    b = _to_encode(x, params, spec)
     if spec.gradient is Gradient.CODE_RANGE:
         code = _encode(b, spec).unclamped
         inside = (code >= spec.format.quant_min) & (code <= spec.format.quant_max)
@@ -149,8 +174,9 @@ def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
     """Rounding is taken as the identity.
 
     Where a code is in range, y = (rint(x/s) + zp - zp) * s has dy/ds = rint(x/s) - x/s and dy/dzp = 0; where it
-    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Under `Gradient.CLIP`, y = x between the
-    ends and saturates at and beyond them.
+    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Where rounding is stochastic, the code that
+    was drawn takes the place of rint(x/s). Under `Gradient.CLIP`, y = x between the ends and saturates at and beyond
+    them.
 
     Source: LSQ, arXiv 1902.08153, equation 3; LSQ+, arXiv 2004.09576, section 3; PACT, arXiv 1805.06085, equation 3.
     """
@@ -180,7 +206,7 @@ def grad_params(
     Args:
         wants: whether the gradient of the scale, and that of the zero point, is wanted.
     """
-    b = _blocked(x, params, spec)
+    b = _to_encode(x, params, spec)
     slopes = _slopes(b, spec)
     blocks = spec.granularity.block_shape(x.shape)
     axes = block_axes(x.shape, blocks)
@@ -206,7 +232,7 @@ def tangent_params(
     Args:
         tangents: of scale and zero point [groups, axes kept].
     """
-    b = _blocked(x, params, spec)
+    b = _to_encode(x, params, spec)
     blocks = spec.granularity.block_shape(x.shape)
     moved = [
         slope * blocked_groups(tangent.to(b.x.dtype), x.shape, blocks)

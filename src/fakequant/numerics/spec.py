@@ -44,9 +44,22 @@ class Gradient(Enum):
     """
 
 
+class Rounding(Enum):
+    """Which of its two neighbouring codes a number becomes. Scales are always rounded to nearest."""
+
+    NEAREST_EVEN = "nearest_even"
+    """The nearest, from the middle the even one."""
+    STOCHASTIC = "stochastic"
+    """Each with the probability of its nearness, so that the expected code is the number itself.
+
+    The random numbers are those of `numerics.philox`: they follow from a seed, which is an argument of the call, and
+    from the row-major position of the element, not from its strides, the backend or the number of threads.
+    """
+
+
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor is quantized: format, granularity, symmetry, arithmetic, gradient.
+    """How a tensor is quantized: format, granularity, symmetry, arithmetic, gradient, rounding.
 
     Equal specifications give equal bits, on every backend. Specifications are hashable, and go to text (`str`,
     `QuantSpec.parse`) and to plain dicts (`to_dict`, `QuantSpec.from_dict`) and back.
@@ -58,6 +71,7 @@ class QuantSpec:
         arithmetic: see `Arithmetic`.
         gradient: see `Gradient`.
         scale: the format of the scales, see `ScaleSpec`; by default float32.
+        rounding: see `Rounding`; by default to the nearest code.
 
     Raises:
         SpecError: an unknown format, an asymmetric float format, or a zero point under MULTIPLIER.
@@ -75,6 +89,7 @@ class QuantSpec:
     arithmetic: Arithmetic = Arithmetic.DIVIDE
     gradient: Gradient = Gradient.CODE_RANGE
     scale: ScaleSpec = field(default_factory=ScaleSpec)
+    rounding: Rounding = Rounding.NEAREST_EVEN
 
     def __init__(
         self,
@@ -85,14 +100,17 @@ class QuantSpec:
         arithmetic: Arithmetic = Arithmetic.DIVIDE,
         gradient: Gradient = Gradient.CODE_RANGE,
         scale: ScaleSpec | None = None,
+        rounding: Rounding = Rounding.NEAREST_EVEN,
     ) -> None:
         fmt = parse_format(format)
         if symmetric is None:
             symmetric = _symmetric_by_default(fmt, arithmetic)
         try:
-            arithmetic, gradient = Arithmetic(arithmetic), Gradient(gradient)
+            arithmetic, gradient, rounding = Arithmetic(arithmetic), Gradient(gradient), Rounding(rounding)
         except ValueError as error:
-            raise SpecError(f"{error}; expected an Arithmetic and a Gradient, such as Arithmetic.DIVIDE") from error
+            raise SpecError(
+                f"{error}; expected an Arithmetic, a Gradient and a Rounding, such as Arithmetic.DIVIDE"
+            ) from error
         for name, value in {
             "format": fmt,
             "granularity": PerTensor() if granularity is None else granularity,
@@ -100,6 +118,7 @@ class QuantSpec:
             "arithmetic": arithmetic,
             "gradient": gradient,
             "scale": ScaleSpec() if scale is None else scale,
+            "rounding": rounding,
         }.items():
             object.__setattr__(self, name, value)
         self._check()
@@ -154,6 +173,7 @@ class QuantSpec:
             for value, default in (
                 (self.arithmetic, Arithmetic.DIVIDE),
                 (self.gradient, Gradient.CODE_RANGE),
+                (self.rounding, Rounding.NEAREST_EVEN),
             )
             if value is not default
         ]
@@ -199,6 +219,7 @@ class QuantSpec:
             "arithmetic": self.arithmetic.value,
             "gradient": self.gradient.value,
             "scale": str(self.scale),
+            "rounding": self.rounding.value,
         }
 
     @classmethod
@@ -220,6 +241,7 @@ class QuantSpec:
             options["arithmetic"] = Arithmetic(options.get("arithmetic", "divide"))
             options["gradient"] = Gradient(options.get("gradient", "code_range"))
             options["scale"] = ScaleSpec.parse(options.get("scale", ""))
+            options["rounding"] = Rounding(options.get("rounding", "nearest_even"))
             return cls(**options)
         except (ValueError, TypeError) as error:
             raise SpecError(f"cannot read the specification {values}: {error}") from error
@@ -234,6 +256,7 @@ _WORDS: dict[str, dict[str, Any]] = {
     "asymmetric": {"symmetric": False},
     **{value.value: {"arithmetic": value} for value in Arithmetic},
     **{value.value: {"gradient": value} for value in Gradient},
+    **{value.value: {"rounding": value} for value in Rounding},
 }
 
 

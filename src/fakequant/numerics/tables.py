@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.format import Format, Grid, Table
+from fakequant.numerics.format import Format, Grid, Neighbours, Table
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -71,8 +71,20 @@ class TableFormat(Format):
     def round(self, v: Tensor) -> Tensor:
         """The nearest value; beyond the ends there is none, and v itself is returned, out of range."""
         values = torch.tensor(self.values, dtype=v.dtype, device=v.device)
-        beyond = (v > self.quant_max) | (v < self.quant_min) | v.isnan()
-        return torch.where(beyond, v, values[self._codes(v)])
+        return torch.where(self._beyond(v), v, values[self._codes(v)])
+
+    def neighbours(self, v: Tensor) -> Neighbours:
+        """The values below and above; beyond the ends there are none, and v itself is both."""
+        values = torch.tensor(self.values, dtype=torch.float64, device=v.device)
+        exact = v.double()
+        code = (torch.bucketize(exact, values, right=True) - 1).clamp(0, len(self.values) - 2)
+        below, above = values[code], values[code + 1]
+        beyond = self._beyond(v)
+        share = torch.where(beyond, 0.0, (exact - below) / (above - below))
+        return Neighbours(torch.where(beyond, v, below.to(v.dtype)), torch.where(beyond, v, above.to(v.dtype)), share)
+
+    def _beyond(self, v: Tensor) -> Tensor:
+        return (v > self.quant_max) | (v < self.quant_min) | v.isnan()
 
     def to_storage(self, code: Tensor) -> Tensor:
         return self._codes(code.nan_to_num(self.quant_min)).to(torch.uint8)

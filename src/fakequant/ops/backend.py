@@ -35,13 +35,15 @@ class Backend(ABC):
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
 
-    def fake_quantize_dynamic(self, x: Tensor, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        """As `fake_quantize`, with the parameters that the range of x gives.
+    def fake_quantize_dynamic(
+        self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `fake_quantize`, with the parameters that the range of x gives, and the seed of stochastic rounding.
 
         A backend that does it in fewer passes over memory overrides this; the bits are these.
         """
         params = choose_qparams(self.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
-        return self.fake_quantize(x, params, spec, mask=mask)
+        return self.fake_quantize(x, params._replace(seed=seed), spec, mask=mask)
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
         """The range of the finite values of every group, see `numerics.qparams.measure`."""

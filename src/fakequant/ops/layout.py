@@ -32,6 +32,12 @@ class Layout:
     group_shape: tuple[int, ...]
     group_order: tuple[int, ...]
 
+    @property
+    def row_major(self) -> bool:
+        """Whether the kernel meets the elements in row-major order."""
+        axes = [axis for axis in self.order if self.shape[axis] > 1] if self.dense else None
+        return axes is not None and axes == sorted(axes)
+
     def pack(self, x: Tensor) -> Tensor:
         """A tensor whose memory the kernel can read in order, padded to full blocks."""
         if x.stride() == self.packed_stride:

@@ -19,51 +19,58 @@ from torch.autograd.function import FunctionCtx
 
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.philox import draw_seed
 from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype, has_values
 from fakequant.numerics.qparams import measure as _measure
-from fakequant.numerics.spec import Gradient, QuantSpec
+from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from .dispatch import Backend, choose
 
-_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]
+_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """x encoded and decoded, with the straight-through gradient of the specification.
 
     `params` are taken as valid: [groups, axes kept], on the device of x. The public function that checks them is
-    `fakequant.fake_quantize`.
+    `fakequant.fake_quantize`. Without a seed, that of stochastic rounding is drawn.
     """
+    if spec.rounding is Rounding.STOCHASTIC and params.seed is None:
+        params = params._replace(seed=draw_seed())
     lo, hi = params.range or (None, None)
-    if _must_be_traced(x, params.scale, params.zero_point):
+    if _must_be_traced(x, params.scale, params.zero_point, params.seed):
         if torch.compiler.is_exporting():
-            return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text())
+            seed = () if params.seed is None else (params.seed,)
+            return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
         traced = _Traced if torch.compiler.is_compiling() else _Transformed
-        return traced.apply(x, params.scale, params.zero_point, lo, hi, spec)[0]
+        return traced.apply(x, params.scale, params.zero_point, lo, hi, params.seed, spec)[0]
     if torch.is_grad_enabled() and (x.requires_grad or _learned(params)):
-        return _Eager.apply(x, params.scale, params.zero_point, lo, hi, spec)
+        return _Eager.apply(x, params.scale, params.zero_point, lo, hi, params.seed, spec)
     return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
 
 
-def fake_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Tensor:
+def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None) -> Tensor:
     """`fake_quantize` with the parameters that the range of x itself gives; no gradient goes to the range.
 
     The same bits as measuring, choosing parameters and quantizing one after the other, in fewer passes over memory.
+    Without a seed, that of stochastic rounding is drawn.
 
     Raises:
         DTypeError: x is not a floating tensor.
         ShapeError: the granularity does not fit x.
     """
     compute_dtype(x.dtype)
-    if _must_be_traced(x):
+    if spec.rounding is Rounding.STOCHASTIC and seed is None:
+        seed = draw_seed()
+    if _must_be_traced(x, seed):
         if torch.compiler.is_exporting() and spec.symmetric:
             scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
-            return fake_quantize(x, QParams(scale), spec)
+            return fake_quantize(x, QParams(scale, seed=seed), spec)
         params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
-        return fake_quantize(x, params, spec)
+        return fake_quantize(x, params._replace(seed=seed), spec)
     if torch.is_grad_enabled() and x.requires_grad:
-        return _EagerDynamic.apply(x, spec)
-    return choose(x, spec).fake_quantize_dynamic(x, spec, mask=False)[0]
+        return _EagerDynamic.apply(x, spec, seed)
+    return choose(x, spec).fake_quantize_dynamic(x, spec, mask=False, seed=seed)[0]
 
 
 def measure(x: Tensor, granularity: Granularity) -> Range:
@@ -82,7 +89,7 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x; no gradient."""
     x = x.detach()
-    if _must_be_traced(x):
+    if _must_be_traced(x, params.seed):
         return reference.quantize(x, params, spec)
     return choose(x, spec, codes=True).quantize(x, params, spec)
 
@@ -117,20 +124,13 @@ class _Eager(torch.autograd.Function):
     """Backend kernels; the mask is packed and belongs to the backend that made it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        lo: Tensor | None,
-        hi: Tensor | None,
-        spec: QuantSpec,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *params_and_spec: Any) -> Tensor:
+        *params, spec = params_and_spec
         ctx.spec, ctx.x_stride, ctx.backend = spec, x.stride(), choose(x, spec)
         needs_mask = ctx.needs_input_grad[0] and spec.gradient is not Gradient.IDENTITY
-        y, mask = ctx.backend.fake_quantize(x, _params(scale, zero_point, lo, hi), spec, mask=needs_mask)
+        y, mask = ctx.backend.fake_quantize(x, _params(*params), spec, mask=needs_mask)
         learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        ctx.save_for_backward(mask, *((x, scale, zero_point, lo, hi) if learned else ()))
+        ctx.save_for_backward(mask, *((x, *params) if learned else ()))
         return y
 
     @staticmethod
@@ -143,23 +143,24 @@ class _Eager(torch.autograd.Function):
             x, *params = inputs
             wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
             scale_grad, zero_point_grad = _grad_params(ctx.backend, dy, x, _params(*params), ctx.spec, wants)
-        return dx, scale_grad, zero_point_grad, None, None, None
+        return dx, scale_grad, zero_point_grad, None, None, None, None
 
 
 class _EagerDynamic(torch.autograd.Function):
     """`_Eager` with parameters from the range of x, which get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: QuantSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, spec: QuantSpec, seed: Tensor | None) -> Tensor:
         ctx.spec, ctx.x_stride, ctx.backend = spec, x.stride(), choose(x, spec)
-        y, mask = ctx.backend.fake_quantize_dynamic(x, spec, mask=spec.gradient is not Gradient.IDENTITY)
+        needs_mask = spec.gradient is not Gradient.IDENTITY
+        y, mask = ctx.backend.fake_quantize_dynamic(x, spec, mask=needs_mask, seed=seed)
         ctx.save_for_backward(mask)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return _through(ctx, grad_outputs[0], mask), None
+        return _through(ctx, grad_outputs[0], mask), None, None
 
 
 def _through(ctx: Any, dy: Tensor, mask: Tensor | None) -> Tensor:
@@ -206,18 +207,24 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, scale: Tensor, zero_point: Tensor | None, lo: Tensor | None, hi: Tensor | None, spec: QuantSpec
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        lo: Tensor | None,
+        hi: Tensor | None,
+        seed: Tensor | None,
+        spec: QuantSpec,
     ) -> tuple[Tensor, Tensor]:
-        params = _params(scale, zero_point, lo, hi)
+        params = _params(scale, zero_point, lo, hi, seed)
         return reference.fake_quantize(x, params, spec), reference.passes(x, params, spec)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, scale, zero_point, lo, hi, spec = inputs
+        *tensors, spec = inputs
         mask = output[1]
         ctx.mark_non_differentiable(mask)
-        ctx.save_for_backward(mask, x, scale, zero_point, lo, hi)
-        ctx.save_for_forward(mask, x, scale, zero_point, lo, hi)
+        ctx.save_for_backward(mask, *tensors)
+        ctx.save_for_forward(mask, *tensors)
         ctx.spec = spec
 
     @staticmethod
@@ -230,7 +237,7 @@ class _Traced(torch.autograd.Function):
         wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         if any(wants):
             scale_grad, zero_point_grad = reference.grad_params(dy, x, _params(*params), ctx.spec, wants)
-        return dx, scale_grad, zero_point_grad, None, None, None
+        return dx, scale_grad, zero_point_grad, None, None, None, None
 
 
 class _Transformed(_Traced):
@@ -249,23 +256,26 @@ class _Transformed(_Traced):
         return moved, None
 
 
-def _params(scale: Tensor, zero_point: Tensor | None, lo: Tensor | None, hi: Tensor | None) -> QParams:
-    return QParams(scale, zero_point, None if lo is None or hi is None else Range(lo, hi))
+def _params(
+    scale: Tensor, zero_point: Tensor | None, lo: Tensor | None, hi: Tensor | None, seed: Tensor | None
+) -> QParams:
+    return QParams(scale, zero_point, None if lo is None or hi is None else Range(lo, hi), seed)
 
 
 @torch.library.custom_op(
     "fakequant::fake_quantize",
     mutates_args=(),
-    schema="(Tensor x, Tensor scale, Tensor? zero_point, str spec) -> Tensor",
+    schema="(Tensor x, Tensor scale, Tensor? zero_point, str spec, Tensor? seed=None) -> Tensor",
 )
-def _exported(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str) -> Tensor:
+def _exported(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str, seed: Tensor | None = None) -> Tensor:
     parsed = QuantSpec.parse(spec)
     y = torch.empty_like(x)
-    return y.copy_(choose(x, parsed).fake_quantize(x, QParams(scale, zero_point), parsed, mask=False)[0])
+    params = QParams(scale, zero_point, seed=seed)
+    return y.copy_(choose(x, parsed).fake_quantize(x, params, parsed, mask=False)[0])
 
 
 @_exported.register_fake
-def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str) -> Tensor:
+def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str, seed: Tensor | None = None) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -281,19 +291,19 @@ def _(x: Tensor, spec: str) -> Tensor:
 
 
 def _exported_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, scale, zero_point, spec = inputs
-    ctx.save_for_backward(x, scale, zero_point)
+    x, scale, zero_point, spec, seed = inputs
+    ctx.save_for_backward(x, scale, zero_point, seed)
     ctx.spec = QuantSpec.parse(spec)  # type: ignore[attr-defined]
 
 
-def _exported_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-    x, scale, zero_point = ctx.saved_tensors
-    params = QParams(scale, zero_point)
+def _exported_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    x, scale, zero_point, seed = ctx.saved_tensors
+    params = QParams(scale, zero_point, seed=seed)
     wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
     scale_grad = zero_point_grad = None
     if any(wants):
         scale_grad, zero_point_grad = _grad_params(choose(x, ctx.spec), dy, x, params, ctx.spec, wants)
-    return reference.grad_input(dy, reference.passes(x, params, ctx.spec)), scale_grad, zero_point_grad, None
+    return reference.grad_input(dy, reference.passes(x, params, ctx.spec)), scale_grad, zero_point_grad, None, None
 
 
 _exported.register_autograd(_exported_backward, setup_context=_exported_context)

@@ -15,12 +15,12 @@ from torch import Tensor
 from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
-from fakequant.numerics.reference import clip_range, input_range
-from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
+from fakequant.numerics.reference import clip_range, input_range, seed_of
+from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import Backend
 from fakequant.ops.layout import Layout, layout_of
 
-from .rules import LARGEST, cannot_choose, grid_fields, scale_rule
+from .rules import LARGEST, cannot_choose, cannot_draw, grid_fields, scale_rule
 
 # The numbers by which call.h knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
@@ -61,7 +61,7 @@ class CpuBackend(Backend):
             return f"the kernels read and write integer codes only, not those of {spec.format}"
         if grid.mantissa_bits is not None and grid.quant_max > LARGEST and x.dtype != torch.float64:
             return f"the kernels round floats up to 2**64, {spec.format} reaches {grid.quant_max:g}"
-        return None
+        return cannot_draw(spec.format, x.dtype) if spec.rounding is Rounding.STOCHASTIC else None
 
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
@@ -70,15 +70,18 @@ class CpuBackend(Backend):
         bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
         kind = _MASK[spec.gradient] if mask else _NO_MASK
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
-        torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *plan.call, kind)
+        random = plan.random(params.seed, spec)
+        torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *plan.call, kind, random)
         return plan.layout.unpack(y), bits
 
-    def fake_quantize_dynamic(self, x: Tensor, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+    def fake_quantize_dynamic(
+        self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         layout = plan.layout
         if reason := cannot_choose(spec, x.dtype, layout.group_shape):
             log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), reason)
-            return super().fake_quantize_dynamic(x, spec, mask=mask)
+            return super().fake_quantize_dynamic(x, spec, mask=mask, seed=seed)
         packed = layout.pack(x)
         y = torch.empty_like(packed)
         bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
@@ -86,7 +89,8 @@ class CpuBackend(Backend):
         if not x.numel():
             return layout.unpack(y), bits
         rule = scale_rule(spec, x.dtype)
-        torch.ops.fakequant_cpu.fake_quantize_dynamic(packed, rule, plan.table, y, bits, *plan.call, kind)
+        random = plan.random(seed, spec)
+        torch.ops.fakequant_cpu.fake_quantize_dynamic(packed, rule, plan.table, y, bits, *plan.call, kind, random)
         return layout.unpack(y), bits
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
@@ -107,7 +111,7 @@ class CpuBackend(Backend):
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        if not x.numel():
+        if not x.numel() or spec.rounding is Rounding.STOCHASTIC:  # slopes of drawn codes: the reference's
             return super().grad_params(dy, x, params, spec, wants)
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         packed = plan.layout.pack(dy), plan.layout.pack(x)
@@ -127,7 +131,8 @@ class CpuBackend(Backend):
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         packed = plan.layout.pack(x)
         codes = torch.empty_like(packed, dtype=spec.format.storage)
-        torch.ops.fakequant_cpu.quantize(packed, *plan.params(params, spec), codes, *plan.call)
+        random = plan.random(params.seed, spec)
+        torch.ops.fakequant_cpu.quantize(packed, *plan.params(params, spec), codes, *plan.call, random)
         return plan.layout.unpack(codes)
 
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
@@ -159,6 +164,15 @@ class _Plan:
             ends = clip_range(params, spec, dtype) if spec.gradient is Gradient.CLIP else input_range(params, spec)
             lo, hi = (pack(end, dtype) for end in ends)
         return pack(params.scale, dtype), zero_point, lo, hi, self.table
+
+    def random(self, seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
+        """What stochastic rounding draws from: the seed, or words in the kernel's order where that is another one."""
+        seed = seed_of(seed, spec)
+        if seed is None or self.layout.row_major:
+            return None if seed is None else seed.cpu()
+        words = torch.empty(self.layout.shape, dtype=torch.int32)
+        torch.ops.fakequant_cpu.draw_words(seed.cpu(), words)
+        return self.layout.pack(words)
 
 
 @lru_cache(maxsize=4096)

@@ -54,6 +54,15 @@ struct Params {
   const C* hi;
 };
 
+// Where stochastic rounding takes the random words of the elements: given, or from a seed where the elements lie in
+// row-major order.
+struct Draw {
+  bool on = false;
+  uint64_t seed = 0;
+  const uint32_t* words = nullptr;
+  int64_t before = 0;  // how many elements of the tensor come before the first of the tiles
+};
+
 template <typename C>
 struct Call {
   Tiles tiles;
@@ -61,6 +70,7 @@ struct Call {
   Arithmetic arithmetic;
   Mask mask;
   Params<C> params;
+  Draw draw;
 };
 
 }  // namespace fakequant

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
 #include "call.h"
@@ -20,8 +21,24 @@ constexpr int64_t kGrainChunks = 32;  // 32,768 elements: below that a second th
 // The values of the elements [first, first + n) of the tiles of a call; `inside` gets one byte per element.
 void quantize_chunk(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first, int64_t n);
 void quantize_chunk(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first, int64_t n);
+// The same where call.draw is on, and the codes instead of the values.
+void quantize_chunk_drawn(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first, int64_t n);
+void quantize_chunk_drawn(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first,
+                          int64_t n);
+void encode_chunk_drawn(const Call<float>& call, const float* x, float* codes, int64_t first, int64_t n);
+void encode_chunk_drawn(const Call<double>& call, const double* x, double* codes, int64_t first, int64_t n);
 
 namespace {
+
+// `random`: a seed, one int64, or a word for every element of the tiles, int32; without it rounding is to nearest.
+Draw draw_of(const std::optional<torch::stable::Tensor>& random) {
+  using torch::headeronly::ScalarType;
+  if (!random.has_value()) return {};
+  if (random->scalar_type() == ScalarType::Int) return {true, 0, static_cast<const uint32_t*>(random->data_ptr()), 0};
+  STD_TORCH_CHECK(random->scalar_type() == ScalarType::Long && random->numel() == 1,
+                  "fakequant_cpu: random numbers are a seed of int64, or words of int32");
+  return {true, static_cast<uint64_t>(*static_cast<const int64_t*>(random->data_ptr())), nullptr, 0};
+}
 
 template <typename F>
 void for_each_chunk(int64_t elements, const F& body) {

@@ -168,7 +168,8 @@ void quantize_piece(const Job<T, C>& job, const PatternOf<T>* measured, C whole,
   load_patterns<T>(measured ? measured + first : high_bits, high, count);
   const Chosen<C> chosen{scale, zero_point, lo, hi};
   choose(job.rule, job.call.grid, low, high, whole, count, chosen);
-  const Call<C> call = job.with(chosen, {count, length, 1, 1});
+  Call<C> call = job.with(chosen, {count, length, 1, 1});
+  call.draw.before = element;
   const int64_t elements = call.tiles.elements();
   uint8_t* mask = job.mask ? job.mask + element / 8 : nullptr;
   for (int64_t i = 0; i < elements; i += kChunk)
@@ -225,7 +226,8 @@ Tiles tiles_of(const Tensor& x, int64_t g0, int64_t b0, int64_t g1, int64_t b1) 
 void fake_quantize_dynamic(const Tensor& x, const Tensor& rule, const std::optional<Tensor>& table, Tensor y,
                            std::optional<Tensor> mask, int64_t g0, int64_t b0, int64_t g1, int64_t b1,
                            double quant_min, double quant_max, int64_t mantissa_bits, int64_t min_exponent,
-                           bool negative_zero, int64_t arithmetic, int64_t mask_kind) {
+                           bool negative_zero, int64_t arithmetic, int64_t mask_kind,
+                           const std::optional<Tensor>& random) {
   const Tiles tiles = tiles_of(x, g0, b0, g1, b1);
   const ScaleRule scales = rule_of(rule);
   with_float_type(x, [&](auto t, auto c) {
@@ -235,7 +237,7 @@ void fake_quantize_dynamic(const Tensor& x, const Tensor& rule, const std::optio
                     table.has_value() ? static_cast<const double*>(table->data_ptr()) : nullptr,
                     table.has_value() ? (table->numel() + 1) / 2 : 0};
     const Call<C> call{tiles, grid, cheapest(static_cast<Arithmetic>(arithmetic), scales),
-                       static_cast<Mask>(mask_kind), {nullptr, nullptr, nullptr, nullptr}};
+                       static_cast<Mask>(mask_kind), {nullptr, nullptr, nullptr, nullptr}, draw_of(random)};
     quantize_by_own_range(Job<T, C>{call, scales, static_cast<const T*>(x.data_ptr()),
                                     static_cast<T*>(y.data_ptr()),
                                     mask.has_value() ? static_cast<uint8_t*>(mask->data_ptr()) : nullptr});
@@ -264,7 +266,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) {
   m.def(
       "fake_quantize_dynamic(Tensor x, Tensor rule, Tensor? table, Tensor(a!) y, Tensor(b!)? mask, int g0, int b0, "
       "int g1, int b1, float quant_min, float quant_max, int mantissa_bits, int min_exponent, bool negative_zero, "
-      "int arithmetic, int mask_kind) -> ()");
+      "int arithmetic, int mask_kind, Tensor? random=None) -> ()");
   m.def("measure(Tensor x, Tensor(a!) lo, Tensor(b!) hi, int g0, int b0, int g1, int b1) -> ()");
 }
 

@@ -80,9 +80,11 @@ void decode_chunk_f64(const Call<double>& call, const double* codes, double* y, 
 }
 
 void encode_chunk(const Call<float>& c, const float* x, float* q, int64_t first, int64_t n) {
+  if (c.draw.on) return encode_chunk_drawn(c, x, q, first, n);
   encode_chunk_f32(c, x, q, first, n);
 }
 void encode_chunk(const Call<double>& c, const double* x, double* q, int64_t first, int64_t n) {
+  if (c.draw.on) return encode_chunk_drawn(c, x, q, first, n);
   encode_chunk_f64(c, x, q, first, n);
 }
 void decode_chunk(const Call<float>& c, const float* q, float* y, int64_t first, int64_t n) {
@@ -95,9 +97,11 @@ void decode_chunk(const Call<double>& c, const double* q, double* y, int64_t fir
 }  // namespace
 
 void quantize_chunk(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first, int64_t n) {
+  if (call.draw.on) return quantize_chunk_drawn(call, x, y, inside, first, n);
   quantize_chunk_f32(call, x, y, inside, first, n);
 }
 void quantize_chunk(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first, int64_t n) {
+  if (call.draw.on) return quantize_chunk_drawn(call, x, y, inside, first, n);
   quantize_chunk_f64(call, x, y, inside, first, n);
 }
 
@@ -174,35 +178,36 @@ void with_code_type(const Tensor& t, const F& body) {
       int64_t min_exponent, bool negative_zero, int64_t arithmetic
 
 template <typename C>
-Call<C> make_call(FAKEQUANT_TENSORS, FAKEQUANT_CALL, int64_t mask) {
+Call<C> make_call(FAKEQUANT_TENSORS, FAKEQUANT_CALL, int64_t mask, const std::optional<Tensor>& random) {
   return {{g0, b0, g1, b1},
           {quant_min, quant_max, mantissa_bits, min_exponent, negative_zero,
            table.has_value() ? static_cast<const double*>(table->data_ptr()) : nullptr,
            table.has_value() ? (table->numel() + 1) / 2 : 0},
           static_cast<Arithmetic>(arithmetic),
           static_cast<Mask>(mask),
-          params_of<C>(scale, zero_point, lo, hi)};
+          params_of<C>(scale, zero_point, lo, hi),
+          draw_of(random)};
 }
-#define FAKEQUANT_MAKE_CALL(C, mask)                                                                               \
+#define FAKEQUANT_MAKE_CALL(C, mask, random)                                                                       \
   make_call<C>(scale, zero_point, lo, hi, table, g0, b0, g1, b1, quant_min, quant_max, mantissa_bits, min_exponent, \
-               negative_zero, arithmetic, mask)
+               negative_zero, arithmetic, mask, random)
 
 void fake_quantize(const Tensor& x, FAKEQUANT_TENSORS, Tensor y, std::optional<Tensor> mask, FAKEQUANT_CALL,
-                   int64_t mask_kind) {
+                   int64_t mask_kind, const std::optional<Tensor>& random) {
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
-    quantize_all(FAKEQUANT_MAKE_CALL(C, mask_kind), static_cast<const T*>(x.data_ptr()), static_cast<T*>(y.data_ptr()),
-                 mask.has_value() ? static_cast<uint8_t*>(mask->data_ptr()) : nullptr);
+    quantize_all(FAKEQUANT_MAKE_CALL(C, mask_kind, random), static_cast<const T*>(x.data_ptr()),
+                 static_cast<T*>(y.data_ptr()), mask.has_value() ? static_cast<uint8_t*>(mask->data_ptr()) : nullptr);
   });
 }
 
-void quantize(const Tensor& x, FAKEQUANT_TENSORS, Tensor codes, FAKEQUANT_CALL) {
+void quantize(const Tensor& x, FAKEQUANT_TENSORS, Tensor codes, FAKEQUANT_CALL, const std::optional<Tensor>& random) {
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
     with_code_type(codes, [&](auto q) {
-      encode_all(FAKEQUANT_MAKE_CALL(C, 0), static_cast<const T*>(x.data_ptr()),
+      encode_all(FAKEQUANT_MAKE_CALL(C, 0, random), static_cast<const T*>(x.data_ptr()),
                  static_cast<decltype(q)*>(codes.data_ptr()));
     });
   });
@@ -213,7 +218,7 @@ void dequantize(const Tensor& codes, FAKEQUANT_TENSORS, Tensor y, FAKEQUANT_CALL
     using T = decltype(t);
     using C = decltype(c);
     with_code_type(codes, [&](auto q) {
-      decode_all(FAKEQUANT_MAKE_CALL(C, 0), static_cast<const decltype(q)*>(codes.data_ptr()),
+      decode_all(FAKEQUANT_MAKE_CALL(C, 0, std::nullopt), static_cast<const decltype(q)*>(codes.data_ptr()),
                  static_cast<T*>(y.data_ptr()));
     });
   });
@@ -242,7 +247,7 @@ void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_TENSORS, std::opti
   };
   with_float_type(x, [&](auto, auto c) {
     using C = decltype(c);
-    sum_gradients(FAKEQUANT_MAKE_CALL(C, mask_kind), dy, x, {data(scale_grad), data(zero_point_grad)});
+    sum_gradients(FAKEQUANT_MAKE_CALL(C, mask_kind, std::nullopt), dy, x, {data(scale_grad), data(zero_point_grad)});
   });
 }
 
@@ -256,8 +261,9 @@ void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_TENSORS, std::opti
 
 STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("fake_quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y, Tensor(b!)? mask, " FAKEQUANT_SCHEMA_CALL
-        ", int mask_kind) -> ()");
-  m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) codes, " FAKEQUANT_SCHEMA_CALL ") -> ()");
+        ", int mask_kind, Tensor? random=None) -> ()");
+  m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) codes, " FAKEQUANT_SCHEMA_CALL
+        ", Tensor? random=None) -> ()");
   m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y, " FAKEQUANT_SCHEMA_CALL ") -> ()");
   m.def("mask_gradient(Tensor dy, Tensor mask, Tensor(a!) dx) -> ()");
   m.def("grad_params(Tensor dy, Tensor x, " FAKEQUANT_SCHEMA_PARAMS

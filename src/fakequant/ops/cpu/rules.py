@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from fakequant.numerics.floats import ExponentFormat
-from fakequant.numerics.format import Grid
+from fakequant.numerics.format import Format, Grid
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 
 # Rounding adds 2**(e + 23 - mantissa_bits), which must stay a float32.
 LARGEST = 2.0**64
+# A step is built by its exponent field, which subnormal numbers have not.
+_SMALLEST_STEP = 2.0**-126
 _NO_MANTISSA = -1
 # The numbers by which scales.h knows the kinds of scales.
 _FLOAT, _MULTIPLIER, _ASYMMETRIC, _POWER_OF_TWO, _UNDER_A_SCALE = range(5)
@@ -39,6 +41,16 @@ def cannot_choose(spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...]) 
         return f"its scales share scales {scale.granularity}, and the kernels know those of the whole tensor only"
     if scale.format.quant_max > LARGEST and dtype != torch.float64:
         return f"the kernels round scales up to 2**64, {scale.format} reaches {scale.format.quant_max:g}"
+    return None
+
+
+def cannot_draw(fmt: Format, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not round to a format stochastically, or None."""
+    grid = fmt.grid
+    if grid.mantissa_bits is None or dtype == torch.float64:
+        return None
+    if (step := 2.0 ** (grid.min_exponent - grid.mantissa_bits)) < _SMALLEST_STEP:
+        return f"the kernels round stochastically to steps from 2**-126 on, {fmt} has one of {step:g}"
     return None
 
 

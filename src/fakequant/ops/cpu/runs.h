@@ -34,15 +34,14 @@ struct PerElement {
 // `kMask`: whether to write to `inside` where the code before clamping is in range.
 template <Arithmetic A, bool kMask, Emit E, typename C, typename Rounding, typename P>
 FAKEQUANT_INLINE void quantize_run(const C* x, C* y, uint8_t* inside, int64_t n, const Rounding& rounding, const P& p) {
-  constexpr bool kInteger = std::is_same_v<Rounding, IntegerRounding<C>>;
-  constexpr bool kOffset = kInteger && A != Arithmetic::kMultiplier;
+  constexpr bool kOffset = Rounding::kInteger && A != Arithmetic::kMultiplier;
   for (int64_t i = 0; i < n; ++i) {
     const C value = x[i];
     const C scale = p.s(i);
     const C scaled = A == Arithmetic::kDivide ? value / scale
                      : A == Arithmetic::kReciprocal ? value * (C(1) / scale)
                                                     : value * scale;
-    C code = rounding.round(scaled);
+    C code = rounding.round(scaled, i);
     if constexpr (kOffset) code += p.z(i);
     if constexpr (kMask) inside[i] = (code >= rounding.lo) & (code <= rounding.hi);
     code = rounding.lo > code ? rounding.lo : code;
