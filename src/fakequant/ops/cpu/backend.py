@@ -70,7 +70,7 @@ class CpuBackend(Backend):
         bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
         kind = _MASK[spec.gradient] if mask else _NO_MASK
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
-        random = plan.random(params.seed, spec)
+        random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
         torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *plan.call, kind, random)
         return plan.layout.unpack(y), bits
 
@@ -79,8 +79,8 @@ class CpuBackend(Backend):
     ) -> tuple[Tensor, Tensor | None]:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         layout = plan.layout
-        if reason := cannot_choose(spec, x.dtype, layout.group_shape):
-            log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), reason)
+        if plan.apart:
+            log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), plan.apart)
             return super().fake_quantize_dynamic(x, spec, mask=mask, seed=seed)
         packed = layout.pack(x)
         y = torch.empty_like(packed)
@@ -89,7 +89,7 @@ class CpuBackend(Backend):
         if not x.numel():
             return layout.unpack(y), bits
         rule = scale_rule(spec, x.dtype)
-        random = plan.random(seed, spec)
+        random = plan.random(seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
         torch.ops.fakequant_cpu.fake_quantize_dynamic(packed, rule, plan.table, y, bits, *plan.call, kind, random)
         return layout.unpack(y), bits
 
@@ -154,6 +154,7 @@ class _Plan:
     dtype: torch.dtype
     table: Tensor | None
     call: tuple[Any, ...]
+    apart: str | None  # why the kernels do not find the scales
 
     def params(self, params: QParams, spec: QuantSpec, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
         """Scale, zero point and range as the kernels read them, and the table."""
@@ -179,7 +180,8 @@ class _Plan:
 def _plan(spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Plan:
     layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
     call = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic]
-    return _Plan(layout, computed, _table(spec.format, computed), call)
+    apart = cannot_choose(spec, dtype, layout.group_shape)
+    return _Plan(layout, computed, _table(spec.format, computed), call, apart)
 
 
 @lru_cache
