@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+# Scripts of users, which tests start as programs of their own.
+collect_ignore = ["scripts"]
+
 
 @pytest.fixture(autouse=True)
 def _same_start():

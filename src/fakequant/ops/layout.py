@@ -62,7 +62,7 @@ class Layout:
                 f"parameters of shape {list(values.shape)} for a tensor of shape {list(self.shape)}, "
                 f"which has groups of shape {list(self.group_shape)}"
             )
-        if self.tiles.groups > 1:
+        if values.numel() > 1:
             values = values.permute(self.group_order).contiguous()
         return values if values.dtype == dtype else values.to(dtype)
 

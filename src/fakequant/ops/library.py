@@ -44,7 +44,8 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
         traced = _Traced if torch.compiler.is_compiling() else _Transformed
         return traced.apply(x, params.scale, params.zero_point, lo, hi, params.seed, spec)[0]
-    if torch.is_grad_enabled() and (x.requires_grad or _learned(params)):
+    learned = params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
+    if torch.is_grad_enabled() and (x.requires_grad or learned):
         return _Eager.apply(x, params.scale, params.zero_point, lo, hi, params.seed, spec)
     return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
 
@@ -104,10 +105,6 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
 @lru_cache
 def _any_spec(granularity: Granularity) -> QuantSpec:
     return QuantSpec("int8", granularity)
-
-
-def _learned(params: QParams) -> bool:
-    return params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
 
 
 def _must_be_traced(*tensors: Tensor | None) -> bool:
