@@ -154,17 +154,18 @@ struct Job {
   }
 };
 
-// Runs of a piece. Each is measured here, in the cache, also where the largest of all, `whole`, was found before: kept
-// magnitudes of every run would be memory to write and to read again.
+// Runs of a piece, with the magnitudes that were measured before or, without them, with their own.
 template <typename T, typename C>
-void quantize_piece(const Job<T, C>& job, C whole, int64_t first, int64_t count) {
+void quantize_piece(const Job<T, C>& job, const PatternOf<T>* measured, C whole, int64_t first, int64_t count) {
   PatternOf<T> low_bits[kPieceRuns], high_bits[kPieceRuns];
   alignas(64) C low[kPieceRuns], high[kPieceRuns], scale[kPieceRuns], zero_point[kPieceRuns], lo[kPieceRuns],
       hi[kPieceRuns];
   const int64_t length = job.call.tiles.b0, element = first * length;
-  measure_runs(job.x + element, count, length, job.asymmetric() ? low_bits : nullptr, high_bits);
-  if (job.asymmetric()) load_patterns<T>(low_bits, low, count);
-  load_patterns<T>(high_bits, high, count);
+  if (!measured) {
+    measure_runs(job.x + element, count, length, job.asymmetric() ? low_bits : nullptr, high_bits);
+    if (job.asymmetric()) load_patterns<T>(low_bits, low, count);
+  }
+  load_patterns<T>(measured ? measured + first : high_bits, high, count);
   const Chosen<C> chosen{scale, zero_point, lo, hi};
   choose(job.rule, job.call.grid, low, high, whole, count, chosen);
   Call<C> call = job.with(chosen, {count, length, 1, 1});
@@ -191,16 +192,10 @@ void quantize_measured(const Job<T, C>& job, const std::vector<PatternOf<T>>& lo
 template <typename T, typename C>
 void quantize_by_own_range(const Job<T, C>& job) {
   const Tiles& t = job.call.tiles;
-  if (is_short_runs(t)) {
-    C whole = 0;
-    if (job.rule.kind == ScaleKind::kUnderAScale) {
-      PatternOf<T> largest;
-      measure_long_runs<T, PatternOf<T>>(job.x, 1, t.elements(), nullptr, &largest);
-      load_patterns<T>(&largest, &whole, 1);
-    }
-    return Pieces(t.g0, t.b0).for_each(
-        [&](int64_t first, int64_t count) { quantize_piece<T, C>(job, whole, first, count); });
-  }
+  const bool depends_on_all = job.rule.kind == ScaleKind::kUnderAScale;
+  const Pieces pieces(t.g0, t.b0);
+  if (is_short_runs(t) && !depends_on_all)
+    return pieces.for_each([&](int64_t first, int64_t count) { quantize_piece<T, C>(job, nullptr, 0, first, count); });
   const int64_t groups = t.g0 * t.g1;
   std::vector<PatternOf<T>> low(job.asymmetric() ? groups : 0), high(groups);
   measure_all(job.x, t, job.asymmetric() ? low.data() : nullptr, high.data());
@@ -208,7 +203,8 @@ void quantize_by_own_range(const Job<T, C>& job) {
   merge_runs<T>(high, 1, groups, &largest);
   C whole;
   load_patterns<T>(&largest, &whole, 1);
-  quantize_measured(job, low, high, whole);
+  if (!is_short_runs(t)) return quantize_measured(job, low, high, whole);
+  pieces.for_each([&](int64_t first, int64_t count) { quantize_piece(job, high.data(), whole, first, count); });
 }
 
 // The fields in the order in which ops/cpu/rules.py writes them.
