@@ -14,9 +14,15 @@ from .ops import library
 
 Number = float | int | Tensor
 
-_SMALLEST, _LARGEST = 2.0**-1074, torch.finfo(torch.float64).max
+_Bounds = tuple[float, float, str]  # the least and the largest value of a parameter, and both in words
+_LARGEST = torch.finfo(torch.float64).max
+_MAGNITUDE: _Bounds = 0.0, _LARGEST, "a number >= 0"
+_POSITIVE: _Bounds = 2.0**-1074, _LARGEST, "a positive, finite number"
 # 1 / 2**-128 is beyond float32, that of the next number is not; likewise for float64.
-_WITH_RECIPROCAL = {torch.float32: 2.0**-128 + 2.0**-149, torch.float64: 2.0**-1024 + 2.0**-1074}
+_WITH_RECIPROCAL: dict[torch.dtype, _Bounds] = {
+    dtype: (least, _LARGEST, "a positive, finite number with a finite reciprocal")
+    for dtype, least in ((torch.float32, 2.0**-128 + 2.0**-149), (torch.float64, 2.0**-1024 + 2.0**-1074))
+}
 
 
 def fake_quantize(
@@ -63,12 +69,11 @@ def fake_quantize(
     tensor([0., 1., 0., 0., 0., 0., 1., 0.])
     """
     spec = as_spec(spec)
-    drawn = _resolve_seed(seed, spec)
     if scale is None and zero_point is None and amax is None:
         _check_tensor("x", x)
-        compute_dtype(x.dtype)
-        return library.fake_quantize_dynamic(x, spec, drawn)
-    return library.fake_quantize(x, _seeded(_resolve(x, spec, scale, zero_point, amax), drawn), spec)
+        return library.fake_quantize_dynamic(x, spec, _resolve_seed(seed, spec))
+    params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
+    return library.fake_quantize(x, params, spec, watched=watched)
 
 
 def quantize(
@@ -90,7 +95,7 @@ def quantize(
     tensor([ 10, -52, 127], dtype=torch.int8)
     """
     spec = as_spec(spec)
-    params = _seeded(_resolve(x, spec, scale, zero_point, amax), _resolve_seed(seed, spec))
+    params, _ = _resolve(x, spec, scale, zero_point, amax, seed)
     return library.quantize(x, params, spec), params
 
 
@@ -108,10 +113,11 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
             f"codes of dtype {codes.dtype}, but the codes of {spec.format} come in {spec.format.storage}; "
             "give what fakequant.quantize returned"
         )
-    scale, zero_point = _checked(params.scale, params.zero_point, codes, spec)
-    dtype = dtype or params.scale.dtype
-    compute_dtype(dtype)
-    return library.dequantize(codes, QParams(scale, zero_point), spec, dtype)
+    computed = compute_dtype(params.scale.dtype)
+    compute_dtype(dtype or computed)
+    watched = library.is_watched(codes, params.scale, params.zero_point)
+    valid = _checked(params.scale, params.zero_point, codes, spec, computed, watched=watched)
+    return library.dequantize(codes, valid, spec, dtype or params.scale.dtype)
 
 
 def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
@@ -127,25 +133,39 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
 
 
 def _resolve(
-    x: Tensor, spec: QuantSpec, scale: Number | None, zero_point: Number | None, amax: Number | None
-) -> QParams:
-    _check_tensor("x", x)
+    x: Tensor,
+    spec: QuantSpec,
+    scale: Number | None,
+    zero_point: Number | None,
+    amax: Number | None,
+    seed: int | Tensor | None,
+) -> tuple[QParams, bool]:
+    """The parameters in the shape that broadcasts, checked, and whether the call is watched (`library.is_watched`).
+
+    Behind a tensor that has pushed all else out of the caches, every Python function on the way to the kernel takes as
+    long as copying 20,000 elements: hence few of them, and what is found out once is handed on.
+    """
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        _check_tensor("x", x)
     dtype = compute_dtype(x.dtype)
-    if scale is None and amax is None:
-        if zero_point is not None:
-            raise QParamsError("a zero_point was given without a scale; give both, or neither to take them from x")
-        return choose_qparams(x, spec)
-    if scale is not None and amax is not None:
+    watched = library.is_watched(x, scale, zero_point, amax, seed)
+    if scale is not None and amax is None:
+        params = _checked(scale, zero_point, x, spec, dtype, watched=watched)
+    elif scale is not None:
         raise QParamsError("both scale and amax were given; the scale follows from amax, so give one of them")
-    if amax is not None and zero_point is not None:
+    elif zero_point is not None and amax is not None:
         raise QParamsError("a zero_point was given with amax, which is for symmetric ranges; give it with a scale")
-    if amax is not None:
+    elif zero_point is not None:
+        raise QParamsError("a zero_point was given without a scale; give both, or neither to take them from x")
+    elif amax is not None:
         limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
-        _check_values("amax", limit, 0.0, _LARGEST, "a number >= 0")
-        return _choose_qparams(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
-    assert scale is not None
-    given = None if zero_point is None else _as_tensor("zero_point", zero_point, x, dtype)
-    return QParams(*_checked(_as_tensor("scale", scale, x, dtype), given, x, spec))
+        _check_values("amax", limit, _MAGNITUDE, watched=watched)
+        params = _choose_qparams(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
+    else:
+        params = choose_qparams(x, spec)
+    if seed is not None or spec.rounding is Rounding.STOCHASTIC:
+        params = params._replace(seed=_resolve_seed(seed, spec))
+    return params, watched
 
 
 def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec) -> Tensor | None:
@@ -167,11 +187,9 @@ def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec) -> Tensor | None:
     raise QParamsError(f"seed must be an integer of 64 bits with a sign, or a 0-d int64 tensor, got {got}")
 
 
-def _seeded(params: QParams, seed: Tensor | None) -> QParams:
-    return params if seed is None else params._replace(seed=seed)
-
-
-def _checked(scale: Tensor, zero_point: Tensor | None, x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+def _checked(
+    scale: Number, zero_point: Number | None, x: Tensor, spec: QuantSpec, dtype: torch.dtype, *, watched: bool
+) -> QParams:
     """Scale and zero point for x (or its codes) in the shape that broadcasts.
 
     Raises:
@@ -179,19 +197,16 @@ def _checked(scale: Tensor, zero_point: Tensor | None, x: Tensor, spec: QuantSpe
     """
     if zero_point is not None and spec.symmetric:
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
-    scale = _fit("scale", scale, x, spec)
-    if spec.arithmetic is Arithmetic.RECIPROCAL:
-        lowest, expected = _WITH_RECIPROCAL[scale.dtype], "a positive, finite number with a finite reciprocal"
-    else:
-        lowest, expected = _SMALLEST, "a positive, finite number"
-    _check_values("scale", scale, lowest, _LARGEST, expected)
+    scale = _fit("scale", _as_tensor("scale", scale, x, dtype), x, spec)
+    bounds = _WITH_RECIPROCAL[dtype] if spec.arithmetic is Arithmetic.RECIPROCAL else _POSITIVE
+    _check_values("scale", scale, bounds, watched=watched)
     if zero_point is None:
-        return scale, None
-    zero_point = _fit("zero_point", zero_point, x, spec)
+        return QParams(scale)
+    zero_point = _fit("zero_point", _as_tensor("zero_point", zero_point, x, dtype), x, spec)
     lowest, highest = spec.format.quant_min, spec.format.quant_max
     expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
-    _check_values("zero_point", zero_point, lowest, highest, expected, whole=True)
-    return scale, zero_point
+    _check_values("zero_point", zero_point, (lowest, highest, expected), whole=True, watched=watched)
+    return QParams(scale, zero_point)
 
 
 def _check_tensor(name: str, value: object) -> None:
@@ -204,7 +219,7 @@ def _check_tensor(name: str, value: object) -> None:
 
 def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
-        return value.to(device=x.device, dtype=dtype)
+        return value if value.dtype == dtype and value.device == x.device else value.to(device=x.device, dtype=dtype)
     if not isinstance(value, (int, float)):
         raise QParamsError(f"{name} must be a number or a tensor, got {value!r}")
     return torch.tensor(value, dtype=dtype, device=x.device)
@@ -224,17 +239,17 @@ def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     )
 
 
-def _check_values(
-    name: str, values: Tensor, lowest: float, highest: float, expected: str, *, whole: bool = False
-) -> None:
+def _check_values(name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, watched: bool) -> None:
     """Raise if a parameter is not within bounds in every group. Not while tracing, where values are unknown.
 
     Most parameters are one number: read, it costs a tenth of comparing and reducing it as a tensor. Behind a tensor
     that has pushed all else out of the caches that difference is as long as copying a million elements.
     """
-    if not values.numel() or not has_values(values):
+    number = values.numel()
+    if not number or (watched and not has_values(values)):
         return
-    least, most = (end.item() for end in values.aminmax()) if values.numel() > 1 else (values.item(),) * 2
+    lowest, highest, expected = bounds
+    least, most = (values.item(),) * 2 if number == 1 else (end.item() for end in values.aminmax())
     if lowest <= least and most <= highest and not (whole and bool((values != values.round()).any())):
         return
     exact = values.double()  # torch would round the bounds to the dtype of the values

@@ -58,8 +58,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def has_values(*tensors: Tensor | None) -> bool:
-    """Whether these are plain tensors in plain eager execution, so that their values may be looked at.
+def has_values(*tensors: object) -> bool:
+    """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
 
     Not while a compiler, an exporter, a function transform or a dispatch mode watches, nor for subclasses.
     """
@@ -69,7 +69,11 @@ def has_values(*tensors: Tensor | None) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
     ):
         return False
-    return not any(x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta) for x in tensors)
+    # No generator expression: every call of the operator comes here, and its frames cost more than the loop.
+    for x in tensors:
+        if isinstance(x, Tensor) and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
+            return False
+    return True
 
 
 def measure(x: Tensor, granularity: Granularity) -> Range:

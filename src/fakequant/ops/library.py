@@ -29,16 +29,19 @@ from .dispatch import Backend, choose
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]
 
 
-def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool | None = None) -> Tensor:
     """x encoded and decoded, with the straight-through gradient of the specification.
 
     `params` are taken as valid: [groups, axes kept], on the device of x. The public function that checks them is
-    `fakequant.fake_quantize`. Without a seed, that of stochastic rounding is drawn.
+    `fakequant.fake_quantize`. Without a seed, that of stochastic rounding is drawn. `watched` is the answer of
+    `is_watched` for x and the parameters, if the caller has it already.
     """
     if spec.rounding is Rounding.STOCHASTIC and params.seed is None:
         params = params._replace(seed=draw_seed())
     lo, hi = params.range or (None, None)
-    if _must_be_traced(x, params.scale, params.zero_point, params.seed):
+    if watched is None:
+        watched = is_watched(x, params.scale, params.zero_point, params.seed)
+    if watched:
         if torch.compiler.is_exporting():
             seed = () if params.seed is None else (params.seed,)
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
@@ -63,7 +66,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
     compute_dtype(x.dtype)
     if spec.rounding is Rounding.STOCHASTIC and seed is None:
         seed = draw_seed()
-    if _must_be_traced(x, seed):
+    if is_watched(x, seed):
         if torch.compiler.is_exporting() and spec.symmetric:
             scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
             return fake_quantize(x, QParams(scale, seed=seed), spec)
@@ -82,7 +85,7 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
         ShapeError: the granularity does not fit x.
     """
     compute_dtype(x.dtype)
-    if _must_be_traced(x):
+    if is_watched(x):
         return _measure(x, granularity)
     return choose(x, _any_spec(granularity)).measure(x.detach(), granularity)
 
@@ -90,14 +93,14 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x; no gradient."""
     x = x.detach()
-    if _must_be_traced(x, params.seed):
+    if is_watched(x, params.seed):
         return reference.quantize(x, params, spec)
     return choose(x, spec, codes=True).quantize(x, params, spec)
 
 
 def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """The values of codes; no gradient."""
-    if _must_be_traced(codes):
+    if is_watched(codes):
         return reference.dequantize(codes, params, spec, dtype)
     return choose(codes, spec, codes=True).dequantize(codes, params, spec, dtype)
 
@@ -107,13 +110,13 @@ def _any_spec(granularity: Granularity) -> QuantSpec:
     return QuantSpec("int8", granularity)
 
 
-def _must_be_traced(*tensors: Tensor | None) -> bool:
+def is_watched(*tensors: object) -> bool:
     """Whether something other than plain eager execution watches: it must see torch operations, not a kernel."""
     if not has_values(*tensors):
         return True
     in_forward_mode = forward_ad._current_level >= 0
     return in_forward_mode and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors if tensor is not None
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors if isinstance(tensor, Tensor)
     )
 
 
@@ -173,7 +176,7 @@ def _grad_params(
     backend: Backend, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     # Grad mode as in `_through`: torch operations can be differentiated again, and give the same bits.
-    if torch.is_grad_enabled() or _must_be_traced(dy, x, params.scale, params.zero_point):
+    if torch.is_grad_enabled() or is_watched(dy, x, params.scale, params.zero_point):
         return reference.grad_params(dy, x, params, spec, wants)
     return backend.grad_params(dy, x, params, spec, wants)
 

@@ -65,14 +65,14 @@ class CpuBackend(Backend):
 
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
-        packed = plan.layout.pack(x)
+        packed = x if plan.as_it_is else plan.layout.pack(x)
         y = torch.empty_like(packed)
         bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
         kind = _MASK[spec.gradient] if mask else _NO_MASK
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
         random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
         torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *plan.call, kind, random)
-        return plan.layout.unpack(y), bits
+        return y if plan.as_it_is else plan.layout.unpack(y), bits
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
@@ -151,6 +151,7 @@ class _Plan:
     """
 
     layout: Layout
+    as_it_is: bool  # the kernels read and write the tensor's own memory order: nothing to pack or unpack
     dtype: torch.dtype
     table: Tensor | None
     call: tuple[Any, ...]
@@ -181,7 +182,7 @@ def _plan(spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: t
     layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
     call = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic]
     apart = cannot_choose(spec, dtype, layout.group_shape)
-    return _Plan(layout, computed, _table(spec.format, computed), call, apart)
+    return _Plan(layout, stride == layout.packed_stride, computed, _table(spec.format, computed), call, apart)
 
 
 @lru_cache
