@@ -180,11 +180,7 @@ def _checked(scale: Tensor, zero_point: Tensor | None, x: Tensor, spec: QuantSpe
     if zero_point is not None and spec.symmetric:
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = _fit("scale", scale, x, spec)
-    if spec.arithmetic is Arithmetic.RECIPROCAL:
-        lowest, expected = _WITH_RECIPROCAL[scale.dtype], "a positive, finite number with a finite reciprocal"
-    else:
-        lowest, expected = _SMALLEST, "a positive, finite number"
-    _check_values("scale", scale, lowest, _LARGEST, expected)
+    check_scale(scale, spec.arithmetic)
     if zero_point is None:
         return scale, None
     zero_point = _fit("zero_point", zero_point, x, spec)
@@ -192,6 +188,19 @@ def _checked(scale: Tensor, zero_point: Tensor | None, x: Tensor, spec: QuantSpe
     expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
     _check_values("zero_point", zero_point, lowest, highest, expected, whole=True)
     return scale, zero_point
+
+
+def check_scale(scale: Tensor, arithmetic: Arithmetic) -> None:
+    """Check the values of a scale, float32 or float64, where they are known.
+
+    Raises:
+        QParamsError: one that is not positive and finite, or has no finite reciprocal where that is needed.
+    """
+    if arithmetic is Arithmetic.RECIPROCAL:
+        lowest, expected = _WITH_RECIPROCAL[scale.dtype], "a positive, finite number with a finite reciprocal"
+    else:
+        lowest, expected = _SMALLEST, "a positive, finite number"
+    _check_values("scale", scale, lowest, _LARGEST, expected)
 
 
 def _check_tensor(name: str, value: object) -> None:
