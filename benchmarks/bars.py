@@ -65,6 +65,8 @@ def exactness_bars() -> list[Bar]:
         ("`RECIPROCAL` against ATen per tensor", exactness.reciprocal_against_aten_per_tensor),
         ("`RECIPROCAL` against ATen per channel", exactness.reciprocal_against_aten_per_channel),
         ("`MULTIPLIER` against `clamp(rint(x*m))/m`", exactness.multiplier_against_its_formula),
+        ("`compat.aten` against torch, all dtypes, ranges and axes", exactness.compat_against_aten),
+        ("`compat.aten`, learnable, against torch", exactness.compat_learnable_against_aten),
     ]
     bars = [nothing_differs(f"{what}, {forward_and_gradient}", compare()) for what, compare in comparisons]
     what = "float8 formats over every float16 and bfloat16 pattern, against decoded codes"

@@ -8,12 +8,15 @@ import torch
 
 import fakequant as fq
 from benchmarks import bars, exactness, formats, kernels
+from fakequant.ops import library
 
 COMPARISONS = [
     exactness.divide_against_onnxruntime,
     exactness.reciprocal_against_aten_per_tensor,
     exactness.reciprocal_against_aten_per_channel,
     exactness.multiplier_against_its_formula,
+    exactness.compat_against_aten,
+    exactness.compat_learnable_against_aten,
 ]
 
 
@@ -27,14 +30,14 @@ def test_nothing_differs_from_the_libraries(comparison, monkeypatch):
 def test_the_comparisons_can_fail(comparison, monkeypatch):
     """One representable value beside the right one, in one element of each call, is counted."""
     monkeypatch.setattr(exactness, "_CHUNK", 5_000)
-    right = exactness.fq.fake_quantize
+    right = library.fake_quantize
 
-    def wrong(x, *arguments, **options):
-        nudge = torch.zeros(x.shape)
+    def wrong(x, params, spec):
+        nudge = torch.zeros_like(x, memory_format=torch.contiguous_format)
         nudge.view(-1)[17] = 1.0
-        return right(x, *arguments, **options) + nudge
+        return right(x, params, spec) + nudge
 
-    monkeypatch.setattr(exactness.fq, "fake_quantize", wrong)
+    monkeypatch.setattr(library, "fake_quantize", wrong)
     assert comparison(80_000) >= 2
 
 
