@@ -9,7 +9,7 @@ from fakequant.compat.alias import INSTALLABLE, install
 
 __all__ = ["install"]
 
-_INTERFACES = (*INSTALLABLE, "aten")
+_INTERFACES = (*INSTALLABLE, "aten", "onnxruntime")
 
 
 def __getattr__(name: str) -> ModuleType:
