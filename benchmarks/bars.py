@@ -24,7 +24,7 @@ import torch
 
 import fakequant as fq
 
-from . import exactness, formats, kernels
+from . import compat_exactness, exactness, formats, kernels
 from .peers import report as peers
 from .record import ROOT, machine, put_between, write_results
 
@@ -65,10 +65,15 @@ def exactness_bars() -> list[Bar]:
         ("`RECIPROCAL` against ATen per tensor", exactness.reciprocal_against_aten_per_tensor),
         ("`RECIPROCAL` against ATen per channel", exactness.reciprocal_against_aten_per_channel),
         ("`MULTIPLIER` against `clamp(rint(x*m))/m`", exactness.multiplier_against_its_formula),
+        ("`compat.aten` against torch, all dtypes, ranges and axes", compat_exactness.against_aten),
+        ("`compat.aten`, learnable, against torch", compat_exactness.learnable_against_aten),
+        ("`compat.onnxruntime` in ONNX Runtime, opsets 15 to 21", compat_exactness.against_onnxruntime),
     ]
     bars = [nothing_differs(f"{what}, {forward_and_gradient}", compare()) for what, compare in comparisons]
     what = "float8 formats over every float16 and bfloat16 pattern, against decoded codes"
-    return [*bars, nothing_differs(what, exactness.float8_against_decoded_codes())]
+    bars.append(nothing_differs(what, exactness.float8_against_decoded_codes()))
+    what = "`compat.onnxruntime` against recorded FakeQuant and FakeQuantGrad kernels, values, mask and gradient"
+    return [*bars, nothing_differs(what, compat_exactness.against_recorded_kernels())]
 
 
 def kernel_bars() -> list[Bar]:

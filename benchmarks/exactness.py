@@ -16,15 +16,17 @@ import fakequant as fq
 
 ELEMENTS = 10_000_000
 _CHUNK = 1_000_000
-_SCALES = (0.5, 0.1, 1 / 3, 0.0173, 7.7, 2.0**-9, 123.456, 1e-6)
+SCALES = (0.5, 0.1, 1 / 3, 0.0173, 7.7, 2.0**-9, 123.456, 1e-6)
 
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def differing(actual: Tensor, expected: Tensor) -> int:
-    """Elements whose bits differ; of two tensors of one dtype."""
-    bits = _BITS[expected.element_size()]
+    """Elements whose bits differ; all of them where the dtype does."""
+    if actual.dtype != expected.dtype:
+        return expected.numel()
+    bits = BITS[actual.element_size()]
     return int((actual.detach().view(bits) != expected.detach().view(bits)).sum())
 
 
@@ -40,7 +42,7 @@ def chunks(
     random = np.random.default_rng(0)
     for number, start in enumerate(range(0, elements, _CHUNK)):
         n = min(_CHUNK, elements - start)
-        step = np.float32(_SCALES[number % len(_SCALES)])
+        step = np.float32(SCALES[number % len(SCALES)])
         codes = random.integers(low - zero_point - 3, high - zero_point + 4, n // 2).astype(np.float32)
         middles = codes + np.float32(0.5)
         middles = middles / step if multiplier else middles * step
@@ -54,7 +56,8 @@ def chunks(
         yield torch.from_numpy(random.permutation(x)), float(step)
 
 
-def _backward(y: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+def backward(y: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of x."""
     return torch.autograd.grad(y, x, dy)[0]
 
 
@@ -75,7 +78,7 @@ def divide_against_onnxruntime(elements: int = ELEMENTS) -> int:
             wrong += differing(y, torch.from_numpy(right))
             unclamped = np.rint(x.detach().numpy() / scale) + np.float32(zero_point)
             mask = torch.from_numpy((unclamped >= low) & (unclamped <= high))
-            wrong += differing(_backward(y, leaf, dy), torch.where(mask, dy, 0.0))
+            wrong += differing(backward(y, leaf, dy), torch.where(mask, dy, 0.0))
     return wrong
 
 
@@ -113,7 +116,7 @@ def reciprocal_against_aten_per_tensor(elements: int = ELEMENTS) -> int:
             scale = float(np.float32(step))
             y = fq.fake_quantize(ours, spec, scale=scale, zero_point=zero_point)
             right = torch.fake_quantize_per_tensor_affine(atens, scale, zero_point, low, high)
-            wrong += differing(y, right) + unequal(_backward(y, ours, dy), _backward(right, atens, dy))
+            wrong += differing(y, right) + unequal(backward(y, ours, dy), backward(right, atens, dy))
     return wrong
 
 
@@ -131,7 +134,7 @@ def reciprocal_against_aten_per_channel(elements: int = ELEMENTS) -> int:
         ours, atens, dy = x.clone().requires_grad_(), x.clone().requires_grad_(), torch.randn(x.shape)
         y = fq.fake_quantize(ours, spec, scale=scale, zero_point=zero_point)
         right = torch.fake_quantize_per_channel_affine(atens, scale, zero_point, axis, low, high)
-        wrong += differing(y, right) + unequal(_backward(y, ours, dy), _backward(right, atens, dy))
+        wrong += differing(y, right) + unequal(backward(y, ours, dy), backward(right, atens, dy))
     return wrong
 
 
@@ -147,7 +150,7 @@ def multiplier_against_its_formula(elements: int = ELEMENTS) -> int:
         mask = torch.from_numpy((code >= low) & (code <= high))
         leaf, dy = x.requires_grad_(), torch.randn(x.shape)
         y = fq.fake_quantize(leaf, spec, scale=step)
-        wrong += differing(y, right) + differing(_backward(y, leaf, dy), torch.where(mask, dy, 0.0))
+        wrong += differing(y, right) + differing(backward(y, leaf, dy), torch.where(mask, dy, 0.0))
     return wrong
 
 

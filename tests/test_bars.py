@@ -7,13 +7,17 @@ import pytest
 import torch
 
 import fakequant as fq
-from benchmarks import bars, exactness, formats, kernels
+from benchmarks import bars, compat_exactness, exactness, formats, kernels
+from fakequant.ops import library
 
 COMPARISONS = [
     exactness.divide_against_onnxruntime,
     exactness.reciprocal_against_aten_per_tensor,
     exactness.reciprocal_against_aten_per_channel,
     exactness.multiplier_against_its_formula,
+    compat_exactness.against_aten,
+    compat_exactness.learnable_against_aten,
+    compat_exactness.against_onnxruntime,
 ]
 
 
@@ -27,15 +31,25 @@ def test_nothing_differs_from_the_libraries(comparison, monkeypatch):
 def test_the_comparisons_can_fail(comparison, monkeypatch):
     """One representable value beside the right one, in one element of each call, is counted."""
     monkeypatch.setattr(exactness, "_CHUNK", 5_000)
-    right = exactness.fq.fake_quantize
-
-    def wrong(x, *arguments, **options):
-        nudge = torch.zeros(x.shape)
-        nudge.view(-1)[17] = 1.0
-        return right(x, *arguments, **options) + nudge
-
-    monkeypatch.setattr(exactness.fq, "fake_quantize", wrong)
+    plain, masked = library.fake_quantize, library.fake_quantize_with_mask
+    monkeypatch.setattr(library, "fake_quantize", lambda *call: nudged(plain(*call)))
+    monkeypatch.setattr(library, "fake_quantize_with_mask", lambda *call: (nudged(masked(*call)[0]), masked(*call)[1]))
     assert comparison(80_000) >= 2
+
+
+def nudged(y):
+    nudge = torch.zeros_like(y, memory_format=torch.contiguous_format)
+    nudge.view(-1)[17] = 1.0
+    return y + nudge
+
+
+def test_nothing_differs_from_the_recorded_kernels_and_one_element_would_be_counted(monkeypatch):
+    assert compat_exactness.against_recorded_kernels() == 0
+    masked = library.fake_quantize_with_mask
+    monkeypatch.setattr(library, "fake_quantize_with_mask", lambda *call: (nudged(masked(*call)[0]), masked(*call)[1]))
+    assert compat_exactness.against_recorded_kernels() == len(compat_exactness.recorded_kernels()[1]) - 1
+    monkeypatch.setattr(library, "fake_quantize_with_mask", lambda *call: (masked(*call)[0], ~masked(*call)[1]))
+    assert compat_exactness.against_recorded_kernels() > 256
 
 
 def test_half_of_the_numbers_are_ties_or_beside_them():

@@ -42,6 +42,44 @@ def test_backward_is_the_references(layout, dtype, gradient):
         assert_same_bits(dx, right_dx, name)
 
 
+@pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("where", ["channel_1", "tiles_alternating"])
+def test_the_mask_beside_the_values_is_the_references(where, layout, dtype, gradient):
+    where = GRANULARITIES[where]
+    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, dtype)
+    spec = FORMATS["uint8_affine"].spec(where.granularity, fq.Arithmetic.DIVIDE, gradient=gradient)
+    x = LAYOUTS[layout](numbers.x)
+    right = reference.fake_quantize(x, numbers.params, spec), reference.passes(x, numbers.params, spec)
+    leaf = x.detach().clone().requires_grad_()
+    for given in (x, leaf):
+        for got, wanted in zip(library.fake_quantize_with_mask(given, numbers.params, spec), right, strict=True):
+            assert_same_bits(got, wanted)
+    y, _ = library.fake_quantize_with_mask(leaf, numbers.params, spec)
+    dy = torch.randn_like(y)
+    assert_same_bits(torch.autograd.grad(y, leaf, dy)[0], reference.grad_input(dy, right[1]))
+
+
+def test_the_mask_under_vmap_and_for_padded_blocks():
+    x, spec = torch.randn(3, 10) * 9, fq.QuantSpec("int4", fq.PerBlock({-1: 4}, pad=True))
+    params = fq.QParams(torch.rand(3, 3) + 0.5)
+    y, mask = library.fake_quantize_with_mask(x, params, spec)
+    assert_same_bits(mask, reference.passes(x, params, spec))
+    rows = spec.replace(granularity=fq.PerBlock({0: 4}, pad=True))
+    mapped = torch.vmap(lambda row, scale: library.fake_quantize_with_mask(row, fq.QParams(scale), rows))
+    for got, wanted in zip(mapped(x, params.scale), (y, mask), strict=True):
+        assert_same_bits(got, wanted)
+
+
+def test_the_mask_is_of_the_same_draw_as_the_values_and_the_gradient():
+    x = torch.full((4096,), 127.5, requires_grad=True)
+    spec = fq.QuantSpec("int8", rounding=fq.Rounding.STOCHASTIC)
+    y, mask = library.fake_quantize_with_mask(x, fq.QParams(torch.ones(1)), spec)
+    assert 0.4 < mask.float().mean() < 0.6
+    assert_same_bits(torch.autograd.grad(y, x, torch.ones_like(x))[0], mask.float())
+
+
 def saved_bytes(make):
     """Bytes that autograd keeps for the backward of what `make` returns, and the shapes of the tensors."""
     kept = []

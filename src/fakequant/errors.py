@@ -30,6 +30,18 @@ class DTypeError(FakeQuantError, TypeError):
     """A tensor of a dtype that cannot be quantized."""
 
 
+class AxisError(ShapeError, IndexError):
+    """An axis that the tensor does not have, where torch raises an IndexError."""
+
+
+class UnsupportedDTypeError(DTypeError, NotImplementedError):
+    """A tensor of a dtype that cannot be quantized, where torch raises a NotImplementedError."""
+
+
+class CallError(FakeQuantError, RuntimeError):
+    """Arguments that the library whose interface is offered refuses too, by a RuntimeError."""
+
+
 class CalibrationError(FakeQuantError, RuntimeError):
     """Calibration met data it cannot use, or saw none."""
 

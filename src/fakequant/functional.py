@@ -198,8 +198,7 @@ def _checked(
     if zero_point is not None and spec.symmetric:
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = _fit("scale", _as_tensor("scale", scale, x, dtype), x, spec)
-    bounds = _WITH_RECIPROCAL[dtype] if spec.arithmetic is Arithmetic.RECIPROCAL else _POSITIVE
-    _check_values("scale", scale, bounds, watched=watched)
+    check_scale(scale, spec.arithmetic, watched=watched)
     if zero_point is None:
         return QParams(scale)
     zero_point = _fit("zero_point", _as_tensor("zero_point", zero_point, x, dtype), x, spec)
@@ -207,6 +206,16 @@ def _checked(
     expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
     _check_values("zero_point", zero_point, (lowest, highest, expected), whole=True, watched=watched)
     return QParams(scale, zero_point)
+
+
+def check_scale(scale: Tensor, arithmetic: Arithmetic, *, watched: bool = True) -> None:
+    """Check the values of a scale, float32 or float64, where they are known: surely if the call is not `watched`.
+
+    Raises:
+        QParamsError: one that is not positive and finite, or has no finite reciprocal where that is needed.
+    """
+    bounds = _WITH_RECIPROCAL[scale.dtype] if arithmetic is Arithmetic.RECIPROCAL else _POSITIVE
+    _check_values("scale", scale, bounds, watched=watched)
 
 
 def _check_tensor(name: str, value: object) -> None:

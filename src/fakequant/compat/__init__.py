@@ -9,9 +9,11 @@ from fakequant.compat.alias import INSTALLABLE, install
 
 __all__ = ["install"]
 
+_INTERFACES = (*INSTALLABLE, "aten", "onnxruntime")
+
 
 def __getattr__(name: str) -> ModuleType:
     """Import an interface when it is first asked for: most programs need none."""
-    if name not in INSTALLABLE:
+    if name not in _INTERFACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

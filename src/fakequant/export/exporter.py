@@ -140,37 +140,72 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
     (20, ['0._input_quantizer', '0._weight_quantizer'])
     """
     dialect = Style.parse(style)
-    require("onnx", "onnxscript")
-    target = _target(path)
-    active = _check(model, opset, dialect)
-    args, kwargs = example_arguments(example)
-    with evaluating(model), fixed_ranges(model), _weights_fixed(model):
-        program = trace(model, args, kwargs, dynamic_shapes)
-    found = sites(program, dialect)
-    if not found:
-        raise ExportError(
-            "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
-        )
-    needed, who = _most_demanding(found)
+    ready = traced(model, example, path, dynamic_shapes, opset, dialect)
+    needed, who = _most_demanding(ready.sites)
     chosen = check_opset(opset, needed, who)
-    converted = to_onnx(program, chosen, dynamic_shapes, input_names, output_names)
-    dynamic = frozenset(name for name, q in active.items() if q.dynamic and q.kind is Kind.INPUT)
+    converted = to_onnx(ready.program, chosen, dynamic_shapes, input_names, output_names)
+    dynamic = frozenset(name for name, q in ready.active.items() if q.dynamic and q.kind is Kind.INPUT)
     float_weights = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
     records = lower(converted, dynamic, dialect)
-    write(converted, FileRecord(fakequant.__version__, dialect, records, _inputs(converted, program)))
-    data = _finish(converted, needed)
-    write_whole(target, data)
+    write(converted, FileRecord(fakequant.__version__, dialect, records, _inputs(converted, ready.program)))
+    data = finish(converted, needed)
+    write_whole(ready.target, data)
     kept = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
     folded = {record.x: float_weights[record.x] for record in records if record.codes and record.x not in kept}
     codes = {record.codes: kept[record.codes] for record in records if record.codes}
     return ExportReport(
-        target,
+        ready.target,
         chosen,
         len(data),
         len(data) + sum(folded.values()) - sum(codes.values()),
         [Exported(record.quantizer, record.spec, record.expressed) for record in records],
         sorted(set(quantizers(model)) - {record.quantizer for record in records}),
     )
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as a graph of torch operations in which every quantizer is one node, checked.
+
+    Attributes:
+        target: the file to write.
+        active: the quantizers that will be in the file, by path.
+        sites: every place where the graph quantizes.
+    """
+
+    target: Path
+    active: dict[str, Quantizer]
+    program: ExportedProgram
+    sites: list[Site]
+
+
+def traced(
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str],
+    dynamic_shapes: Any,
+    opset: int | None = None,
+    style: Style = Style.PORTABLE,
+) -> Traced:
+    """What is done before anything is said in ONNX, in eval mode and with constant ranges of weights.
+
+    Raises:
+        ExportError: quantizers that are missing, not calibrated or that ONNX cannot express; onnx is not installed.
+        OutputError: the file cannot be written.
+        torch.export's errors: the model cannot be traced.
+    """
+    require("onnx", "onnxscript")
+    target = _target(path)
+    active = _check(model, opset, style)
+    args, kwargs = example_arguments(example)
+    with evaluating(model), fixed_ranges(model), _weights_fixed(model):
+        program = trace(model, args, kwargs, dynamic_shapes)
+    found = sites(program, style)
+    if not found:
+        raise ExportError(
+            "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
+        )
+    return Traced(target, active, program, found)
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
@@ -288,7 +323,7 @@ def _inputs(model: ModelProto, program: ExportedProgram) -> list[InputRecord]:
     return records
 
 
-def _finish(model: ModelProto, needed: int) -> bytes:
+def finish(model: ModelProto, needed: int) -> bytes:
     """The bytes of the file, checked by ONNX's own checker.
 
     Args:

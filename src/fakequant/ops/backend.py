@@ -51,7 +51,11 @@ class Backend(ABC):
 
     @abstractmethod
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        """dy where the mask is set, else 0; the input had the shape of dy and these strides."""
+        """dy where the mask is set, else 0; the input had the shape of dy and these strides. dy may be bool, too."""
+
+    def unpack_mask(self, mask: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
+        """The mask that quantizing x gave as a bool tensor, the shape of x: where a gradient of ones is let through."""
+        return self.grad_input(torch.ones_like(x, dtype=torch.bool), mask, spec, x.stride()).bool()
 
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]

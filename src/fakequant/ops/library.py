@@ -47,10 +47,29 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool 
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
         traced = _Traced if torch.compiler.is_compiling() else _Transformed
         return traced.apply(x, params.scale, params.zero_point, lo, hi, params.seed, spec)[0]
-    learned = params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
-    if torch.is_grad_enabled() and (x.requires_grad or learned):
+    if _needs_grad(x, params):
         return _Eager.apply(x, params.scale, params.zero_point, lo, hi, params.seed, spec)
     return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
+
+
+def fake_quantize_with_mask(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """`fake_quantize`, and where its gradient reaches x: a bool tensor, the shape of x.
+
+    For libraries whose operators return the mask. Autograd itself keeps one bit per element instead of this byte.
+    """
+    if spec.rounding is Rounding.STOCHASTIC and params.seed is None:
+        params = params._replace(seed=draw_seed())
+    if is_watched(x, params.scale, params.zero_point, params.seed):
+        return fake_quantize(x, params, spec), reference.passes(x, params, spec)
+    if spec.gradient is Gradient.IDENTITY:
+        return fake_quantize(x, params, spec), torch.ones_like(x, dtype=torch.bool)
+    backend = choose(x, spec)
+    with torch.no_grad():
+        y, bits = backend.fake_quantize(x, params, spec, mask=True)
+        assert bits is not None, "only IDENTITY has no mask"
+        mask = backend.unpack_mask(bits, x, spec)
+    # Quantized again where gradients are wanted: the autograd function has one output, and costs about one copy.
+    return (fake_quantize(x, params, spec) if _needs_grad(x, params) else y), mask
 
 
 def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None) -> Tensor:
@@ -108,6 +127,11 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
 @lru_cache
 def _any_spec(granularity: Granularity) -> QuantSpec:
     return QuantSpec("int8", granularity)
+
+
+def _needs_grad(x: Tensor, params: QParams) -> bool:
+    learned = params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
+    return torch.is_grad_enabled() and (x.requires_grad or learned)
 
 
 def is_watched(*tensors: object) -> bool:

@@ -139,6 +139,9 @@ FAKEQUANT_INLINE void apply_mask(const U* dy, const uint8_t* mask, U* dx, int64_
   }
   for (int64_t i = 8 * bytes; i < n; ++i) dx[i] = (mask[bytes] >> (i % 8)) & 1 ? dy[i] : U(0);
 }
+FAKEQUANT_CLONES void apply_mask_8(const uint8_t* dy, const uint8_t* mask, uint8_t* dx, int64_t n) {
+  apply_mask(dy, mask, dx, n);
+}
 FAKEQUANT_CLONES void apply_mask_16(const uint16_t* dy, const uint8_t* mask, uint16_t* dx, int64_t n) {
   apply_mask(dy, mask, dx, n);
 }
@@ -233,10 +236,11 @@ void mask_gradient(const Tensor& dy, const Tensor& mask, Tensor dx) {
     for_each_chunk(dy.numel(), [&](int64_t first, int64_t n) { apply(in + first, bits + first / 8, out + first, n); });
   };
   switch (dy.element_size()) {
+    case 1: return run(uint8_t{}, apply_mask_8);
     case 2: return run(uint16_t{}, apply_mask_16);
     case 4: return run(uint32_t{}, apply_mask_32);
     case 8: return run(uint64_t{}, apply_mask_64);
-    default: STD_TORCH_CHECK(false, "fakequant_cpu::mask_gradient: elements of 2, 4 or 8 bytes only");
+    default: STD_TORCH_CHECK(false, "fakequant_cpu::mask_gradient: elements of 1, 2, 4 or 8 bytes only");
   }
 }
 

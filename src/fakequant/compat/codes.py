@@ -1,0 +1,48 @@
+"""Ranges of integer codes as other libraries give them: any two integers, with or without 0 between."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.integers import IntegerFormat
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+
+
+class Codes(NamedTuple):
+    """Codes from `quant_min` to `quant_max`, which elements share a scale, and how they meet it.
+
+    >>> Codes(-8, 7, PerTensor(), Arithmetic.DIVIDE).origin, Codes(5, 20, PerTensor(), Arithmetic.DIVIDE).origin
+    (0, 5)
+    """
+
+    quant_min: int
+    quant_max: int
+    granularity: Granularity
+    arithmetic: Arithmetic
+
+    @property
+    def origin(self) -> int:
+        """The code that counts as 0, because every format of this package has the code 0: the one nearest to it."""
+        return max(self.quant_min, min(self.quant_max, 0))
+
+    @property
+    def spec(self) -> QuantSpec:
+        """What the operator is told, of codes counted from `origin`.
+
+        Raises:
+            SpecError: a range of fewer than two codes, or of more than 24 bits.
+        """
+        spec = _specs.get(self)
+        if spec is None:
+            fmt = IntegerFormat(self.quant_min - self.origin, self.quant_max - self.origin)
+            spec = QuantSpec(fmt, self.granularity, symmetric=False, arithmetic=self.arithmetic)
+            if not torch.compiler.is_compiling():  # a trace must not change what outlives it
+                _specs[self] = spec
+        return spec
+
+
+# A plain dict: torch.compile warns about functools.lru_cache.
+_specs: dict[Codes, QuantSpec] = {}

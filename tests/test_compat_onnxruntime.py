@@ -1,0 +1,333 @@
+"""FakeQuant and FakeQuantGrad: against the vectors that ONNX Runtime's own kernels gave, and in the public wheel."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from bits import assert_same_bits
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+
+import fakequant as fq
+from benchmarks.compat_exactness import recorded_kernels
+from fakequant.compat.onnxruntime import attach_functions, fake_quant, fake_quant_grad
+from fakequant.errors import DTypeError, ExportError, QParamsError, ShapeError, SpecError
+
+NOTES, (*RECORDED, EDGES) = recorded_kernels()
+OPSETS = range(15, 27)
+LEVELS = {
+    "as it is": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "optimised": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
+
+
+def training_step(attributes, opset=17, kind=TensorProto.FLOAT, ir_version=8, of=()):
+    """A model with both nodes, without the functions; `of` is the shape of scale and zero point."""
+    nodes = [
+        helper.make_node("FakeQuant", ["x", "scale", "point"], ["y", "mask"], domain="com.microsoft", **attributes),
+        helper.make_node("FakeQuantGrad", ["dy", "mask"], ["dx"], domain="com.microsoft"),
+    ]
+    return model_of(nodes, opset, kind, ir_version, of)
+
+
+def model_of(nodes, opset=17, kind=TensorProto.FLOAT, ir_version=8, of=()):
+    value = helper.make_tensor_value_info
+    inputs = [value("x", kind, None), value("scale", kind, of), value("point", kind, of), value("dy", kind, None)]
+    outputs = [value("y", kind, None), value("mask", TensorProto.BOOL, None), value("dx", kind, None)]
+    graph = helper.make_graph(nodes, "step", inputs, outputs)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
+
+
+def run(model, *values, level="optimised"):
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = LEVELS[level]
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feeds = {given.name: np.asarray(v) for given, v in zip(session.get_inputs(), values, strict=True)}
+    return [torch.from_numpy(array) for array in session.run(None, feeds)]
+
+
+def in_torch(x, dy, scale, point, attributes):
+    """y, mask and dx by torch, dx also by autograd."""
+    leaf = x.clone().requires_grad_()
+    y, mask = fake_quant(leaf, scale, point, **attributes)
+    dx = fake_quant_grad(dy, mask)
+    assert_same_bits(torch.autograd.grad(y, leaf, dy)[0], dx)
+    return y.detach(), mask, dx
+
+
+def hostile(dtype=torch.float32, elements=2000):
+    """Ties of the scale 0.1 and their neighbours, and all that is special."""
+    info, nan, inf = torch.finfo(dtype), float("nan"), float("inf")
+    ties = ((torch.randint(-12, 270, (elements,)) + 0.5) * 0.1).to(dtype)
+    special = torch.tensor([0.0, -0.0, nan, inf, -inf, info.max, info.min, info.tiny, info.tiny / 8], dtype=dtype)
+    return torch.cat([ties, torch.nextafter(ties.float(), ties.float() + 1).to(dtype), special])
+
+
+def assert_same_but_signs_of_zero(actual, expected):
+    assert_same_bits(actual + 0.0, expected + 0.0)
+
+
+@pytest.mark.parametrize("call", RECORDED, ids=lambda c: f"{c.attributes} {c.scale:g} {c.zero_point:g}")
+def test_the_kernels_give_the_same(call):
+    found = in_torch(call.x, call.dy, call.scale, call.zero_point, call.attributes)
+    assert_same_bits(found[0], call.y)
+    assert_same_bits(found[1], call.mask)
+    assert_same_but_signs_of_zero(found[2], call.dx)  # the kernel multiplies by the mask
+    attached = attach_functions(training_step(call.attributes))
+    given = np.float32(call.scale), np.float32(call.zero_point)
+    for got, right in zip(run(attached, call.x, *given, call.dy), found, strict=True):
+        assert_same_bits(got, right)
+
+
+def test_the_kernel_was_preferred_to_a_function_when_the_calls_were_recorded():
+    assert NOTES["prefers_its_kernel"]
+    assert len(RECORDED) > 10
+
+
+def test_what_the_kernel_does_at_the_edges_is_known_and_not_done_here():
+    assert_same_bits(EDGES.y, torch.full((5,), -0.3))
+    assert EDGES.dx[:3].isnan().all()
+    y, mask, dx = in_torch(EDGES.x, EDGES.dy, 0.1, 3.0, {})
+    assert_same_bits(y, torch.tensor([torch.nan, 25.2, -0.3, 25.2, -0.3]))
+    assert_same_bits(mask, EDGES.mask)
+    assert_same_bits(dx, torch.zeros(5))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("opset", OPSETS)
+def test_attached_functions_in_the_public_wheel(opset, level):
+    for attributes in ({}, {"quant_min": -128, "quant_max": 127}, {"quant_max": 7500}):
+        attached = attach_functions(training_step(attributes, opset))
+        for x in (hostile(), torch.tensor(0.26), torch.empty(0), hostile()[:10].view(2, 5)):
+            dy = torch.randn(x.shape)
+            found = run(attached, x, np.float32(0.1), np.float32(3.0), dy, level=level)
+            for got, right in zip(found, in_torch(x, dy, 0.1, 3.0, attributes), strict=True):
+                assert_same_bits(got, right, opset)
+
+
+@pytest.mark.parametrize("of", [(), (1,)], ids=str)
+def test_parameters_without_axes_or_of_one_element(of):
+    attached = attach_functions(training_step({}, of=of))
+    scale, point = torch.full(of, 0.1), torch.full(of, 3.0)
+    for x in (torch.tensor(0.26), hostile()):
+        dy = torch.randn(x.shape)
+        for got, right in zip(run(attached, x, scale, point, dy), in_torch(x, dy, scale, point, {}), strict=True):
+            assert_same_bits(got, right)
+
+
+def test_float16_is_computed_in_float32():
+    x = hostile(torch.float16)
+    dy, scale, point = torch.randn(x.shape).half(), torch.tensor(0.1).half(), torch.tensor(3.0).half()
+    attached = attach_functions(training_step({}, kind=TensorProto.FLOAT16))
+    for got, right in zip(run(attached, x, scale, point, dy), in_torch(x, dy, scale, point, {}), strict=True):
+        assert_same_bits(got, right)
+
+
+@pytest.mark.parametrize("attributes", [{}, {"quant_max": 15}], ids=str)
+def test_the_reference_evaluator_gives_the_same(attributes):
+    x = hostile()
+    dy = torch.randn(x.shape)
+    feeds = {"x": x, "scale": torch.tensor(0.1), "point": torch.tensor(3.0), "dy": dy}
+    attached = attach_functions(training_step(attributes))
+    with np.errstate(all="ignore"):
+        found = ReferenceEvaluator(attached).run(None, {name: value.numpy() for name, value in feeds.items()})
+    for got, right in zip(found, in_torch(x, dy, 0.1, 3.0, attributes), strict=True):
+        assert_same_bits(torch.from_numpy(np.asarray(got)), right)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scale_of_zero_fails_when_the_model_runs(level):
+    attached = attach_functions(training_step({}))
+    for zero in (0.0, -0.0):
+        with pytest.raises(Exception, match="out of data bounds"):
+            run(
+                attached, np.ones(3, np.float32), np.float32(zero), np.float32(0.0), np.ones(3, np.float32), level=level
+            )
+
+
+def test_parameters_of_two_elements_fail_when_the_model_runs():
+    attached = attach_functions(training_step({}, of=None))
+    x, one, two = np.ones(3, np.float32), np.ones(1, np.float32), np.ones(2, np.float32)
+    for scale, point in ((two, one), (one, two)):
+        with pytest.raises(Exception, match="Reshape"):
+            run(attached, x, scale, point, x)
+
+
+def test_without_the_functions_the_public_wheel_refuses_the_model():
+    with pytest.raises(Exception, match="FakeQuant"):
+        run(training_step({}), *[np.ones(1, np.float32)] * 4)
+
+
+def test_a_kernel_of_the_runtime_is_preferred_to_a_function():
+    """Gelu has a kernel in the public wheel; the function of that name returns its input."""
+    value = helper.make_tensor_value_info
+    node = helper.make_node("Gelu", ["x"], ["y"], domain="com.microsoft")
+    graph = helper.make_graph([node], "g", [value("x", 1, [2])], [value("y", 1, [2])])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    identity = helper.make_node("Identity", ["x"], ["y"])
+    wrong = helper.make_function("com.microsoft", "Gelu", ["x"], ["y"], [identity], opsets[:1])
+    x = torch.tensor([1.0, -2.0])
+    (y,) = run(helper.make_model(graph, opset_imports=opsets, ir_version=9, functions=[wrong]), x)
+    torch.testing.assert_close(y, nn.functional.gelu(x))
+    assert not torch.equal(y, x)
+
+
+def test_attaching_changes_nothing_else():
+    model = training_step({"quant_min": 0, "quant_max": 255})
+    before = model.SerializeToString()
+    attached = attach_functions(model)
+    assert model.SerializeToString() == before
+    assert [(f.domain, f.name) for f in attached.functions] == [
+        ("com.microsoft", "FakeQuant"),
+        ("com.microsoft", "FakeQuantGrad"),
+    ]
+    assert attached.ir_version == 9
+    assert attached.graph == model.graph
+    assert attach_functions(attached) == attached
+
+
+@pytest.mark.parametrize("opset", [15, 18, 21, 26])
+def test_models_with_the_functions_are_valid(opset):
+    attached = attach_functions(training_step({}, opset))
+    for value in (*attached.graph.input, *attached.graph.output):
+        value.type.tensor_type.shape.SetInParent()
+    onnx.checker.check_model(attached, full_check=True)
+
+
+@pytest.mark.parametrize("outputs", [["y"], ["y", ""], ["y", "mask"]], ids=str)
+def test_nodes_get_the_mask_and_the_attributes_that_they_leave_out(outputs):
+    node = helper.make_node("FakeQuant", ["x", "scale", "point"], outputs, domain="com.microsoft", quant_max=15)
+    (complete,) = attach_functions(model_of([node])).graph.node
+    assert {a.name: a.i for a in complete.attribute} == {"quant_min": 0, "quant_max": 15}
+    assert list(complete.output) == ["y", "mask" if "mask" in outputs else "y/quantization_mask"]
+
+
+def test_only_what_a_model_uses_is_attached():
+    forward = helper.make_node("FakeQuant", ["x", "scale", "point"], ["y", "mask"], domain="com.microsoft")
+    model = model_of([forward, helper.make_node("Identity", ["dy"], ["dx"])])
+    assert [f.name for f in attach_functions(model).functions] == ["FakeQuant"]
+    plain = model_of([helper.make_node("Identity", ["x"], [name]) for name in ("y", "dx")])
+    assert attach_functions(plain) == plain
+
+
+def test_a_function_that_is_there_stays():
+    model = training_step({})
+    kept = helper.make_function(
+        "com.microsoft",
+        "FakeQuant",
+        ["x", "s", "z"],
+        ["y", "mask"],
+        [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Equal", ["x", "x"], ["mask"])],
+        [helper.make_opsetid("", 17)],
+    )
+    model.functions.append(kept)
+    assert [f for f in attach_functions(model).functions if f.name == "FakeQuant"] == [kept]
+
+
+def test_nodes_in_a_subgraph_and_without_a_second_output():
+    inner = helper.make_node("FakeQuant", ["x", "scale", "point"], ["quantized"], domain="com.microsoft", quant_max=15)
+    result = [helper.make_tensor_value_info("quantized", TensorProto.FLOAT, None)]
+    other = helper.make_node("Identity", ["x"], ["quantized"])
+    nodes = [
+        helper.make_node("ReduceSum", ["dy"], ["sum"], keepdims=0),
+        helper.make_node("Cast", ["sum"], ["choice"], to=TensorProto.BOOL),
+        helper.make_node(
+            "If",
+            ["choice"],
+            ["y"],
+            then_branch=helper.make_graph([inner], "then", [], result),
+            else_branch=helper.make_graph([other], "else", [], result),
+        ),
+        helper.make_node("Equal", ["x", "x"], ["mask"]),
+        helper.make_node("Identity", ["dy"], ["dx"]),
+    ]
+    attached = attach_functions(model_of(nodes))
+    x = hostile()[:100]
+    y = run(attached, x, np.float32(0.1), np.float32(3.0), np.ones(1, np.float32))[0]
+    assert_same_bits(y, fake_quant(x, 0.1, 3.0, quant_max=15)[0])
+
+
+def test_nodes_in_a_function_of_the_model_that_alone_knows_the_domain():
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    inner = helper.make_node("FakeQuant", ["x", "scale", "point"], ["y"], domain="com.microsoft", quant_max=15)
+    block = helper.make_function("mine", "Block", ["x", "scale", "point"], ["y"], [inner], opsets)
+    nodes = [
+        helper.make_node("Block", ["x", "scale", "point"], ["y"], domain="mine"),
+        helper.make_node("Equal", ["x", "x"], ["mask"]),
+        helper.make_node("Identity", ["dy"], ["dx"]),
+    ]
+    model = model_of(nodes)
+    del model.opset_import[:]
+    model.opset_import.extend([opsets[0], helper.make_opsetid("mine", 1)])
+    model.functions.append(block)
+    attached = attach_functions(model)
+    assert {imported.domain for imported in attached.opset_import} == {"", "mine", "com.microsoft"}
+    x = hostile()[:100]
+    y = run(attached, x, np.float32(0.1), np.float32(3.0), np.ones(1, np.float32))[0]
+    assert_same_bits(y, fake_quant(x, 0.1, 3.0, quant_max=15)[0])
+
+
+def test_old_operator_sets_are_refused():
+    with pytest.raises(ExportError, match="operator set 14, but the functions need 15"):
+        attach_functions(training_step({}, opset=14))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((torch.ones(3), 0.0, 0), QParamsError, "scale must be a positive"),
+        ((torch.ones(3), -0.1, 0), QParamsError, "scale must be a positive"),
+        ((torch.ones(3), float("nan"), 0), QParamsError, "scale must be a positive"),
+        ((torch.ones(3), torch.ones(2), 0), ShapeError, r"scale has shape \[2\], expected \[\] or \[1\]"),
+        ((torch.ones(3), torch.ones(1, 1), 0), ShapeError, "scale has shape"),
+        ((torch.ones(3), torch.ones(0), 0), ShapeError, "scale has shape"),
+        ((torch.ones(3), 0.1, torch.ones(2)), ShapeError, "zero_point has shape"),
+        ((torch.ones(3), 0.1, 0.5), QParamsError, "zero_point must be a whole number, the code of 0.0, got 0.5"),
+        ((torch.ones(3), 0.1, float("nan")), QParamsError, "zero_point must be a whole number"),
+        ((torch.ones(3), 0.1, 0, 7, 7), SpecError, "range"),
+        ((torch.ones(3), 0.1, 0, 7, -7), SpecError, "range"),
+        ((torch.ones(3), 0.1, 0, 0, 2**31), SpecError, "24 bits"),
+        ((torch.ones(3), 0.1, 0, 0.5, 7), TypeError, "float"),
+        ((torch.ones(3, dtype=torch.int32), 0.1, 0), DTypeError, "int32"),
+        (([1.0], 0.1, 0), DTypeError, "torch.Tensor"),
+    ],
+)
+def test_what_is_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        fake_quant(*arguments)
+
+
+def test_masks_that_do_not_fit_are_refused():
+    with pytest.raises(DTypeError, match=r"expected torch\.bool"):
+        fake_quant_grad(torch.ones(3), torch.ones(3))
+    for shape in (3, (2, 2)):
+        with pytest.raises(ShapeError, match=r"\[4\], but dy \["):
+            fake_quant_grad(torch.ones(shape), torch.ones(4, dtype=torch.bool))
+
+
+def test_float64_is_computed_in_float64():
+    x = hostile(torch.float64)
+    right = fq.fake_quantize(x, fq.QuantSpec("uint8", symmetric=False), scale=0.1, zero_point=3)
+    assert_same_bits(fake_quant(x, 0.1, 3)[0], right)
+
+
+def test_the_gradient_is_differentiable_and_so_are_learned_parameters():
+    mask = torch.tensor([True, False, True])
+    assert torch.autograd.gradcheck(lambda dy: fake_quant_grad(dy, mask), torch.randn(3).double().requires_grad_())
+    scale = torch.tensor([0.1], requires_grad=True)
+    y, _ = fake_quant(torch.tensor([0.26, 30.0]), scale, 3.0)
+    y.sum().backward()
+    torch.testing.assert_close(scale.grad, torch.tensor([3.0 - 2.6 + 252.0]))
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    x, scale = hostile().nan_to_num(), torch.tensor(0.1)
+    compiled = torch.compile(lambda v: fake_quant(v, scale, 3.0, 5, 250), fullgraph=True)
+    for got, right in zip(compiled(x), fake_quant(x, scale, 3.0, 5, 250), strict=True):
+        assert_same_bits(got, right)
