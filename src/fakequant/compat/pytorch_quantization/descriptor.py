@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from . import flat_yaml
 from .specification import NumBits, block_axes, float_format
 from .utils.quant_logging import logger
 
@@ -172,23 +171,34 @@ class ScaledQuantDescriptor:
         return values
 
     def to_yaml(self) -> str:
-        """`dict()` as YAML, one key on a line.
+        """`dict()` as YAML, tuples as lists.
+
+        Raises:
+            ModuleNotFoundError: PyYAML is not installed.
 
         >>> print(QuantDescriptor(num_bits=(4, 3), amax=[1.0, 2.5]).to_yaml(), end="")
-        amax: [1.0, 2.5]
+        amax:
+        - 1.0
+        - 2.5
         name: null
-        num_bits: [4, 3]
+        num_bits:
+        - 4
+        - 3
         """
-        return flat_yaml.dump(self.dict())
+        return _yaml().safe_dump(self.dict(), width=120)
 
     @classmethod
     def from_yaml(cls, yaml_str: str) -> ScaledQuantDescriptor:
-        """The descriptor that `to_yaml` wrote.
+        """The descriptor that `to_yaml`, of this package or of the original, wrote.
 
         Raises:
-            ValueError: the text is not of that form.
+            ModuleNotFoundError: PyYAML is not installed.
+            yaml.YAMLError: the text is not YAML.
+            TypeError: it is no mapping, or one of other keys than the constructor's.
         """
-        values = flat_yaml.load(yaml_str)
+        values = _load_yaml(yaml_str)
+        if not isinstance(values, dict):
+            raise TypeError(f"the YAML of a descriptor is a mapping such as 'num_bits: 8', not {values!r}")
         blocks = values.get("block_sizes") or {}
         # YAML has no tuples.
         for mapping, key in ((values, "num_bits"), (values, "axis"), (blocks, "scale_bits")):
@@ -209,6 +219,25 @@ _DEFAULTS: dict[str, Any] = {
     "narrow_range": False,
     "dynamic": False,
 }
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        message = "descriptors as YAML need PyYAML, not installed here; run pip install 'fakequant[compat]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    return yaml
+
+
+def _load_yaml(text: str) -> Any:
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):
+        """Reads what the original writes for num_bits=(4, 3), which a safe loader refuses."""
+
+    Loader.add_constructor("tag:yaml.org,2002:python/tuple", Loader.construct_sequence)
+    return yaml.load(text, Loader)
 
 
 def _checked_bits(num_bits: Any) -> NumBits:
