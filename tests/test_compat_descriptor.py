@@ -157,6 +157,33 @@ def test_errors(options, error, text):
         QuantDescriptor(**options)
 
 
+def test_options_by_position_in_the_order_of_later_releases():
+    amax = np.float32([1.0, 2.0])
+    by_name = QuantDescriptor(
+        num_bits=4,
+        name="x",
+        fake_quant=False,
+        axis=1,
+        block_sizes=None,
+        amax=amax,
+        learn_amax=False,
+        scale_amax=0.5,
+        calib_method="histogram",
+        unsigned=True,
+        narrow_range=True,
+        dynamic=True,
+    )
+    values = 4, "x", False, 1, None, amax, False, 0.5, "histogram", True, True, True
+    assert QuantDescriptor(*values) == by_name
+    assert QuantDescriptor(*values[:4], unsigned=True) == QuantDescriptor(
+        4, "x", fake_quant=False, axis=1, unsigned=True
+    )
+    with pytest.raises(TypeError, match="at most 12 arguments, got 13"):
+        QuantDescriptor(*values, False)
+    with pytest.raises(TypeError, match=r"by position and by name: \['axis'\]"):
+        QuantDescriptor(*values[:4], axis=1)
+
+
 def test_zero_bits_are_logged(caplog):
     with caplog.at_level(logging.ERROR):
         QuantDescriptor(num_bits=0)

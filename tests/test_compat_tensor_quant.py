@@ -7,7 +7,7 @@ from bits import assert_same_bits
 from benchmarks import compat
 from benchmarks import compat_rules as rules
 from fakequant.compat.pytorch_quantization import cuda_ext, tensor_quant
-from fakequant.compat.pytorch_quantization.specification import float_format
+from fakequant.compat.pytorch_quantization.specification import codes_per_unit, float_format
 
 
 @pytest.mark.parametrize("amax_shape", rules.AMAX_SHAPES, ids=str)
@@ -21,6 +21,16 @@ def test_integers_equal_the_formulas(case, amax_shape):
 def test_scaled_e4m3_equals_the_formula(amax_shape):
     for got, wanted in rules.e4m3_pairs(amax_shape):
         assert_same_bits(got, wanted)
+
+
+def test_the_multiplier_of_e4m3_is_within_a_unit_in_the_last_place_of_the_quotient():
+    """For every mantissa of amax; docs/compat-pytorch-quantization.md has the share."""
+    amax = torch.arange(1 << 23, 1 << 24, dtype=torch.float32)
+    found = codes_per_unit(amax, float_format((4, 3)))
+    assert_same_bits(found, 448.0 / amax)
+    distance = (found.view(torch.int32) - (torch.tensor(448.0) / amax).view(torch.int32)).abs()
+    assert distance.max() == 1
+    assert round(distance.float().mean(dtype=torch.float64).item(), 3) == 0.279
 
 
 @pytest.mark.parametrize("num_bits", [8, 4, 2, 12])

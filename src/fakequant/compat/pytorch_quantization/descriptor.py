@@ -18,6 +18,8 @@ _BLOCK_TYPES = ("static", "dynamic")
 class ScaledQuantDescriptor:
     """How a tensor is to be quantized.
 
+    All arguments can be given by name, or in this order as later releases take them.
+
     Args:
         num_bits: bits of an integer code, or (exponent bits, mantissa bits) of a float such as (4, 3).
         name: what it is called when printed.
@@ -46,10 +48,8 @@ class ScaledQuantDescriptor:
     True
     """
 
-    def __init__(self, num_bits: NumBits = 8, name: str | None = None, **kwargs: Any) -> None:
-        options = {**_DEFAULTS, **kwargs}
-        if unknown := kwargs.keys() - _DEFAULTS.keys():
-            raise TypeError(f"Unused keys: {sorted(unknown)}; known are {', '.join(_DEFAULTS)}")
+    def __init__(self, num_bits: NumBits = 8, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        options = {**_DEFAULTS, **_by_name(args, kwargs)}
         self._num_bits = _checked_bits(num_bits)
         if not isinstance(name, str | None):
             raise TypeError(f"name must be a string or None, not {type(name)}.")
@@ -219,6 +219,18 @@ _DEFAULTS: dict[str, Any] = {
     "narrow_range": False,
     "dynamic": False,
 }
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All options by name; args are in the order of `_DEFAULTS`."""
+    if unknown := kwargs.keys() - _DEFAULTS.keys():
+        raise TypeError(f"Unused keys: {sorted(unknown)}; known are {', '.join(_DEFAULTS)}")
+    if len(args) > len(_DEFAULTS):
+        raise TypeError(f"a descriptor takes at most {len(_DEFAULTS) + 2} arguments, got {len(args) + 2}")
+    given = dict(zip(_DEFAULTS, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise TypeError(f"given twice, by position and by name: {sorted(twice)}")
+    return {**given, **kwargs}
 
 
 def _yaml() -> Any:
