@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
-BENCHMARKS := kernels formats compat peers
+BENCHMARKS := kernels formats torch_ao compat peers
 
 .PHONY: setup demo test test-exhaustive lint bench bars docs clean
 

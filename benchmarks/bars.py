@@ -24,7 +24,7 @@ import torch
 
 import fakequant as fq
 
-from . import compat_exactness, exactness, formats, kernels
+from . import compat, compat_exactness, exactness, formats, kernels
 from .peers import report as peers
 from .record import ROOT, machine, put_between, write_results
 
@@ -74,6 +74,39 @@ def exactness_bars() -> list[Bar]:
     bars.append(nothing_differs(what, exactness.float8_against_decoded_codes()))
     what = "`compat.onnxruntime` against recorded FakeQuant and FakeQuantGrad kernels, values, mask and gradient"
     return [*bars, nothing_differs(what, compat_exactness.against_recorded_kernels())]
+
+
+def pytorch_quantization_bars() -> list[Bar]:
+    """`compat.pytorch_quantization` against the numbers and the rules of the original; the loops take 20 seconds."""
+    guide = compat.guide()
+    found = f"{guide.scale}; {guide.differing} of {len(compat.GUIDE_VALUES) + len(compat.GUIDE_CODES)} numbers differ"
+    functions = (
+        "`tensor_quant`, `fake_tensor_quant`, `legacy_fake_tensor_quant`, `fake_affine_tensor_quant`, `scaled_e4m3`"
+    )
+    bars = [
+        Bar(
+            "pytorch_quantization: the example of its guide",
+            "scale 128.0057, no number differs",
+            found,
+            guide == compat.Guide(0, "128.0057"),
+        ),
+        nothing_differs(
+            f"pytorch_quantization: {functions} against their formulas, 1,048,576 values a case, forward and gradient",
+            compat.differing_from_formulas(),
+        ),
+        nothing_differs(
+            "pytorch_quantization: amax by max, percentile, mse and entropy on fixed streams against its rules",
+            compat.differing_amax(),
+        ),
+    ]
+    for bins in (2048, 8192):
+        search = compat.entropy(bins)
+        what = f"pytorch_quantization: entropy search over the original's loops, {bins} bins"
+        measured = f"{search.times:.0f} times, {'the same' if search.same else 'ANOTHER'} amax"
+        bars.append(Bar(what, ">= 50 times, the same amax", measured, search.times >= 50 and search.same))
+    runs = compat.script_runs()
+    what = "pytorch_quantization: a script of its public names, unmodified, by `python -m fakequant.compat run`"
+    return [*bars, Bar(what, "runs", "runs" if runs else "FAILS", runs)]
 
 
 def kernel_bars() -> list[Bar]:
@@ -259,6 +292,7 @@ def main() -> int:
     if not STUDY.exists():
         print(f"{STUDY} is missing: run `python examples/transformer.py` for its row")
     bars += exactness_bars()
+    bars += pytorch_quantization_bars()
     bars += kernel_bars()
     bars += format_bars()
     bars += peer_bars()

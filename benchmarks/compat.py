@@ -1,182 +1,130 @@
-"""Time of the interfaces in `fakequant.compat` beside that of the originals.
+"""compat.pytorch_quantization against the rules of the original, and the time of its entropy search over theirs.
 
-`python -m benchmarks.compat` prints a row for the training of a model with torch.ao's quantizers by torch and by
-`compat.aten`, one for a quantizer alone, and one for the entropy search of `compat.pytorch_quantization` over the
-original's loops for every number of bins. It exits with 1 if a result differs, if a step is not faster than torch's, or
-if the search is less than 50 times as fast.
+`python -m benchmarks.compat` prints the rows that `python -m benchmarks.bars` puts in the table, and exits with 1 if
+one of them is missed.
 """
 
 from __future__ import annotations
 
-import copy
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.ao import quantization as ao
+from torch import Tensor
 
-from fakequant.compat import aten
-from fakequant.compat.pytorch_quantization.calib import HistogramCalibrator
+from fakequant.compat.pytorch_quantization import calib, tensor_quant
 
-from .exactness import differing
-from .kernels import ratio
+from . import compat_rules as rules
+from .record import ROOT
 
-BINS = (2048, 8192)
-LEAST = 50.0
-ROUNDS = 16
-
-
-def entropy_by_loops(
-    counts: NDArray[Any], edges: NDArray[Any], num_bits: int, unsigned: bool, stride: int = 1, start_bin: int = 128
-) -> float:
-    """The amax by the rules of pytorch-quantization 2.2.1, one bin at a time in Python."""
-    from scipy.stats import entropy
-
-    counts = counts.astype(np.int64)
-    counts[0] = counts[1]
-    cells = 1 << (num_bits - 1 + int(unsigned))
-    divergences = []
-    for kept in range(start_bin, len(counts) + 1, stride):
-        cell_of = np.digitize(range(kept), np.linspace(0, kept, cells + 1)) - 1
-        cell_of[counts[:kept] == 0] = -1
-        mass = np.zeros(cells)
-        for position, cell in enumerate(cell_of):
-            if cell != -1:
-                mass[cell] += counts[position]
-        for cell, bins in Counter(cell_of).items():
-            if cell != -1:
-                mass[cell] /= bins
-        candidate = np.zeros(kept)
-        for position, cell in enumerate(cell_of):
-            if cell != -1:
-                candidate[position] = mass[cell]
-        reference = np.array(counts[:kept])
-        reference[-1] += counts[kept:].sum()
-        # Of a candidate without any counts the divergence is no number, which argmin would take.
-        divergences.append(entropy(reference, candidate) if candidate.any() else np.inf)
-    last = len(divergences) - 1 - int(np.argmin(divergences[::-1]))
-    return float(edges[last * stride + start_bin])
+SCRIPT = ROOT / "tests" / "scripts" / "train_quantized.py"
+# One amax, one axis, two axes of three; the tests take more.
+AMAX_SHAPES: Sequence[tuple[int, ...]] = ((), (32, 1, 1), (32, 1, 2048))
+AFFINE_RANGES = ((-1.0, 2.0), (0.7, 1.9), (-1e30, 1.0))
+# Seed, then the numbers that the user's guide prints.
+GUIDE_SEED = 12345
+GUIDE_VALUES = [0.9843, 0.8828, 0.9921, 0.4609, 0.0859, 0.1797, 0.3672, 0.5703, 0.3359, 0.2109]
+GUIDE_CODES = [126, 113, 127, 59, 11, 23, 47, 73, 43, 27]
 
 
-def entropy_search() -> bool:
-    """Whether the search finds what the loops find, and fast enough; prints a row for every number of bins."""
-    x, good = torch.randn(1_000_000), True
-    for bins in BINS:
-        calibrator = HistogramCalibrator(8, None, False, num_bins=bins)
-        calibrator.collect(x)
-        kept = calibrator._calib_hist, calibrator._calib_bin_edges
-        counts, edges = (torch.as_tensor(each).numpy() for each in kept)
+class Guide(NamedTuple):
+    """The example of the user's guide: how many of its numbers differ, and the scale as it prints it."""
+
+    differing: int
+    scale: str
+
+
+class Search(NamedTuple):
+    """The entropy search: how many times as fast as the loops, and whether it finds the same amax."""
+
+    times: float
+    same: bool
+
+
+def guide() -> Guide:
+    """The example that the user's guide prints, by its seed."""
+    x = torch.rand(10, generator=torch.Generator().manual_seed(GUIDE_SEED))
+    values = [round(value, 4) for value in tensor_quant.fake_tensor_quant(x, x.abs().max()).tolist()]
+    codes, scale = tensor_quant.tensor_quant(x, x.abs().max())
+    pairs = [*zip(values, GUIDE_VALUES, strict=True), *zip(codes.tolist(), GUIDE_CODES, strict=True)]
+    return Guide(sum(got != wanted for got, wanted in pairs), f"{scale:.4f}")
+
+
+def differing_from_formulas(amax_shapes: Sequence[tuple[int, ...]] = AMAX_SHAPES) -> int:
+    """Elements of outputs and gradients that differ, 1,048,576 of each function in every case."""
+    wrong = 0
+    for shape in amax_shapes:
+        for case in rules.INTEGERS.values():
+            wrong += _differing(rules.integer_pairs(*case, shape))
+    for shape in (None, *amax_shapes):
+        wrong += _differing(rules.e4m3_pairs(shape))
+    for low, high in AFFINE_RANGES:
+        wrong += _differing(rules.affine_pairs(8, low, high))
+    return wrong
+
+
+def _differing(pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
+    from tests.bits import bits_of
+
+    return sum(int((bits_of(got) != bits_of(wanted)).sum()) for got, wanted in pairs)
+
+
+def differing_amax(bins: int = 512) -> int:
+    """Calibrators that find another amax than the rules: max, percentile, mse, entropy on every stream."""
+    wrong = 0
+    for tensors in rules.streams().values():
+        largest = calib.MaxCalibrator(8, None, False)
+        for x in tensors:
+            largest.collect(x)
+        found = largest.compute_amax()
+        assert found is not None
+        wrong += found.item() != max(x.abs().max().item() for x in tensors)
+        calibrator = rules.collected(tensors, num_bins=bins)
+        counts, edges = rules.histogram_by_rules(tensors, bins)
+        for percentile in (50, 99, 99.99, 100):
+            found = calibrator.compute_amax("percentile", percentile=percentile)
+            assert found is not None
+            wrong += found.item() != rules.percentile_by_rules(counts, edges, percentile)
+        wrong += sum(got != wanted for _, got, wanted in rules.search_pairs(calibrator, 8, False))
+    return wrong
+
+
+def entropy(bins: int, searches: int = 5) -> Search:
+    """The search in a histogram of a million normal numbers against one run of the loops."""
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
+    calibrator = rules.collected([x], num_bins=bins)
+    start = time.perf_counter()
+    wanted = rules.entropy_by_loops(*rules.histogram_of(calibrator), 8, False)
+    loops, times, same = time.perf_counter() - start, [], True
+    for _ in range(searches):
         start = time.perf_counter()
-        wanted = entropy_by_loops(counts, edges, 8, False)
-        loops, times = time.perf_counter() - start, []
-        for _ in range(5):
-            start = time.perf_counter()
-            amax = calibrator.compute_amax("entropy")
-            times.append(time.perf_counter() - start)
-        search, same = statistics.median(times), amax is not None and amax.item() == wanted
-        good &= same and loops / search >= LEAST
-        print(
-            f"entropy, {bins} bins: loops {loops:.2f} s, search {search * 1e3:.1f} ms, {loops / search:.0f} times "
-            f"as fast (bar: {LEAST:.0f}), amax {wanted:.6f}, {'the same' if same else 'DIFFERENT'}"
-        )
-    return good
+        amax = calibrator.compute_amax("entropy")
+        times.append(time.perf_counter() - start)
+        same &= amax is not None and amax.item() == wanted
+    return Search(loops / statistics.median(times), same)
 
 
-activation_quantizer = ao.FakeQuantize.with_args(observer=ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
-weight_quantizer = ao.FakeQuantize.with_args(
-    observer=ao.MovingAveragePerChannelMinMaxObserver,
-    quant_min=-128,
-    quant_max=127,
-    dtype=torch.qint8,
-    qscheme=torch.per_channel_symmetric,
-)
-
-
-def separable_convolutions() -> nn.Module:
-    """A model that torch.ao has prepared for training, with a FakeQuantize at every weight and activation."""
-    layers: list[nn.Module] = [ao.QuantStub(), nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()]
-    for _ in range(3):
-        layers += [nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.ReLU(), nn.Conv2d(32, 32, 1), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).train()
-    model.qconfig = ao.QConfig(activation_quantizer, weight_quantizer)  # pyright: ignore[reportArgumentType]
-    return ao.prepare_qat(model)
-
-
-def training_step(model: nn.Module) -> Callable[[Tensor], None]:
-    """One step of gradient descent on a batch of images."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def step(images: Tensor) -> None:
-        optimizer.zero_grad()
-        model(images).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
-def gradient(quantizer: nn.Module) -> Callable[[Tensor], None]:
-    """Forward and backward of a quantizer alone."""
-    return lambda x: quantizer(x).sum().backward()
-
-
-@dataclass(frozen=True)
-class TorchAo:
-    """A model with quantizers of torch.ao, a step with it, and the shape of its input."""
-
-    name: str
-    model: Callable[[], nn.Module]
-    step: Callable[[nn.Module], Callable[[Tensor], None]]
-    shape: tuple[int, ...]
-
-
-TORCH_AO = (
-    TorchAo("torch.ao's FakeQuantize, forward and backward", activation_quantizer, gradient, (1 << 22,)),
-    TorchAo("training step of separable convolutions", separable_convolutions, training_step, (16, 3, 64, 64)),
-)
-
-
-def trained(row: TorchAo, *, by_us: bool, batches: list[Tensor]) -> list[Tensor]:
-    """All tensors of the model after some steps, and the gradients of its inputs."""
-    torch.manual_seed(0)
-    model = row.model()
-    step = row.step(model)
-    leaves = [x.clone().requires_grad_() for x in batches]
-    with aten.routed() if by_us else nullcontext():
-        for leaf in leaves:
-            step(leaf)
-    return [*model.state_dict().values(), *(leaf.grad + 0.0 for leaf in leaves if leaf.grad is not None)]
-
-
-def torch_ao() -> bool:
-    """Whether models of torch.ao train to the same bits by `compat.aten`, and faster; prints a row for each."""
-    good = True
-    for row in TORCH_AO:
-        batches = [torch.randn(row.shape).requires_grad_() for _ in range(4)]
-        tensors = zip(*(trained(row, by_us=by_us, batches=batches) for by_us in (True, False)), strict=True)
-        wrong = sum(differing(mine, theirs) for mine, theirs in tensors)
-        model = row.model()
-        found = ratio(aten.routed()(row.step(model)), row.step(copy.deepcopy(model)), batches, rounds=ROUNDS)
-        good &= not wrong and found.median < 1
-        print(
-            f"{row.name}: torch {found.other_seconds * 1e3:.1f} ms, ours {found.seconds * 1e3:.1f} ms, ratio "
-            f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f}), {wrong} differing elements"
-        )
-    return good
+def script_runs() -> bool:
+    """Whether a script that imports pytorch_quantization alone calibrates, trains and exports."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [sys.executable, "-m", "fakequant.compat", "run", str(SCRIPT), folder]
+        found = subprocess.run(run, capture_output=True, text=True)
+        return found.returncode == 0 and (Path(folder) / "model.onnx").exists()
 
 
 def main() -> int:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    return int(not all([torch_ao(), entropy_search()]))
+    """Print the rows; 1 if one is missed."""
+    from .bars import as_table, pytorch_quantization_bars
+
+    bars = pytorch_quantization_bars()
+    print(as_table(bars))
+    return int(not all(bar.ok for bar in bars))
 
 
 if __name__ == "__main__":

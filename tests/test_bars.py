@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fakequant as fq
-from benchmarks import bars, compat_exactness, exactness, formats, kernels
+from benchmarks import bars, compat, compat_exactness, exactness, formats, kernels
+from benchmarks import compat_rules as rules
 from fakequant.ops import library
 
 COMPARISONS = [
@@ -129,6 +130,38 @@ def test_missed_bars_are_seen():
     assert not bars.nothing_differs("x", 1).ok
     table = bars.as_table([bars.nothing_differs("x", 1234)])
     assert table.splitlines()[-1] == "| x | 0 differing elements | 1,234 | MISSED |"
+
+
+def _compat(monkeypatch, **found):
+    for name, result in found.items():
+        monkeypatch.setattr(compat, name, lambda *_, result=result: result)
+    return [bar.ok for bar in bars.pytorch_quantization_bars()]
+
+
+def test_missed_bars_of_pytorch_quantization_are_seen(monkeypatch):
+    met = {
+        "guide": compat.Guide(0, "128.0057"),
+        "differing_from_formulas": 0,
+        "differing_amax": 0,
+        "entropy": compat.Search(50.0, True),
+        "script_runs": True,
+    }
+    assert _compat(monkeypatch, **met) == [True] * 6
+    assert _compat(monkeypatch, guide=compat.Guide(1, "128.0057"))[0] is False
+    assert _compat(monkeypatch, guide=compat.Guide(0, "128.0056"))[0] is False
+    assert _compat(monkeypatch, differing_from_formulas=1)[1] is False
+    assert _compat(monkeypatch, differing_amax=1)[2] is False
+    assert _compat(monkeypatch, entropy=compat.Search(49.9, True))[3:5] == [False, False]
+    assert _compat(monkeypatch, entropy=compat.Search(50.0, False))[3:5] == [False, False]
+    assert _compat(monkeypatch, script_runs=False)[5] is False
+
+
+def test_another_amax_is_counted(monkeypatch):
+    monkeypatch.setattr(rules, "streams", lambda: {"one": [torch.rand(100)]})
+    assert compat.differing_amax(200) == 0
+    monkeypatch.setattr(rules, "entropy_by_loops", lambda *_: 0.5)
+    monkeypatch.setattr(rules, "percentile_by_rules", lambda *_: 0.5)
+    assert compat.differing_amax(200) == 5
 
 
 def test_readme_gets_the_table_between_its_markers(tmp_path):

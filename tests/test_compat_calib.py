@@ -7,74 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.compat import entropy_by_loops
+from benchmarks.compat_rules import (
+    collected,
+    entropy_by_loops,
+    histogram_by_rules,
+    mse_by_loops,
+    percentile_by_rules,
+    search_pairs,
+    streams,
+)
 from fakequant.compat.pytorch_quantization import calib, tensor_quant
 from fakequant.compat.pytorch_quantization.calib.search import mse_amax
 
 pytest.importorskip("scipy", reason="the loops of the original call scipy.stats.entropy")
-
-
-def streams():
-    torch.manual_seed(3)
-    normal = [torch.randn(4000) for _ in range(3)]
-    return {
-        "normal": normal,
-        "growing": [torch.randn(4000) * scale for scale in (1.0, 1.5, 0.1, 3.7, 3.0)],
-        "relu": [x.relu() for x in normal],
-        "heavy": [torch.randn(4000) ** 3, 1.5 * torch.randn(4000) ** 3],
-        "sparse": [torch.tensor([0.5, 3.0, 9.0]), torch.tensor([1.0, 40.0])],
-        "uniform": [torch.rand(500), torch.rand(500) * 2],
-        "half": [x.half() for x in normal],
-        "one value": [torch.full((100,), 2.5)],
-    }
-
-
-def histogram_by_rules(tensors, bins, skip_zeros=False):
-    """The first batch gives bins from 0 to its largest magnitude; later ones append bins of that width."""
-    counts = edges = None
-    for x in tensors:
-        x = x.abs().float()
-        x = x[x != 0] if skip_zeros else x
-        largest = x.max()
-        if counts is None:
-            edges, counts = torch.linspace(0, largest, bins + 1), torch.histc(x, bins, 0, largest.item())
-            continue
-        if largest > edges[-1]:
-            width = edges[1] - edges[0]
-            bins = int((largest / width).ceil())
-            edges = torch.arange(0, largest + width, width)
-        found = torch.histc(x, bins, 0, edges[-1].item())
-        found[: len(counts)] += counts
-        counts = found
-    return counts.numpy().astype(np.int64), edges.numpy()
-
-
-def mse_by_loops(counts, edges, num_bits, unsigned, stride=1, start_bin=128):
-    counts, edges = torch.from_numpy(counts).float(), torch.from_numpy(edges)
-    centers = (edges[1:] + edges[:-1]) / 2
-    bound = torch.tensor(2.0 ** (num_bits - 1 + unsigned) - 1)
-    errors = []
-    for amax in centers[start_bin::stride]:
-        scale = bound / amax
-        quantized = torch.clamp((centers * scale).round(), 0 if unsigned else -bound, bound) / scale
-        errors.append(((quantized - centers) ** 2 * counts).mean().item())
-    return centers[start_bin + stride * int(np.argmin(errors))]
-
-
-def percentile_by_rules(counts, edges, percentile):
-    below = 0
-    for i, count in enumerate(counts):
-        below += count / counts.sum()
-        if below >= percentile / 100:
-            return edges[i]
-    return edges[len(counts)]
-
-
-def collected(tensors, num_bits=8, unsigned=False, **options):
-    calibrator = calib.HistogramCalibrator(num_bits, None, unsigned, **options)
-    for x in tensors:
-        calibrator.collect(x)
-    return calibrator
 
 
 @pytest.mark.parametrize("name", streams())
@@ -95,14 +40,10 @@ def test_histogram_grows_as_scripts_observe(name, bins, skip_zeros):
 def test_entropy_and_mse_equal_the_loops(name, num_bits, unsigned, stride, start_bin):
     tensors = [x.abs() for x in streams()[name]] if unsigned else streams()[name]
     calibrator = collected(tensors, num_bits, unsigned, num_bins=320)
-    counts, edges = calibrator._calib_hist.numpy(), calibrator._calib_bin_edges.numpy()
-    keywords = {"stride": stride, "start_bin": start_bin}
-    wanted = entropy_by_loops(counts, edges, num_bits, unsigned, **keywords)
-    amax = calibrator.compute_amax("entropy", **keywords)
-    assert (amax.item(), amax.shape, amax.dtype) == (wanted, (), torch.float32)
-    wanted = mse_by_loops(counts, edges, num_bits, unsigned, **keywords)
-    amax = calibrator.compute_amax("mse", **keywords)
-    assert (amax.item(), amax.shape, amax.dtype) == (wanted.item(), (), torch.float32)
+    for method, found, wanted in search_pairs(calibrator, num_bits, unsigned, stride, start_bin):
+        assert found == wanted, method
+        amax = calibrator.compute_amax(method, stride=stride, start_bin=start_bin)
+        assert (amax.shape, amax.dtype) == ((), torch.float32)
 
 
 @pytest.mark.parametrize("name", streams())
@@ -342,7 +283,7 @@ def test_calibrate_weights(method, perchannel):
             elif method == "max":
                 wanted.append(channel.max())
             elif method == "mse":
-                wanted.append(mse_by_loops(counts, edges, module.weight_quantizer.num_bits, False).item())
+                wanted.append(mse_by_loops(counts, edges, module.weight_quantizer.num_bits, False))
             else:
                 wanted.append(percentile_by_rules(counts, edges, 95))
         amax = module.weight_quantizer.amax

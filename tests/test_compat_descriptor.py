@@ -3,12 +3,14 @@
 import copy
 import logging
 import pickle
+import sys
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from fakequant.compat.pytorch_quantization import flat_yaml, tensor_quant, utils
+from fakequant.compat.pytorch_quantization import tensor_quant, utils
 from fakequant.compat.pytorch_quantization.specification import block_specification, format_of
 from fakequant.compat.pytorch_quantization.tensor_quant import QuantDescriptor
 
@@ -64,18 +66,37 @@ def test_yaml_of_other_writers():
     assert QuantDescriptor.from_yaml(text) == QuantDescriptor(axis=(0, 1), fake_quant=False)
     text = "---\namax:\n- 1.0\n- 2.5\nname: 'it''s'\nnum_bits: !!python/tuple\n- 4\n- 3\n"
     assert QuantDescriptor.from_yaml(text) == QuantDescriptor((4, 3), "it's", amax=[1.0, 2.5])
-    assert flat_yaml.load('a: ~\nb: .inf\nc: [1, [2.5, x y]]\nd: {k: -1, "l": []}\n') == {
-        "a": None,
-        "b": float("inf"),
-        "c": [1, [2.5, "x y"]],
-        "d": {"k": -1, "l": []},
-    }
+    text = "{axis: [0, -1], block_sizes: ~, amax: [[.inf], [1.0e-05]]}"
+    assert QuantDescriptor.from_yaml(text) == QuantDescriptor(axis=(0, -1), amax=[[float("inf")], [1e-5]])
 
 
-@pytest.mark.parametrize("text", ["num_bits 8", "- 8", "num_bits: 8\n- 8", "axis: [0", "axis: [0] 1", "a: {b: {c: 1}"])
-def test_yaml_that_is_none(text):
-    with pytest.raises(ValueError, match="descriptor"):
-        flat_yaml.load(text)
+def test_yaml_is_in_block_style_with_sorted_keys():
+    descriptor = QuantDescriptor(num_bits=(4, 3), axis=(0,), amax=[[1e-5], [2.5]], name="é")
+    text = 'amax:\n- - 9.999999747378752e-06\n- - 2.5\naxis:\n- 0\nname: "\\xE9"\nnum_bits:\n- 4\n- 3\n'
+    assert descriptor.to_yaml() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("num_bits 8", TypeError, "a mapping such as 'num_bits: 8', not 'num_bits 8'"),
+        ("- 8", TypeError, r"not \[8\]"),
+        ("", TypeError, "not None"),
+        ("granularity: 1", TypeError, "Unused keys"),
+        ("axis: [0", yaml.YAMLError, "expected ',' or ']'"),
+        ("name: !!python/object/apply:os.getcwd []", yaml.YAMLError, "could not determine a constructor"),
+    ],
+)
+def test_yaml_of_no_descriptor(text, error, words):
+    with pytest.raises(error, match=words):
+        QuantDescriptor.from_yaml(text)
+
+
+def test_without_pyyaml_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    for call in (QuantDescriptor().to_yaml, lambda: QuantDescriptor.from_yaml("num_bits: 8")):
+        with pytest.raises(ModuleNotFoundError, match=r"need PyYAML.*pip install 'fakequant\[compat\]'"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -134,6 +155,33 @@ def test_the_predefined_descriptors():
 def test_errors(options, error, text):
     with pytest.raises(error, match=text):
         QuantDescriptor(**options)
+
+
+def test_options_by_position_in_the_order_of_later_releases():
+    amax = np.float32([1.0, 2.0])
+    by_name = QuantDescriptor(
+        num_bits=4,
+        name="x",
+        fake_quant=False,
+        axis=1,
+        block_sizes=None,
+        amax=amax,
+        learn_amax=False,
+        scale_amax=0.5,
+        calib_method="histogram",
+        unsigned=True,
+        narrow_range=True,
+        dynamic=True,
+    )
+    values = 4, "x", False, 1, None, amax, False, 0.5, "histogram", True, True, True
+    assert QuantDescriptor(*values) == by_name
+    assert QuantDescriptor(*values[:4], unsigned=True) == QuantDescriptor(
+        4, "x", fake_quant=False, axis=1, unsigned=True
+    )
+    with pytest.raises(TypeError, match="at most 12 arguments, got 13"):
+        QuantDescriptor(*values, False)
+    with pytest.raises(TypeError, match=r"by position and by name: \['axis'\]"):
+        QuantDescriptor(*values[:4], axis=1)
 
 
 def test_zero_bits_are_logged(caplog):

@@ -146,7 +146,7 @@ class TestOptimizerHelpers:
         assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.bias", "1.bias"]
 
     def test_weights_are_quantized_in_place(self, caplog):
-        model = nn.Sequential(quant_nn.QuantLinear(4, 2), nn.Linear(2, 2), quant_nn.QuantLSTMCell(2, 2))
+        model = nn.Sequential(quant_nn.QuantLinear(4, 2), nn.Linear(2, 2))
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         kept = model[0].weight
         helper.quant_weight_inplace(model)
@@ -160,3 +160,28 @@ class TestOptimizerHelpers:
         model[0]._weight_quantizer = quant_nn.TensorQuantizer(QuantDescriptor(fake_quant=False))
         helper.quant_weight_inplace(model)
         assert "the weight of 0 is not replaced" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("layer", "shape"),
+        [
+            (quant_nn.QuantLSTM(4, 3, num_layers=2, bidirectional=True), (5, 2, 4)),
+            (quant_nn.QuantLSTMCell(4, 3, bias=False), (2, 4)),
+            (quant_nn.modules.quant_rnn.GRU(4, 3), (5, 2, 4)),
+            (quant_nn.modules.quant_rnn.QuantRNNCell(4, 3), (2, 4)),
+        ],
+        ids=lambda case: type(case).__name__,
+    )
+    def test_weights_of_recurrent_layers_are_quantized_in_place_as_the_products_see_them(self, layer, shape):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+        biases = {name: p.detach().clone() for name, p in layer.named_parameters() if "bias" in name}
+        weights = {name: p.detach().clone() for name, p in layer.named_parameters() if "weight" in name}
+        expected = layer(x)[0]
+        helper.quant_weight_inplace(nn.Sequential(layer))
+        for name, module in layer.named_modules():
+            if "weight_quantizer" in name and isinstance(module, quant_nn.TensorQuantizer):
+                module.disable()
+        assert_same_bits(layer(x)[0], expected)
+        parameters = dict(layer.named_parameters())
+        assert not any(torch.equal(parameters[name], before) for name, before in weights.items())
+        for name, before in biases.items():
+            assert_same_bits(parameters[name], before)

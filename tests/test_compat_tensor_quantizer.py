@@ -1,28 +1,13 @@
 """TensorQuantizer of the pytorch_quantization interface: stages, properties, errors, printed forms, compilers."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from bits import assert_same_bits
+from compat_quantizers import X, quantizer
 from torch import Tensor
 
-import fakequant as fq
 from fakequant.compat.pytorch_quantization import calib
-from fakequant.compat.pytorch_quantization.nn import Clip, TensorQuantizer, functional
-from fakequant.compat.pytorch_quantization.tensor_quant import (
-    QuantDescriptor,
-    fake_tensor_quant,
-    scaled_e4m3,
-    tensor_quant,
-)
-
-X = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(7))
-
-
-def quantizer(*, if_clip=False, if_calib=False, disabled=False, **options) -> TensorQuantizer:
-    return TensorQuantizer(QuantDescriptor(**options), disabled=disabled, if_clip=if_clip, if_calib=if_calib)
+from fakequant.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3, tensor_quant
 
 
 class TestValues:
@@ -81,56 +66,6 @@ class TestValues:
         assert quantizer(amax=1.0)(torch.empty(0, 3)).shape == (0, 3)
         with pytest.raises(RuntimeError):
             quantizer()(torch.empty(0, 3))
-
-
-class TestBlocks:
-    def test_dynamic_blocks_are_the_cores(self):
-        x = torch.randn(3, 40)
-        for sizes, num_bits, spec in (
-            ({-1: 16, "type": "dynamic"}, 4, "int4 per_block(-1:16,pad) multiplier"),
-            (
-                {-1: 16, "type": "dynamic", "scale_bits": (4, 3)},
-                (2, 1),
-                "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
-            ),
-            (
-                {-1: 32, "type": "dynamic", "scale_bits": (8, 0)},
-                (2, 1),
-                "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:ceil",
-            ),
-        ):
-            q = quantizer(num_bits=num_bits, block_sizes=sizes)
-            assert_same_bits(q(x), fq.fake_quantize(x, spec))
-            q.amax = 1.0
-            assert_same_bits(q(x), fq.fake_quantize(x, spec))
-
-    def test_static_blocks_are_calibrated(self):
-        q = quantizer(num_bits=4, block_sizes={0: 2, -1: 16}, if_calib=True)
-        batches = torch.randn(3, 5, 40).unbind()
-        q.disable_quant()
-        for batch in batches:
-            assert q(batch) is batch
-        q.load_calib_amax()
-        q.enable_quant()
-        expected = torch.zeros(3, 3)
-        for batch in batches:
-            padded = torch.nn.functional.pad(batch, (0, 8, 0, 1)).abs()
-            expected = torch.maximum(expected, padded.view(3, 2, 3, 16).amax((1, 3)))
-        assert_same_bits(q.amax, expected)
-        spec = "int4 per_block(0:2,-1:16,pad) multiplier"
-        assert_same_bits(q(batches[0]), fq.fake_quantize(batches[0], spec, amax=expected))
-        assert "block_sizes={0: 2, -1: 16} amax=[" in repr(q)
-
-    def test_one_block_keeps_its_axes(self):
-        q = quantizer(block_sizes={-1: 8}, if_calib=True)
-        q(torch.ones(1, 8))
-        q.load_calib_amax()
-        assert q.amax.shape == (1, 1)
-        assert_same_bits(q(torch.ones(1, 8)), torch.ones(1, 8))
-
-    def test_a_histogram_has_no_blocks(self):
-        with pytest.raises(NotImplementedError, match="calib_method='max'"):
-            quantizer(block_sizes={-1: 8}, calib_method="histogram", if_calib=True)(torch.ones(1, 8))
 
 
 class TestStages:
@@ -289,147 +224,6 @@ class TestPrinting:
         q.disable_quant()
         q._calibrator = None
         assert q.extra_repr() == "8bit fake per-tensor amax=dynamic pre_quant_scale learned scale=1.0 clip"
-
-
-class TestCalibration:
-    def test_the_loaded_amax_is_a_copy(self):
-        q = quantizer(if_calib=True)
-        q(torch.tensor([1.0]))
-        q.load_calib_amax()
-        q(torch.tensor([9.0]))
-        assert q.amax.item() == 1.0
-        kept = q.amax
-        q.load_calib_amax()
-        assert q.amax is kept
-        assert kept.item() == 9.0
-
-    def test_by_histogram(self):
-        q = quantizer(calib_method="histogram", if_calib=True)
-        q(X)
-        q.load_calib_amax("percentile", percentile=99.0)
-        assert_same_bits(q.amax, q._calibrator.compute_amax("percentile", percentile=99.0))
-        for wrong in ((), ("median",)):
-            with pytest.raises(TypeError):
-                q.load_calib_amax(*wrong)
-        per_max = quantizer(if_calib=True)
-        per_max(X)
-        with pytest.raises(TypeError):
-            per_max.load_calib_amax("mse")
-
-    def test_nothing_collected(self, caplog):
-        for method, args in (("max", ()), ("histogram", ("entropy",))):
-            q = quantizer(calib_method=method)
-            with pytest.raises(RuntimeError, match="Calibrator returned None"):
-                q.load_calib_amax(*args)
-            assert q.amax is None
-            q.load_calib_amax(*args, strict=False)
-            assert q.amax.isnan()
-            assert "becomes NaN" in caplog.text
-
-    def test_a_range_of_another_shape_replaces_the_one_that_is_there(self):
-        q = quantizer(axis=0, amax=1.0, if_calib=True)
-        q(X)
-        q.load_calib_amax()
-        assert_same_bits(q.amax, X.abs().amax((1, 2), keepdim=True))
-
-
-class TestLearning:
-    def test_clip_passes_gradients_as_pact_does(self):
-        x = torch.tensor([-3.0, -1.0, -0.9, 0.0, 1.9, 2.0, 5.0], requires_grad=True)
-        low, high = torch.tensor(-1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-        y = functional.clip(x, low, high)
-        assert_same_bits(y, x.clamp(-1.0, 2.0))
-        y.backward(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]))
-        assert x.grad.tolist() == [0.0, 0.0, 4.0, 8.0, 16.0, 0.0, 0.0]
-        assert (low.grad.item(), high.grad.item()) == (3.0, 96.0)
-        assert functional.ClipFunction.apply is functional.clip
-
-    def test_clip_of_several_bounds_has_no_gradient(self):
-        x = torch.ones(2, requires_grad=True)
-        y = functional.clip(x, torch.tensor([-1.0, -1.0]), torch.tensor([0.5, 2.0]))
-        assert y.tolist() == [0.5, 1.0]
-        with pytest.raises(ValueError, match="can only be scalar"):
-            y.sum().backward()
-        Clip([-1.0, -1.0], [0.5, 2.0])(x.detach())
-        with pytest.raises(ValueError, match="must be scalar"):
-            Clip(-1.0, [0.5, 2.0], learn_max=True)
-
-    def test_learned_bounds_are_parameters_and_fixed_ones_buffers(self):
-        clip = Clip(-1.0, 2.0, learn_max=True)
-        assert [name for name, _ in clip.named_parameters()] == ["clip_value_max"]
-        assert [name for name, _ in clip.named_buffers()] == ["clip_value_min"]
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_the_range_learns_from_what_it_clips(self, dtype):
-        q = quantizer(learn_amax=True, amax=0.3).to(dtype)
-        x = torch.tensor([-1.0, 0.1, 0.2, 4.0], dtype=dtype, requires_grad=True)
-        y = q(x)
-        assert_same_bits(y, fake_tensor_quant(x.detach().clamp(-0.3, 0.3), torch.tensor(0.3), 8, False, False))
-        y.backward(torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=dtype))
-        assert x.grad.tolist() == [0.0, 2.0, 4.0, 0.0]
-        assert (q.clip.clip_value_min.grad.item(), q.clip.clip_value_max.grad.item()) == (1.0, 8.0)
-        assert q.clip.clip_value_max.dtype == torch.float32
-
-    def test_the_farther_bound_is_amax(self):
-        q = quantizer(learn_amax=True)
-        assert (q.clip.clip_value_min.item(), q.clip.clip_value_max.item()) == (-1.0, 1.0)
-        with torch.no_grad():
-            q.clip.clip_value_max.fill_(0.25)
-        x = torch.tensor([-2.0, 2.0])
-        expected = fake_tensor_quant(torch.tensor([-1.0, 0.25]), torch.tensor(1.0), 8, False, False)
-        assert_same_bits(q(x), expected)
-
-    def test_starting_from_a_calibrated_range(self):
-        q = quantizer(learn_amax=True)
-        with pytest.raises(AttributeError):
-            q.init_learn_amax()
-        q.amax = [[1.0], [2.5]]
-        q.init_learn_amax()
-        assert (q.clip.clip_value_min.item(), q.clip.clip_value_max.item()) == (-2.5, 2.5)
-        with pytest.raises(RuntimeError, match="learn_amax"):
-            quantizer().init_learn_amax()
-
-    def test_learning_can_be_switched_off_and_on(self):
-        q = quantizer(learn_amax=True)
-        q.disable_clip()
-        assert not any(p.requires_grad for p in q.parameters())
-        q.enable_clip()
-        assert all(p.requires_grad for p in q.parameters())
-
-    def test_errors(self):
-        with pytest.raises(ValueError, match="must be scalar"):
-            quantizer(learn_amax=True, amax=[1.0, 2.0])
-        with pytest.raises(TypeError):
-            quantizer(learn_amax=True, axis=0)
-
-
-class TestState:
-    def test_a_state_with_ranges_loads_into_a_quantizer_without(self):
-        given = quantizer(axis=0, amax=[[1.0], [2.0]])
-        given.pre_quant_scale = 2.0
-        state = given.state_dict()
-        assert set(state) == {"_amax", "_pre_quant_scale"}
-        q = quantizer(axis=0)
-        q.load_state_dict(state)
-        assert_same_bits(q.amax, given.amax)
-        assert_same_bits(q.pre_quant_scale, given.pre_quant_scale)
-        other_shape = quantizer(amax=5.0)
-        other_shape.load_state_dict(state)
-        assert_same_bits(other_shape.amax, given.amax)
-
-    def test_a_state_without_a_range_does_not_load_into_a_quantizer_with_one(self):
-        with pytest.raises(RuntimeError, match="_amax"):
-            quantizer(amax=1.0).load_state_dict({})
-
-    def test_copies_pickles_and_models_pickled_by_the_original(self):
-        q = quantizer(amax=1.0, calib_method="histogram")
-        for other in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
-            assert_same_bits(other(X), q(X))
-            assert repr(other) == repr(q)
-        older = copy.deepcopy(q)
-        for name in ("_dynamic", "_blocks"):
-            del older.__dict__[name]
-        assert_same_bits(older(X), q(X))
 
 
 class TestTorchFeatures:

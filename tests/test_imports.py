@@ -44,6 +44,7 @@ OPTIONAL = {
     "sklearn",
     "triton",
     "typer",
+    "yaml",
 }
 
 

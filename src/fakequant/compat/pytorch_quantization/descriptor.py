@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from . import flat_yaml
 from .specification import NumBits, block_axes, float_format
 from .utils.quant_logging import logger
 
@@ -18,6 +17,8 @@ _BLOCK_TYPES = ("static", "dynamic")
 
 class ScaledQuantDescriptor:
     """How a tensor is to be quantized.
+
+    All arguments can be given by name, or in this order as later releases take them.
 
     Args:
         num_bits: bits of an integer code, or (exponent bits, mantissa bits) of a float such as (4, 3).
@@ -47,10 +48,8 @@ class ScaledQuantDescriptor:
     True
     """
 
-    def __init__(self, num_bits: NumBits = 8, name: str | None = None, **kwargs: Any) -> None:
-        options = {**_DEFAULTS, **kwargs}
-        if unknown := kwargs.keys() - _DEFAULTS.keys():
-            raise TypeError(f"Unused keys: {sorted(unknown)}; known are {', '.join(_DEFAULTS)}")
+    def __init__(self, num_bits: NumBits = 8, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        options = {**_DEFAULTS, **_by_name(args, kwargs)}
         self._num_bits = _checked_bits(num_bits)
         if not isinstance(name, str | None):
             raise TypeError(f"name must be a string or None, not {type(name)}.")
@@ -172,23 +171,34 @@ class ScaledQuantDescriptor:
         return values
 
     def to_yaml(self) -> str:
-        """`dict()` as YAML, one key on a line.
+        """`dict()` as YAML, tuples as lists.
+
+        Raises:
+            ModuleNotFoundError: PyYAML is not installed.
 
         >>> print(QuantDescriptor(num_bits=(4, 3), amax=[1.0, 2.5]).to_yaml(), end="")
-        amax: [1.0, 2.5]
+        amax:
+        - 1.0
+        - 2.5
         name: null
-        num_bits: [4, 3]
+        num_bits:
+        - 4
+        - 3
         """
-        return flat_yaml.dump(self.dict())
+        return _yaml().safe_dump(self.dict(), width=120)
 
     @classmethod
     def from_yaml(cls, yaml_str: str) -> ScaledQuantDescriptor:
-        """The descriptor that `to_yaml` wrote.
+        """The descriptor that `to_yaml`, of this package or of the original, wrote.
 
         Raises:
-            ValueError: the text is not of that form.
+            ModuleNotFoundError: PyYAML is not installed.
+            yaml.YAMLError: the text is not YAML.
+            TypeError: it is no mapping, or one of other keys than the constructor's.
         """
-        values = flat_yaml.load(yaml_str)
+        values = _load_yaml(yaml_str)
+        if not isinstance(values, dict):
+            raise TypeError(f"the YAML of a descriptor is a mapping such as 'num_bits: 8', not {values!r}")
         blocks = values.get("block_sizes") or {}
         # YAML has no tuples.
         for mapping, key in ((values, "num_bits"), (values, "axis"), (blocks, "scale_bits")):
@@ -209,6 +219,37 @@ _DEFAULTS: dict[str, Any] = {
     "narrow_range": False,
     "dynamic": False,
 }
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All options by name; args are in the order of `_DEFAULTS`."""
+    if unknown := kwargs.keys() - _DEFAULTS.keys():
+        raise TypeError(f"Unused keys: {sorted(unknown)}; known are {', '.join(_DEFAULTS)}")
+    if len(args) > len(_DEFAULTS):
+        raise TypeError(f"a descriptor takes at most {len(_DEFAULTS) + 2} arguments, got {len(args) + 2}")
+    given = dict(zip(_DEFAULTS, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise TypeError(f"given twice, by position and by name: {sorted(twice)}")
+    return {**given, **kwargs}
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        message = "descriptors as YAML need PyYAML, not installed here; run pip install 'fakequant[compat]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    return yaml
+
+
+def _load_yaml(text: str) -> Any:
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):
+        """Reads what the original writes for num_bits=(4, 3), which a safe loader refuses."""
+
+    Loader.add_constructor("tag:yaml.org,2002:python/tuple", Loader.construct_sequence)
+    return yaml.load(text, Loader)
 
 
 def _checked_bits(num_bits: Any) -> NumBits:

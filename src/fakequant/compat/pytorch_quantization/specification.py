@@ -150,7 +150,8 @@ def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> Amax:
 def codes_per_unit(amax: Tensor, fmt: Format) -> Tensor:
     """The multiplier m that maps amax to the format's bound, in the dtype of amax.
 
-    Of floats it is bound * (1 / amax), rounded twice, as torch computes a number divided by a tensor.
+    Of floats it is bound * (1 / amax), rounded twice, as torch computes the original's number divided by a tensor: at
+    most 1 ulp from the quotient.
     """
     bound = torch.full_like(amax, fmt.bound)
     return bound / amax if fmt.has_zero_point else bound * amax.reciprocal()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fakequant.compat.pytorch_quantization.nn.modules.quant_rnn import QuantRNNBase, QuantRNNCellBase
 from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
+from fakequant.nn.recurrent import GateQuantizers, GateWeights
 
 __all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_weight_inplace"]
 
@@ -64,13 +67,27 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 @torch.no_grad()
 def quant_weight_inplace(model: nn.Module) -> None:
-    """Replace the weight of every module that has a `weight_quantizer` by its fake-quantized values."""
+    """Replace the weights of every quantized layer, recurrent ones too, by their fake-quantized values."""
     for name, module in model.named_modules():
-        quantizer = getattr(module, "_weight_quantizer", None)
-        weight = getattr(module, "weight", None)
-        if quantizer is None or weight is None:
-            continue
-        if not quantizer.fake_quant:
-            logger.warning("the weight of %s is not replaced: its quantizer gives codes", name or "the model")
-            continue
-        weight.copy_(quantizer(weight))
+        for quantizer, replace in _weights(module):
+            if quantizer.fake_quant:
+                replace()
+            else:
+                logger.warning("the weight of %s is not replaced: its quantizer gives codes", name or "the model")
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[Any, Callable[[], object]]]:
+    """The quantizers of a module's weights, and what replaces these."""
+    if isinstance(module, QuantRNNBase | QuantRNNCellBase):
+        for weights, quantizers in module.gates():
+            yield quantizers.weight, partial(_replace_gates, weights, quantizers)
+        return
+    quantizer, weight = getattr(module, "_weight_quantizer", None), getattr(module, "weight", None)
+    if quantizer is not None and weight is not None:
+        yield quantizer, lambda: weight.copy_(quantizer(weight))
+
+
+def _replace_gates(weights: GateWeights, quantizers: GateQuantizers) -> None:
+    quantized = weights.quantized(quantizers)
+    weights.input.copy_(quantized.input)
+    weights.hidden.copy_(quantized.hidden)

@@ -39,15 +39,18 @@ class QuantRNNBase(QuantMixin):
         self.init_quantizer(*pop_quant_desc_in_kwargs(type(self), **descriptors), num_layers=pairs)
         layer.to(next(layer.parameters()).device)
 
+    def gates(self) -> list[tuple[GateWeights, GateQuantizers]]:
+        """The parameters of every layer, in each direction, and what they are quantized with."""
+        quantizers = zip(self._input_quantizers, self._weight_quantizers, strict=True)
+        weights = cast("nn.RNNBase", self).all_weights
+        return [(GateWeights(*w), _gate_quantizers(*q)) for w, q in zip(weights, quantizers, strict=True)]
+
     def forward(self, input: Any, hx: Any = None) -> Any:
         """As torch's layer; input [time, n, in], [n, time, in], [time, in] or a PackedSequence."""
-        pairs = [
-            (cast("TensorQuantizer", x), cast("TensorQuantizer", w))
-            for x, w in zip(self._input_quantizers, self._weight_quantizers, strict=True)
-        ]
-        if all(quantizer.passes_through for pair in pairs for quantizer in pair):
+        quantizers = [quantizers for _, quantizers in self.gates()]
+        if all(_pass_through(pair) for pair in quantizers):
             return cast("Any", super()).forward(input, hx)
-        return unroll(cast("nn.RNNBase", self), input, hx, [GateQuantizers(*pair) for pair in pairs])
+        return unroll(cast("nn.RNNBase", self), input, hx, quantizers)
 
 
 class QuantLSTM(QuantRNNBase, nn.LSTM):
@@ -73,10 +76,17 @@ class QuantRNNCellBase(WeightedModule):
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
     mode: str
 
+    def gates(self) -> list[tuple[GateWeights, GateQuantizers]]:
+        """The parameters, and what they are quantized with: one pair."""
+        cell = cast("nn.LSTMCell", self)
+        weights = GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+        return [(weights, _gate_quantizers(self._input_quantizer, self._weight_quantizer))]
+
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """As torch's cell; input [n, in] or [in]."""
         cell = cast("nn.LSTMCell", self)
-        if self._input_quantizer.passes_through and self._weight_quantizer.passes_through:
+        ((weights, quantizers),) = self.gates()
+        if _pass_through(quantizers):
             return cast("Any", super()).forward(input, hx)
         x = torch.atleast_2d(input)
         if hx is None:
@@ -84,9 +94,7 @@ class QuantRNNCellBase(WeightedModule):
             state = (zeros, zeros) if self.mode == "LSTM" else (zeros,)
         else:
             state = tuple(torch.atleast_2d(s) for s in (hx if self.mode == "LSTM" else (hx,)))
-        quantizers = GateQuantizers(self._input_quantizer, self._weight_quantizer)
-        weights = GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh).quantized(quantizers)
-        after = step(self.mode, x, state, weights, quantizers)
+        after = step(self.mode, x, state, weights.quantized(quantizers), quantizers)
         if input.dim() == 1:
             after = tuple(s.squeeze(0) for s in after)
         return after if self.mode == "LSTM" else after[0]
@@ -115,3 +123,11 @@ class GRUCell(QuantRNNCellBase, nn.GRUCell):
 
 LSTM = QuantLSTM
 LSTMCell = QuantLSTMCell
+
+
+def _gate_quantizers(input: nn.Module, weight: nn.Module) -> GateQuantizers:
+    return GateQuantizers(cast("TensorQuantizer", input), cast("TensorQuantizer", weight))
+
+
+def _pass_through(quantizers: GateQuantizers) -> bool:
+    return all(cast("TensorQuantizer", each).passes_through for each in quantizers)

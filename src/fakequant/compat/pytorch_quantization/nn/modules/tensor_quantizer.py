@@ -13,6 +13,7 @@ from fakequant.compat.pytorch_quantization import utils as quant_utils
 from fakequant.compat.pytorch_quantization.nn.modules import onnx_form
 from fakequant.compat.pytorch_quantization.nn.modules.blocks import Blocks
 from fakequant.compat.pytorch_quantization.nn.modules.clip import Clip
+from fakequant.compat.pytorch_quantization.nn.modules.stored_range import StoredRange
 from fakequant.compat.pytorch_quantization.specification import NumBits, format_of
 from fakequant.compat.pytorch_quantization.tensor_quant import (
     QuantDescriptor,
@@ -21,15 +22,13 @@ from fakequant.compat.pytorch_quantization.tensor_quant import (
     tensor_quant,
 )
 from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
-from fakequant.nn.learned import PreciseModule
 
 __all__ = ["TensorQuantizer"]
 
 _CALIBRATORS = {"max": calib.MaxCalibrator, "histogram": calib.HistogramCalibrator}
-_BUFFERS = ("_amax", "_pre_quant_scale")
 
 
-class TensorQuantizer(PreciseModule):
+class TensorQuantizer(StoredRange):
     """Calibrates for, clips and quantizes one tensor, each of which can be turned on and off.
 
     Without an amax, from the descriptor, a calibrator, a state dict or the setter, the range is that of every tensor.
@@ -56,7 +55,6 @@ class TensorQuantizer(PreciseModule):
     _dynamic = False
     _blocks: Blocks | None = None
 
-    _amax: Tensor
     clip: Clip
 
     def __init__(
@@ -146,28 +144,6 @@ class TensorQuantizer(PreciseModule):
         elif self._scale is None:
             logger.critical("no tensor was quantized yet, so there is no scale")
         return self._scale
-
-    @property
-    def pre_quant_scale(self) -> Tensor | None:
-        """What tensors are multiplied with before all else, also when disabled; None if nothing."""
-        return self._buffers.get("_pre_quant_scale")
-
-    @pre_quant_scale.setter
-    def pre_quant_scale(self, value: Any) -> None:
-        self._set("_pre_quant_scale", value)
-
-    @property
-    def amax(self) -> Tensor | None:
-        """The largest magnitude that has a code, before `scale_amax`; None if it is that of every tensor.
-
-        Raises:
-            RuntimeError: the setter is given another shape than amax has.
-        """
-        return self._buffers.get("_amax")
-
-    @amax.setter
-    def amax(self, value: Any) -> None:
-        self._set("_amax", value)
 
     @property
     def step_size(self) -> Tensor | None:
@@ -338,44 +314,6 @@ class TensorQuantizer(PreciseModule):
             amax = quant_utils.reduce_amax(inputs, axis=reduced, keepdims=True).detach()
         amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
         return amax if self._scale_amax is None else amax * self._scale_amax
-
-    def _set(self, name: str, value: Any) -> None:
-        """What the setters do."""
-        if value is None:
-            logger.error("%s cannot be set to None; delete it instead", name)
-            return
-        value = torch.as_tensor(value)
-        old = self._buffers.get(name)
-        if old is not None and old.shape != value.shape:
-            raise RuntimeError(
-                f"Changing shape when setting {name.strip('_')} is not allowed: it has {list(old.shape)}, got "
-                f"{list(value.shape)}; delete it before"
-            )
-        self._set_buffer(name, value)
-
-    def _set_buffer(self, name: str, value: Tensor) -> None:
-        """A copy as a buffer: in the one that is there, if the shape is the same."""
-        old = self._buffers.get(name)
-        value = value.detach().to(torch.promote_types(value.dtype, torch.float32))
-        if old is None or old.shape != value.shape:
-            vars(self).pop(name, None)
-            self.register_buffer(name, value.clone() if old is None else value.to(old.device, copy=True))
-        else:
-            old.data.copy_(value)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in _BUFFERS:
-            if prefix + name in state_dict and name not in self._buffers:
-                self.register_buffer(name, None)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _short_amax(self) -> str:
-        amax = self.amax
-        if amax is None:
-            return "dynamic"
-        if amax.numel() == 1:
-            return f"{amax.item():.4f}"
-        return f"[{amax.min().item():.4f}, {amax.max().item():.4f}]({amax.numel()})"
 
     def extra_repr(self) -> str:
         if self._disabled:
