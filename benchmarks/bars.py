@@ -24,7 +24,7 @@ import torch
 
 import fakequant as fq
 
-from . import compat, compat_exactness, exactness, formats, kernels
+from . import compat, compat_exactness, exactness, formats, kernels, times
 from .peers import report as peers
 from .record import ROOT, machine, put_between, write_results
 
@@ -50,6 +50,12 @@ class Bar:
 def at_most(what: str, value: float, limit: float, form: str = "{:.2f}") -> Bar:
     """A bar on the largest value allowed."""
     return Bar(what, f"<= {limit:g}", form.format(value), value <= limit)
+
+
+def at_most_in_processes(what: str, found: times.Spread, limit: float, form: str = "{:.2f}") -> Bar:
+    """A bar on the median over processes, with the least and the largest beside it."""
+    median, low, high = (form.format(value) for value in found)
+    return Bar(what, f"<= {limit:g}", f"{median} ({low} to {high})", found.median <= limit)
 
 
 def nothing_differs(what: str, count: int) -> Bar:
@@ -109,39 +115,30 @@ def pytorch_quantization_bars() -> list[Bar]:
     return [*bars, Bar(what, "runs", "runs" if runs else "FAILS", runs)]
 
 
-def kernel_bars() -> list[Bar]:
+def kernel_bars(ratios: dict[str, times.Spread]) -> list[Bar]:
     """The time of the forward kernel over that of a copy and of ATen."""
-    case = kernels.INT8_CASE
-    assert case.differing() == 0, f"{case.name} differs from the reference; its time means nothing"
-    aten = case.aten()
-    assert aten is not None
     what = f"int8 forward, {kernels.ELEMENTS:,} float32: time over"
-    over_copy = kernels.ratio(case.run(), case.copy(), case.inputs())
-    over_aten = kernels.ratio(case.run(), aten, case.inputs())
+    least = f"that of `x.clone()` is {ratios[times.COPY_OVER_ATEN].median:.3f}"
     return [
-        at_most(f"{what} `x.clone()`", over_copy.median, 1.5),
-        at_most(f"{what} ATen", over_aten.median, 0.1, "{:.3f}"),
+        at_most_in_processes(f"{what} `x.clone()`", ratios[kernels.INT8_CASE.name], 1.5),
+        at_most_in_processes(f"{what} ATen ({least})", ratios[times.OVER_ATEN], 0.1, "{:.3f}"),
     ]
 
 
-def format_bars() -> list[Bar]:
+def format_bars(ratios: dict[str, times.Spread]) -> list[Bar]:
     """The slowest small float with given scales, and the slowest format of blocks that takes them from the input."""
     what = f"forward, {kernels.ELEMENTS:,} float32: time over `x.clone()`"
     return [
-        slowest(f"FP8, FP6, FP4 {what}", formats.GIVEN),
-        slowest(f"MXFP8, MXFP4, NVFP4, INT4 in groups, scales from the input, {what}", formats.DYNAMIC),
+        slowest(f"FP8, FP6, FP4 {what}", formats.GIVEN, ratios),
+        slowest(f"MXFP8, MXFP4, NVFP4, INT4 in groups, scales from the input, {what}", formats.DYNAMIC, ratios),
     ]
 
 
-def slowest(what: str, cases: Sequence[kernels.Case]) -> Bar:
+def slowest(what: str, cases: Sequence[kernels.Case], ratios: dict[str, times.Spread]) -> Bar:
     """A bar on the case that comes nearest to its limit over a copy."""
-    times = {}
-    for case in cases:
-        assert case.differing() == 0, f"{case.name} differs from the reference; its time means nothing"
-        assert case.limit is not None
-        times[case] = kernels.ratio(case.run(), case.copy(), case.inputs()).median
-    worst = max(times, key=lambda case: times[case] / case.limit)
-    return at_most(f"{what}, slowest ({worst.name})", times[worst], worst.limit)
+    limits = {case.name: case.limit for case in cases if case.limit is not None}
+    worst = max(limits, key=lambda name: ratios[name].median / limits[name])
+    return at_most_in_processes(f"{what}, slowest ({worst})", ratios[worst], limits[worst])
 
 
 def peer_bars(path: Path = peers.RESULTS) -> list[Bar]:
@@ -286,6 +283,7 @@ def main() -> int:
     if "--pages" in sys.argv[1:]:
         return 0
     machine()
+    ratios = times.over_processes()
     bars = demo_bars() + study_bars()
     if not DEMO.exists():
         print(f"{DEMO} is missing: run `make demo` for its rows")
@@ -293,8 +291,7 @@ def main() -> int:
         print(f"{STUDY} is missing: run `python examples/transformer.py` for its row")
     bars += exactness_bars()
     bars += pytorch_quantization_bars()
-    bars += kernel_bars()
-    bars += format_bars()
+    bars += kernel_bars(ratios) + format_bars(ratios)
     bars += peer_bars()
     bars.append(at_most("bytes saved for the backward per element", saved_bytes_per_element(), 1 / 8, "{:.3f}"))
     bars += import_bars()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fakequant as fq
-from benchmarks import bars, compat, compat_exactness, exactness, formats, kernels
+from benchmarks import bars, compat, compat_exactness, exactness, formats, kernels, times
 from benchmarks import compat_rules as rules
 from fakequant.ops import library
 
@@ -33,8 +33,12 @@ def test_the_comparisons_can_fail(comparison, monkeypatch):
     """One representable value beside the right one, in one element of each call, is counted."""
     monkeypatch.setattr(exactness, "_CHUNK", 5_000)
     plain, masked = library.fake_quantize, library.fake_quantize_with_mask
-    monkeypatch.setattr(library, "fake_quantize", lambda *call: nudged(plain(*call)))
-    monkeypatch.setattr(library, "fake_quantize_with_mask", lambda *call: (nudged(masked(*call)[0]), masked(*call)[1]))
+    monkeypatch.setattr(library, "fake_quantize", lambda *call, **named: nudged(plain(*call, **named)))
+    monkeypatch.setattr(
+        library,
+        "fake_quantize_with_mask",
+        lambda *call, **named: (nudged(masked(*call, **named)[0]), masked(*call, **named)[1]),
+    )
     assert comparison(80_000) >= 2
 
 
@@ -47,9 +51,17 @@ def nudged(y):
 def test_nothing_differs_from_the_recorded_kernels_and_one_element_would_be_counted(monkeypatch):
     assert compat_exactness.against_recorded_kernels() == 0
     masked = library.fake_quantize_with_mask
-    monkeypatch.setattr(library, "fake_quantize_with_mask", lambda *call: (nudged(masked(*call)[0]), masked(*call)[1]))
+    monkeypatch.setattr(
+        library,
+        "fake_quantize_with_mask",
+        lambda *call, **named: (nudged(masked(*call, **named)[0]), masked(*call, **named)[1]),
+    )
     assert compat_exactness.against_recorded_kernels() == len(compat_exactness.recorded_kernels()[1]) - 1
-    monkeypatch.setattr(library, "fake_quantize_with_mask", lambda *call: (masked(*call)[0], ~masked(*call)[1]))
+    monkeypatch.setattr(
+        library,
+        "fake_quantize_with_mask",
+        lambda *call, **named: (masked(*call, **named)[0], ~masked(*call, **named)[1]),
+    )
     assert compat_exactness.against_recorded_kernels() > 256
 
 
@@ -102,11 +114,22 @@ CASES = [
 ]
 
 
-def test_the_slowest_is_the_one_nearest_to_its_limit(monkeypatch):
-    _times(monkeypatch, [1.9, 3.0])
-    assert bars.slowest("what", CASES) == bars.Bar("what, slowest (near)", "<= 2", "1.90", True)
-    _times(monkeypatch, [1.9, 9.5])
-    assert bars.slowest("what", CASES) == bars.Bar("what, slowest (far)", "<= 9", "9.50", False)
+def test_the_slowest_is_the_one_nearest_to_its_limit():
+    found = {"near": times.Spread(1.9, 1.0, 5.0), "far": times.Spread(3.0, 2.0, 4.0)}
+    assert bars.slowest("what", CASES, found) == bars.Bar("what, slowest (near)", "<= 2", "1.90 (1.00 to 5.00)", True)
+    found["far"] = times.Spread(9.5, 2.0, 11.0)
+    assert bars.slowest("what", CASES, found) == bars.Bar("what, slowest (far)", "<= 9", "9.50 (2.00 to 11.00)", False)
+
+
+def test_the_middle_of_the_processes_counts():
+    found = iter([0.5, 2.0, 0.25, 9.0, 1.0])
+    assert times.over_processes(lambda: {"one": next(found)}) == {"one": times.Spread(1.0, 0.25, 9.0)}
+
+
+def test_no_time_is_given_to_a_case_that_differs(monkeypatch):
+    monkeypatch.setattr(kernels.Case, "differing", lambda case: 3)
+    with pytest.raises(AssertionError, match="int8 per tensor differs from the reference"):
+        times.measured()
 
 
 def test_the_report_of_times_fails_on_a_missed_limit_and_on_differing_bits(monkeypatch, capsys):

@@ -13,7 +13,7 @@ from torch.ao.quantization import MovingAverageMinMaxObserver, MovingAveragePerC
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
 import fakequant as fq
-from benchmarks import compat
+from benchmarks import torch_ao
 from fakequant.compat import aten
 from fakequant.errors import FakeQuantError, QParamsError
 
@@ -303,17 +303,17 @@ class Learned(torch.nn.Module):
         return self.linear(features.relu().flatten(1))
 
 
-@pytest.mark.parametrize("row", compat.TORCH_AO, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", torch_ao.TORCH_AO, ids=lambda row: row.name)
 def test_models_of_torch_ao_train_to_the_same_bits(row, monkeypatch):
     row = dataclasses.replace(row, shape=(2, *row.shape[1:3], 8)[: len(row.shape)])
     batches = [torch.randn(row.shape) for _ in range(3)]
-    theirs, ours = (compat.trained(row, by_us=by_us, batches=batches) for by_us in (False, True))
+    theirs, ours = (torch_ao.trained(row, by_us=by_us, batches=batches) for by_us in (False, True))
     for mine, right in zip(ours, theirs, strict=True):
         assert_same_bits(mine, right)
     assert len(ours) > len(batches)
     monkeypatch.setattr(aten, "_values", lambda call: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        compat.trained(row, by_us=True, batches=batches)
+        torch_ao.trained(row, by_us=True, batches=batches)
 
 
 def step(model):

