@@ -24,6 +24,14 @@ def test_registered_formats_know_their_name(name):
     assert fmt.signed == (fmt.quant_min < 0)
 
 
+@pytest.mark.parametrize("name", [name for name, fmt in fq.formats().items() if fmt.bits <= 8 and fmt.quant_max > 0])
+def test_the_smallest_positive_code(name):
+    fmt = fq.formats()[name]
+    codes = torch.arange(2**fmt.bits).to(torch.uint8)
+    values = fmt.from_storage(codes.view(fmt.storage), torch.float64)
+    assert fmt.smallest == values[values > 0].min().item()
+
+
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_integer_ranges(bits):
     signed, unsigned = parse_format(f"int{bits}"), parse_format(f"uint{bits}")

@@ -141,7 +141,7 @@ def _under_a_scale(
     divided = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b not in (1, n)]
     spread = to.repeat(shared, [b if isinstance(b, int) else 0 for b in blocks], shape, divided)
     quotient = to.emit("Div", amax, to.emit("Mul", to.number("bound", bound), spread))
-    smallest = to.number("smallest", 1.0 if fmt.has_zero_point else 2.0 ** (fmt.grid.min_exponent - fmt.fraction_bits))
+    smallest = to.number("smallest", fmt.smallest)
     if encoding.scale is not None:
         return multiply(to, scale_codes(to, quotient, smallest, encoding.scale), shared, shape, blocks)
     code = round_to(to, quotient, fmt)

@@ -117,6 +117,14 @@ class Format(ABC):
         return self.grid.quant_max
 
     @property
+    def smallest(self) -> float:
+        """The smallest positive code, which a scale gets that would be rounded to 0."""
+        grid = self.grid
+        if grid.table is not None:
+            return min(value for value in grid.table.values if value > 0)
+        return 1.0 if grid.mantissa_bits is None else 2.0 ** (grid.min_exponent - grid.mantissa_bits)
+
+    @property
     def signed(self) -> bool:
         """Whether there are negative codes."""
         return self.quant_min < 0

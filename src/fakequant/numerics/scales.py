@@ -173,6 +173,5 @@ def _under_a_scale(amax: Tensor, bound: float, fmt: Format, granularity: Granula
     shared = (whole / torch.full_like(whole, fmt.quant_max * bound)).clamp(min=finfo.tiny)
     shared = blocked_groups(shared, amax.shape, blocks)
     code = fmt.clamp(fmt.round(view / (bound * shared)))
-    smallest = 1.0 if fmt.has_zero_point else 2.0 ** (fmt.grid.min_exponent - fmt.fraction_bits)
-    scale = torch.where(code > 0, code, smallest) * shared
+    scale = torch.where(code > 0, code, fmt.smallest) * shared
     return unblocked(scale, amax.shape, blocks).clamp(min=finfo.tiny)

@@ -83,9 +83,8 @@ def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> Tensor:
 def _under_a_scale(bound: float, scale: ScaleSpec, limit: float) -> Tensor:
     fmt = scale.format
     assert fmt is not None, "only scales with a format have a scale of their own"
-    smallest = 1.0 if fmt.has_zero_point else 2.0 ** (fmt.grid.min_exponent - fmt.fraction_bits)
     unused = (0, _NEVER, _NEVER, 0, 0)
-    return _fields(_UNDER_A_SCALE, bound, limit, fmt.quant_max * bound, *unused, smallest, *grid_fields(fmt.grid))
+    return _fields(_UNDER_A_SCALE, bound, limit, fmt.quant_max * bound, *unused, fmt.smallest, *grid_fields(fmt.grid))
 
 
 def _fields(*values: float) -> Tensor:
