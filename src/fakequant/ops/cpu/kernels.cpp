@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "apply_mask.h"
 #include "call.h"
 #include "chunks.h"
 #include "convert.h"
@@ -129,29 +130,6 @@ void decode_all(const Call<C>& call, const Q* codes, T* y) {
   });
 }
 
-// dx = dy where the bit is set, else +0.0: eight elements per byte of the mask, as integers, so that NaN is no special.
-template <typename U>
-FAKEQUANT_INLINE void apply_mask(const U* dy, const uint8_t* mask, U* dx, int64_t n) {
-  const int64_t bytes = n / 8;
-  for (int64_t i = 0; i < bytes; ++i) {
-    const U bits = mask[i];
-    for (int j = 0; j < 8; ++j) dx[8 * i + j] = dy[8 * i + j] & static_cast<U>(-static_cast<U>((bits >> j) & 1));
-  }
-  for (int64_t i = 8 * bytes; i < n; ++i) dx[i] = (mask[bytes] >> (i % 8)) & 1 ? dy[i] : U(0);
-}
-FAKEQUANT_CLONES void apply_mask_8(const uint8_t* dy, const uint8_t* mask, uint8_t* dx, int64_t n) {
-  apply_mask(dy, mask, dx, n);
-}
-FAKEQUANT_CLONES void apply_mask_16(const uint16_t* dy, const uint8_t* mask, uint16_t* dx, int64_t n) {
-  apply_mask(dy, mask, dx, n);
-}
-FAKEQUANT_CLONES void apply_mask_32(const uint32_t* dy, const uint8_t* mask, uint32_t* dx, int64_t n) {
-  apply_mask(dy, mask, dx, n);
-}
-FAKEQUANT_CLONES void apply_mask_64(const uint64_t* dy, const uint8_t* mask, uint64_t* dx, int64_t n) {
-  apply_mask(dy, mask, dx, n);
-}
-
 template <typename C>
 Params<C> params_of(const Tensor& scale, const std::optional<Tensor>& zero_point, const std::optional<Tensor>& lo,
                     const std::optional<Tensor>& hi) {
@@ -229,17 +207,18 @@ void dequantize(const Tensor& codes, FAKEQUANT_TENSORS, Tensor y, FAKEQUANT_CALL
 
 void mask_gradient(const Tensor& dy, const Tensor& mask, Tensor dx) {
   const auto* bits = static_cast<const uint8_t*>(mask.data_ptr());
-  const auto run = [&](auto u, const auto& apply) {
+  const auto run = [&](auto u) {
     using U = decltype(u);
     const auto* in = static_cast<const U*>(dy.data_ptr());
     auto* out = static_cast<U*>(dx.data_ptr());
-    for_each_chunk(dy.numel(), [&](int64_t first, int64_t n) { apply(in + first, bits + first / 8, out + first, n); });
+    for_each_chunk(dy.numel(),
+                   [&](int64_t first, int64_t n) { apply_mask(in + first, bits + first / 8, out + first, n); });
   };
   switch (dy.element_size()) {
-    case 1: return run(uint8_t{}, apply_mask_8);
-    case 2: return run(uint16_t{}, apply_mask_16);
-    case 4: return run(uint32_t{}, apply_mask_32);
-    case 8: return run(uint64_t{}, apply_mask_64);
+    case 1: return run(uint8_t{});
+    case 2: return run(uint16_t{});
+    case 4: return run(uint32_t{});
+    case 8: return run(uint64_t{});
     default: STD_TORCH_CHECK(false, "fakequant_cpu::mask_gradient: elements of 1, 2, 4 or 8 bytes only");
   }
 }
