@@ -94,10 +94,13 @@ class Quantizer(PreciseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, observed or fake-quantized as the mode says; shape and dtype stay."""
-        if self.mode is Mode.OBSERVE:
-            self.observe(x)
         if self.mode is not Mode.QUANTIZE:
+            if self.mode is Mode.OBSERVE:
+                self.observe(x)
             return x
+        if not self.dynamic and (scale := self._buffers["scale"]) is not None:
+            fixed = QParams(scale, self._buffers["zero_point"])
+            return library.fake_quantize(x, self._fitted(fixed, x), self.spec)
         if self._follows_input and not self.needs_calibration:
             return library.fake_quantize_dynamic(x, self.spec)
         params, learned = self.qparams(x), self.learned
@@ -122,7 +125,10 @@ class Quantizer(PreciseModule):
             )
         if self._follows_input:
             return choose_qparams_of(x, self.spec)
-        params = self._current(self._elements(x))
+        return self._fitted(self._current(self._elements(x)), x)
+
+    def _fitted(self, params: QParams, x: Tensor) -> QParams:
+        """Parameters in the shape that broadcasts with x."""
         groups = self.spec.granularity.group_shape(x.shape)
         if groups == tuple(params.scale.shape):
             return params

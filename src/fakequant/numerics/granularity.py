@@ -67,8 +67,11 @@ class PerTensor(Granularity):
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
         return tuple(shape)
 
+    def group_shape(self, shape: Shape) -> tuple[int, ...]:
+        return (1,) * len(shape)
+
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
-        return [(1,) * len(shape), (), (1,)]
+        return [self.group_shape(shape), (), (1,)]
 
     @classmethod
     def parse(cls, arguments: str) -> PerTensor:

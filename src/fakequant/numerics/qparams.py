@@ -71,7 +71,7 @@ def has_values(*tensors: object) -> bool:
         return False
     # No generator expression: every call of the operator comes here, and its frames cost more than the loop.
     for x in tensors:
-        if isinstance(x, Tensor) and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
+        if x is not None and isinstance(x, Tensor) and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
             return False
     return True
 

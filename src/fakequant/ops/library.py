@@ -38,7 +38,6 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool 
     """
     if spec.rounding is Rounding.STOCHASTIC and params.seed is None:
         params = params._replace(seed=draw_seed())
-    lo, hi = params.range or (None, None)
     if watched is None:
         watched = is_watched(x, params.scale, params.zero_point, params.seed)
     if watched:
@@ -46,9 +45,13 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool 
             seed = () if params.seed is None else (params.seed,)
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
         traced = _Traced if torch.compiler.is_compiling() else _Transformed
-        return traced.apply(x, params.scale, params.zero_point, lo, hi, params.seed, spec)[0]
-    if _needs_grad(x, params):
-        return _Eager.apply(x, params.scale, params.zero_point, lo, hi, params.seed, spec)
+        return traced.apply(x, *_tensors(params), spec)[0]
+    if not torch.is_grad_enabled():
+        return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
+    if params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad):
+        return _EagerLearned.apply(x, *_tensors(params), spec)
+    if x.requires_grad:
+        return _apply_eager(x, spec, params)
     return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
 
 
@@ -92,7 +95,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
         params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return fake_quantize(x, params._replace(seed=seed), spec)
     if torch.is_grad_enabled() and x.requires_grad:
-        return _EagerDynamic.apply(x, spec, seed)
+        return _apply_eager(x, spec, None, seed)
     return choose(x, spec).fake_quantize_dynamic(x, spec, mask=False, seed=seed)[0]
 
 
@@ -145,55 +148,68 @@ def is_watched(*tensors: object) -> bool:
 
 
 class _Eager(torch.autograd.Function):
-    """Backend kernels; the mask is packed and belongs to the backend that made it."""
+    """Backend kernels with parameters that get no gradient: given ones, else those that the range of x gives.
+
+    The mask is packed and belongs to the backend that made it. Every input and attribute costs time at each call.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *params_and_spec: Any) -> Tensor:
-        *params, spec = params_and_spec
-        ctx.spec, ctx.x_stride, ctx.backend = spec, x.stride(), choose(x, spec)
-        needs_mask = ctx.needs_input_grad[0] and spec.gradient is not Gradient.IDENTITY
-        y, mask = ctx.backend.fake_quantize(x, _params(*params), spec, mask=needs_mask)
-        learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        ctx.save_for_backward(mask, *((x, *params) if learned else ()))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
-        mask, *inputs = ctx.saved_tensors
-        dy = grad_outputs[0]
-        dx = _through(ctx, dy, mask)
-        scale_grad = zero_point_grad = None
-        if inputs:
-            x, *params = inputs
-            wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-            scale_grad, zero_point_grad = _grad_params(ctx.backend, dy, x, _params(*params), ctx.spec, wants)
-        return dx, scale_grad, zero_point_grad, None, None, None, None
-
-
-class _EagerDynamic(torch.autograd.Function):
-    """`_Eager` with parameters from the range of x, which get no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: QuantSpec, seed: Tensor | None) -> Tensor:
-        ctx.spec, ctx.x_stride, ctx.backend = spec, x.stride(), choose(x, spec)
+    def forward(ctx: Any, x: Tensor, spec: QuantSpec, params: QParams | None, seed: Tensor | None = None) -> Tensor:
+        backend = choose(x, spec)
+        ctx.call = backend, spec, x.stride()
         needs_mask = spec.gradient is not Gradient.IDENTITY
-        y, mask = ctx.backend.fake_quantize_dynamic(x, spec, mask=needs_mask, seed=seed)
+        if params is None:
+            y, mask = backend.fake_quantize_dynamic(x, spec, mask=needs_mask, seed=seed)
+        else:
+            y, mask = backend.fake_quantize(x, params, spec, mask=needs_mask)
         ctx.save_for_backward(mask)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (mask,) = ctx.saved_tensors
-        return _through(ctx, grad_outputs[0], mask), None, None
+        return _through(grad_outputs[0], mask, ctx.call), None, None, None
 
 
-def _through(ctx: Any, dy: Tensor, mask: Tensor | None) -> Tensor:
+# `Function.apply` asks for function transforms, of which `is_watched` knows already, and looks through every argument;
+# that takes 2 us of the 30 that a small tensor takes, forward and backward.
+_apply_eager: Any = super(torch.autograd.Function, _Eager).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _EagerLearned(torch.autograd.Function):
+    """`_Eager` where scale or zero point get a gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *params_and_spec: Any) -> Tensor:
+        *params, spec = params_and_spec
+        backend = choose(x, spec)
+        ctx.call = backend, spec, x.stride()
+        needs_mask = ctx.needs_input_grad[0] and spec.gradient is not Gradient.IDENTITY
+        y, mask = backend.fake_quantize(x, _params(*params), spec, mask=needs_mask)
+        ctx.save_for_backward(mask, x, *params)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
+        mask, x, *params = ctx.saved_tensors
+        dy, wants = grad_outputs[0], (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        backend, spec, _ = ctx.call
+        scale_grad, zero_point_grad = _grad_params(backend, dy, x, _params(*params), spec, wants)
+        return _through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
+
+
+_BackwardCall = tuple[Backend, QuantSpec, tuple[int, ...]]  # the last are the strides of the input
+
+
+def _through(dy: Tensor, mask: Tensor | None, call: _BackwardCall) -> Tensor:
     """The gradient of the input of an eager function."""
     if mask is None:
         return dy
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
-    masked = _MaskedGradient.apply if torch.is_grad_enabled() else _masked_gradient
-    return masked(dy, mask, ctx.backend, ctx.spec, ctx.x_stride)
+    if torch.is_grad_enabled():
+        return _MaskedGradient.apply(dy, mask, call)
+    backend, spec, x_stride = call
+    return backend.grad_input(dy, mask, spec, x_stride)
 
 
 def _grad_params(
@@ -205,25 +221,20 @@ def _grad_params(
     return backend.grad_params(dy, x, params, spec, wants)
 
 
-def _masked_gradient(dy: Tensor, mask: Tensor, backend: Backend, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-    return backend.grad_input(dy, mask, spec, x_stride)
-
-
 class _MaskedGradient(torch.autograd.Function):
-    """`_masked_gradient`, which is linear in dy and hence its own derivative."""
+    """`Backend.grad_input`, which is linear in dy and hence its own derivative."""
 
     @staticmethod
-    def forward(
-        ctx: Any, dy: Tensor, mask: Tensor, backend: Backend, spec: QuantSpec, x_stride: tuple[int, ...]
-    ) -> Tensor:
+    def forward(ctx: Any, dy: Tensor, mask: Tensor, call: _BackwardCall) -> Tensor:
         ctx.save_for_backward(mask)
-        ctx.call = backend, spec, x_stride
-        return _masked_gradient(dy, mask, backend, spec, x_stride)
+        ctx.call = call
+        backend, spec, x_stride = call
+        return backend.grad_input(dy, mask, spec, x_stride)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return _MaskedGradient.apply(grad_outputs[0], mask, *ctx.call), None, None, None, None
+        return _MaskedGradient.apply(grad_outputs[0], mask, ctx.call), None, None
 
 
 class _Traced(torch.autograd.Function):
@@ -278,6 +289,12 @@ class _Transformed(_Traced):
             moved = through if moved is None else through + moved
         assert moved is not None, "forward-mode AD calls jvp only if an input has a tangent"
         return moved, None
+
+
+def _tensors(params: QParams) -> tuple[Tensor | None, ...]:
+    """The arguments of `_params`: autograd functions know no tensors within tuples."""
+    lo, hi = params.range or (None, None)
+    return params.scale, params.zero_point, lo, hi, params.seed
 
 
 def _params(

@@ -25,7 +25,7 @@ from .rules import LARGEST, cannot_choose, cannot_draw, grid_fields, scale_rule
 # The numbers by which call.h knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
 _NO_MASK = 0
-_MASK = {Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2, Gradient.CLIP: 3}
+_MASK = {Gradient.IDENTITY: _NO_MASK, Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2, Gradient.CLIP: 3}
 _BY_RANGE = (Gradient.INPUT_RANGE, Gradient.CLIP)
 log = logging.getLogger("fakequant.backend")
 
@@ -66,12 +66,10 @@ class CpuBackend(Backend):
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         packed = x if plan.as_it_is else plan.layout.pack(x)
-        y = torch.empty_like(packed)
-        bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
-        kind = _MASK[spec.gradient] if mask else _NO_MASK
+        kind = plan.mask if mask else _NO_MASK
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
         random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
-        torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, y, bits, *plan.call, kind, random)
+        y, bits = torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, plan.form, kind, random)
         return y if plan.as_it_is else plan.layout.unpack(y), bits
 
     def fake_quantize_dynamic(
@@ -103,10 +101,7 @@ class CpuBackend(Backend):
 
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         layout = layout_of(spec.granularity, dy.shape, x_stride)
-        packed = layout.pack(dy)
-        dx = torch.empty_like(packed)
-        torch.ops.fakequant_cpu.mask_gradient(packed, mask, dx)
-        return layout.unpack(dx)
+        return layout.unpack(torch.ops.fakequant_cpu.mask_gradient(layout.pack(dy), mask))
 
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
@@ -120,7 +115,7 @@ class CpuBackend(Backend):
         clips = spec.gradient is Gradient.CLIP
         tensors = plan.params(params, spec, with_range=clips)
         kind = _MASK[Gradient.CLIP] if clips else _NO_MASK
-        torch.ops.fakequant_cpu.grad_params(*packed, *tensors, *sums, *plan.call, kind)
+        torch.ops.fakequant_cpu.grad_params(*packed, *tensors, plan.form, *sums, kind)
         by_scale, by_zero_point = (
             None if s is None or p is None else plan.layout.unpack_groups(s).to(p.dtype)
             for s, p in zip(sums, parameters, strict=True)
@@ -132,14 +127,14 @@ class CpuBackend(Backend):
         packed = plan.layout.pack(x)
         codes = torch.empty_like(packed, dtype=spec.format.storage)
         random = plan.random(params.seed, spec)
-        torch.ops.fakequant_cpu.quantize(packed, *plan.params(params, spec), codes, *plan.call, random)
+        torch.ops.fakequant_cpu.quantize(packed, *plan.params(params, spec), plan.form, codes, random)
         return plan.layout.unpack(codes)
 
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
         plan = _plan(spec, dtype, codes.shape, codes.stride())
         packed = plan.layout.pack(codes)
         y = torch.empty_like(packed, dtype=dtype)
-        torch.ops.fakequant_cpu.dequantize(packed, *plan.params(params, spec), y, *plan.call)
+        torch.ops.fakequant_cpu.dequantize(packed, *plan.params(params, spec), plan.form, y)
         return plan.layout.unpack(y)
 
 
@@ -155,17 +150,19 @@ class _Plan:
     dtype: torch.dtype
     table: Tensor | None
     call: tuple[Any, ...]
+    form: Tensor  # `call` and then the table as one tensor, see kernels.cpp
+    mask: int  # the kind that the gradient needs
     apart: str | None  # why the kernels do not find the scales
 
     def params(self, params: QParams, spec: QuantSpec, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
-        """Scale, zero point and range as the kernels read them, and the table."""
+        """Scale, zero point and range as the kernels read them."""
         pack, dtype = self.layout.pack_groups, self.dtype
         zero_point = None if params.zero_point is None else pack(params.zero_point, dtype)
         lo = hi = None
         if with_range:
             ends = clip_range(params, spec, dtype) if spec.gradient is Gradient.CLIP else input_range(params, spec)
             lo, hi = (pack(end, dtype) for end in ends)
-        return pack(params.scale, dtype), zero_point, lo, hi, self.table
+        return pack(params.scale, dtype), zero_point, lo, hi
 
     def random(self, seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
         """What stochastic rounding draws from: the seed, or words in the kernel's order where that is another one."""
@@ -182,7 +179,9 @@ def _plan(spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: t
     layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
     call = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic]
     apart = cannot_choose(spec, dtype, layout.group_shape)
-    return _Plan(layout, stride == layout.packed_stride, computed, _table(spec.format, computed), call, apart)
+    table = _table(spec.format, computed)
+    form = torch.tensor([*call, *([] if table is None else table.tolist())], dtype=torch.float64)
+    return _Plan(layout, stride == layout.packed_stride, computed, table, call, form, _MASK[spec.gradient], apart)
 
 
 @lru_cache
