@@ -127,8 +127,17 @@ def test_fractions_of_a_zero_point_per_tensor_are_cut_off_as_in_torch(dtype, val
     assert_same_bits(aten.fake_quantize_per_tensor_affine(*given), torch.fake_quantize_per_tensor_affine(*given), value)
 
 
+@pytest.mark.parametrize("given", [[1.0], torch.ones(2, 2).to_sparse()], ids=["list", "sparse"])
+def test_what_is_no_dense_tensor_is_refused_by_name(given):
+    one = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"must be a dense torch\.Tensor, got (list|a tensor of layout torch\.sparse_coo)"):
+        aten.fake_quantize_per_channel_affine(given, *one, 0, 0, 255)
+    with pytest.raises(TypeError, match=r"must be a dense torch\.Tensor"):
+        aten.fake_quantize_per_tensor_affine(given, 0.1, 0, 0, 255)
+
+
 def test_a_range_of_one_code_or_beyond_float32_is_refused():
-    for low, high in ((5, 5), (-(2**31), 2**31 - 1)):
+    for low, high in ((5, 5), (-(2**31), 2**31 - 1), (2**24, 2**24 + 50)):
         with pytest.raises(fq.errors.SpecError):
             aten.fake_quantize_per_tensor_affine(x, 0.1, 5, low, high)
 

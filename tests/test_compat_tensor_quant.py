@@ -265,3 +265,8 @@ def test_meta_tensors_have_the_shape(name):
     x = torch.empty(3, 4, device="meta")
     assert FUNCTIONS[name](x, torch.empty(3, 1, device="meta")).shape == (3, 4)
     assert tensor_quant.scaled_e4m3_abstract(x, None).is_meta
+
+
+def test_an_amax_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="amax must be a number or a tensor, got None"):
+        tensor_quant.fake_tensor_quant(torch.ones(2), None)

@@ -1,7 +1,7 @@
 """torch's own fake-quantization functions, with torch's signatures and errors, computed by this package.
 
 Finite inputs give torch's bits: values, masks and gradients. Where torch is wrong (NaN becomes a number, infinity the
-lowest code) this is right; docs/compat-aten.md lists every difference.
+lowest code) this is right, and codes beyond 2^24 are refused; docs/compat-aten.md lists every difference.
 
 Source: pytorch, aten/src/ATen/native/quantized/FakeQuantPer{Tensor,Channel}Affine.cpp and cpu/kernels/
 QuantizedOpKernels.cpp.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fakequant.compat.codes import Codes
-from fakequant.errors import AxisError, CallError, UnsupportedDTypeError
+from fakequant.errors import AxisError, CallError, SpecError, UnsupportedDTypeError
 from fakequant.functional import check_scale
 from fakequant.nn.learned import through
 from fakequant.numerics.granularity import Granularity, PerChannel, PerTensor
@@ -291,9 +291,14 @@ def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, codes: Codes, grad_
     return _call(x, through(scale, scale, grad_factor), through(nearest, zero_point, grad_factor), codes)
 
 
+def _check_input(x: object) -> None:
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        kind = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"input must be a dense torch.Tensor, got {kind}")
+
+
 def _call(x: Tensor, scale: Tensor, zero_point: Tensor, codes: Codes, *, added: Tensor | None = None) -> _Call:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"input must be a torch.Tensor, got {type(x).__name__}")
+    _check_input(x)
     if x.dtype not in FLOATING:
         raise UnsupportedDTypeError(
             f"fake quantization is not implemented for {x.dtype}: expected float32, float64, float16 or bfloat16"
@@ -322,6 +327,8 @@ def _check_codes(zero_point: Tensor | None, codes: Codes) -> None:
     low, high = codes.quant_min, codes.quant_max
     if low > high:
         raise CallError(f"`quant_min` should be less than or equal to `quant_max`, got {low} and {high}")
+    if max(abs(low), abs(high)) > 1 << 24:
+        raise SpecError(f"codes from {low} to {high}: expected -2^24 to 2^24, up to which float32 counts exactly")
     if zero_point is None or not zero_point.numel() or not has_values(zero_point):
         return
     least, most = (end.item() for end in zero_point.aminmax()) if zero_point.numel() > 1 else [zero_point.item()] * 2
@@ -330,6 +337,7 @@ def _check_codes(zero_point: Tensor | None, codes: Codes) -> None:
 
 
 def _check_channels(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> None:
+    _check_input(x)
     if scale.dtype not in (torch.float32, torch.bfloat16):
         raise CallError(f"the scale has dtype {scale.dtype}, expected float32 or bfloat16")
     if scale.dim() != 1 or zero_point.dim() != 1 or scale.numel() != zero_point.numel():

@@ -107,12 +107,14 @@ def fake_tensor_quant(
         output_dtype: of the result; by default that of inputs.
 
     Raises:
-        TypeError: unsigned, and inputs hold negative values; or inputs are no floating tensor.
+        TypeError: unsigned, and inputs hold negative values; inputs are no floating tensor; or amax is None.
         ValueError: a negative amax.
 
     >>> fake_tensor_quant(torch.tensor([0.3, -1.0, 5.0]), torch.tensor(1.27))
     tensor([ 0.3000, -1.0000,  1.2700])
     """
+    if amax is None:
+        raise TypeError("amax must be a number or a tensor, got None; give for example inputs.abs().max()")
     y = _about(bias, inputs, lambda x: fake_quantize(x, amax, _integers(x, num_bits, unsigned, narrow_range)))
     return y if output_dtype is None else y.to(output_dtype)
 
@@ -161,7 +163,7 @@ def tensor_quant(
 def fake_affine_tensor_quant(
     inputs: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
 ) -> Tensor:
-    """Inputs rounded to 2**num_bits values from about min_range to max_range, one of which is 0.0.
+    """Inputs rounded to 2**num_bits values from about min_range to max_range; if 0.0 lies between, it is one of them.
 
     A gradient goes where min_range <= inputs <= max_range; the ranges get none.
 
