@@ -7,11 +7,13 @@ from types import ModuleType
 
 from fakequant.compat.alias import INSTALLABLE, install
 
+_INTERFACES = (*INSTALLABLE, "aidotnet")
+
 __all__ = ["install"]
 
 
 def __getattr__(name: str) -> ModuleType:
     """Import an interface when it is first asked for: most programs need none."""
-    if name not in INSTALLABLE:
+    if name not in _INTERFACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
