@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from fakequant import cli
@@ -289,7 +290,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Result]:
 def test_quantize_writes_checkpoint_model_and_report(done: tuple[Path, Path, Result]) -> None:
     _, out, result = done
     assert result.exit_code == 0, result.output
-    assert {path.name for path in out.iterdir()} == {"checkpoint", "model.onnx", "report.html"}
+    assert {path.name for path in out.iterdir()} == {"checkpoint", "model.onnx", "graph.txt", "report.html"}
     page = (out / "report.html").read_text()
     for text in ("float32", "entropy", "mse", "percentile", "max, then fine-tuned", "Exact: 0 of", "<svg"):
         assert text in page
@@ -314,6 +315,38 @@ def test_inspect_shows_every_quantizer(done: tuple[Path, Path, Result], what: st
         assert f"{layer}._input_quantizer" in result.stdout
         assert f"{layer}._weight_quantizer" in result.stdout
     assert "int8 per_channel(0)" in result.stdout
+
+
+@pytest.mark.parametrize("what", ["", "checkpoint"])
+def test_inspect_shows_the_graph(done: tuple[Path, Path, Result], what: str) -> None:
+    from fakequant import ir
+
+    _, out, _ = done
+    result = invoke("inspect", out / what, "--graph")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (out / "graph.txt").read_text()
+    assert '{spec="int8 per_channel(0)"} : Float32 [3, 5]  # 2._weight_quantizer' in result.stdout
+    tensors = load_file(next((out / "checkpoint").glob("*.safetensors")))
+    assert ir.load(out / "graph.txt", tensors).validate()
+
+
+@pytest.mark.parametrize("what", ["", "model.onnx"])
+def test_without_a_graph_inspect_says_so(done: tuple[Path, Path, Result], tmp_path: Path, what: str) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"")
+    assert_one_red_line(invoke("inspect", tmp_path / what, "--graph"), "there is no graph.txt in")
+
+
+def test_a_model_that_cannot_be_captured_is_reported(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fakequant.errors import GraphError
+
+    def refuse(*_: object, **__: object) -> None:
+        raise GraphError("an <operation> that cannot be in a graph")
+
+    monkeypatch.setattr("fakequant.cli.job.capture", refuse)
+    (tmp_path / "graph.txt").write_text("of an earlier run")
+    run(Job(recipe(RECIPE), "int8", "max", tmp_path), Console(quiet=True))
+    assert "an &lt;operation&gt; that cannot be in a graph" in (tmp_path / "report.html").read_text()
+    assert not (tmp_path / "graph.txt").exists()
 
 
 def test_verify_against_itself_and_against_the_recipe(done: tuple[Path, Path, Result]) -> None:

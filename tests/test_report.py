@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from fakequant import ir
 from fakequant.calibration import make_calibrator
 from fakequant.errors import OutputError
 from fakequant.model import presets
@@ -74,6 +75,12 @@ class _Page(HTMLParser):
         return " ".join(self.text)
 
 
+def _graph() -> str:
+    graph = ir.Graph("<i>")
+    graph.outputs = [graph.add("ReLU", graph.add_input("<x>", ir.IRType.Float32, (2,)))]
+    return ir.to_svg(graph)
+
+
 def full() -> ReportData:
     return ReportData(
         "A <b>bold</b> model & more",
@@ -93,6 +100,7 @@ def full() -> ReportData:
             Verification("nothing.onnx", []),
             Verification("edited.onnx", [NodeCheck("d", "int4", 10, 0, "changed <since> the export")]),
         ],
+        graphs={"<b>INT8": _graph()},
         environment={"torch <x>": "2"},
     )
 
@@ -141,7 +149,7 @@ def test_figures_of_every_section_are_shown(page: str) -> None:
     for text in ("98.50", "98.25", "-0.25", 'accuracy "top-1", %', "1,000", "3.98", "No operation."):
         assert text in words, text
     assert "32 groups together" in words
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4
 
 
 def test_verdicts_of_verification(page: str) -> None:
@@ -190,6 +198,7 @@ def test_exact_means_compared_and_equal(nodes: list[NodeCheck], exact: bool) -> 
         ("sizes", Section.SIZES),
         ("left", Section.LEFT),
         ("verifications", Section.VERIFICATION),
+        ("graphs", Section.GRAPH),
         ("environment", Section.ENVIRONMENT),
     ],
     ids=str,
@@ -212,7 +221,7 @@ def test_without_matplotlib_the_numbers_are_in_tables(monkeypatch: pytest.Monkey
     monkeypatch.setattr("fakequant.report.page.find_spec", lambda name: None)
     page = render(full())
     words = _Page(page).words
-    assert "<svg" not in page
+    assert page.count("<svg") == len(full().graphs)
     assert "pip install fakequant[report]" in words
     assert "38.4" in words
     assert "<i>mse" in words

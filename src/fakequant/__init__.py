@@ -1,8 +1,8 @@
 """fakequant: fake quantization for PyTorch, bit for bit the same on every backend.
 
 The functions work on tensors (`fake_quantize`, `quantize`, `dequantize`, `choose_qparams`) or on models (`prepare`,
-`calibrate`, `summary`, `sensitivity`, `qat`, `save`, `load`, `export_onnx`, `verify_onnx`); `compat` holds other
-libraries' interfaces.
+`calibrate`, `summary`, `sensitivity`, `qat`, `save`, `load`, `export_onnx`, `verify_onnx`); `ir` captures a model
+as a graph; `compat` holds other libraries' interfaces.
 """
 
 from importlib import import_module
@@ -36,6 +36,7 @@ from fakequant.numerics.tables import TableFormat
 
 if TYPE_CHECKING:
     from fakequant import compat as compat
+    from fakequant import ir as ir
     from fakequant.export import export_onnx, verify_onnx
 
 __version__ = "0.1.0"
@@ -94,8 +95,8 @@ _EXPORT = ("export_onnx", "verify_onnx")
 
 def __getattr__(name: str) -> Any:
     """Import a room when it is first asked for: that of the exporter is a third of the package's import time."""
-    if name == "compat":
-        return import_module("fakequant.compat")
+    if name in ("compat", "ir"):
+        return import_module(f"fakequant.{name}")
     if name not in _EXPORT:
         raise AttributeError(f"module 'fakequant' has no attribute {name!r}")
     from fakequant import export

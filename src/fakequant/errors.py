@@ -62,6 +62,10 @@ class ExportError(FakeQuantError, RuntimeError):
     """A model that the target format cannot express; raised before any work is done."""
 
 
+class GraphError(FakeQuantError, ValueError):
+    """A graph that is not valid, a text that is not one, or a model that cannot be captured as one."""
+
+
 class VerificationError(FakeQuantError, RuntimeError):
     """A file that cannot be verified because it is not one of ours, or is damaged."""
 

@@ -67,11 +67,18 @@ def quantize(  # noqa: PLR0913  the command's options
 @app.command()
 def inspect(
     what: Annotated[Path, typer.Argument(help="a checkpoint's folder, a folder with one, or an ONNX file")],
+    graph: Annotated[
+        bool, typer.Option("--graph", help="the graph of the model instead, with every operation")
+    ] = False,
 ) -> None:
     """Show which tensors of a checkpoint or an exported ONNX file are quantized, and how."""
+    from fakequant.cli.inspection import graph_text
     from fakequant.cli.inspection import inspect as look
     from fakequant.report.terminal import print_table
 
+    if graph:
+        Console(soft_wrap=True).print(Text(graph_text(what)))
+        return
     found = look(what)
     print_table(Console(), found.title, found.header, found.rows)
 

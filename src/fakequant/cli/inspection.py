@@ -11,6 +11,9 @@ from fakequant.export.record import read
 from fakequant.export.verify import load_exported
 from fakequant.model import checkpoint
 
+GRAPH = "graph.txt"
+"""The file with the graph, in the folder that `fakequant quantize` writes."""
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -34,6 +37,22 @@ def inspect(path: Path) -> Inspection:
     if not folder.exists():
         raise CheckpointError(f"there is no file or folder {path}; give a checkpoint's folder or an ONNX file")
     return _inspect_checkpoint(folder)
+
+
+def graph_text(folder: Path) -> str:
+    """The text of the graph that `fakequant quantize` wrote to a folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    places = [folder / GRAPH, folder.parent / GRAPH]
+    found = next((place for place in places if folder.is_dir() and place.is_file()), None)
+    if found is None:
+        raise CheckpointError(
+            f"there is no {GRAPH} in {folder}; `fakequant quantize` writes it, or capture the model in Python: "
+            "fakequant.ir.capture(model, example)"
+        )
+    return found.read_text().rstrip("\n")
 
 
 def _inspect_checkpoint(folder: Path) -> Inspection:

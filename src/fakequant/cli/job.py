@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fakequant.calibration import Calibrator, calibrators
+from fakequant.cli.inspection import GRAPH
 from fakequant.cli.recipe import Recipe, load_recipe
-from fakequant.errors import ConfigError, ExportError, VerificationError, nearest
+from fakequant.errors import ConfigError, ExportError, GraphError, VerificationError, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.style import Style
-from fakequant.files import writable_folder
+from fakequant.files import writable_folder, write_whole
+from fakequant.ir import capture, to_svg, to_text
 from fakequant.model.analysis import layer_sqnr
 from fakequant.model.checkpoint import load, save
 from fakequant.model.config import Config
@@ -118,6 +120,7 @@ def run(job: Job, console: Console) -> ReportData:
     except ExportError as error:
         refusal = error
         progress.missing[Section.VERIFICATION] = f"The model was not exported: {error}"
+    graphs = _write_graph(model, example, config.name, out / GRAPH, progress)
     files = {CHECKPOINT: out / CHECKPOINT} | ({} if export is None else {ONNX: out / ONNX})
     data = ReportData(
         f"{job.recipe.stem}, quantized to {config.name}",
@@ -129,6 +132,7 @@ def run(job: Job, console: Console) -> ReportData:
         sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),
         left=layers_left({config.name: model}, example),
         verifications=[] if check is None else [verification(ONNX, check)],
+        graphs=graphs,
         environment=environment(),
         missing=progress.missing,
     )
@@ -140,6 +144,19 @@ def run(job: Job, console: Console) -> ReportData:
     if check is not None and not check.exact:
         raise VerificationError(f"{out / ONNX} does not compute what the model does; see {out / REPORT}")
     return data
+
+
+def _write_graph(model: nn.Module, example: Any, name: str, path: Path, progress: _Progress) -> dict[str, str]:
+    """The picture of a model's graph, which is written as text too; none if it cannot be captured."""
+    try:
+        with evaluating(model):
+            graph = capture(model, example)
+    except GraphError as error:
+        progress.missing[Section.GRAPH] = f"The model could not be captured: {error}"
+        path.unlink(missing_ok=True)
+        return {}
+    write_whole(path, to_text(graph).encode())
+    return {name: to_svg(graph)}
 
 
 def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:

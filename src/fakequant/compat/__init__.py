@@ -7,6 +7,8 @@ from types import ModuleType
 
 from fakequant.compat.alias import INSTALLABLE, install
 
+_INTERFACES = (*INSTALLABLE, "aidotnet")
+
 __all__ = ["install"]
 
 _INTERFACES = (*INSTALLABLE, "aten", "onnxruntime")

@@ -43,6 +43,7 @@ from fakequant.report import (
     distributions,
     environment,
     layers_left,
+    pictures,
     sizes,
     verification,
     write_report,
@@ -195,6 +196,7 @@ def report_data(
         ),
         left=layers_left(models, example),
         verifications=[verification(f"{name}.onnx", one.check) for name, one in published.items()],
+        graphs=pictures(models, example),
         environment=environment(),
     )
 

@@ -19,7 +19,8 @@ class Layout:
     `blocks` are the granularity's block sizes. `order` lists the axes of the split view (see `split`) in the order in
     which the kernel meets them. Where `dense`, no axis is split, and a tensor whose memory has that order is not
     copied: channels-last tensors stay channels-last. `packed_stride` are the strides of such a tensor, None if not
-    `dense`.
+    `dense`. `result_stride` are those of every result, without gaps, so that what follows meets the same memory
+    whatever the granularity.
     """
 
     shape: tuple[int, ...]
@@ -28,6 +29,7 @@ class Layout:
     order: tuple[int, ...]
     dense: bool
     packed_stride: tuple[int, ...] | None
+    result_stride: tuple[int, ...]
     tiles: Tiles
     group_shape: tuple[int, ...]
     group_order: tuple[int, ...]
@@ -49,7 +51,12 @@ class Layout:
 
     def unpack(self, y: Tensor) -> Tensor:
         """The tensor of `shape` of a result that lies in the kernel's order."""
-        return y if self.dense else unblocked(y.permute(_inverse(self.order)), self.shape, self.blocks)
+        if self.dense:
+            return y
+        y = unblocked(y.permute(_inverse(self.order)), self.shape, self.blocks)
+        if y.stride() == self.result_stride:
+            return y
+        return torch.empty_strided(self.shape, self.result_stride, dtype=y.dtype, device=y.device).copy_(y)
 
     def pack_groups(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Per-group values [groups, axes kept] in the kernel's order.
@@ -82,10 +89,14 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     blocks = granularity.block_shape(shape)
     group_shape = granularity.group_shape(shape)
     order = _memory_order(shape, stride)
+    packed = _strides(shape, order)
+    dense = all(n <= 1 or stride[a] == packed[a] for a, n in enumerate(shape))
+    # Also where an axis has one element, whose stride decides whether a tensor counts as channels-last.
+    result = stride if dense else packed
     full = not any(padding(shape, blocks))
     tiles = fit_tiles([shape[a] for a in order], [blocks[a] for a in order]) if full else None
     if tiles is not None:
-        return Layout(shape, blocks, shape, order, True, _strides(shape, order), tiles, group_shape, order)
+        return Layout(shape, blocks, shape, order, True, packed, result, tiles, group_shape, order)
     # A last block is not full, or groups and blocks alternate too often for [g0, b0, g1, b1]: a padded copy with all
     # groups first, then all that lies in a block.
     split: list[int] = []
@@ -95,7 +106,7 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     elements = torch.Size([split[a] for a in groups]).numel()
     tiles = Tiles(elements, torch.Size([split[a] for a in inner]).numel(), 1, 1)
     axes = tuple(range(len(shape)))
-    return Layout(shape, blocks, tuple(split), groups + inner, False, None, tiles, group_shape, axes)
+    return Layout(shape, blocks, tuple(split), groups + inner, False, None, result, tiles, group_shape, axes)
 
 
 def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Reports: one HTML file that shows what quantization did to a model."""
 
-from fakequant.report.collect import distributions, environment, layers_left, sizes, verification
+from fakequant.report.collect import distributions, environment, layers_left, pictures, sizes, verification
 from fakequant.report.data import (
     Accuracy,
     Distribution,
@@ -25,6 +25,7 @@ __all__ = [
     "distributions",
     "environment",
     "layers_left",
+    "pictures",
     "render",
     "sizes",
     "verification",

@@ -15,7 +15,9 @@ from torch import nn
 
 from fakequant.calibration import Calibrator
 from fakequant.export import VerifyReport
+from fakequant.ir import capture, to_svg
 from fakequant.model.operations import unquantized
+from fakequant.model.prepare import evaluating
 from fakequant.ops.dispatch import backends
 from fakequant.report.data import Distribution, NodeCheck, Size, Verification
 
@@ -76,6 +78,20 @@ def layers_left(models: Mapping[str, nn.Module], example: Any) -> dict[str, list
     for name, model in models.items():
         left = sorted(unquantized(model, example), key=lambda operation: not operation.is_product)
         found[name] = [str(operation) for operation in left]
+    return found
+
+
+def pictures(models: Mapping[str, nn.Module], example: Any) -> dict[str, str]:
+    """The graphs of models in eval mode, as SVG images.
+
+    Args:
+        models: by the name that the report shows.
+        example: an input, a tuple or a dict of inputs, with which the models are captured.
+    """
+    found = {}
+    for name, model in models.items():
+        with evaluating(model):
+            found[name] = to_svg(capture(model, example))
     return found
 
 

@@ -16,6 +16,7 @@ class Section(Enum):
     SIZES = "Sizes"
     LEFT = "Left in float"
     VERIFICATION = "Verification"
+    GRAPH = "Graph"
     ENVIRONMENT = "Environment"
 
 
@@ -134,6 +135,7 @@ class ReportData:
         sizes: of files and weights.
         left: operations that compute in float although others are quantized, by model; an empty list says: none.
         verifications: of the exported models.
+        graphs: the captured models as SVG images, by the name that the report shows.
         environment: versions and machine.
         missing: why a section is empty.
     """
@@ -147,5 +149,6 @@ class ReportData:
     sizes: Sequence[Size] = ()
     left: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verifications: Sequence[Verification] = ()
+    graphs: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[Section, str] = field(default_factory=dict)

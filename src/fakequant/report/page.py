@@ -31,6 +31,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 tbody tr:nth-child(even) { background: var(--zebra); } .number { text-align: right; }
 svg { max-width: 100%; height: auto; display: block; }
+.graph { overflow: auto; max-height: 80vh; } .graph svg { max-width: none; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; break-inside: avoid; } figcaption { font-size: .85rem; overflow-wrap: anywhere; }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --line: #bbb; --zebra: #fff;
@@ -69,7 +70,7 @@ def render(data: ReportData) -> str:
     >>> from fakequant.report import Accuracy, ReportData
     >>> page = render(ReportData("A model", accuracy=[Accuracy("float32", "", 98.5)]))
     >>> page.count("<h2"), "98.5" in page
-    (7, True)
+    (8, True)
     """
     sections = "".join(_section(section, data) for section in Section)
     links = "".join(f'<a href="#{section.name.lower()}">{escape(section.value)}</a>' for section in Section)
@@ -178,6 +179,13 @@ def _verified_model(verification: Verification) -> str:
     return f"<h3>{escape(verification.title)}</h3>{verdict}{_paragraphs(verification.notes)}{table}"
 
 
+def _graph(data: ReportData) -> str:
+    parts = [_paragraphs(["What the model computes, from top to bottom; quantizers are filled, constants left out."])]
+    for model, image in data.graphs.items():
+        parts.append(f'<h3>{escape(model)}</h3><div class="graph">{image}</div>')
+    return "".join(parts) if data.graphs else ""
+
+
 def _environment(data: ReportData) -> str:
     return _table(("what", "value"), list(data.environment.items())) if data.environment else ""
 
@@ -206,5 +214,6 @@ _SECTIONS: dict[Section, Callable[[ReportData], str]] = {
     Section.SIZES: _sizes,
     Section.LEFT: _left,
     Section.VERIFICATION: _verification,
+    Section.GRAPH: _graph,
     Section.ENVIRONMENT: _environment,
 }

@@ -1,0 +1,153 @@
+"""What captured graphs promise: bits against the eager model, and the time of a compiled step over an eager one.
+
+`python -m benchmarks.ir` prints the rows that `make bars` measures.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant import ir
+
+from .networks import NETWORKS, PRESETS, Cnn, quantized
+
+_BATCH, _SIDE = 256, 16
+
+
+class Differing(NamedTuple):
+    """Elements compared and those of which a bit differs."""
+
+    elements: int
+    differing: int
+
+    def __add__(self, other: tuple[int, ...]) -> Differing:  # type: ignore[override]
+        return Differing(self.elements + other[0], self.differing + other[1])
+
+
+def compared(actual: Tensor, expected: Tensor) -> Differing:
+    """Two results bit for bit; the sign of zero counts, NaN equals NaN."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    same = (actual == expected) & (actual.signbit() == expected.signbit())
+    return Differing(actual.numel(), int((~(same | (actual.isnan() & expected.isnan()))).sum()))
+
+
+def step(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output and the gradient of every parameter after one backward pass."""
+    model.zero_grad()
+    y = function(x)
+    y.backward(torch.linspace(-1.0, 1.0, y.numel()).view_as(y))
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def exact_differences(network: str, preset: str) -> dict[str, Differing]:
+    """What differs from the eager model before any pass that is not exact, by what was done."""
+    model, x = quantized(network, preset)
+    graph = ir.capture(model, x)
+    expected = step(model, model, x)
+    found = {
+        "run, with gradients": _sum(step(graph.to_torch(), model, x), expected),
+        "compiled, with gradients": _sum(step(graph.compile(), model, x), expected),
+    }
+    gradients = graph.backward().run(x, torch.linspace(-1.0, 1.0, expected[0].numel()).view_as(expected[0]))
+    trained = [c.tensor for c in graph.constants.values() if c.trainable]
+    by_parameter = {id(p): p.grad for p in model.parameters()}
+    wanted = [by_parameter[id(tensor)] for tensor in trained]
+    found["graph of the gradients"] = _sum(list(gradients)[-len(trained) :], [g for g in wanted if g is not None])
+    optimized = ir.optimize(graph).graph
+    with torch.no_grad():
+        found["optimised by exact passes, run and compiled"] = compared(optimized.run(x), expected[0]) + compared(
+            optimized.compile()(x), expected[0]
+        )
+    return found
+
+
+def _sum(actual: list[Tensor], expected: list[Tensor]) -> Differing:
+    assert len(actual) == len(expected)
+    return sum((compared(a, e) for a, e in zip(actual, expected, strict=True)), Differing(0, 0))
+
+
+class Steps(NamedTuple):
+    """Codes compared after folding, those that moved at all, and how far the farthest did."""
+
+    elements: int
+    moved: int
+    farthest: int
+
+
+def folded_steps(network: str, preset: str, count: int = 64) -> Steps:
+    """How far the codes of activations move when batch normalisations are folded, of quantizers per tensor.
+
+    Where quantizers find their scales anew, nothing is folded, and every element of the output must be the same.
+    """
+    model, x = quantized(network, preset, count)
+    graph = ir.capture(model, x)
+    optimized = ir.optimize(graph, [ir.FoldConvBatchNorm()])
+    found = Steps(0, 0, 0)
+    for op in graph.ops:
+        constants = [graph.constants[id].tensor for id in op.input_ids[1:] if id in graph.constants]
+        if op.op_type == "FakeQuantize" and op.input_ids[0] not in graph.constants and len(constants) == 1:
+            values = ir.values_of(fq.QuantSpec.parse(op.attributes["spec"]).format).to(constants[0].dtype)
+            codes = [_codes(g, op.output_id, x, values, constants[0]) for g in (graph, optimized.graph)]
+            found = _more(found, codes[0] - codes[1])
+    if not optimized.statistics.steps[0].changed:
+        differing = compared(optimized.graph.run(x), graph.run(x))
+        found = Steps(found.elements + differing[0], found.moved + differing[1], found.farthest)
+    return found
+
+
+def _codes(graph: ir.Graph, id: int, x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """The place of every element of a quantized value among all values of its format."""
+    part = graph.copy()
+    part.outputs = [id]
+    with torch.no_grad():
+        quantized = part.run(x)
+    middles = (values[1:] + values[:-1]) / 2
+    return torch.bucketize(quantized / scale, middles)
+
+
+def _more(found: Steps, distance: Tensor) -> Steps:
+    steps = distance.abs()
+    moved = int((steps > 0).sum())
+    return Steps(found.elements + steps.numel(), found.moved + moved, max(found.farthest, int(steps.max())))
+
+
+def step_ratios(rounds: int = 31) -> dict[str, float]:
+    """The time of a training step of the compiled INT8 CNN over that of the eager one, interleaved; the median."""
+    torch.manual_seed(0)
+    model, x = Cnn(_SIDE).eval(), torch.randn(_BATCH, 1, _SIDE, _SIDE)
+    fq.prepare(model, fq.presets.INT8)
+    fq.calibrate(model, [x], progress=False)
+    graph = ir.capture(model, x)
+    functions: dict[str, Any] = {"eager": model, "exact": graph.compile(), "inductor": graph.compile(exact=False)}
+    for function in functions.values():
+        for _ in range(3):
+            step(function, model, x)
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            step(function, model, x)
+            times[name].append(time.perf_counter() - start)
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    return {name: middle[name] / middle["eager"] for name in ("exact", "inductor")}
+
+
+def main() -> None:
+    """Print everything."""
+    for network in NETWORKS:
+        for preset in PRESETS:
+            print(network, preset, exact_differences(network, preset))
+            print(network, preset, folded_steps(network, preset))
+    print(step_ratios())
+
+
+if __name__ == "__main__":
+    main()

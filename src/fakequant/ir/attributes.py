@@ -1,0 +1,176 @@
+"""Values of attributes and their text, which is read back as the same value."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fakequant.errors import GraphError
+from fakequant.ir.types import IRType
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An input of the operation as a part of an attribute: `shape=[%1, 64]` is a size that the second input gives."""
+
+    position: int
+
+    def __str__(self) -> str:
+        return f"%{self.position}"
+
+
+def references(value: Any) -> list[Ref]:
+    """All inputs that an attribute's value names, in order."""
+    if isinstance(value, Ref):
+        return [value]
+    return [ref for item in value for ref in references(item)] if isinstance(value, (list, tuple)) else []
+
+
+def to_text(value: Any) -> str:
+    """The text of an attribute's value.
+
+    Raises:
+        GraphError: a value that attributes cannot have.
+
+    >>> to_text([1, 2.5, True, None, "a b", torch.float16, Ref(1), float("inf")])
+    '[1, 2.5, true, none, "a b", Half, %1, inf]'
+    """
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, Ref)):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, torch.dtype):
+        return IRType.of(value).value
+    if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
+        return f"{type(value).__name__}({str(value).removeprefix('torch.')})"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(to_text(item) for item in value)}]"
+    raise GraphError(f"an attribute cannot be {value!r}; it is a number, text, dtype, device or a list of these")
+
+
+def items_to_text(attributes: dict[str, Any]) -> str:
+    """All attributes in the order of their names, in braces; nothing if there are none."""
+    items = ", ".join(f"{name}={to_text(value)}" for name, value in sorted(attributes.items()))
+    return f" {{{items}}}" if items else ""
+
+
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*") | (?P<call>(?:device|layout|memory_format)\([\w:]+\)) | %(?P<ref>\d+)
+    | (?P<number>-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b) | (?P<word>[A-Za-z_]\w*) | (?P<sign>[\[\]{},=]))""",
+    re.VERBOSE,
+)
+
+
+class Reader:
+    """Reads attributes from the front of a text; `rest` is what is left of it."""
+
+    def __init__(self, text: str) -> None:
+        self.rest = text
+
+    def attributes(self) -> dict[str, Any]:
+        """What `items_to_text` wrote, if the text begins with it.
+
+        Raises:
+            GraphError: the text begins like attributes but is not such.
+        """
+        found: dict[str, Any] = {}
+        if not self.rest.lstrip().startswith("{"):
+            return found
+        self._expect("{")
+        while not self._next_is("}"):
+            if found:
+                self._expect(",")
+            name = self._token()["word"]
+            if not name or name in found:
+                raise GraphError(f"expected the name of an attribute, each once, before {self.rest[:20]!r}")
+            self._expect("=")
+            found[name] = self.value()
+        self._expect("}")
+        return found
+
+    def value(self) -> Any:
+        """What `to_text` wrote; lists come back as lists."""
+        token = self._token()
+        if token["sign"] == "[":
+            return self._items()
+        if token["string"]:
+            return _string(token["string"])
+        if token["call"]:
+            return _called(token["call"])
+        if token["ref"]:
+            return Ref(int(token["ref"]))
+        if token["number"]:
+            number = token["number"]
+            return int(number) if re.fullmatch(r"-?\d+", number) else float(number)
+        words = {"true": True, "false": False, "none": None}
+        if token["word"] in words:
+            return words[token["word"]]
+        if token["word"] in IRType.__members__:
+            return IRType[token["word"]].dtype
+        raise GraphError(f"cannot read the value of an attribute at {(token[0] + self.rest)[:20].strip()!r}")
+
+    def _items(self) -> list[Any]:
+        items: list[Any] = []
+        while not self._next_is("]"):
+            if items:
+                self._expect(",")
+            items.append(self.value())
+        self._expect("]")
+        return items
+
+    def _next_is(self, sign: str) -> bool:
+        return self.rest.lstrip().startswith(sign)
+
+    def _expect(self, sign: str) -> None:
+        if not self._next_is(sign):
+            raise GraphError(f"expected {sign!r} at {self.rest[:20].strip()!r}")
+        self.rest = self.rest.lstrip()[len(sign) :]
+
+    def _token(self) -> re.Match[str]:
+        token = _TOKEN.match(self.rest)
+        if token is None:
+            raise GraphError(f"cannot read {self.rest[:20].strip()!r}")
+        self.rest = self.rest[token.end() :]
+        return token
+
+
+def _string(text: str) -> str:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise GraphError(f"cannot read the text {text}: {error}") from error
+
+
+def _called(text: str) -> Any:
+    kind, name = text[:-1].split("(")
+    if kind == "device":
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise GraphError(f"unknown device {name!r}: {error}") from error
+    value = getattr(torch, name, None)
+    if type(value).__name__ != kind:
+        raise GraphError(f"unknown {kind} {name!r}")
+    return value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of attributes are the same, in type and sign of zero too; NaN is NaN.
+
+    >>> same(1, 1.0), same(0.0, -0.0), same((1, 2), [1, 2])
+    (False, False, True)
+    """
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float) and isinstance(b, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    return type(a) is type(b) and a == b

@@ -1,0 +1,115 @@
+"""Graphs compiled by torch.compile, each structure once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.ir.execute import check_inputs, to_torch
+from fakequant.ir.fake_quantization import set_opaque
+from fakequant.ir.graph import Graph
+
+_LIMIT = 64
+"""So many structures are kept; the one that was used longest ago goes first."""
+
+
+class CacheInfo(NamedTuple):
+    """How often a compiled structure was there already, and how many are kept."""
+
+    hits: int
+    misses: int
+    size: int
+
+
+class _Cache:
+    """Compiled functions by the hash of the structure; constants are arguments, so that they need no place in it."""
+
+    def __init__(self) -> None:
+        self.functions: OrderedDict[tuple[str, bool], Callable[..., Any]] = OrderedDict()
+        self.hits = self.misses = 0
+
+    def find(self, graph: Graph, exact: bool) -> Callable[..., Any]:
+        key = graph.hash(constants=False), exact
+        if key in self.functions:
+            self.hits += 1
+        else:
+            self.misses += 1
+            self.functions[key] = _compiled(graph, exact)
+            if len(self.functions) > _LIMIT:
+                self.functions.popitem(last=False)
+        self.functions.move_to_end(key)
+        return self.functions[key]
+
+
+_cache = _Cache()
+
+
+class CompiledGraph:
+    """A graph as one function, with its constants bound to it.
+
+    It reads the constants at every call: a training step that moves the parameters moves the function.
+    """
+
+    def __init__(self, graph: Graph, function: Callable[..., Any]) -> None:
+        self.graph = graph
+        self._function = function
+        self._constants = [constant.tensor for constant in graph.constants.values()]
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """The outputs for some inputs, as `Graph.run` gives them."""
+        check_inputs(self.graph, inputs)
+        return self._function(*inputs, *self._constants)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The constants that training moves."""
+        return (tensor for tensor in self._constants if isinstance(tensor, nn.Parameter))
+
+
+def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
+    """A graph compiled by torch.compile, forward and backward.
+
+    Args:
+        graph: what to compile; it is checked, and copied.
+        exact: whether every bit of outputs and gradients must be that of `Graph.run`. Then torch.compile records both
+            passes once, and they run as a sequence of torch's own kernels and of this package's, without the modules
+            in between. Otherwise Inductor generates code, which fuses more, compiles for much longer, and rounds sums,
+            exponentials and products in its own way; a last bit that differs there may move a code by one.
+
+    Returns:
+        A function of the graph's inputs. Graphs of equal `hash(constants=False)` share what was compiled; the constants
+        are arguments of it, so that no graph can get those of another.
+
+    Raises:
+        GraphError: the graph is not valid.
+
+    >>> from fakequant.ir import IRType
+    >>> graph = Graph("example")
+    >>> x = graph.add_input("x", IRType.Float32, (2,))
+    >>> graph.outputs = [graph.add("FakeQuantization", x, num_bits=4, scale=0.5)]
+    >>> compile(graph)(torch.tensor([0.7, -9.0]))
+    tensor([ 0.5000, -4.0000])
+    """
+    return CompiledGraph(graph.copy(), _cache.find(graph.check(), exact))
+
+
+def _compiled(graph: Graph, exact: bool) -> Callable[..., Any]:
+    module = to_torch(graph, lifted=True)
+    set_opaque(module, exact)
+    dynamic = any(type.shape.dynamic for type in graph.types().values())
+    backend = "aot_eager_default_partitioner" if exact else "inductor"
+    return torch.compile(module, fullgraph=True, backend=backend, dynamic=dynamic or None)
+
+
+def cache_info() -> CacheInfo:
+    """How the cache of compiled structures was used."""
+    return CacheInfo(_cache.hits, _cache.misses, len(_cache.functions))
+
+
+def clear_cache() -> None:
+    """Forget every compiled structure."""
+    global _cache
+    _cache = _Cache()

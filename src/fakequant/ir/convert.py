@@ -1,0 +1,236 @@
+"""From graphs of torch.fx to operations."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from fakequant.errors import GraphError
+from fakequant.ir.attributes import Ref, same
+from fakequant.ir.graph import Graph
+from fakequant.ir.op import IROp
+from fakequant.ir.signature import Kind, Signature, bind
+from fakequant.ir.table import find_row, make_op, name_of
+from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
+
+_FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
+_OPAQUE = torch.ops.fakequant.opaque.default
+_CHOOSE_SCALE = torch.ops.fakequant.choose_scale.default
+_DETACH = torch.ops.aten.detach.default
+
+
+_MISSING = TensorType(IRType.Missing, TensorShape())
+
+
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def type_of(value: Any) -> TensorType:
+    """The type of what torch knows of a node's result.
+
+    Raises:
+        GraphError: it is nothing that a graph can hold.
+    """
+    if value is None:
+        return _MISSING
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return TensorType(IRType.Index, TensorShape())
+    if not isinstance(value, Tensor):
+        raise GraphError(f"its result is a {type(value).__name__}, and a graph holds tensors and sizes")
+    if value.layout != torch.strided:
+        raise GraphError(f"its result is a tensor of layout {value.layout}, and a graph holds dense ones")
+    return TensorType(IRType.of(value.dtype), TensorShape(n if isinstance(n, int) else DYNAMIC for n in value.shape))
+
+
+def needed(nodes: Sequence[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that some results depend on, and those that draw random numbers, so that later ones draw the same.
+
+    Checks and what nobody reads are left out.
+    """
+    found = {*results, *(node for node in nodes if _draws(node))}
+    for node in reversed(nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _draws(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+class Converter:
+    """Adds the nodes of an fx graph to a graph of ours.
+
+    Args:
+        graph: what operations are added to.
+        ids: the values that placeholders stand for; grows by every node.
+    """
+
+    def __init__(self, graph: Graph, ids: dict[fx.Node, int]) -> None:
+        self.graph = graph
+        self.ids = ids
+        self._lists: dict[fx.Node, list[int]] = {}
+        self._next = graph.new_id()
+
+    def add(self, node: fx.Node) -> None:
+        """Add the operation of a node.
+
+        Raises:
+            GraphError: it cannot be in a graph; names it and where it comes from.
+        """
+        try:
+            if node.op != "call_function":
+                users = ", ".join(str(user.target) for user in node.users)
+                raise GraphError(
+                    f"{users or node.op} runs a part of the model as a graph of its own (control flow, or a change of "
+                    "grad mode such as torch.no_grad), which cannot be in a graph; compute that part outside"
+                )
+            if node.target is operator.getitem:
+                source, place = node.args
+                assert isinstance(source, fx.Node)
+                assert isinstance(place, int)
+                self.ids[node] = self._lists[source][place]
+            elif node.target in (_FAKE_QUANTIZE, _OPAQUE):
+                self._append(node, *_quantizer(node))
+            else:
+                self._append(node, *_operation(node))
+        except GraphError as error:
+            raise GraphError(f"{_where(node)}{node.target}: {error}") from error
+
+    def finish(self, results: Sequence[fx.Node]) -> Graph:
+        """The graph with the outputs that some nodes are, without operations that only made a scale now implied."""
+        self.graph.outputs = [self.ids[node] for node in results]
+        wanted = set(self.graph.outputs)
+        kept = []
+        for op in reversed(self.graph.ops):
+            if op.op_type not in ("Detach", "ChooseScale") or wanted.intersection(op.output_ids):
+                wanted.update(op.input_ids)
+                kept.append(op)
+        self.graph.ops = kept[::-1]
+        return self.graph.check()
+
+    def _append(self, node: fx.Node, op: IROp, inputs: Sequence[fx.Node]) -> None:
+        value = node.meta["val"]
+        many = isinstance(value, (tuple, list))
+        op.input_ids = [self.ids[source] for source in inputs]
+        op.outputs = [type_of(part) for part in (value if many else [value])]
+        if many:
+            op.outputs = [_MISSING if 0 in type.shape else type for type in op.outputs]
+        op.output_ids = list(range(self._next, self._next + len(op.outputs)))
+        op.origin = origin(node)
+        self._next += len(op.outputs)
+        self.graph.ops.append(op)
+        if many:
+            self._lists[node] = op.output_ids
+        else:
+            self.ids[node] = op.output_id
+
+
+def _operation(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
+    """The operation of a node and the nodes that are its inputs."""
+    # A view needs the strides of the trace, which a real tensor may not have.
+    target = torch.ops.aten.reshape.default if node.target in _RESHAPES else node.target
+    name = name_of(target)
+    row = find_row(name)
+    signature = next(s for s in row.signatures if s.target is target)
+    arguments = dict(zip((p.name for p in signature.parameters), node.args, strict=False)) | dict(node.kwargs)
+    inputs: list[fx.Node] = []
+    bound = {key: _with_refs(value, inputs) for key, value in arguments.items()}
+    types = [type_of(source.meta["val"]) for source in inputs]
+    # As little as is needed to read the same arguments back: no tensor, the lists of tensors, or all by name.
+    for named in ((), (Kind.TENSORS,), (Kind.TENSORS, Kind.TENSOR)):
+        op = make_op(name, range(len(inputs)), _attributes(signature, bound, named))
+        if _means(op, signature, bound, types):
+            break
+    if bind(op, row.signatures, types).signature is not signature:
+        op.attributes["overload"] = signature.name
+    return op, inputs
+
+
+def _with_refs(value: Any, inputs: list[fx.Node]) -> Any:
+    """A value with a `Ref` for every node in it, which is added to the inputs."""
+    if isinstance(value, fx.Node):
+        if value.target is operator.getitem and 0 in type_of(value.meta["val"]).shape:
+            return None  # an empty part of a result, which batch normalisation in eval mode saves for its gradient
+        inputs.append(value)
+        return Ref(len(inputs) - 1)
+    return [_with_refs(item, inputs) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _attributes(signature: Signature, bound: dict[str, Any], named: Sequence[Kind]) -> dict[str, Any]:
+    """The arguments that are attributes: all but defaults and those tensors that are not to be named."""
+    found: dict[str, Any] = {}
+    tensors = [p.name for p in signature.parameters if p.kind is not Kind.VALUE and p.name in bound]
+    last = max((i for i, name in enumerate(tensors) if isinstance(bound[name], (Ref, list))), default=-1)
+    for parameter in signature.parameters:
+        name = parameter.name
+        if name not in bound:
+            continue
+        value = bound[name]
+        if parameter.kind is Kind.VALUE:
+            if parameter.required or not same(value, parameter.default):
+                found[name] = value
+        elif value is None:
+            # A tensor that is left out before one that is given must be named, or that would take its place.
+            if parameter.required or tensors.index(name) < last:
+                found[name] = None
+        elif parameter.kind in named or not (isinstance(value, Ref) or (isinstance(value, list) and None not in value)):
+            found[name] = value
+    return found
+
+
+def _means(op: IROp, signature: Signature, bound: dict[str, Any], types: Sequence[TensorType]) -> bool:
+    """Whether an operation is read back with some arguments, apart from those that are their defaults."""
+    try:
+        found = bind(op, (signature,), types).arguments
+    except GraphError:
+        return False
+    tensors = {p.name for p in signature.parameters if p.kind is not Kind.VALUE}
+    expected = {k: v for k, v in bound.items() if k in op.attributes or (k in tensors and v is not None)}
+    return found == expected
+
+
+def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
+    """The operation of a node that quantizes; one whose scale is that of its own input takes none."""
+    names = ("x", "scale", "zero_point", "spec", "seed")
+    if node.target is _OPAQUE:
+        names = ("x", "scale", "zero_point", "seed", "spec")
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if _is_range_of(given.get("scale"), given["x"], given["spec"]):
+        given["scale"] = None
+    tensors = {name: given.get(name) for name in ("x", "scale", "zero_point", "seed")}
+    inputs = [value for value in tensors.values() if isinstance(value, fx.Node)]
+    present = [name for name, value in tensors.items() if value is not None]
+    attributes = {"spec": given["spec"]}
+    # Those left out before one that is given.
+    attributes |= {name: None for name in tensors if name not in present and any(_after(name, p) for p in present)}
+    return make_op("FakeQuantize", (), attributes), inputs
+
+
+def _after(name: str, other: str) -> bool:
+    order = ("x", "scale", "zero_point", "seed")
+    return order.index(other) > order.index(name)
+
+
+def _is_range_of(scale: Any, x: Any, spec: Any) -> bool:
+    if not isinstance(scale, fx.Node) or scale.target is not _CHOOSE_SCALE or scale.args[1] != spec:
+        return False
+    source = scale.args[0]
+    if isinstance(source, fx.Node) and source.target is _DETACH and source is not x:
+        source = source.args[0]
+    return source is x
+
+
+def origin(node: fx.Node) -> str:
+    """The path of the module that made a node, "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [path for path, _ in stack.values()][-1] if stack else ""
+
+
+def _where(node: fx.Node) -> str:
+    return f"{path}: " if (path := origin(node)) else ""

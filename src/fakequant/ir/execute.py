@@ -1,0 +1,166 @@
+"""Graphs as modules of torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fakequant.errors import GraphError
+from fakequant.ir.attributes import Ref
+from fakequant.ir.fused import NAME, body_of
+from fakequant.ir.graph import Constant, Graph
+from fakequant.ir.op import IROp
+from fakequant.ir.table import bound
+from fakequant.ir.types import TensorType
+
+
+def run(graph: Graph, inputs: Sequence[Tensor]) -> Any:
+    """See `Graph.run`."""
+    module = to_torch(graph)
+    check_inputs(graph, inputs)
+    return module(*inputs)
+
+
+def check_inputs(graph: Graph, inputs: Sequence[Tensor]) -> None:
+    """Check that a graph can run on some inputs.
+
+    Raises:
+        GraphError: another number of them, or one of another type than declared.
+    """
+    declared = list(graph.inputs.values())
+    if len(inputs) != len(declared):
+        raise GraphError(f"the graph {graph.name!r} takes {len(declared)} inputs, got {len(inputs)}")
+    for value, given in zip(declared, inputs, strict=True):
+        if not isinstance(given, Tensor):
+            raise GraphError(f"the input {value.name!r} must be a tensor, got {type(given).__name__}")
+        found = TensorType.of(given)
+        if found.type is not value.type.type or not value.type.shape.matches(found.shape):
+            raise GraphError(f"the input {value.name!r} must be {value.type}, got {found}")
+
+
+def to_torch(graph: Graph, *, lifted: bool = False) -> fx.GraphModule:
+    """See `Graph.to_torch`.
+
+    Args:
+        graph: what to build.
+        lifted: whether the constants are further inputs of the module instead of its parameters and buffers.
+    """
+    return _Builder(graph.check(), lifted).module()
+
+
+class _Builder:
+    """Writes the fx graph of a valid graph."""
+
+    def __init__(self, graph: Graph, lifted: bool) -> None:
+        self.graph, self.lifted = graph, lifted
+        self.root = nn.Module()
+        self.fx = fx.Graph()
+        self.nodes: dict[int, fx.Node] = {}
+        self.types = graph.types()
+        self.free = graph.new_id()
+
+    def module(self) -> fx.GraphModule:
+        for id, value in self.graph.inputs.items():
+            self.nodes[id] = self.fx.placeholder(f"t{id}")
+            self.nodes[id].meta["input"] = value.name
+        for id, constant in self.graph.constants.items():
+            if self.lifted:
+                self.nodes[id] = self.fx.placeholder(f"t{id}")
+            else:
+                self.nodes[id] = self.fx.get_attr(_hold(self.root, constant))
+        self._add(self.graph.ops)
+        results = [self.nodes[id] for id in self.graph.outputs]
+        self.fx.output(results[0] if len(results) == 1 else tuple(results))
+        return fx.GraphModule(self.root, self.fx, "Graph")
+
+    def _add(self, ops: Iterable[IROp]) -> None:
+        for op in ops:
+            if op.op_type == NAME:
+                self._add(self._body(op))
+                continue
+            inputs = [self.types[id] for id in op.input_ids]
+            row, call = bound(op, inputs)
+            values = [self.nodes[id] for id in op.input_ids]
+            if row.module is not None:
+                path = f"quantizers.t{op.output_id}"
+                _submodule(self.root, "quantizers").add_module(f"t{op.output_id}", row.module(call))
+                refs = {name: value for name, value in call.arguments.items() if isinstance(value, Ref)}
+                tensors: dict[str, Any] = {name: values[ref.position] for name, ref in refs.items()}
+                node = self.fx.call_module(path, (), tensors)
+            else:
+                assert call.signature.target is not None
+                args, kwargs = call.filled(values)
+                node = self.fx.call_function(call.signature.target, args, kwargs)
+            self._name(op, node)
+
+    def _body(self, fused: IROp) -> list[IROp]:
+        """The operations of a fused one between values of the graph."""
+        body = body_of(fused)
+        # Inner values are read by nothing else; they get ids that no value of the graph has.
+        ids = dict(enumerate(fused.input_ids)) | dict(zip(body[-1].output_ids, fused.output_ids, strict=True))
+        for op in body[:-1]:
+            for local in op.output_ids:
+                ids[local] = self.free
+                self.free += 1
+        ops = [op.copied([ids[id] for id in op.output_ids], [ids[id] for id in op.input_ids]) for op in body]
+        for op in ops:
+            op.origin = fused.origin
+            self.types.update(zip(op.output_ids, op.outputs, strict=True))
+        return ops
+
+    def _name(self, op: IROp, node: fx.Node) -> None:
+        node.meta["origin"] = op.origin
+        if len(op.output_ids) == 1 and not _makes_a_list(node):
+            self.nodes[op.output_id] = node
+            return
+        for place, id in enumerate(op.output_ids):
+            self.nodes[id] = self.fx.call_function(operator.getitem, (node, place))
+
+
+def _makes_a_list(node: fx.Node) -> bool:
+    """Whether an operator's result is a list or tuple even if that has one element."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and (len(schema.returns) > 1 or "List" in str(schema.returns[0].type))
+
+
+def _submodule(root: nn.Module, name: str) -> nn.Module:
+    if name not in root._modules:
+        root.add_module(name, nn.Module())
+    found = root._modules[name]
+    assert found is not None
+    return found
+
+
+def _hold(root: nn.Module, constant: Constant) -> str:
+    """Make a constant a parameter or buffer at the path that its name says, and return the path."""
+    *folders, leaf = constant.name.split(".")
+    if not _is_free(root, folders) or not all(_is_name(part) for part in (*folders, leaf)):
+        folders, leaf = ["constants"], "".join(c if c.isalnum() else "_" for c in constant.name)
+    place = root
+    for folder in folders:
+        place = _submodule(place, folder)
+    while hasattr(place, leaf):
+        leaf += "_"
+    tensor = constant.tensor
+    if isinstance(tensor, nn.Parameter):
+        place.register_parameter(leaf, tensor)
+    else:
+        place.register_buffer(leaf, tensor)
+    return ".".join((*folders, leaf))
+
+
+def _is_name(part: str) -> bool:
+    return part.isidentifier() or part.isdecimal()
+
+
+def _is_free(root: nn.Module, folders: Sequence[str]) -> bool:
+    """Whether there can be modules of these names, one in the other."""
+    place: nn.Module | None = root
+    for folder in folders:
+        if place is None or (hasattr(place, folder) and folder not in place._modules):
+            return place is None
+        place = place._modules.get(folder, nn.Module())
+    return True

@@ -1,0 +1,101 @@
+"""The graph of the gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fakequant.errors import GraphError
+from fakequant.ir.convert import Converter, needed
+from fakequant.ir.execute import to_torch
+from fakequant.ir.fake_quantization import set_opaque
+from fakequant.ir.functional import remove_changes_in_place
+from fakequant.ir.graph import Graph
+from fakequant.ir.types import TensorType
+
+
+def backward(graph: Graph) -> Graph:
+    """The graph that computes the gradients of a graph, by torch's own formulas.
+
+    Its inputs are those of the graph and the gradient of every output. Its outputs are the gradients of the
+    floating-point inputs and then of the trainable constants, in their order; one that depends on nothing is zeros.
+    The forward is computed again. Every quantizer passes gradients as its specification says.
+
+    Raises:
+        GraphError: the graph is not valid, has dynamic dimensions, or has an output without a gradient.
+
+    >>> from fakequant.ir import IRType
+    >>> graph = Graph("example")
+    >>> x = graph.add_input("x", IRType.Float32, (2,))
+    >>> graph.outputs = [graph.add("FakeQuantize", x, graph.add_constant("s", torch.ones(1)), spec="int4")]
+    >>> backward(graph).run(torch.tensor([0.7, -9.0]), torch.tensor([1.0, 1.0]))
+    tensor([1., 0.])
+    """
+    graph.check()
+    types = graph.types()
+    if dynamic := [id for id, type in types.items() if type.shape.dynamic]:
+        raise GraphError(f"t{dynamic[0]} has a dynamic dimension {types[dynamic[0]]}; capture it with static shapes")
+    if whole := [id for id in graph.outputs if not types[id].type.floating]:
+        raise GraphError(f"the output t{whole[0]} is {types[whole[0]]}, which has no gradient")
+    wanted = [id for id, value in graph.inputs.items() if value.type.type.floating]
+    wanted += [id for id, constant in graph.constants.items() if constant.trainable]
+    if not wanted:
+        raise GraphError("no input is a floating-point tensor and no constant is trainable: there is no gradient")
+    given = [*graph.inputs, *graph.constants]
+    traced = _traced(graph, [given.index(id) for id in wanted])
+    nodes = list(traced.graph.nodes)
+    results = list(nodes[-1].args[0])
+    result = Graph(f"{graph.name} backward")
+    result.inputs = dict(graph.inputs)
+    for place, id in enumerate(graph.outputs):
+        name = f"gradient_{place}"
+        result.add_input(name, *types[id], id=max([*given, *result.inputs]) + 1)
+    places = [*graph.inputs, *graph.constants, *list(result.inputs)[len(graph.inputs) :]]
+    live = needed(nodes, results)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    ids = dict(zip(placeholders, places, strict=True))
+    used = {ids[node] for node in placeholders if node in live}
+    result.constants = {id: constant for id, constant in graph.constants.items() if id in used}
+    converter = Converter(result, ids)
+    for node in nodes:
+        if node in live and node.op == "call_function":
+            converter.add(node)
+    return converter.finish(results)
+
+
+def _traced(graph: Graph, wanted: list[int]) -> torch.fx.GraphModule:
+    """Forward and backward as one fx graph of inputs, constants and gradients of the outputs."""
+    module = to_torch(graph, lifted=True)
+    set_opaque(module, True)
+    types = graph.types()
+    count = len(graph.inputs) + len(graph.constants)
+
+    def gradients(*tensors: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() if i in wanted else t for i, t in enumerate(tensors[:count])]
+        with torch.enable_grad():
+            results = module(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        moved = [i for i, result in enumerate(results) if result.requires_grad]
+        sources = [leaves[i] for i in wanted]
+        if not moved:
+            return [torch.zeros_like(source) for source in sources]
+        given = [tensors[count + i] for i in moved]
+        found = torch.autograd.grad([results[i] for i in moved], sources, given, allow_unused=True)
+        return [torch.zeros_like(s) if g is None else g for s, g in zip(sources, found, strict=True)]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [_like(value.type) for value in graph.inputs.values()]
+        constants = [torch.empty_like(constant.tensor.detach()) for constant in graph.constants.values()]
+        outputs = [_like(types[id]) for id in graph.outputs]
+        given = (*inputs, *constants, *outputs)
+        traced = make_fx(gradients)(*given)
+        # Gradients of parts are added to views of zeros; torch's functionalization writes that without views.
+        if not remove_changes_in_place(traced.graph):
+            traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(*given)
+        return traced
+
+
+def _like(type: TensorType) -> Tensor:
+    return torch.empty(type.shape, dtype=type.type.dtype)

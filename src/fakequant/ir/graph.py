@@ -1,0 +1,352 @@
+"""A graph: inputs, constants, operations in the order in which they run, outputs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from fakequant.errors import GraphError
+from fakequant.ir.attributes import items_to_text
+from fakequant.ir.op import IROp
+from fakequant.ir.table import faults, infer, make_op
+from fakequant.ir.types import IRType, TensorShape, TensorType
+
+if TYPE_CHECKING:
+    from fakequant.ir.compiler import CompiledGraph
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a graph."""
+
+    name: str
+    type: TensorType
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor that the graph holds; one that requires grad is a parameter that training moves."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def type(self) -> TensorType:
+        """Its type."""
+        return TensorType.of(self.tensor)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether training moves it."""
+        return self.tensor.requires_grad
+
+    def digest(self) -> str:
+        """SHA-256 over type, shape and every bit."""
+        values = self.tensor.detach().cpu().contiguous().reshape(-1)
+        found = hashlib.sha256(f"{self.tensor.dtype} {list(self.tensor.shape)}".encode())
+        found.update(values.view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+
+class Graph:
+    """Operations between values t0, t1, ..., each made once.
+
+    Attributes:
+        name: of the whole.
+        inputs: by id, in the order in which `run` takes them.
+        constants: by id.
+        ops: in the order in which they run.
+        outputs: ids of what `run` returns.
+
+    Source: AiDotNet's IRGraph.
+
+    >>> graph = Graph("example")
+    >>> x = graph.add_input("x", IRType.Float32, (2, 3))
+    >>> y = graph.add("ReLU", x)
+    >>> graph.outputs = [graph.add("FakeQuantization", y, num_bits=4)]
+    >>> print(graph)
+    IR Graph: example
+      Inputs:
+        t0 = "x" : Float32 [2, 3]
+      Constants (0):
+      Operations (2):
+        t1 = ReLU(t0) : Float32 [2, 3]
+        t2 = FakeQuantization(t1) {num_bits=4} : Float32 [2, 3]
+      Outputs: t2
+    >>> graph.run(torch.tensor([[-1.0, 0.1, 0.2], [0.3, 0.5, 0.7]]))
+    tensor([[0.0000, 0.1000, 0.2000],
+            [0.3000, 0.5000, 0.7000]])
+    """
+
+    def __init__(self, name: str = "graph") -> None:
+        self.name = name
+        self.inputs: dict[int, Input] = {}
+        self.constants: dict[int, Constant] = {}
+        self.ops: list[IROp] = []
+        self.outputs: list[int] = []
+
+    def new_id(self) -> int:
+        """An id that no value has."""
+        made = [id for op in self.ops for id in op.output_ids if isinstance(id, int)]
+        return max([-1, *self.inputs, *self.constants, *made]) + 1
+
+    def add_input(self, name: str, type: IRType, shape: Sequence[int], id: int | None = None) -> int:
+        """Add an input and return its id."""
+        id = self.new_id() if id is None else id
+        self.inputs[id] = Input(name, TensorType(type, TensorShape(shape)))
+        return id
+
+    def add_constant(self, name: str, tensor: Tensor, id: int | None = None) -> int:
+        """Add a constant and return its id."""
+        id = self.new_id() if id is None else id
+        self.constants[id] = Constant(name, tensor)
+        return id
+
+    def add(self, op_type: str, *input_ids: int, **attributes: Any) -> int:
+        """Add an operation with one result, whose type follows from its inputs, and return the result's id.
+
+        Raises:
+            GraphError: the inputs do not fit, or there is another number of results than one; use `add_all`.
+        """
+        made = self.add_all(op_type, *input_ids, **attributes)
+        if len(made) != 1:
+            raise GraphError(f"{self.ops.pop()}: makes {len(made)} values; use add_all")
+        return made[0]
+
+    def add_all(self, op_type: str, *input_ids: int, **attributes: Any) -> list[int]:
+        """Add an operation and return the ids of all its results.
+
+        Raises:
+            GraphError: the inputs do not fit.
+        """
+        types = self.types()
+        op = make_op(op_type, input_ids, attributes)
+        if missing := [id for id in input_ids if id not in types]:
+            raise GraphError(f"{op_type}: reads {_names(missing)}, which nothing makes yet")
+        inputs = [types[id] for id in input_ids]
+        first = self.new_id()
+        try:
+            op.outputs = list(infer(op, inputs))
+        except GraphError as error:
+            raise GraphError(f"{op_type}({_names(input_ids)}): {error}") from error
+        op.output_ids = list(range(first, first + len(op.outputs)))
+        if found := faults(op, inputs):
+            raise GraphError(f"{op}: {found[0]}")
+        self.ops.append(op)
+        return op.output_ids
+
+    def types(self) -> dict[int, TensorType]:
+        """The declared type of every value."""
+        found = {id: value.type for id, value in (*self.inputs.items(), *self.constants.items())}
+        for op in self.ops:
+            found.update(zip(op.output_ids, op.outputs, strict=False))
+        return found
+
+    def producers(self) -> dict[int, IROp]:
+        """The operation that makes each value."""
+        return {id: op for op in self.ops for id in op.output_ids}
+
+    def users(self) -> dict[int, list[IROp]]:
+        """The operations that read each value, once for every time; outputs of the graph are not counted."""
+        found: dict[int, list[IROp]] = {}
+        for op in self.ops:
+            for id in op.input_ids:
+                found.setdefault(id, []).append(op)
+        return found
+
+    def faults(self) -> list[str]:
+        """All that is wrong, each with where; empty if the graph is valid."""
+        return list(_Checker(self).faults())
+
+    def validate(self) -> bool:
+        """Whether the graph is valid; `faults` says why not."""
+        return not self.faults()
+
+    def check(self) -> Graph:
+        """The graph itself, if it is valid.
+
+        Raises:
+            GraphError: it is not; names every fault.
+        """
+        if found := self.faults():
+            raise GraphError(f"the graph {self.name!r} is not valid:\n" + "\n".join(f"  {fault}" for fault in found))
+        return self
+
+    def hash(self, *, constants: bool = True) -> str:
+        """SHA-256 of what the graph computes: types, operations with all attributes, and the bits of constants.
+
+        Ids and names do not count. Graphs with equal hashes give equal results.
+
+        Args:
+            constants: whether their bits count; otherwise only their types do.
+        """
+        places: dict[int, int] = {}
+        lines = []
+        for id, value in self.inputs.items():
+            places[id] = len(places)
+            lines.append(f"input {value.type}")
+        for id, constant in self.constants.items():
+            places[id] = len(places)
+            bits = constant.digest() if constants else ""
+            lines.append(f"constant {constant.type} {constant.trainable} {bits}")
+        for op in self.ops:
+            read = [places.get(id, -1) for id in op.input_ids]
+            for id in op.output_ids:
+                places[id] = len(places)
+            made = [places[id] for id in op.output_ids]
+            types = ", ".join(map(str, op.outputs))
+            lines.append(f"{made} = {op.op_type}{read}{items_to_text(op.attributes)} : {types}")
+        lines.append(f"outputs {[places.get(id, -1) for id in self.outputs]}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def replaced(self, ops: Sequence[IROp], constants: dict[int, Constant] | None = None) -> Graph:
+        """A graph with other operations, and constants if they are given."""
+        graph = Graph(self.name)
+        graph.inputs = dict(self.inputs)
+        graph.constants = dict(self.constants if constants is None else constants)
+        graph.ops = [op.copied() for op in ops]
+        graph.outputs = list(self.outputs)
+        return graph
+
+    def copy(self) -> Graph:
+        """A graph of its own with the same tensors."""
+        return self.replaced(self.ops)
+
+    def run(self, *inputs: Tensor) -> Any:
+        """The outputs for some inputs: a tensor, or a tuple if there are several.
+
+        For many calls take `to_torch` or `compile` once: this checks the graph every time.
+
+        Raises:
+            GraphError: the graph is not valid, or an input is not of the declared type.
+        """
+        from fakequant.ir.execute import run
+
+        return run(self, inputs)
+
+    def to_torch(self) -> fx.GraphModule:
+        """The graph as a module of torch, with the constants as its parameters and buffers (the same tensors).
+
+        Raises:
+            GraphError: the graph is not valid.
+        """
+        from fakequant.ir.execute import to_torch
+
+        return to_torch(self)
+
+    def compile(self, *, exact: bool = True) -> CompiledGraph:
+        """The graph as one compiled function, see `fakequant.ir.compiler.compile`."""
+        from fakequant.ir.compiler import compile
+
+        return compile(self, exact=exact)
+
+    def backward(self) -> Graph:
+        """The graph of the gradients, see `fakequant.ir.gradient.backward`."""
+        from fakequant.ir.gradient import backward
+
+        return backward(self)
+
+    def to_dot(self) -> str:
+        """The graph in the language of Graphviz."""
+        from fakequant.ir.picture import to_dot
+
+        return to_dot(self)
+
+    def __str__(self) -> str:
+        from fakequant.ir.text import to_text
+
+        return to_text(self).rstrip("\n")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Graph) and str(self) == str(other)
+
+    __hash__ = None  # type: ignore[assignment]  graphs can be changed; `hash` is that of the present one
+
+
+def _names(ids: Sequence[int]) -> str:
+    return ", ".join(f"t{id}" for id in ids)
+
+
+class _Checker:
+    """Goes through a graph once and tells what is wrong."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.known: dict[int, TensorType] = {}
+        self.made_by: dict[int, str] = {}
+        self.later: dict[int, IROp] = {}
+        for op in graph.ops:
+            for id in op.output_ids:
+                self.later.setdefault(id, op)
+
+    def faults(self) -> Iterator[str]:
+        graph = self.graph
+        for id, value in graph.inputs.items():
+            yield from self._given(id, value.type, f"the input {value.name!r}")
+        for id, constant in graph.constants.items():
+            yield from self._constant(id, constant)
+        for kind, names in (("input", graph.inputs.values()), ("constant", graph.constants.values())):
+            yield from _twice(kind, [value.name for value in names])
+        for op in graph.ops:
+            yield from self._op(op)
+        if not graph.outputs:
+            yield "the graph has no outputs"
+        for id in graph.outputs:
+            if id not in self.known:
+                yield f"the output t{id} is made by nothing"
+            elif self.known[id].type in (IRType.Index, IRType.Missing):
+                yield f"the output t{id} is {self.known[id].type.value}, which is no tensor"
+
+    def _given(self, id: int, type: TensorType, what: str) -> Iterator[str]:
+        if isinstance(id, bool) or not isinstance(id, int) or id < 0:
+            yield f"{what} has the id {id!r}, which is no integer >= 0"
+        if id in self.known:
+            yield f"{what} has the id t{id}, which {self.made_by[id]} has already"
+        if fault := type.fault():
+            yield f"{what}: {fault}"
+        elif type.type in (IRType.Index, IRType.Missing):
+            yield f"{what} is {type.type.value}, which is no tensor"
+        self.known[id], self.made_by[id] = type, what
+
+    def _constant(self, id: int, constant: Constant) -> Iterator[str]:
+        what = f"the constant {constant.name!r}"
+        try:
+            type = constant.type
+        except GraphError as error:
+            yield f"{what}: {error}"
+            return
+        yield from self._given(id, type, what)
+
+    def _op(self, op: IROp) -> Iterator[str]:
+        complete = True
+        for id in op.input_ids:
+            if id in self.known:
+                continue
+            complete = False
+            if id in op.output_ids:
+                yield f"{op}: reads t{id}, which it makes itself: a cycle"
+            elif id in self.later:
+                yield f"{op}: reads t{id}, which is made only later, by {self.later[id]}: wrong order or a cycle"
+            else:
+                yield f"{op}: reads t{id}, which nothing makes"
+        found = faults(op, [self.known[id] for id in op.input_ids]) if complete else op.faults()
+        yield from (f"{op}: {fault}" for fault in found)
+        for place, id in enumerate(op.output_ids):
+            if id in self.known or id in op.output_ids[:place]:
+                yield f"{op}: makes t{id}, which {self.made_by.get(id, 'it')} has made already"
+            if place < len(op.outputs):
+                self.known[id] = op.outputs[place]
+            self.made_by[id] = f"the operation {op}"
+
+
+def _twice(kind: str, names: Sequence[str]) -> Iterator[str]:
+    for name in dict.fromkeys(names):
+        if not name or not isinstance(name, str):
+            yield f"the name {name!r} of the {kind} is empty or no text"
+        elif names.count(name) > 1:
+            yield f"{names.count(name)} {kind}s have the name {name!r}"

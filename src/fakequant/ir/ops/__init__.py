@@ -1,0 +1,7 @@
+"""The rows of the table of operations, by kind; importing this package fills the table."""
+
+from __future__ import annotations
+
+from fakequant.ir.ops import elementwise, movement, products, quantization, reductions, sizes
+
+__all__ = ["elementwise", "movement", "products", "quantization", "reductions", "sizes"]

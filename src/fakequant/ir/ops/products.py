@@ -1,0 +1,315 @@
+"""Products, convolutions, attention, recurrent cells, embeddings and normalisations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fakequant.errors import GraphError
+from fakequant.ir.ops.elementwise import floating
+from fakequant.ir.signature import Call
+from fakequant.ir.table import add_row
+from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
+
+
+def differ(a: int, b: int) -> bool:
+    """Whether two dimensions are known to be different."""
+    return DYNAMIC not in (a, b) and a != b
+
+
+def _same_type(call: Call, *names: str) -> IRType:
+    """The element type of all.
+
+    Raises:
+        GraphError: they differ.
+    """
+    types = {name: call.type(name).type for name in names if call.has(name)}
+    if len(set(types.values())) > 1:
+        words = ", ".join(f"{name} is {type.value}" for name, type in types.items())
+        raise GraphError(f"takes tensors of one type, but {words}")
+    return next(iter(types.values()))
+
+
+def matmul(call: Call) -> list[TensorType]:
+    """[..., n, k] times [..., k, m]."""
+    first, second = (p.name for p in call.signature.parameters[:2])
+    a, b = call.shape(first), call.shape(second)
+    type = _same_type(call, first, second)
+    if not a or not b:
+        raise GraphError(f"takes tensors with at least one dimension, got {a} and {b}")
+    inner = b[-2] if len(b) > 1 else b[-1]
+    if differ(a[-1], inner):
+        raise GraphError(f"inner dimensions differ: {a} has {a[-1]} columns, {b} has {inner} rows")
+    batch = TensorShape(a[:-2]).broadcast_with(b[:-2])
+    return [TensorType(type, TensorShape((*batch, *(a[-2:-1]), *(b[-1:] if len(b) > 1 else ()))))]
+
+
+def linear(call: Call) -> list[TensorType]:
+    """Input [..., in], weight [out, in], bias [out]."""
+    x, weight = call.shape("input"), call.shape("weight")
+    type = _same_type(call, "input", "weight", "bias")
+    if not x or len(weight) != 2:
+        raise GraphError(f"takes an input [..., in] and a weight [out, in], got {x} and {weight}")
+    if differ(x[-1], weight[1]):
+        raise GraphError(
+            f"inner dimensions differ: the input {x} has {x[-1]} features, the weight {weight} {weight[1]}"
+        )
+    _bias(call, weight[0])
+    return [TensorType(type, TensorShape((*x[:-1], weight[0])))]
+
+
+def _bias(call: Call, channels: int) -> None:
+    if call.has("bias") and (len(call.shape("bias")) != 1 or differ(call.shape("bias")[0], channels)):
+        raise GraphError(f"takes a bias [{channels}], got {call.shape('bias')}")
+
+
+def _each(value: Any, axes: int, name: str, least: int) -> list[int]:
+    """One number per axis, from a list or one for all."""
+    found = list(value) if isinstance(value, (list, tuple)) else [value]
+    found = found * axes if len(found) == 1 else found
+    if len(found) != axes:
+        raise GraphError(f"takes {name} for {axes} axes, got {found}")
+    if any(n < least for n in found):
+        raise GraphError(f"takes {name} >= {least}, got {found}")
+    return found
+
+
+def _windows(n: int, kernel: int, stride: int, padding: int, dilation: int, *, ceil: bool = False) -> int:
+    """How many windows fit along an axis.
+
+    Raises:
+        GraphError: none does.
+    """
+    if n == DYNAMIC or kernel == DYNAMIC:
+        return DYNAMIC
+    covered = dilation * (kernel - 1) + 1
+    room = n + 2 * padding - covered
+    if room < 0:
+        raise GraphError(f"the kernel covers {covered} elements, but the padded input has {n + 2 * padding}")
+    count = (room + (stride - 1 if ceil else 0)) // stride + 1
+    # The last window must begin inside the input or its left padding.
+    return count - 1 if ceil and (count - 1) * stride >= n + padding else count
+
+
+def _convolved(call: Call, axes: int) -> tuple[TensorShape, TensorShape, list[int]]:
+    """Input with a batch axis, weight, and what leads the result's shape."""
+    x, weight = call.shape("input"), call.shape("weight")
+    if len(x) not in (axes + 1, axes + 2) or len(weight) != axes + 2:
+        raise GraphError(f"takes an input and a weight of {axes + 2} dimensions, got {x} and {weight}")
+    leading = list(x[: len(x) - axes - 1])
+    return TensorShape((1, *x) if len(x) == axes + 1 else x), weight, leading
+
+
+def convolution(axes: int) -> Any:
+    """The rule of a convolution along 1, 2 or 3 axes."""
+
+    def rule(call: Call) -> list[TensorType]:
+        x, weight, leading = _convolved(call, axes)
+        type = _same_type(call, "input", "weight", "bias")
+        groups = call.value("groups")
+        if groups < 1 or (weight[0] != DYNAMIC and weight[0] % groups):
+            raise GraphError(f"groups={groups} does not divide the {weight[0]} output channels")
+        if weight[1] != DYNAMIC and differ(x[1], weight[1] * groups):
+            taken = weight[1] * groups
+            raise GraphError(f"the input has {x[1]} channels, but the weight {weight}, groups={groups}, takes {taken}")
+        _bias(call, weight[0])
+        strides, dilations = (_each(call.value(name), axes, name, 1) for name in ("stride", "dilation"))
+        padding = call.value("padding")
+        if isinstance(padding, str):
+            if padding not in ("valid", "same") or (padding == "same" and strides != [1] * axes):
+                raise GraphError(f'takes padding "valid", or "same" with stride 1, got "{padding}" with {strides}')
+            if padding == "same":
+                return [TensorType(type, TensorShape((*leading, weight[0], *x[2:])))]
+            padding = 0
+        paddings = _each(padding, axes, "padding", 0)
+        places = zip(x[2:], weight[2:], strides, paddings, dilations, strict=True)
+        return [TensorType(type, TensorShape((*leading, weight[0], *(_windows(*place) for place in places))))]
+
+    return rule
+
+
+def transposed_convolution(axes: int) -> Any:
+    """The rule of a transposed convolution along 1, 2 or 3 axes."""
+
+    def rule(call: Call) -> list[TensorType]:
+        x, weight, leading = _convolved(call, axes)
+        type = _same_type(call, "input", "weight", "bias")
+        groups = call.value("groups")
+        if groups < 1 or (weight[0] != DYNAMIC and weight[0] % groups):
+            raise GraphError(f"groups={groups} does not divide the {weight[0]} input channels of the weight {weight}")
+        if differ(x[1], weight[0]):
+            raise GraphError(f"the input has {x[1]} channels, but the weight {weight} takes {weight[0]}")
+        channels = DYNAMIC if weight[1] == DYNAMIC else weight[1] * groups
+        _bias(call, channels)
+        strides, dilations = (_each(call.value(name), axes, name, 1) for name in ("stride", "dilation"))
+        paddings, more = (_each(call.value(name), axes, name, 0) for name in ("padding", "output_padding"))
+        lengths = []
+        for n, k, stride, padding, extra, dilation in zip(
+            x[2:], weight[2:], strides, paddings, more, dilations, strict=True
+        ):
+            length = (n - 1) * stride - 2 * padding + dilation * (k - 1) + extra + 1
+            if DYNAMIC not in (n, k) and length < 1:
+                raise GraphError(f"padding {padding} leaves nothing of the result")
+            lengths.append(DYNAMIC if DYNAMIC in (n, k) else length)
+        return [TensorType(type, TensorShape((*leading, channels, *lengths)))]
+
+    return rule
+
+
+def attention(call: Call) -> list[TensorType]:
+    """Query [..., n, e], key [..., m, e], value [..., m, v]."""
+    query, key, value = call.shape("query"), call.shape("key"), call.shape("value")
+    type = _same_type(call, "query", "key", "value")
+    if min(len(query), len(key), len(value)) < 2:
+        raise GraphError(f"takes query, key and value of at least 2 dimensions, got {query}, {key} and {value}")
+    if differ(query[-1], key[-1]):
+        raise GraphError(f"query {query} and key {key} differ in their features, {query[-1]} and {key[-1]}")
+    if differ(key[-2], value[-2]):
+        raise GraphError(f"key {key} and value {value} differ in their length, {key[-2]} and {value[-2]}")
+    batch = TensorShape(query[:-2])
+    if not call.value("enable_gqa"):
+        batch = batch.broadcast_with(key[:-2]).broadcast_with(value[:-2])
+    return [TensorType(type, TensorShape((*batch, query[-2], value[-1])))]
+
+
+def embedding(call: Call) -> list[TensorType]:
+    """Table [rows, features], indices of any shape."""
+    table, indices = call.type("weight"), call.type("indices")
+    if len(table.shape) != 2:
+        raise GraphError(f"takes a table [rows, features], got {table.shape}")
+    if indices.type not in (IRType.Int64, IRType.Int32):
+        raise GraphError(f"takes indices of Int64 or Int32, got {indices.type.value}")
+    return [TensorType(table.type, TensorShape((*indices.shape, table.shape[1])))]
+
+
+def _cell(call: Call, gates: int, hidden: TensorShape) -> TensorType:
+    x, w_ih, w_hh = call.shape("input"), call.shape("w_ih"), call.shape("w_hh")
+    if len(x) != 2 or len(hidden) != 2 or len(w_ih) != 2 or len(w_hh) != 2:
+        raise GraphError(f"takes an input [n, in] and a state [n, hidden], got {x} and {hidden}")
+    rows = DYNAMIC if hidden[1] == DYNAMIC else gates * hidden[1]
+    if differ(w_ih[1], x[1]) or differ(w_ih[0], rows) or differ(w_hh[0], rows) or differ(w_hh[1], hidden[1]):
+        raise GraphError(
+            f"the weights {w_ih} and {w_hh} do not fit the input {x} and the state {hidden}: "
+            f"[{rows}, {x[1]}] and [{rows}, {hidden[1]}] do"
+        )
+    if differ(x[0], hidden[0]):
+        raise GraphError(f"the input {x} and the state {hidden} have different numbers of rows")
+    return TensorType(call.type("input").type, TensorShape(hidden))
+
+
+def lstm_cell(call: Call) -> list[TensorType]:
+    """Input [n, in], states [n, hidden] twice, weights [4 hidden, in] and [4 hidden, hidden]."""
+    states = call.types("hx")
+    if len(states) != 2 or states[0] != states[1]:
+        raise GraphError(f"takes two states of one type, got {', '.join(map(str, states))}")
+    found = _cell(call, 4, states[0].shape)
+    return [found, found]
+
+
+def gru_cell(call: Call) -> list[TensorType]:
+    """Input [n, in], state [n, hidden], weights [3 hidden, in] and [3 hidden, hidden]."""
+    return [_cell(call, 3, call.shape("hx"))]
+
+
+def rnn_cell(call: Call) -> list[TensorType]:
+    """Input [n, in], state [n, hidden], weights [hidden, in] and [hidden, hidden]."""
+    return [_cell(call, 1, call.shape("hx"))]
+
+
+def _per_channel(call: Call, channels: int, names: Sequence[str]) -> None:
+    for name in names:
+        if call.has(name) and (len(call.shape(name)) != 1 or differ(call.shape(name)[0], channels)):
+            raise GraphError(f"takes {name} [{channels}], one number per channel, got {call.shape(name)}")
+
+
+def batch_norm(call: Call) -> list[TensorType]:
+    """Input [n, channels, ...]; all others [channels]."""
+    (result,) = floating(call)
+    if len(result.shape) < 2:
+        raise GraphError(f"takes an input [n, channels, ...], got {result.shape}")
+    if call.value("training"):
+        raise GraphError("training=true changes the running statistics, which graphs do not; use model.eval()")
+    _per_channel(call, result.shape[1], ("weight", "bias", "running_mean", "running_var"))
+    return [result]
+
+
+def layer_norm(call: Call) -> list[TensorType]:
+    """Input [..., normalized_shape]; weight and bias have that shape."""
+    (result,) = floating(call)
+    normalized = call.value("normalized_shape")
+    tail = TensorShape(result.shape[len(result.shape) - len(normalized) :])
+    if not normalized or not tail.matches(normalized):
+        raise GraphError(f"normalizes the last dimensions {list(normalized)}, but the input has shape {result.shape}")
+    for name in ("weight", "bias"):
+        if call.has(name) and not call.shape(name).matches(normalized):
+            raise GraphError(f"takes {name} of shape {list(normalized)}, got {call.shape(name)}")
+    return [result]
+
+
+def group_norm(call: Call) -> list[TensorType]:
+    """Input [n, channels, ...], num_groups a divisor of channels."""
+    (result,) = floating(call)
+    groups = call.value("num_groups")
+    if len(result.shape) < 2:
+        raise GraphError(f"takes an input [n, channels, ...], got {result.shape}")
+    if groups < 1 or (result.shape[1] != DYNAMIC and result.shape[1] % groups):
+        raise GraphError(f"num_groups={groups} does not divide the {result.shape[1]} channels")
+    _per_channel(call, result.shape[1], ("weight", "bias"))
+    return [result]
+
+
+def pooling(axes: int, *, average: bool = False) -> Any:
+    """The rule of pooling along 1, 2 or 3 axes."""
+
+    def rule(call: Call) -> list[TensorType]:
+        type, shape = call.type("self")
+        if len(shape) not in (axes + 1, axes + 2):
+            raise GraphError(f"takes an input of {axes + 2} dimensions, got {shape}")
+        kernels = _each(call.value("kernel_size"), axes, "kernel_size", 1)
+        strides = _each(call.value("stride") or kernels, axes, "stride", 1)
+        paddings = _each(call.value("padding"), axes, "padding", 0)
+        dilations = [1] * axes if average else _each(call.value("dilation"), axes, "dilation", 1)
+        if any(2 * padding > kernel for padding, kernel in zip(paddings, kernels, strict=True)):
+            raise GraphError(f"takes padding of at most half the kernel {kernels}, got {paddings}")
+        ceil = call.value("ceil_mode")
+        places = zip(shape[-axes:], kernels, strides, paddings, dilations, strict=True)
+        return [TensorType(type, TensorShape((*shape[:-axes], *(_windows(*p, ceil=ceil) for p in places))))]
+
+    return rule
+
+
+def adaptive_pooling(axes: int) -> Any:
+    """The rule of adaptive pooling along 1, 2 or 3 axes."""
+
+    def rule(call: Call) -> list[TensorType]:
+        type, shape = call.type("self")
+        if len(shape) not in (axes + 1, axes + 2):
+            raise GraphError(f"takes an input of {axes + 2} dimensions, got {shape}")
+        sizes = call.value("output_size")
+        sizes = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes]
+        sizes = sizes * axes if len(sizes) == 1 else sizes
+        if len(sizes) != axes or any(n < 1 and n != DYNAMIC for n in sizes):
+            raise GraphError(f"takes output_size for {axes} axes, each >= 1, got {sizes}")
+        return [TensorType(type, TensorShape((*shape[:-axes], *sizes)))]
+
+    return rule
+
+
+add_row("MatMul", "aten.matmul.default aten.mm.default aten.bmm.default", matmul)
+add_row("Linear", "aten.linear.default", linear)
+for _axes in (1, 2, 3):
+    add_row(f"Conv{_axes}d", f"aten.conv{_axes}d.default aten.conv{_axes}d.padding", convolution(_axes))
+    _target = f"aten.conv_transpose{_axes}d.{'default' if _axes == 1 else 'input'}"
+    add_row(f"ConvTranspose{_axes}d", _target, transposed_convolution(_axes))
+    add_row(f"MaxPool{_axes}d", f"aten.max_pool{_axes}d.default", pooling(_axes))
+    add_row(f"AvgPool{_axes}d", f"aten.avg_pool{_axes}d.default", pooling(_axes, average=True))
+    add_row(f"AdaptiveAvgPool{_axes}d", f"aten.adaptive_avg_pool{_axes}d.default", adaptive_pooling(_axes))
+add_row("Attention", "aten.scaled_dot_product_attention.default", attention)
+add_row("Embedding", "aten.embedding.default", embedding)
+add_row("LSTMCell", "aten.lstm_cell.default", lstm_cell)
+add_row("GRUCell", "aten.gru_cell.default", gru_cell)
+add_row("RNNTanhCell", "aten.rnn_tanh_cell.default", rnn_cell)
+add_row("RNNReLUCell", "aten.rnn_relu_cell.default", rnn_cell)
+add_row("BatchNorm", "aten.batch_norm.default", batch_norm)
+add_row("LayerNorm", "aten.layer_norm.default", layer_norm)
+add_row("GroupNorm", "aten.group_norm.default", group_norm)

@@ -1,0 +1,85 @@
+"""Quantizers of what is quantized already."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fakequant.ir.attributes import items_to_text
+from fakequant.ir.graph import Constant, Graph
+from fakequant.ir.op import IROp
+from fakequant.numerics.format import Format
+from fakequant.numerics.granularity import PerToken
+from fakequant.numerics.integers import IntegerFormat
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.ops import library
+
+_LIMIT = 1 << 22
+"""So many values are tried; beyond, the second quantizer stays."""
+
+
+class RemoveDuplicateFakeQuantize:
+    """Removes a quantizer that follows one of the same specification and parameters, where it changes no value.
+
+    Whether it changes none is tried, with every code of every scale: a scale whose products are rounded may move one.
+    """
+
+    name = "duplicate fake quantization"
+    exact = True
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph without them."""
+        producers = graph.producers()
+        names: dict[int, int] = {}
+        ops = []
+        for op in graph.ops:
+            before = producers.get(op.input_ids[0]) if op.input_ids else None
+            if before is not None and _same_quantizer(before, op) and _is_idempotent(graph, op):
+                names[op.output_id] = names.get(before.output_id, before.output_id)
+            else:
+                ops.append(op.copied(input_ids=[names.get(id, id) for id in op.input_ids]))
+        found = graph.replaced(ops)
+        found.outputs = [names.get(id, id) for id in graph.outputs]
+        return found
+
+
+def _same_quantizer(a: IROp, b: IROp) -> bool:
+    same_attributes = items_to_text(a.attributes) == items_to_text(b.attributes)
+    # Without a scale both take it from what they see, which is not the same tensor; with a seed both draw.
+    static = len(b.input_ids) in (2, 3) and not b.attributes.keys() - {"spec"}
+    return (
+        a.op_type == b.op_type == "FakeQuantize" and static and same_attributes and a.input_ids[1:] == b.input_ids[1:]
+    )
+
+
+def _is_idempotent(graph: Graph, op: IROp) -> bool:
+    params = [graph.constants.get(id) for id in op.input_ids[1:]]
+    if any(constant is None for constant in params):
+        return False
+    given = [c.tensor.detach().reshape(-1, 1) for c in params if isinstance(c, Constant)]
+    scale, zero_point = given[0], given[1] if len(given) > 1 else None
+    spec = QuantSpec.parse(op.attributes["spec"])
+    codes = torch.cat([values_of(spec.format), torch.tensor([-0.0])]).to(scale)
+    if codes.numel() * scale.numel() > _LIMIT:
+        return False
+    shifted = codes if zero_point is None else codes - zero_point
+    x = shifted / scale if spec.arithmetic is Arithmetic.MULTIPLIER else shifted * scale
+    by_row = spec.replace(granularity=PerToken())
+    once = library.fake_quantize(x.to(op.output_type.dtype), QParams(scale, zero_point), by_row)
+    twice = library.fake_quantize(once, QParams(scale, zero_point), by_row)
+    same = (once == twice) & (once.signbit() == twice.signbit())
+    return bool((same | (once.isnan() & twice.isnan())).all())
+
+
+def values_of(format: Format) -> Tensor:
+    """Every value that a format has, in units of the scale, ascending [n].
+
+    >>> values_of(parse_format("float4_e2m1fn")).tolist()[7:]
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    """
+    if isinstance(format, IntegerFormat):
+        return torch.arange(format.quant_min, format.quant_max + 1, dtype=torch.float64)
+    # Every bfloat16, which has more bits of each kind than small floats, rounded to the format.
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    return torch.unique(format.round(format.clamp(every[every.isfinite()]))).double()

@@ -1,0 +1,61 @@
+"""A product, its bias, its activation and the quantizer after it as one operation."""
+
+from __future__ import annotations
+
+from fakequant.ir.fused import fuse
+from fakequant.ir.graph import Graph
+from fakequant.ir.op import IROp
+
+_PRODUCTS = ("Linear", "MatMul", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+_ACTIVATIONS = (
+    *("ReLU", "GELU", "SiLU", "Sigmoid", "Tanh", "LeakyReLU", "ELU"),
+    *("HardSwish", "HardSigmoid", "HardTanh", "Clamp"),
+)
+_ORDER = (("BatchNorm",), ("Add",), _ACTIVATIONS, ("FakeQuantize", "FakeQuantization"))
+"""What may follow a product, each at most once and in this order."""
+
+
+class FuseOperations:
+    """Makes a product and what follows it one operation, where nothing else reads what is in between.
+
+    The kernels and their order stay, hence every bit. What is gained is the view of an engine that computes them at
+    once, and a shorter graph.
+    """
+
+    name = "fusion"
+    exact = True
+
+    def run(self, graph: Graph) -> Graph:
+        """A graph with the fused operations."""
+        users = graph.users()
+        chains = {id(chain[-1]): chain for op in graph.ops if len(chain := _chain(graph, users, op)) > 1}
+        inner = {id(op) for chain in chains.values() for op in chain[:-1]}
+        ops = []
+        for op in graph.ops:
+            if id(op) in chains:
+                ops.append(fuse(chains[id(op)]))
+            elif id(op) not in inner:
+                ops.append(op)
+        return graph.replaced(ops)
+
+
+def _chain(graph: Graph, users: dict[int, list[IROp]], first: IROp) -> list[IROp]:
+    """A product and what can be fused with it."""
+    if first.op_type not in _PRODUCTS:
+        return []
+    chain, place = [first], 0
+    while True:
+        made = chain[-1].output_id
+        readers = users.get(made, [])
+        if len(readers) != 1 or made in graph.outputs or readers[0].input_ids[0] != made:
+            return chain
+        kinds = [i for i in range(place, len(_ORDER)) if readers[0].op_type in _ORDER[i]]
+        if not kinds or not all(_known(graph, id, made) for id in readers[0].input_ids):
+            return chain
+        place = kinds[0] + 1
+        chain.append(readers[0])
+
+
+def _known(graph: Graph, id: int, made: int) -> bool:
+    """Whether an input of what follows is the chain itself or a constant, which is there before the chain begins."""
+    return id == made or id in graph.constants

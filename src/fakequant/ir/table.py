@@ -1,0 +1,219 @@
+"""The table of operations: what each is captured from, its rule for types and shapes, and what computes it.
+
+A row is one line in one of the modules of `fakequant.ir.ops`. A name with dots that has no row is an operator of torch:
+its arguments come from its schema and its results from its meta kernel, so that whatever torch.export writes can be in
+a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+
+from fakequant.errors import GraphError, nearest
+from fakequant.ir.op import IROp
+from fakequant.ir.signature import Call, Parameter, Signature, bind, signature_of
+from fakequant.ir.types import IRType, TensorShape, TensorType
+
+Rule = Callable[[Call], Sequence[TensorType]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of operation.
+
+    Attributes:
+        name: its name in graphs.
+        signatures: its forms; those of torch's operators are what it is captured from and what computes it.
+        rule: the types and shapes of its results, -1 where a dimension is dynamic; raises GraphError with the reason
+            for which the inputs do not fit. Without one, torch's meta kernel decides.
+        module: makes the module that computes it, where no operator of torch does.
+        moves: whether every element of the result is one of the first input, each once: a reshape, a transpose.
+    """
+
+    name: str
+    signatures: tuple[Signature, ...]
+    rule: Rule | None = None
+    module: Callable[[Call], nn.Module] | None = None
+    moves: bool = False
+
+
+ROWS: dict[str, Row] = {}
+OP_CLASSES: dict[str, type[IROp]] = {}
+_captured_from: dict[object, str] = {}
+
+
+def add_row(name: str, targets: str, rule: Rule | None, *, moves: bool = False) -> None:
+    """Add a kind of operation that operators of torch compute.
+
+    Args:
+        name: its name in graphs.
+        targets: the operators, such as "aten.add.Tensor aten.add.Scalar"; where the arguments fit several, the first.
+        rule: as in `Row`.
+        moves: as in `Row`.
+    """
+    overloads = [find_overload(target) for target in targets.split()]
+    _put(Row(name, tuple(signature_of(overload) for overload in overloads), rule, moves=moves))
+
+
+def add_module_row(name: str, parameters: Iterable[Parameter], rule: Rule, module: Callable[[Call], nn.Module]) -> None:
+    """Add a kind of operation that a module computes."""
+    _put(Row(name, (Signature(tuple(parameters)),), rule, module))
+
+
+def add_function_row(name: str, function: Callable[..., object], parameters: Iterable[Parameter], rule: Rule) -> None:
+    """Add a kind of operation that a function of Python computes."""
+    _put(Row(name, (Signature(tuple(parameters), function),), rule))
+
+
+def _put(row: Row) -> None:
+    ROWS[row.name] = row
+    for signature in row.signatures:
+        if signature.target is not None:
+            _captured_from.setdefault(signature.target, row.name)
+
+
+def find_overload(name: str) -> OpOverload:
+    """The operator of torch of a name such as "aten.add.Tensor".
+
+    Raises:
+        GraphError: torch has none.
+    """
+    parts = name.split(".")
+    if len(parts) == 3:
+        packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
+        overload = None if packet is None else getattr(packet, parts[2], None)
+        if isinstance(overload, OpOverload):
+            return overload
+    raise GraphError(f"torch has no operator {name!r}; its names are such as aten.add.Tensor")
+
+
+def name_of(target: object) -> str:
+    """The name in graphs of an operator of torch or a function.
+
+    Raises:
+        GraphError: something else.
+    """
+    if target in _captured_from:
+        return _captured_from[target]
+    if isinstance(target, OpOverload):
+        return str(target)
+    raise GraphError(f"the operation {target} cannot be in a graph; it is no operator of torch")
+
+
+def find_row(name: str) -> Row:
+    """The row of a kind of operation.
+
+    Raises:
+        GraphError: there is none, and it is no operator of torch; the nearest are offered.
+    """
+    if name in ROWS:
+        return ROWS[name]
+    if "." not in name:
+        raise GraphError(f"unknown operation {name!r}{nearest(name, list(ROWS))}")
+    overload = find_overload(name)
+    if overload._schema.is_mutable:
+        raise GraphError(f"{name} changes its inputs in place, which operations of a graph do not")
+    return Row(name, (signature_of(overload),))
+
+
+def bound(op: IROp, inputs: Sequence[TensorType]) -> tuple[Row, Call]:
+    """The row of an operation and its arguments.
+
+    Raises:
+        GraphError: an unknown operation, or arguments that it does not take.
+    """
+    row = find_row(op.op_type)
+    return row, bind(op, row.signatures, inputs)
+
+
+def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
+    """The types and shapes of an operation's results.
+
+    Raises:
+        GraphError: the inputs or attributes do not fit; says why.
+    """
+    row, call = bound(op, inputs)
+    found = None if row.rule is None else list(row.rule(call))
+    if any(t.shape.dynamic or t.type is IRType.Index for t in inputs) or not isinstance(
+        call.signature.target, OpOverload
+    ):
+        # Of an operator without a rule nothing is known before the dynamic sizes are.
+        return list(op.outputs) if found is None else found
+    return _by_meta_kernel(call)
+
+
+def _by_meta_kernel(call: Call) -> list[TensorType]:
+    """What torch says of tensors without memory, which knows each restriction of an operator."""
+    target = call.signature.target
+    assert target is not None
+    args, kwargs = call.filled([_meta(type) for type in call.inputs])
+    try:
+        made = target(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
+    except NotImplementedError:
+        # Sizes that follow from values, as those of nonzero: nothing tells them before.
+        return list(call.op.outputs)
+    except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError) as error:
+        raise GraphError(f"torch refuses it: {str(error).splitlines()[0]}") from error
+    results = made if isinstance(made, (tuple, list)) else [made]
+    return [_type_of(result) for result in results]
+
+
+def _on_meta(value: Any) -> Any:
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _meta(type: TensorType) -> torch.Tensor | None:
+    return None if type.type is IRType.Missing else type.meta()
+
+
+def _type_of(result: object) -> TensorType:
+    if result is None:
+        return TensorType(IRType.Missing, TensorShape())
+    if isinstance(result, int):
+        return TensorType(IRType.Index, TensorShape())
+    if not isinstance(result, torch.Tensor):
+        raise GraphError(f"makes {result!r}, which is no tensor")
+    return TensorType.of(result)
+
+
+def repeatable(op: IROp) -> bool:
+    """Whether an operation gives the same result for the same inputs every time."""
+    row = find_row(op.op_type)
+    tag = torch.Tag.nondeterministic_seeded
+    return not any(isinstance(s.target, OpOverload) and tag in s.target.tags for s in row.signatures)
+
+
+def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
+    """What is wrong with an operation whose inputs have these types, one sentence each; empty if nothing is."""
+    if found := op.faults():
+        return found
+    try:
+        inferred = infer(op, inputs)
+    except GraphError as error:
+        return [str(error)]
+    if len(inferred) != len(op.outputs):
+        return [f"makes {len(inferred)} values, but {len(op.outputs)} are declared"]
+    return [
+        f"declares t{id} as {declared}, but its inputs make it {found}"
+        for id, declared, found in zip(op.output_ids, op.outputs, inferred, strict=True)
+        if not _declares(declared, found)
+    ]
+
+
+def _declares(declared: TensorType, found: TensorType) -> bool:
+    # What is declared as missing is read by nothing, so that its type does not matter.
+    same = declared.type is found.type and TensorShape(declared.shape).matches(found.shape)
+    return same or declared.type is IRType.Missing
+
+
+def make_op(op_type: str, input_ids: Iterable[int] = (), attributes: dict[str, Any] | None = None) -> IROp:
+    """An operation of the class that the table has for its name, which makes nothing yet."""
+    op = object.__new__(OP_CLASSES.get(op_type, IROp))
+    IROp.__init__(op, op_type, (), input_ids, (), attributes)
+    return op

@@ -1,0 +1,228 @@
+import pytest
+import torch
+from bits import assert_same_bits
+from models import images, small_net
+from torch import Tensor, nn
+
+import fakequant as fq
+from benchmarks.networks import NETWORKS, PRESETS, quantized
+from fakequant import ir
+from fakequant.errors import CalibrationError, GraphError
+from fakequant.model.presets import presets
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+
+
+def step(function, model, x):
+    """Output and gradients of all parameters."""
+    model.zero_grad()
+    y = function(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same_step(actual, expected):
+    assert len(actual) == len(expected)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_networks_keep_every_bit_and_gradient(network, preset):
+    model, x = quantized(network, preset)
+    graph = ir.capture(model, x)
+    assert graph.validate()
+    expected = step(model, model, x)
+    assert_same_bits(graph.run(x), expected[0])
+    assert_same_step(step(graph.to_torch(), model, x), expected)
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_is_captured(preset):
+    model, x = fq.prepare(small_net(), presets()[preset]), images()
+    fq.calibrate(model, [x])
+    graph = ir.capture(model, x)
+    quantizers = sum(op.op_type == "FakeQuantize" for op in graph.ops)
+    active = [q for q in model.modules() if isinstance(q, fq.nn.Quantizer)]
+    assert quantizers >= len(active) > 0
+    assert_same_step(step(graph.to_torch(), model, x), step(model, model, x))
+
+
+class Calls(nn.Module):
+    """A model of one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
+
+    def forward(self, *args: Tensor, **kwargs: Tensor):
+        return self.function(self, *args, **kwargs)
+
+
+def in_place(self, x):
+    y = (x * self.weight).add_(1.0).relu_()
+    return y + x
+
+
+def in_place_through_a_view(self, x):
+    y = x * self.weight
+    y.view(-1)[2:5].mul_(3.0)
+    return y.t() + self.weight.t()
+
+
+def several(self, x):
+    return {"b": x + 1, "a": (x.detach() * x, None)}
+
+
+def an_index(self, x):
+    return x[:, [0, 2]] + self.weight[torch.tensor([True, False, True])].sum()
+
+
+def gathered_and_padded(self, x):
+    return nn.functional.pad(x * self.weight, (1, 2)).cumsum(1).logsumexp(0) * x.std()
+
+
+def stochastic(self, x):
+    return fq.fake_quantize(x, "int4 per_token stochastic", seed=7) @ self.weight.t()
+
+
+def given_scale(self, x):
+    y = fq.fake_quantize(
+        x, fq.QuantSpec("uint8", fq.PerChannel(0)), scale=torch.full((3,), 0.01), zero_point=torch.full((3,), 100.0)
+    )
+    return y * self.weight
+
+
+def a_scale_that_is_trained(self, x):
+    return fq.fake_quantize(x, "int4", scale=self.weight.abs().mean())
+
+
+def range_of_another(self, x):
+    scale = fq.choose_qparams(self.weight, "int8").scale
+    return fq.fake_quantize(x * self.weight, "int8", scale=scale)
+
+
+def a_range_without_gradient(self, x):
+    with torch.no_grad():
+        scale = self.weight.amax()
+    return x * scale
+
+
+FUNCTIONS = [
+    *(in_place, in_place_through_a_view, an_index, gathered_and_padded, stochastic, given_scale),
+    *(a_scale_that_is_trained, range_of_another),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_models_of_one_function(function):
+    model, x = Calls(function), torch.randn(3, 4)
+    graph = ir.capture(model, x)
+    assert_same_step(step(graph.to_torch(), model, x), step(model, model, x))
+    text = ir.to_text(graph)
+    again = ir.parse(text, {c.name: c.tensor for c in graph.constants.values()})
+    assert_same_bits(again.run(x), model(x))
+
+
+def test_several_outputs_come_in_the_order_of_leaves():
+    model, x = Calls(several), torch.randn(3, 4)
+    graph = ir.capture(model, x)
+    for got, wanted in zip(graph.run(x), (x + 1, x * x), strict=True):
+        assert_same_bits(got, wanted)
+
+
+def test_inputs_by_name():
+    model = Calls(lambda self, a, b: a - b)
+    graph = ir.capture(model, {"b": torch.ones(2), "a": torch.zeros(2)})
+    names = [value.name for value in graph.inputs.values()]
+    given = {"a": torch.full((2,), 5.0), "b": torch.ones(2)}
+    assert_same_bits(graph.run(*(given[name] for name in names)), torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize("preset", ["INT8", "INT8_PER_TOKEN", "INT8_AFFINE"])
+def test_dynamic_batches(preset):
+    model = fq.prepare(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)), preset)
+    fq.calibrate(model, [torch.randn(4, 1, 8, 8)])
+    graph = ir.capture(model, torch.randn(4, 1, 8, 8), dynamic_shapes=({0: DYNAMIC},))
+    assert next(iter(graph.inputs.values())).type.shape == (-1, 1, 8, 8)
+    assert graph.types()[graph.outputs[0]].shape == (-1, 5)
+    module, compiled = graph.to_torch(), graph.compile()
+    for count in (2, 7):
+        x = torch.randn(count, 1, 8, 8)
+        assert_same_bits(module(x), model(x))
+        assert_same_bits(compiled(x), model(x))
+
+
+def test_sizes_are_computed():
+    class Sizes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(x.shape[0] * 2, -1).sum(0, keepdim=True).expand(x.shape[0] + 1, -1) * x.shape[0]
+
+    model = Sizes()
+    graph = ir.capture(model, torch.randn(3, 4), dynamic_shapes=({0: DYNAMIC},))
+    assert {"Size", "IndexMul"} <= {op.op_type for op in graph.ops}
+    again = ir.parse(str(graph))
+    for rows in (2, 5):
+        x = torch.randn(rows, 4)
+        assert_same_bits(graph.run(x), model(x))
+        assert_same_bits(again.run(x), model(x))
+
+
+def test_training_the_graph_trains_the_model():
+    model, x = quantized("CNN", "INT8")
+    graph = ir.capture(model, x)
+    module = graph.to_torch()
+    assert {id(p) for p in module.parameters()} == {id(p) for p in model.parameters()}
+    assert module.state_dict().keys() <= model.state_dict().keys()
+    before = module(x)
+    with torch.no_grad():
+        model.get_parameter("first.weight").mul_(3.0)
+    assert not torch.equal(module(x), before)
+    assert_same_bits(module(x), model(x))
+
+
+def test_learned_ranges_are_constants_and_come_back():
+    model, x = fq.prepare(nn.Sequential(nn.Linear(4, 3)), "INT8"), torch.randn(5, 4)
+    fq.calibrate(model, [x])
+    model[0]._input_quantizer.learn("lsq")
+    expected = model(x)
+    assert_same_bits(ir.capture(model, x).run(x), expected)
+    assert model[0]._input_quantizer.learned is not None
+
+
+def buffer_changed(self, x):
+    self.counter.add_(1)
+    return x + self.counter
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda self, x: (x, 3), "the model returns .*3.*, and a graph returns tensors"),
+        (lambda self, x: None, "returns no tensor"),
+        (lambda self, x: x.to_sparse(), "sparse"),
+        (lambda self, x: x[:0], "dimension 0"),
+        (lambda self, x: x.to(torch.float8_e4m3fn), "float8_e4m3fn cannot be in a graph"),
+        (lambda self, x: x.relu_(), "changes .* in place"),
+        (buffer_changed, "changes counter in place"),
+        (a_range_without_gradient, "wrap_with_set_grad_enabled"),
+    ],
+)
+def test_what_cannot_be_captured_is_named(function, message):
+    model = Calls(function)
+    model.register_buffer("counter", torch.zeros(1))
+    with pytest.raises(GraphError, match=message):
+        ir.capture(model, torch.randn(3, 4))
+
+
+def test_batch_statistics_are_refused():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train()
+    with pytest.raises(GraphError, match=r"model.eval\(\)"):
+        ir.capture(model, torch.randn(2, 1, 8, 8))
+
+
+def test_a_quantizer_without_a_range_is_named():
+    with pytest.raises(CalibrationError, match=r"0\._input_quantizer has not been calibrated"):
+        ir.capture(fq.prepare(nn.Sequential(nn.Linear(4, 2)), "INT8"), torch.randn(3, 4))

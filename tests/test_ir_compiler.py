@@ -1,0 +1,90 @@
+import pytest
+import torch
+from bits import assert_same_bits
+from test_ir_capture import assert_same_step, step
+from test_ir_graph import variants
+
+from benchmarks.networks import NETWORKS, quantized
+from fakequant import ir
+from fakequant.ir import Graph, IRType
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache():
+    torch._dynamo.reset()
+    ir.clear_cache()
+
+
+@pytest.mark.parametrize("preset", ["INT8", "NVFP4"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_compiled_steps_keep_every_bit(network, preset):
+    model, x = quantized(network, preset)
+    graph = ir.capture(model, x)
+    compiled = graph.compile()
+    expected = step(model, model, x)
+    assert_same_step(step(compiled, model, x), expected)
+    with torch.no_grad():
+        assert_same_bits(compiled(x), expected[0])
+        assert_same_bits(ir.optimize(graph).graph.compile()(x), expected[0])
+    assert {id(p) for p in compiled.parameters()} <= {id(p) for p in model.parameters()}
+
+
+def test_inductor_is_close():
+    graph = Graph("g")
+    x = graph.add_input("x", IRType.Float32, (4, 8))
+    y = graph.add("FakeQuantize", graph.add("ReLU", x), spec="int8 per_tensor")
+    graph.outputs = [graph.add("Linear", y, graph.add_constant("w", torch.randn(3, 8)))]
+    given = torch.randn(4, 8)
+    torch.testing.assert_close(graph.compile(exact=False)(given), graph.run(given))
+
+
+def test_no_wrong_hit():
+    """Graphs that differ in one thing each, compiled one after the other, each give their own result."""
+    for graph in variants().values():
+        x = torch.randn(next(iter(graph.inputs.values())).type.shape)
+        assert_same_bits(graph.compile()(x), graph.run(x))
+
+
+def test_hits_and_misses():
+    graph = variants()["base"]
+    graph.compile()
+    assert ir.cache_info() == (0, 1, 1)
+    graph.compile()
+    variants()["constant"].compile()
+    assert ir.cache_info() == (2, 1, 1)
+    variants()["bits"].compile()
+    graph.compile(exact=False)
+    assert ir.cache_info() == (2, 3, 3)
+    ir.clear_cache()
+    assert ir.cache_info() == (0, 0, 0)
+
+
+def test_the_cache_forgets_the_oldest(monkeypatch):
+    monkeypatch.setattr("fakequant.ir.compiler._LIMIT", 2)
+    graphs = list(variants().values())[:3]
+    for graph in graphs:
+        graph.compile()
+    graphs[1].compile()
+    assert ir.cache_info() == (1, 3, 2)
+    graphs[0].compile()
+    assert ir.cache_info() == (1, 4, 2)
+
+
+def test_parameters_are_read_at_every_call():
+    model, x = quantized("CNN", "INT8")
+    compiled = ir.capture(model, x).compile()
+    before = compiled(x)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    before.sum().backward()
+    optimizer.step()
+    assert not torch.equal(compiled(x), before)
+    assert_same_bits(compiled(x), model(x))
+
+
+def test_a_change_of_the_graph_does_not_change_what_was_compiled():
+    graph = variants()["base"]
+    x = torch.randn(4, 3)
+    compiled, expected = graph.compile(), graph.run(x)
+    graph.ops[1].attributes["num_bits"] = 2
+    assert_same_bits(compiled(x), expected)
+    assert_same_bits(graph.compile()(x), graph.run(x))

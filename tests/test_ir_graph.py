@@ -1,0 +1,336 @@
+"""Graphs: what is invalid is rejected with a message that names the operation and the reason."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.networks import quantized
+from fakequant import ir
+from fakequant.errors import GraphError
+from fakequant.ir import Graph, IROp, IRType, TensorShape, TensorType
+
+F32 = IRType.Float32
+
+
+def typed(*dims, type=F32):
+    return TensorType(type, TensorShape(dims))
+
+
+def graph_of(op, *inputs, constants=()):
+    """A graph of one operation whose inputs are t0, t1, ..."""
+    graph = Graph("one")
+    for id, type in enumerate(inputs):
+        graph.inputs[id] = ir.Input(f"x{id}", type)
+    for tensor in constants:
+        graph.add_constant(f"c{graph.new_id()}", tensor)
+    graph.ops = [op]
+    graph.outputs = list(op.output_ids)
+    return graph
+
+
+def one(op_type, inputs, output, **attributes):
+    """A graph of one operation with a declared result."""
+    count = len(inputs)
+    return graph_of(IROp(op_type, [count], range(count), [output], attributes), *inputs)
+
+
+X = typed(4, 8)
+IMAGE, KERNEL = typed(2, 3, 8, 8), typed(6, 3, 3, 3)
+SPEC = "int8 per_tensor"
+# name: graph, what the message must say of the operation, what it must say of the reason
+BY_HAND = {
+    "matmul_inner": (one("MatMul", [X, typed(7, 3)], typed(4, 3)), "MatMul", "8 columns, [7, 3] has 7 rows"),
+    "matmul_scalar": (one("MatMul", [X, typed()], typed(4, 3)), "MatMul", "at least one dimension"),
+    "matmul_types": (one("MatMul", [X, typed(8, 3, type=IRType.Half)], typed(4, 3)), "MatMul", "tensors of one type"),
+    "matmul_batch": (one("MatMul", [typed(2, 4, 8), typed(3, 8, 5)], typed(2, 4, 5)), "MatMul", "do not broadcast"),
+    "linear_inner": (one("Linear", [X, typed(5, 9)], typed(4, 5)), "Linear", "inner dimensions differ"),
+    "linear_bias": (one("Linear", [X, typed(5, 8), typed(4)], typed(4, 5)), "Linear", "bias [5]"),
+    "linear_weight": (one("Linear", [X, typed(8)], typed(4)), "Linear", "weight [out, in]"),
+    "conv_channels": (one("Conv2d", [typed(2, 4, 8, 8), KERNEL], typed(2, 6, 6, 6)), "Conv2d", "has 4 channels"),
+    "conv_kernel": (one("Conv2d", [typed(2, 3, 2, 8), KERNEL], typed(2, 6, 1, 6)), "Conv2d", "kernel covers 3"),
+    "conv_groups": (one("Conv2d", [IMAGE, KERNEL], typed(2, 6, 6, 6), groups=4), "Conv2d", "groups=4"),
+    "conv_stride": (one("Conv2d", [IMAGE, KERNEL], typed(2, 6, 6, 6), stride=[0, 1]), "Conv2d", "stride >= 1"),
+    "conv_padding": (one("Conv2d", [IMAGE, KERNEL], typed(2, 6, 6, 6), padding=[-1, 0]), "Conv2d", "padding >= 0"),
+    "conv_padding_word": (one("Conv2d", [IMAGE, KERNEL], typed(2, 6, 6, 6), padding="big"), "Conv2d", "valid"),
+    "conv_rank": (one("Conv2d", [X, KERNEL], typed(2, 6, 6, 6)), "Conv2d", "4 dimensions"),
+    "conv_bias": (one("Conv2d", [IMAGE, KERNEL, typed(5)], typed(2, 6, 6, 6)), "Conv2d", "bias [6]"),
+    "conv_shape": (one("Conv2d", [IMAGE, KERNEL], typed(2, 6, 8, 8)), "Conv2d", "make it Float32 [2, 6, 6, 6]"),
+    "transposed_conv": (one("ConvTranspose2d", [IMAGE, typed(4, 2, 2, 2)], typed(2, 2, 9, 9)), "Conv", "3 channels"),
+    "batch_norm": (one("BatchNorm", [IMAGE, *[typed(4)] * 4], IMAGE, training=False, momentum=0.1, eps=1e-5,
+                       cudnn_enabled=False), "BatchNorm", "weight [3]"),
+    "batch_norm_training": (one("BatchNorm", [IMAGE, *[typed(3)] * 4], IMAGE, training=True, momentum=0.1, eps=1e-5,
+                                cudnn_enabled=False), "BatchNorm", "model.eval()"),
+    "layer_norm": (one("LayerNorm", [X], X, normalized_shape=[7]), "LayerNorm", "normalizes the last dimensions [7]"),
+    "group_norm": (one("GroupNorm", [IMAGE], IMAGE, num_groups=2), "GroupNorm", "num_groups=2"),
+    "reshape": (one("Reshape", [X], typed(5, 7), shape=[5, 7]), "Reshape", "has 32 elements"),
+    "reshape_two_free": (one("Reshape", [X], typed(4, 8), shape=[-1, -1]), "Reshape", "at most one -1"),
+    "reshape_rest": (one("Reshape", [X], typed(5, 6), shape=[5, -1]), "Reshape", "do not fill"),
+    "transpose": (one("Transpose", [X], typed(8, 4), dim0=0, dim1=2), "Transpose", "dim 2 is out of range"),
+    "permute": (one("Permute", [X], typed(4, 4), dims=[0, 0]), "Permute", "every dimension of [4, 8] once"),
+    "concat": (one("Concat", [X, typed(4, 9)], typed(8, 8), dim=0), "Concat", "differ in another dimension"),
+    "concat_types": (one("Concat", [X, typed(4, 8, type=IRType.Half)], typed(8, 8)), "Concat", "one type"),
+    "stack": (one("Stack", [X, typed(4, 9)], typed(2, 4, 8)), "Stack", "tensors of one shape"),
+    "slice": (one("Slice", [X], typed(4, 8), start=5), "Slice", "leaves nothing"),
+    "slice_step": (one("Slice", [X], typed(4, 8), step=0), "Slice", "step >= 1"),
+    "select": (one("Select", [X], typed(8), dim=0, index=4), "Select", "index 4 is out of range"),
+    "split": (one("Split", [X], typed(2, 8), split_sizes=[2, 3]), "Split", "add up to 5"),
+    "expand": (one("Expand", [X], typed(5, 8), size=[5, 8]), "Expand", "only dimensions of 1"),
+    "squeeze": (one("Squeeze", [X], X, dim=2), "Squeeze", "dim 2 is out of range"),
+    "add_broadcast": (one("Add", [X, typed(4, 7)], X), "Add", "do not broadcast"),
+    "add_lacks": (one("Add", [X], X), "Add", "lacks the tensor 'other'"),
+    "add_too_many": (one("Add", [X, X, X], X), "Add", "1 more than it takes"),
+    "add_attribute": (one("Add", [X, X], X, alfa=2), "Add", "no attribute 'alfa'"),
+    "add_type": (one("Add", [X, X], typed(4, 8, type=IRType.Half)), "Add", "make it Float32"),
+    "relu_type": (one("GELU", [typed(4, type=IRType.Int64)], typed(4, type=IRType.Int64)), "GELU", "floating-point"),
+    "softmax": (one("Softmax", [X], X, dim=3), "Softmax", "dim 3 is out of range"),
+    "softmax_text": (one("Softmax", [X], X, dim="a"), "Softmax", "takes int as 'dim'"),
+    "mean_of_integers": (one("Mean", [typed(4, type=IRType.Int64)], typed()), "Mean", "floating-point"),
+    "sum_twice": (one("Sum", [X], typed(8), dim=[0, 0]), "Sum", "twice"),
+    "where": (one("Where", [X, X, X], X), "Where", "condition that is Boolean"),
+    "embedding": (one("Embedding", [X, X], typed(4, 8, 8)), "Embedding", "indices of Int64"),
+    "attention": (one("Attention", [typed(2, 5, 4), typed(2, 6, 3), typed(2, 6, 4)], typed(2, 5, 4)), "Attention",
+                  "differ in their features"),
+    "lstm": (one("LSTMCell", [X, X, X, typed(32, 8), typed(32, 7)], X, hx=[ir.Ref(1), ir.Ref(2)]), "LSTMCell",
+             "do not fit"),
+    "pool_padding": (one("MaxPool2d", [IMAGE], typed(2, 3, 4, 4), kernel_size=[2, 2], padding=[2, 2]), "MaxPool2d",
+                     "at most half the kernel"),
+    "pool_kernel": (one("AvgPool2d", [IMAGE], IMAGE, kernel_size=[0, 1]), "AvgPool2d", "kernel_size >= 1"),
+    "unknown_operation": (one("Convolve", [X], X), "Convolve", "unknown operation"),
+    "unknown_operator": (one("aten.nothing.default", [X], X), "aten.nothing", "torch has no operator"),
+    "in_place": (one("aten.relu_.default", [X], X), "aten.relu_", "in place"),
+    "no_such_overload": (one("Add", [X, X], X, overload="aten.add.Nothing"), "Add", "no overload"),
+    "ref_beyond": (one("Reshape", [X], X, shape=[ir.Ref(3), 8]), "Reshape", "names the input %3"),
+    "tensor_as_size": (one("Reshape", [X, X], X, shape=[ir.Ref(1), 8]), "Reshape", "takes a value as 'shape'"),
+    "operator_of_torch": (one("aten.logcumsumexp.default", [X], X, dim=7), "aten.logcumsumexp", "torch refuses it"),
+    "bits_0": (one("FakeQuantization", [X], X, num_bits=0), "FakeQuantization", "from 1 to 32, got 0"),
+    "bits_33": (one("FakeQuantization", [X], X, num_bits=33), "FakeQuantization", "from 1 to 32, got 33"),
+    "scale_0": (one("FakeQuantization", [X], X, scale=0.0), "FakeQuantization", "scale must be a positive"),
+    "scale_nan": (one("FakeQuantization", [X], X, scale=float("nan")), "FakeQuantization", "scale must be a positive"),
+    "quantized_integers": (one("FakeQuantize", [typed(4, type=IRType.Int64)], typed(4, type=IRType.Int64), spec=SPEC),
+                           "FakeQuantize", "quantizes floating-point numbers"),
+    "unknown_spec": (one("FakeQuantize", [X], X, spec="int9x"), "FakeQuantize", "int9x"),
+    "no_spec": (one("FakeQuantize", [X], X), "FakeQuantize", "lacks the value 'spec'"),
+    "scale_shape": (one("FakeQuantize", [X, typed(8)], X, spec=SPEC), "FakeQuantize", "a scale of Float32 [1, 1]"),
+    "zero_point": (one("FakeQuantize", [X, typed(1, 1), typed(1, 1)], X, spec=SPEC), "FakeQuantize", "zero point"),
+    "granularity": (one("FakeQuantize", [X], X, spec="int8 per_channel(4)"), "FakeQuantize", "axis 4 is out of range"),
+    "blocks": (one("FakeQuantize", [X], X, spec="int8 per_block(-1:5)"), "FakeQuantize", "no multiple of 5"),
+    "no_seed": (one("FakeQuantize", [X], X, spec="int8 per_tensor stochastic"), "FakeQuantize", "takes a seed"),
+    "zero_size": (one("ReLU", [typed(0, 8)], typed(0, 8)), "x0", "has the dimension 0"),
+    "zero_size_result": (one("ReLU", [X], typed(0, 8)), "ReLU", "has the dimension 0"),
+    "no_outputs_of_op": (graph_of(IROp("ReLU", [], [0], []), X), "ReLU", "output_ids is empty"),
+    "negative_id": (graph_of(IROp("ReLU", [-1], [0], [X]), X), "ReLU", "id -1 is no integer >= 0"),
+    "text_id": (graph_of(IROp("ReLU", ["a"], [0], [X]), X), "ReLU", "id 'a' is no integer >= 0"),
+    "two_outputs": (graph_of(IROp("ReLU", [1, 2], [0], [X, X]), X), "ReLU", "makes 1 values, but 2"),
+    "types_missing": (graph_of(IROp("ReLU", [1], [0], []), X), "ReLU", "0 types of outputs"),
+    "strange_attribute": (graph_of(IROp("ReLU", [1], [0], [X], {"a": object()}), X), "ReLU", "attribute cannot be"),
+    "cycle_of_one": (graph_of(IROp("Add", [1], [0, 1], [X]), X), "Add", "a cycle"),
+    "decimal": (graph_of(IROp("ReLU", [1], [0], [X]), typed(4, type=IRType.Decimal)), "x0", "no torch dtype"),
+    "fused_body": (one("Fused", [X], X, name="A", body=["t1 = ReLU(t5) : Float32 [4, 8]"]), "Fused", "which nothing"),
+    "fused_no_body": (one("Fused", [X], X, name="A", body=[]), "Fused", "list of operations"),
+    "fused_text": (one("Fused", [X], X, name="A", body=["nonsense"]), "Fused", "cannot read the operation"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_invalid_by_hand(name):
+    graph, what, why = BY_HAND[name]
+    assert not graph.validate()
+    faults = "\n".join(graph.faults())
+    assert what in faults
+    assert why in faults
+    with pytest.raises(GraphError, match="is not valid"):
+        graph.to_torch()
+
+
+def network(name, preset):
+    model, x = quantized(name, preset)
+    return ir.capture(model, x)
+
+
+@pytest.fixture(scope="module")
+def captured():
+    return {name: network(name, "INT8") for name in ("CNN", "transformer")}
+
+
+def missing_input(op, graph):
+    op.input_ids[0] = 9999
+    return "t9999, which nothing makes"
+
+
+def repeated_output(op, graph):
+    op.output_ids[0] = next(iter(graph.inputs))
+    return "already"
+
+
+def later_input(op, graph):
+    op.input_ids[0] = graph.ops[-1].output_id
+    return "cycle"
+
+
+def wrong_shape(op, graph):
+    op.output_shape = [*op.output_shape, 3]
+    return "declares"
+
+
+def wrong_type(op, graph):
+    op.output_type = IRType.Int16
+    return "declares"
+
+
+def zero_size(op, graph):
+    op.output_shape = [0, *op.output_shape[1:]]
+    return "dimension 0"
+
+
+def wrong_attribute(op, graph):
+    op.attributes["no_such_thing"] = 1
+    return "no_such_thing"
+
+
+def no_inputs(op, graph):
+    op.input_ids = []
+    return ""
+
+
+def negative_output(op, graph):
+    op.output_ids[0] = -5
+    return "-5 is no integer >= 0"
+
+
+DAMAGE = (
+    *(missing_input, repeated_output, later_input, wrong_shape, wrong_type, zero_size, wrong_attribute, no_inputs),
+    negative_output,
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", ["CNN", "transformer"])
+def test_invalid_by_machine(name, damage, captured):
+    """Every operation of a captured graph, damaged in every way, is rejected, named, and with the reason."""
+    graph = captured[name]
+    assert graph.validate()
+    count = 0
+    for place, op in enumerate(graph.ops):
+        if not op.input_ids and damage in (missing_input, later_input, no_inputs):
+            continue
+        if damage is later_input and place == len(graph.ops) - 1:
+            continue
+        damaged = graph.copy()
+        why = damage(damaged.ops[place], damaged)
+        faults = damaged.faults()
+        assert any(op.op_type in fault and why in fault for fault in faults), (str(op), faults)
+        count += 1
+    assert count >= len(graph.ops) - 5
+
+
+def test_there_are_enough_invalid_graphs(captured):
+    by_machine = (len(DAMAGE) - 1) * sum(len(graph.ops) - 5 for graph in captured.values())
+    assert len(BY_HAND) + by_machine > 200
+
+
+def test_exchanged_operations_are_found(captured):
+    graph = captured["CNN"]
+    producers = graph.producers()
+    pairs = [(producers[id], op) for op in graph.ops for id in op.input_ids if id in producers]
+    assert len(pairs) > 10
+    for before, after in pairs:
+        swapped = [after if op is before else before if op is after else op for op in graph.ops]
+        assert any("made only later" in fault and after.op_type in fault for fault in graph.replaced(swapped).faults())
+
+
+def test_faults_of_the_graph_itself():
+    graph = Graph("g")
+    assert graph.faults() == ["the graph has no outputs"]
+    x = graph.add_input("x", F32, (2,))
+    graph.outputs = [7]
+    assert graph.faults() == ["the output t7 is made by nothing"]
+    graph.outputs = [x]
+    assert graph.validate()
+    graph.add_input("x", F32, (2,))
+    assert graph.faults() == ["2 inputs have the name 'x'"]
+    graph = Graph("g")
+    graph.outputs = [graph.add_constant("w", torch.zeros(2, 0))]
+    assert "the constant 'w': shape [2, 0] has the dimension 0" in graph.faults()[0]
+    graph.constants = {0: ir.Constant("w", torch.zeros(2, dtype=torch.float8_e5m2))}
+    assert "cannot be in a graph" in graph.faults()[0]
+    graph = Graph("g")
+    graph.outputs = [graph.add("Size", graph.add_input("x", F32, (-1,)), dim=0)]
+    assert graph.faults() == ["the output t1 is Index, which is no tensor"]
+
+
+def test_adding_refuses_what_does_not_fit():
+    graph = Graph("g")
+    x = graph.add_input("x", F32, (2, 3))
+    with pytest.raises(GraphError, match=r"MatMul\(t0, t0\): inner dimensions differ"):
+        graph.add("MatMul", x, x)
+    with pytest.raises(GraphError, match="reads t9, which nothing makes yet"):
+        graph.add("ReLU", 9)
+    with pytest.raises(GraphError, match="makes 2 values; use add_all"):
+        graph.add("Unbind", x)
+    assert graph.ops == []
+    assert graph.add_all("Unbind", x) == [1, 2]
+
+
+def variants():
+    """Graphs that differ in one thing each."""
+    weight = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+    def build(*, constant=weight, trainable=False, shape=(4, 3), type=F32, op="FakeQuantization", **attributes):
+        graph = Graph("g")
+        x = graph.add_input("x", type, shape)
+        given = torch.nn.Parameter(constant) if trainable else constant
+        y = graph.add("Linear", x, graph.add_constant("w", given))
+        graph.outputs = [graph.add(op, y, **attributes)]
+        return graph
+
+    moved = weight.clone()
+    moved[0, 0] = -0.99999994
+    negative_zero = weight.clone()
+    negative_zero[1, 0] = 0.0
+    other_zero = negative_zero.clone()
+    other_zero[1, 0] = -0.0
+    return {
+        "base": build(num_bits=8, scale=0.1, zero_point=0.0, symmetric=True),
+        "bits": build(num_bits=7, scale=0.1, zero_point=0.0, symmetric=True),
+        "scale": build(num_bits=8, scale=0.2, zero_point=0.0, symmetric=True),
+        "next scale": build(num_bits=8, scale=0.10000000000000002, zero_point=0.0, symmetric=True),
+        "no scale": build(num_bits=8, scale=None, zero_point=0.0, symmetric=True),
+        "asymmetric": build(num_bits=8, scale=0.1, zero_point=0.0, symmetric=False),
+        "zero point": build(num_bits=8, scale=0.1, zero_point=3.0, symmetric=False),
+        "constant": build(constant=moved, num_bits=8, scale=0.1, zero_point=0.0, symmetric=True),
+        "zero": build(constant=negative_zero, num_bits=8, scale=0.1, zero_point=0.0, symmetric=True),
+        "negative zero": build(constant=other_zero, num_bits=8, scale=0.1, zero_point=0.0, symmetric=True),
+        "trainable": build(trainable=True, num_bits=8, scale=0.1, zero_point=0.0, symmetric=True),
+        "shape": build(shape=(5, 3), num_bits=8, scale=0.1, zero_point=0.0, symmetric=True),
+        "spec": build(op="FakeQuantize", spec="int8 per_tensor"),
+        "other spec": build(op="FakeQuantize", spec="int8 per_token"),
+    }
+
+
+def test_what_differs_has_another_hash():
+    hashes = {name: graph.hash() for name, graph in variants().items()}
+    same = [pair for pair in itertools.combinations(hashes, 2) if hashes[pair[0]] == hashes[pair[1]]]
+    assert not same
+
+
+def test_ids_and_names_do_not_count():
+    graph = variants()["base"]
+    renamed = ir.parse(
+        str(graph).replace("t2", "t12").replace("t1 ", "t11 ").replace("t1)", "t11)").replace('"x"', '"other"'),
+        {"w": next(iter(graph.constants.values())).tensor},
+    )
+    assert renamed.validate()
+    assert renamed != graph
+    assert renamed.hash() == graph.hash()
+
+
+def test_a_copy_is_a_graph_of_its_own():
+    graph = variants()["base"]
+    other = graph.copy()
+    assert other == graph
+    other.ops[1].attributes["num_bits"] = 3
+    assert graph.ops[1].attributes["num_bits"] == 8
+    assert other != graph
+    assert copy.copy(graph.ops[0]) == graph.ops[0]

@@ -1,0 +1,79 @@
+"""The operator as one node: the bits, gradients and strides of the library, under compilers that see no more of it."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+
+import fakequant as fq
+from fakequant.numerics.qparams import QParams
+from fakequant.ops import library
+from fakequant.ops.opaque import Opaque
+
+SPECS = [
+    *("int8", "uint8 per_channel(1)", "int4 per_token", "int8 per_tensor identity", "int8 per_tensor clip"),
+    *("int8 per_tensor input_range", "float8_e4m3fn per_block(-1:3,pad)", "float8_e4m3fn per_block(1:2,pad)"),
+    "float4_e2m1fn per_block(0:16,pad) scale=float8_e4m3fn@per_tensor",
+]
+SHAPES = [(2, 3, 4, 5), (2, 1, 4, 5), (1, 1), (7, 1, 3, 3)]
+
+
+def laid_out(shape):
+    x = torch.randn(shape)
+    yield "row by row", x
+    if len(shape) == 4:
+        yield "channels last", x.to(memory_format=torch.channels_last)
+    yield "transposed", x.transpose(0, -1).contiguous().transpose(0, -1)
+    yield "every second", torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compiled_equals_the_library(shape, text, dynamic):
+    spec = fq.QuantSpec.parse(text)
+    opaque = Opaque(spec)
+    torch._dynamo.reset()
+    try:
+        spec.granularity.group_shape(shape)
+    except fq.FakeQuantError:
+        pytest.skip(f"{text} does not fit {shape}")
+    compiled = torch.compile(lambda x, p: opaque(x, p, None), backend="aot_eager", fullgraph=True)
+    for where, x in laid_out(shape):
+        params = None if dynamic else QParams(*fq.choose_qparams(x * 0.7, spec)[:2])
+        results = []
+        for function in (compiled, lambda x, p: _library(x, p, spec)):
+            leaf = x.detach().requires_grad_()
+            y = function(leaf, params)
+            dy = torch.arange(1.0, y.numel() + 1).view(y.shape)
+            (dx,) = torch.autograd.grad(y, leaf, dy)
+            with torch.no_grad():
+                assert_same_bits(function(x, params), y, where)
+            results.append((y, dx))
+        (y, dx), (wanted, dwanted) = results
+        assert_same_bits(y, wanted, where)
+        assert_same_bits(dx, dwanted, where)
+        if where != "every second":
+            assert y.stride() == wanted.stride() == x.stride(), where
+
+
+def _library(x, params, spec):
+    return library.fake_quantize_dynamic(x, spec) if params is None else library.fake_quantize(x, params, spec)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_the_fake_kernels_say_what_the_real_ones_do(text):
+    x = torch.randn(3, 4, 5, 6, requires_grad=True)
+    arguments = (x, None, None, None, fq.QuantSpec.parse(text).to_text())
+    operators = [torch.ops.fakequant.opaque.default]
+    if "identity" not in text:
+        operators.append(torch.ops.fakequant.opaque_masked.default)
+    for operator in operators:
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_results_lie_in_memory_like_the_input():
+    """Whatever the granularity: how the next convolution sums depends on it."""
+    for text in SPECS:
+        for where, x in laid_out((2, 3, 4, 5)):
+            if where != "every second":
+                assert fq.fake_quantize(x, text).stride() == x.stride(), (text, where)
