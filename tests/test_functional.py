@@ -196,3 +196,14 @@ def test_bad_calls_say_what_came_what_was_expected_and_what_to_do(name):
     with pytest.raises(error, match=message) as raised:
         call()
     assert isinstance(raised.value, fq.FakeQuantError)
+
+
+def test_a_scale_that_float32_rounds_to_0_is_named_as_given():
+    with pytest.raises(QParamsError, match=r"scale=1e-46 is 0 in torch\.float32"):
+        fq.fake_quantize(torch.ones(3), "int8", scale=1e-46)
+    assert fq.fake_quantize(torch.ones(3, dtype=torch.float64), "int8", scale=1e-46).max() == 127 * 1e-46
+
+
+def test_a_sparse_tensor_is_told_how_to_become_dense():
+    with pytest.raises(DTypeError, match=r"sparse_coo; convert it first, as by x\.to_dense\(\)"):
+        fq.fake_quantize(torch.ones(3).to_sparse(), "int8")

@@ -16,6 +16,7 @@ Number = float | int | Tensor
 
 _Bounds = tuple[float, float, str]  # the least and the largest value of a parameter, and both in words
 _LARGEST = torch.finfo(torch.float64).max
+_ROUNDED_TO_0 = 2.0**-150  # half of the smallest float32
 _MAGNITUDE: _Bounds = 0.0, _LARGEST, "a number >= 0"
 _POSITIVE: _Bounds = 2.0**-1074, _LARGEST, "a positive, finite number"
 # 1 / 2**-128 is beyond float32, that of the next number is not; likewise for float64.
@@ -220,10 +221,11 @@ def check_scale(scale: Tensor, arithmetic: Arithmetic, *, watched: bool = True) 
 
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or value.layout != torch.strided:
-        kind = type(value).__name__ if not isinstance(value, Tensor) else f"a tensor of layout {value.layout}"
-        raise DTypeError(
-            f"{name} must be a dense torch.Tensor, got {kind}; convert it first, as by torch.tensor({name})"
-        )
+        if isinstance(value, Tensor):
+            kind, way = f"a tensor of layout {value.layout}", f"{name}.to_dense()"
+        else:
+            kind, way = type(value).__name__, f"torch.tensor({name})"
+        raise DTypeError(f"{name} must be a dense torch.Tensor, got {kind}; convert it first, as by {way}")
 
 
 def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -231,6 +233,8 @@ def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tenso
         return value if value.dtype == dtype and value.device == x.device else value.to(device=x.device, dtype=dtype)
     if not isinstance(value, (int, float)):
         raise QParamsError(f"{name} must be a number or a tensor, got {value!r}")
+    if 0 < abs(value) <= _ROUNDED_TO_0 and dtype == torch.float32:
+        raise QParamsError(f"{name}={value!r} is 0 in {dtype}, in which tensors of {x.dtype} are quantized")
     return torch.tensor(value, dtype=dtype, device=x.device)
 
 

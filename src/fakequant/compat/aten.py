@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fakequant.compat.codes import Codes
+from fakequant.compat.codes import CodeRange
 from fakequant.errors import AxisError, CallError, SpecError, UnsupportedDTypeError
 from fakequant.functional import check_scale
 from fakequant.nn.learned import through
@@ -283,7 +283,7 @@ def _per_channel(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_
     return _call(x, scale, zero_point, codes)
 
 
-def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, codes: Codes, grad_factor: float) -> _Call:
+def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, grad_factor: float) -> _Call:
     if x.dtype == torch.float64 and torch.is_grad_enabled() and (scale.requires_grad or zero_point.requires_grad):
         raise CallError("a learned scale or zero point needs an input in float32, float16 or bfloat16, got float64")
     _check_codes(None, codes)
@@ -297,7 +297,7 @@ def _check_input(x: object) -> None:
         raise TypeError(f"input must be a dense torch.Tensor, got {kind}")
 
 
-def _call(x: Tensor, scale: Tensor, zero_point: Tensor, codes: Codes, *, added: Tensor | None = None) -> _Call:
+def _call(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, *, added: Tensor | None = None) -> _Call:
     _check_input(x)
     if x.dtype not in FLOATING:
         raise UnsupportedDTypeError(
@@ -319,11 +319,11 @@ def _one(name: str, value: Tensor) -> Tensor:
     return value.reshape(())
 
 
-def _codes(quant_min: int, quant_max: int, granularity: Granularity) -> Codes:
-    return Codes(operator.index(quant_min), operator.index(quant_max), granularity, Arithmetic.RECIPROCAL)
+def _codes(quant_min: int, quant_max: int, granularity: Granularity) -> CodeRange:
+    return CodeRange(operator.index(quant_min), operator.index(quant_max), granularity, Arithmetic.RECIPROCAL)
 
 
-def _check_codes(zero_point: Tensor | None, codes: Codes) -> None:
+def _check_codes(zero_point: Tensor | None, codes: CodeRange) -> None:
     low, high = codes.quant_min, codes.quant_max
     if low > high:
         raise CallError(f"`quant_min` should be less than or equal to `quant_max`, got {low} and {high}")

@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 import torch
 
+from fakequant.errors import SpecError
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 
 
-class Codes(NamedTuple):
+class CodeRange(NamedTuple):
     """Codes from `quant_min` to `quant_max`, which elements share a scale, and how they meet it.
 
-    >>> Codes(-8, 7, PerTensor(), Arithmetic.DIVIDE).origin, Codes(5, 20, PerTensor(), Arithmetic.DIVIDE).origin
+    >>> CodeRange(-8, 7, PerTensor(), Arithmetic.DIVIDE).origin, CodeRange(5, 20, PerTensor(), Arithmetic.DIVIDE).origin
     (0, 5)
     """
 
@@ -37,7 +38,10 @@ class Codes(NamedTuple):
         """
         spec = _specs.get(self)
         if spec is None:
-            fmt = IntegerFormat(self.quant_min - self.origin, self.quant_max - self.origin)
+            try:
+                fmt = IntegerFormat(self.quant_min - self.origin, self.quant_max - self.origin)
+            except SpecError as error:
+                raise SpecError(f"codes from {self.quant_min} to {self.quant_max}: {error}") from error
             spec = QuantSpec(fmt, self.granularity, symmetric=False, arithmetic=self.arithmetic)
             if not torch.compiler.is_compiling():  # a trace must not change what outlives it
                 _specs[self] = spec
@@ -45,4 +49,4 @@ class Codes(NamedTuple):
 
 
 # A plain dict: torch.compile warns about functools.lru_cache.
-_specs: dict[Codes, QuantSpec] = {}
+_specs: dict[CodeRange, QuantSpec] = {}

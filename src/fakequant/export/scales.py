@@ -24,7 +24,7 @@ from fakequant.numerics.spec import QuantSpec
 _TINY = torch.finfo(torch.float32).tiny
 
 
-class Codes(NamedTuple):
+class FactoredScale(NamedTuple):
     """Scales as positive codes [groups, axes kept], times one float32 number per block of codes [blocks, axes kept]."""
 
     codes: Tensor
@@ -67,7 +67,7 @@ def computed_scale(site: Site) -> str:
     return _to_e8m0(site, arranged) if site.encoding.powers else arranged
 
 
-def factor(scale: Tensor, spec: QuantSpec) -> Codes | None:
+def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
     """Scales as codes of their format times shared scales, exactly; None if float32 scales are not such products.
 
     `numerics.scales` makes them as such products, but where it keeps them normal or within a limit. The largest code
@@ -78,7 +78,7 @@ def factor(scale: Tensor, spec: QuantSpec) -> Codes | None:
 
     >>> spec = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
     >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)
-    Codes(codes=tensor([[448.0000,   3.5000,   0.8750]]), shared=tensor([[0.1000]]))
+    FactoredScale(codes=tensor([[448.0000,   3.5000,   0.8750]]), shared=tensor([[0.1000]]))
     """
     fmt, granularity = spec.scale.format, spec.scale.granularity
     assert fmt is not None
@@ -100,7 +100,7 @@ def factor(scale: Tensor, spec: QuantSpec) -> Codes | None:
     if bool(shared.isnan().any()):
         return None
     codes = fmt.clamp(fmt.round(view / blocked_groups(shared, scale.shape, blocks)))
-    return Codes(unblocked(codes, scale.shape, blocks), shared)
+    return FactoredScale(unblocked(codes, scale.shape, blocks), shared)
 
 
 def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:

@@ -8,7 +8,8 @@ from fakequant.ir.capture import capture
 from fakequant.ir.compiler import CompiledGraph, cache_info, clear_cache, compile
 from fakequant.ir.fake_quantization import FakeQuantizationOp
 from fakequant.ir.gradient import backward
-from fakequant.ir.graph import Constant, Graph, Input
+from fakequant.ir.graph import Constant, Graph, Input, Validity
+from fakequant.ir.onnx import export_onnx
 from fakequant.ir.op import IROp
 from fakequant.ir.passes import (
     ALL,
@@ -53,11 +54,13 @@ __all__ = [
     "Statistics",
     "TensorShape",
     "TensorType",
+    "Validity",
     "backward",
     "cache_info",
     "capture",
     "clear_cache",
     "compile",
+    "export_onnx",
     "load",
     "optimize",
     "parse",

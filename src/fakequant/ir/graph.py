@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,19 @@ class Constant:
         found = hashlib.sha256(f"{self.tensor.dtype} {list(self.tensor.shape)}".encode())
         found.update(values.view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Validity:
+    """What is wrong with a graph, each with where; it is true if nothing is."""
+
+    faults: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return not self.faults
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults) or "valid"
 
 
 class Graph:
@@ -161,11 +174,25 @@ class Graph:
 
     def faults(self) -> list[str]:
         """All that is wrong, each with where; empty if the graph is valid."""
-        return list(_Checker(self).faults())
+        from fakequant.ir.check import faults_of
 
-    def validate(self) -> bool:
-        """Whether the graph is valid; `faults` says why not."""
-        return not self.faults()
+        return list(faults_of(self))
+
+    def validate(self) -> Validity:
+        """Whether the graph is valid, and if not, what is wrong with it and where.
+
+        >>> from fakequant.ir import IROp, TensorShape, TensorType
+        >>> graph = Graph("example")
+        >>> x = graph.add_input("x", IRType.Float32, (2, 3))
+        >>> graph.ops = [IROp("Add", [1], [x, 7], [TensorType(IRType.Float32, TensorShape((2, 3)))])]
+        >>> found = graph.validate()
+        >>> bool(found)
+        False
+        >>> print(found)
+        t1 = Add(t0, t7) : Float32 [2, 3]: reads t7, which nothing makes
+        the graph has no outputs
+        """
+        return Validity(tuple(self.faults()))
 
     def check(self) -> Graph:
         """The graph itself, if it is valid.
@@ -270,83 +297,3 @@ class Graph:
 
 def _names(ids: Sequence[int]) -> str:
     return ", ".join(f"t{id}" for id in ids)
-
-
-class _Checker:
-    """Goes through a graph once and tells what is wrong."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.known: dict[int, TensorType] = {}
-        self.made_by: dict[int, str] = {}
-        self.later: dict[int, IROp] = {}
-        for op in graph.ops:
-            for id in op.output_ids:
-                self.later.setdefault(id, op)
-
-    def faults(self) -> Iterator[str]:
-        graph = self.graph
-        for id, value in graph.inputs.items():
-            yield from self._given(id, value.type, f"the input {value.name!r}")
-        for id, constant in graph.constants.items():
-            yield from self._constant(id, constant)
-        for kind, names in (("input", graph.inputs.values()), ("constant", graph.constants.values())):
-            yield from _twice(kind, [value.name for value in names])
-        for op in graph.ops:
-            yield from self._op(op)
-        if not graph.outputs:
-            yield "the graph has no outputs"
-        for id in graph.outputs:
-            if id not in self.known:
-                yield f"the output t{id} is made by nothing"
-            elif self.known[id].type in (IRType.Index, IRType.Missing):
-                yield f"the output t{id} is {self.known[id].type.value}, which is no tensor"
-
-    def _given(self, id: int, type: TensorType, what: str) -> Iterator[str]:
-        if isinstance(id, bool) or not isinstance(id, int) or id < 0:
-            yield f"{what} has the id {id!r}, which is no integer >= 0"
-        if id in self.known:
-            yield f"{what} has the id t{id}, which {self.made_by[id]} has already"
-        if fault := type.fault():
-            yield f"{what}: {fault}"
-        elif type.type in (IRType.Index, IRType.Missing):
-            yield f"{what} is {type.type.value}, which is no tensor"
-        self.known[id], self.made_by[id] = type, what
-
-    def _constant(self, id: int, constant: Constant) -> Iterator[str]:
-        what = f"the constant {constant.name!r}"
-        try:
-            type = constant.type
-        except GraphError as error:
-            yield f"{what}: {error}"
-            return
-        yield from self._given(id, type, what)
-
-    def _op(self, op: IROp) -> Iterator[str]:
-        complete = True
-        for id in op.input_ids:
-            if id in self.known:
-                continue
-            complete = False
-            if id in op.output_ids:
-                yield f"{op}: reads t{id}, which it makes itself: a cycle"
-            elif id in self.later:
-                yield f"{op}: reads t{id}, which is made only later, by {self.later[id]}: wrong order or a cycle"
-            else:
-                yield f"{op}: reads t{id}, which nothing makes"
-        found = faults(op, [self.known[id] for id in op.input_ids]) if complete else op.faults()
-        yield from (f"{op}: {fault}" for fault in found)
-        for place, id in enumerate(op.output_ids):
-            if id in self.known or id in op.output_ids[:place]:
-                yield f"{op}: makes t{id}, which {self.made_by.get(id, 'it')} has made already"
-            if place < len(op.outputs):
-                self.known[id] = op.outputs[place]
-            self.made_by[id] = f"the operation {op}"
-
-
-def _twice(kind: str, names: Sequence[str]) -> Iterator[str]:
-    for name in dict.fromkeys(names):
-        if not name or not isinstance(name, str):
-            yield f"the name {name!r} of the {kind} is empty or no text"
-        elif names.count(name) > 1:
-            yield f"{names.count(name)} {kind}s have the name {name!r}"

@@ -49,9 +49,9 @@ class Granularity(ABC):
 
 def _axis(axis: int, shape: Shape, who: object) -> int:
     if not -len(shape) <= axis < len(shape):
+        has = f"has axes {-len(shape)} to {len(shape) - 1}" if shape else "has none"
         raise ShapeError(
-            f"{who} on shape {tuple(shape)}: axis {axis} is out of range, "
-            f"a tensor of {len(shape)} axes has axes {-len(shape)} to {len(shape) - 1}"
+            f"{who} on shape {tuple(shape)}: axis {axis} is out of range, a tensor of {len(shape)} axes {has}"
         )
     return axis % len(shape)
 

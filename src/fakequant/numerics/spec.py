@@ -59,7 +59,7 @@ class Rounding(Enum):
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor is quantized: format, granularity, symmetry, arithmetic, gradient, rounding.
+    """How a tensor is quantized: format, granularity, symmetry, arithmetic, gradient, format of the scales, rounding.
 
     Equal specifications give equal bits, on every backend. Specifications are hashable, and go to text (`str`,
     `QuantSpec.parse`) and to plain dicts (`to_dict`, `QuantSpec.from_dict`) and back.
@@ -270,10 +270,12 @@ def _parse(text: str) -> QuantSpec:
     format_name, *words = text.split()
     options: dict[str, Any] = {}
     for position, word in enumerate(words):
-        if option := _WORDS.get(word):
+        option = {"scale": ScaleSpec.parse(word)} if word.startswith("scale=") else _WORDS.get(word)
+        if option:
+            (name,) = option
+            if name in options:
+                raise SpecError(f"{word!r} in the specification {text!r}: {name} was said before; say it once")
             options.update(option)
-        elif word.startswith("scale="):
-            options["scale"] = ScaleSpec.parse(word)
         elif position == 0:
             options["granularity"] = parse_granularity(word)
         else:

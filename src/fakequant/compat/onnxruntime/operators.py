@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import Tensor
 
-from fakequant.compat.codes import Codes
+from fakequant.compat.codes import CodeRange
 from fakequant.errors import DTypeError, QParamsError, ShapeError
 from fakequant.functional import check_scale
 from fakequant.numerics.granularity import PerTensor
@@ -52,7 +52,7 @@ def fake_quant(
     check_scale(scale, Arithmetic.DIVIDE)
     if has_values(zero_point) and not (code := float(zero_point.item())).is_integer():
         raise QParamsError(f"zero_point must be a whole number, the code of 0.0, got {code}")
-    codes = Codes(operator.index(quant_min), operator.index(quant_max), PerTensor(), Arithmetic.DIVIDE)
+    codes = CodeRange(operator.index(quant_min), operator.index(quant_max), PerTensor(), Arithmetic.DIVIDE)
     groups = codes.granularity.group_shape(x.shape)
     params = QParams(scale.reshape(groups), (zero_point - codes.origin).reshape(groups))
     return library.fake_quantize_with_mask(x, params, codes.spec)

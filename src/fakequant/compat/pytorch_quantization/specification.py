@@ -106,8 +106,8 @@ def block_axes(block_sizes: dict[int | str, object]) -> dict[int, int]:
     return {axis: size for axis, size in block_sizes.items() if isinstance(axis, int) and isinstance(size, int)}
 
 
-class Amax(NamedTuple):
-    """What an amax makes of a tensor: the operator's arguments, and which groups become 0."""
+class OperatorArguments(NamedTuple):
+    """What an amax becomes: a specification and parameters, and which groups become 0."""
 
     spec: QuantSpec
     params: QParams
@@ -116,7 +116,7 @@ class Amax(NamedTuple):
     is infinite. Their scale is 1. None if there are none."""
 
 
-def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> Amax:
+def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> OperatorArguments:
     """Parameters for x of a range -amax to amax; of None, those with which a code is its own value.
 
     Args:
@@ -126,7 +126,6 @@ def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> Amax:
 
     Raises:
         ValueError: a negative amax.
-        RuntimeError: the shapes do not broadcast.
     """
     zero = None
     if amax is None:
@@ -140,7 +139,7 @@ def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> Amax:
             scale = torch.where(zero, 1.0, scale)
     granularity, shape = granularity_of(amax.shape, x.shape)
     amax, scale = (values.to(compute_dtype(x.dtype)).reshape(shape) for values in (amax, scale))
-    return Amax(
+    return OperatorArguments(
         specification(fmt, granularity),
         QParams(scale, None, Range(-amax, amax)),
         None if zero is None else zero.reshape(shape),
