@@ -48,6 +48,7 @@ NAMES = [
     "register_granularity",
     "save",
     "sensitivity",
+    "set_execution",
     "summary",
     "unquantized",
     "verify_onnx",

@@ -16,6 +16,7 @@ from fakequant.model import presets, qat
 from fakequant.model.analysis import layer_sqnr, sensitivity
 from fakequant.model.checkpoint import load, save
 from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.execution import set_execution
 from fakequant.model.operations import unquantized
 from fakequant.model.prepare import calibrate, disabled, fold, prepare
 from fakequant.model.summary import summary
@@ -85,6 +86,7 @@ __all__ = [
     "register_granularity",
     "save",
     "sensitivity",
+    "set_execution",
     "summary",
     "unquantized",
     "verify_onnx",

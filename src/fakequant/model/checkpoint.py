@@ -14,6 +14,7 @@ from fakequant.errors import CheckpointError
 from fakequant.files import writable_folder, write_whole
 from fakequant.model.config import TensorConfig
 from fakequant.model.prepare import attach
+from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.learned import make_learned_range
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
@@ -118,6 +119,7 @@ def _shared(model: nn.Module) -> dict[str, str]:
 def _layer_entry(layer: QuantizedLayer) -> dict[str, Any]:
     return {
         "type": type(layer).float_class.__name__,
+        "execution": layer.execution.value,
         "quantizers": {
             attribute: {
                 "tensor": TensorConfig(quantizer.spec, quantizer.dynamic).to_text(),
@@ -146,6 +148,8 @@ def _check_types(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None
 def _restore_layer(layer: nn.Module, entry: dict[str, Any], name: str) -> None:
     stored = entry["quantizers"]
     attach(layer, {attribute: TensorConfig.parse(values["tensor"]) for attribute, values in stored.items()}, name)
+    if isinstance(layer, QuantizedLayer):
+        layer.execution = Execution(entry.get("execution", "simulate"))
     for attribute, values in stored.items():
         quantizer: Quantizer = getattr(layer, attribute)
         quantizer.mode = Mode(values["mode"])

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fakequant.errors import ConfigError
+from fakequant.nn.integer import Execution
 from fakequant.nn.layers import layers
 from fakequant.numerics.spec import QuantSpec, as_spec
 
@@ -53,6 +54,7 @@ class Rule:
         weight: how the weight is quantized; None leaves it in float.
         layers: class names of float layers ("Linear", "Conv2d"); empty: every layer that can be quantized.
         optional: whether the rule may match nothing.
+        execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
 
     One rule serves layers of all kinds, so `PerChannel` and `PerBlock` name two axes by their role. Axis 0 of a weight
     means its output channels. Axis -1 means the axis that the layer's product sums over: of convolutions the input
@@ -66,6 +68,7 @@ class Rule:
     weight: TensorConfig | None = None
     layers: tuple[str, ...] = ()
     optional: bool = False
+    execution: Execution = Execution.SIMULATE
 
     def __post_init__(self) -> None:
         for name in ("input", "weight"):
@@ -75,6 +78,7 @@ class Rule:
                 object.__setattr__(self, name, config)
             elif value is not None and not isinstance(value, TensorConfig):
                 raise ConfigError(f"a rule's {name} must be a TensorConfig, a QuantSpec, a text or None, got {value!r}")
+        object.__setattr__(self, "execution", as_execution(self.execution))
         names = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
         object.__setattr__(self, "layers", names)
 
@@ -90,13 +94,15 @@ class Rule:
             "weight": None if self.weight is None else self.weight.to_text(),
             "layers": list(self.layers),
             "optional": self.optional,
+            "execution": self.execution.value,
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Rule:
         """The rule of a dict made by `to_dict`."""
         read = {key: values[key] and TensorConfig.parse(values[key]) for key in ("input", "weight")}
-        return cls(values["pattern"], read["input"], read["weight"], tuple(values["layers"]), values["optional"])
+        rest = tuple(values["layers"]), values["optional"], values.get("execution", Execution.SIMULATE)
+        return cls(values["pattern"], read["input"], read["weight"], *rest)
 
 
 @dataclass(frozen=True)
@@ -158,3 +164,16 @@ def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module]) -> str:
         f"the rule {rule.pattern!r}{kinds} matches no layer; layers that can be quantized are {shown}. "
         "Correct the pattern, or set optional=True if the rule may match nothing"
     )
+
+
+def as_execution(value: Execution | str) -> Execution:
+    """An execution from itself or from its name.
+
+    Raises:
+        ConfigError: neither of the two.
+    """
+    try:
+        return Execution(value)
+    except ValueError as error:
+        names = ", ".join(repr(known.value) for known in Execution)
+        raise ConfigError(f"execution must be one of {names}, got {value!r}") from error

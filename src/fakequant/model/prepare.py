@@ -15,6 +15,7 @@ from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
+from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.granularity import PerBlock, PerChannel
@@ -63,6 +64,8 @@ def prepare(model: Model, config: Config | str) -> Model:
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     """Turn one float layer into its quantized form as a rule says; nothing happens if the rule leaves it in float."""
     attach(layer, _configs(layers()[type(layer)], rule), name)
+    if isinstance(layer, QuantizedLayer):
+        layer.execution = rule.execution
 
 
 def _configs(quantized: type[QuantizedLayer], rule: Rule) -> dict[str, TensorConfig]:
@@ -85,8 +88,20 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
         quantized.check(layer)
         if weight := configs.get("_weight_quantizer"):
             weight.spec.granularity.group_shape(cast("QuantizedLayer", layer).weight.shape)
+        if rule.execution is Execution.INTEGER:
+            _check_integer(layer, quantized, configs)
     except (ConfigError, ShapeError) as error:
         raise ConfigError(f"{name or 'the model'}: {error}") from error
+
+
+def _check_integer(layer: nn.Module, quantized: type[QuantizedLayer], configs: dict[str, TensorConfig]) -> None:
+    if quantized.product is None:
+        reason: str | None = f"there is no integer product for {quantized.float_class.__name__}"
+    else:
+        specs = (configs[n].spec if n in configs else None for n in ("_input_quantizer", "_weight_quantizer"))
+        reason = quantized.product.cannot(layer, *specs)
+    if reason is not None:
+        raise ConfigError(f'execution="integer" is not possible: {reason}; use "auto", which simulates such layers')
 
 
 def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> None:

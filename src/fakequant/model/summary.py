@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fakequant.model.operations import Operation, unquantized
+from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
 
@@ -21,6 +22,9 @@ class LayerSummary:
     quantizers: dict[str, str]
     calibrated: bool
     has_weight: bool
+    execution: str = "simulate"
+    why_simulated: str | None = None
+    """Why a layer that was told to multiply codes is simulated."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Summary:
     parameters: int = 0
     bytes_float: int = 0
     bytes_quantized: int = 0
-    header: tuple[str, ...] = field(default=("layer", "type", "input", "weight", "state"))
+    header: tuple[str, ...] = field(default=("layer", "type", "input", "weight", "execution", "state"))
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows of the table, one per layer, as text."""
@@ -42,6 +46,7 @@ class Summary:
                 layer.type,
                 ", ".join(text for name, text in layer.quantizers.items() if name != "_weight_quantizer") or "float",
                 layer.quantizers.get("_weight_quantizer", "float" if layer.has_weight else ""),
+                layer.execution,
                 "ready" if layer.calibrated else "not calibrated",
             )
             for layer in self.layers
@@ -52,6 +57,11 @@ class Summary:
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
+        lines += [
+            f"{layer.name or '(model)'} is simulated: {layer.why_simulated}"
+            for layer in self.layers
+            if layer.why_simulated
+        ]
         lines.append(f"weights: {self.bytes_float:,} bytes in float, {self.bytes_quantized:,} quantized")
         if self.left is not None:
             products = [operation for operation in self.left if operation.is_product]
@@ -69,9 +79,9 @@ def summary(model: nn.Module, example: Any = None) -> Summary:
             unquantized are listed.
 
     >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))
-    layer  type    input            weight               state
-    -----  ------  ---------------  -------------------  --------------
-    0      Linear  int8 per_tensor  int8 per_channel(0)  not calibrated
+    layer  type    input            weight               execution  state
+    -----  ------  ---------------  -------------------  ---------  --------------
+    0      Linear  int8 per_tensor  int8 per_channel(0)  simulate   not calibrated
     weights: 80 bytes in float, 32 quantized
     """
     layers = [_layer_summary(name, layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)]
@@ -99,10 +109,14 @@ def _layer_summary(name: str, layer: QuantizedLayer) -> LayerSummary:
         for attribute in type(layer).quantizer_names()
         if (quantizer := getattr(layer, attribute)) is not None
     }
+    told = layer.execution is not Execution.SIMULATE
+    why = layer.why_simulated() if told else None
     return LayerSummary(
         name,
         type(layer).float_class.__name__,
         {key: f"{value.spec}{' dynamic' if value.dynamic else ''}" for key, value in held.items()},
         not any(quantizer.needs_calibration for quantizer in held.values()),
         type(layer).output_channels is not None,
+        "integer" if told and why is None else "simulate",
+        why,
     )

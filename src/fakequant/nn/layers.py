@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
+from fakequant.nn.integer import ConvolutionProduct, Execution, IntegerProduct, LinearProduct
 from fakequant.nn.quantizer import Quantizer
 
 
@@ -33,6 +34,11 @@ class QuantizedLayer(nn.Module):
     the features. Counted from the end, because a batch axis may be missing."""
     weight_reduction: ClassVar[int] = -1
     """The axis of the weight that the product sums over; for embeddings, that of the features."""
+
+    product: ClassVar[IntegerProduct | None] = None
+    """How codes are multiplied; None where they cannot be."""
+    execution: Execution = Execution.SIMULATE
+    """How the product is computed, see `Execution`."""
 
     weight: Tensor
     _input_quantizer: Quantizer | None
@@ -54,6 +60,18 @@ class QuantizedLayer(nn.Module):
     def quantized_weight(self) -> Tensor:
         """The weight as the product sees it."""
         return self.weight if self._weight_quantizer is None else self._weight_quantizer(self.weight)
+
+    def integer_product(self, x: Tensor) -> Tensor | None:
+        """The output as a product of codes; None where the layer is to be simulated."""
+        if self.execution is Execution.SIMULATE or self.product is None:
+            return None
+        return self.product(self, x)
+
+    def why_simulated(self) -> str | None:
+        """Why the layer, if it is told to, does not multiply codes whatever its input; None if it does."""
+        if self.product is None:
+            return f"there is no integer product for {type(self).float_class.__name__}"
+        return self.product.ready(self).reason
 
     def quantized_input(self, x: Tensor) -> Tensor:
         """The first input as the operation sees it."""
@@ -99,16 +117,23 @@ def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
 class QuantLinear(QuantizedLayer, nn.Linear):
     """Linear with quantized input [..., in] and weight [out, in]."""
 
+    product = LinearProduct()
+
     def forward(self, input: Tensor) -> Tensor:
+        if (y := self.integer_product(input)) is not None:
+            return y
         return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
 class _QuantConv(QuantizedLayer):
     weight_reduction: ClassVar[int] = 1
+    product = ConvolutionProduct()
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
+        if (y := self.integer_product(input)) is not None:
+            return y
         return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 

@@ -98,13 +98,18 @@ class Quantizer(PreciseModule):
             if self.mode is Mode.OBSERVE:
                 self.observe(x)
             return x
-        if not self.dynamic and (scale := self._buffers["scale"]) is not None:
-            fixed = QParams(scale, self._buffers["zero_point"])
-            return library.fake_quantize(x, self._fitted(fixed, x), self.spec)
+        if (fixed := self._fixed(x)) is not None:
+            return library.fake_quantize(x, fixed, self.spec)
         if self._follows_input and not self.needs_calibration:
             return library.fake_quantize_dynamic(x, self.spec)
         params, learned = self.qparams(x), self.learned
         return library.fake_quantize(x, params, self.spec) if learned is None else learned.fake_quantize(x, params)
+
+    def _fixed(self, x: Tensor) -> QParams | None:
+        """The parameters for x if nothing moves them."""
+        if self.dynamic or (scale := self._buffers["scale"]) is None:
+            return None
+        return self._fitted(QParams(scale, self._buffers["zero_point"]), x)
 
     @property
     def _follows_input(self) -> bool:
@@ -118,6 +123,8 @@ class Quantizer(PreciseModule):
             CalibrationError: a static input quantizer that was not calibrated.
             ShapeError: the parameters were made for tensors of another shape.
         """
+        if (fixed := self._fixed(x)) is not None:
+            return fixed
         if self.needs_calibration:
             raise CalibrationError(
                 f"the quantizer {self.name or self} has not been calibrated; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,20 @@ from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, choose_qparams, measure
 from fakequant.numerics.spec import QuantSpec
+
+
+class Encoded(NamedTuple):
+    """Codes, and what they do not tell.
+
+    Attributes:
+        codes: the shape of what was quantized.
+        mask: where gradients pass, packed, as `Backend.fake_quantize` gives it; None if not asked for.
+        has_nan: whether something was NaN, for which integer codes have no code.
+    """
+
+    codes: Tensor
+    mask: Tensor | None
+    has_nan: bool
 
 
 class Backend(ABC):
@@ -69,6 +83,10 @@ class Backend(ABC):
     @abstractmethod
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         """Codes."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
+        """Codes with what they do not tell; of formats with integer codes, rounded to nearest."""
 
     @abstractmethod
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from fakequant.numerics import reference
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 
-from .backend import Backend
+from .backend import Backend, Encoded
 from .cpu.backend import CpuBackend
 
 log = logging.getLogger("fakequant.backend")
@@ -46,6 +46,10 @@ class ReferenceBackend(Backend):
 
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         return reference.quantize(x, params, spec)
+
+    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
+        bits = pack_bits(reference.passes(x, params, spec)) if mask else None
+        return Encoded(reference.quantize(x, params, spec), bits, bool(x.isnan().any()))
 
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
         return reference.dequantize(codes, params, spec, dtype)

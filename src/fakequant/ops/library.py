@@ -112,6 +112,23 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return choose(x, _any_spec(granularity)).measure(x.detach(), granularity)
 
 
+def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor] | None:
+    """What takes the gradient of `fake_quantize(x, params, spec)` in its stead, and the codes; None if x has NaN.
+
+    The first is a tensor of zeros, the shape of x, that takes no memory: a product of the codes is a function of it,
+    with the gradient of the product of the quantized values. For integer formats that round to nearest, on plain
+    tensors in eager mode.
+    """
+    if not torch.is_grad_enabled():
+        found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)
+        return None if found.has_nan else (_stand_in(x), found.codes)
+    if _needs_grad_of(params):
+        stand_in, codes, has_nan = _EagerLearnedCodes.apply(x, *_tensors(params), spec)
+    else:
+        stand_in, codes, has_nan = _EagerCodes.apply(x, spec, params)
+    return None if has_nan else (stand_in, codes)
+
+
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x; no gradient."""
     x = x.detach()
@@ -133,8 +150,11 @@ def _any_spec(granularity: Granularity) -> QuantSpec:
 
 
 def _needs_grad(x: Tensor, params: QParams) -> bool:
-    learned = params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
-    return torch.is_grad_enabled() and (x.requires_grad or learned)
+    return torch.is_grad_enabled() and (x.requires_grad or _needs_grad_of(params))
+
+
+def _needs_grad_of(params: QParams) -> bool:
+    return params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
 
 
 def is_watched(*tensors: object) -> bool:
@@ -196,6 +216,47 @@ class _EagerLearned(torch.autograd.Function):
         backend, spec, _ = ctx.call
         scale_grad, zero_point_grad = _grad_params(backend, dy, x, _params(*params), spec, wants)
         return _through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
+
+
+class _EagerCodes(torch.autograd.Function):
+    """`_Eager` for products of codes: a tensor that takes the gradient of the quantized one, codes, NaN or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: QuantSpec, params: QParams) -> tuple[Tensor, Tensor, bool]:
+        backend = choose(x, spec, codes=True)
+        ctx.call = backend, spec, x.stride()
+        found = backend.encode(x, params, spec, mask=spec.gradient is not Gradient.IDENTITY)
+        ctx.save_for_backward(found.mask)
+        ctx.mark_non_differentiable(found.codes)
+        return _stand_in(x), found.codes, found.has_nan
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Eager.backward(ctx, grad_outputs[0])
+
+
+class _EagerLearnedCodes(torch.autograd.Function):
+    """`_EagerCodes` where scale or zero point get a gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *params_and_spec: Any) -> tuple[Tensor, Tensor, bool]:
+        *params, spec = params_and_spec
+        backend = choose(x, spec, codes=True)
+        ctx.call = backend, spec, x.stride()
+        needs_mask = ctx.needs_input_grad[0] and spec.gradient is not Gradient.IDENTITY
+        found = backend.encode(x, _params(*params), spec, mask=needs_mask)
+        ctx.save_for_backward(found.mask, x, *params)
+        ctx.mark_non_differentiable(found.codes)
+        return _stand_in(x), found.codes, found.has_nan
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
+        return _EagerLearned.backward(ctx, grad_outputs[0])
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    """A tensor of the shape of x that takes no memory."""
+    return x.new_zeros(()).expand(x.shape)
 
 
 _BackwardCall = tuple[Backend, QuantSpec, tuple[int, ...]]  # the last are the strides of the input

@@ -17,7 +17,7 @@ from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import Backend
+from fakequant.ops.backend import Backend, Encoded
 from fakequant.ops.layout import Layout, layout_of
 
 from .rules import LARGEST, cannot_choose, cannot_draw, grid_fields, scale_rule
@@ -123,12 +123,16 @@ class CpuBackend(Backend):
         return by_scale, by_zero_point
 
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+        return self.encode(x, params, spec, mask=False).codes
+
+    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         packed = plan.layout.pack(x)
         codes = torch.empty_like(packed, dtype=spec.format.storage)
-        random = plan.random(params.seed, spec)
-        torch.ops.fakequant_cpu.quantize(packed, *plan.params(params, spec), plan.form, codes, random)
-        return plan.layout.unpack(codes)
+        tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
+        kind, random = plan.mask if mask else _NO_MASK, plan.random(params.seed, spec)
+        bits, has_nan = torch.ops.fakequant_cpu.quantize(packed, *tensors, plan.form, codes, kind, random)
+        return Encoded(plan.layout.unpack(codes), bits, has_nan)
 
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
         plan = _plan(spec, dtype, codes.shape, codes.stride())

@@ -72,12 +72,22 @@ FAKEQUANT_INLINE void convert_each(const From* from, To* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<To>(from[i]);
 }
 
+// Through int32, for which vectors have an instruction: 0.7 of the time.
+FAKEQUANT_CLONES void store_int8(const float* from, int8_t* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<int8_t>(static_cast<int32_t>(from[i]));
+}
+FAKEQUANT_CLONES void store_uint8(const float* from, uint8_t* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<uint8_t>(static_cast<int32_t>(from[i]));
+}
+
 inline void load(const Half* from, float* to, int64_t n) { load_half(from, to, n); }
 inline void load(const BFloat16* from, float* to, int64_t n) { load_bfloat16(from, to, n); }
 template <typename From, typename To>
 inline void load(const From* from, To* to, int64_t n) {
   convert_each(from, to, n);
 }
+inline void store(const float* from, int8_t* to, int64_t n) { store_int8(from, to, n); }
+inline void store(const float* from, uint8_t* to, int64_t n) { store_uint8(from, to, n); }
 inline void store(const float* from, Half* to, int64_t n) { store_half(from, to, n); }
 inline void store(const float* from, BFloat16* to, int64_t n) { store_bfloat16(from, to, n); }
 template <typename From, typename To>

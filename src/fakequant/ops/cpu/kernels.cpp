@@ -13,6 +13,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -61,13 +62,26 @@ void quantize_chunk_f64(const Call<double>& call, const double* x, double* y, ui
   quantize_chunk_as(call, x, y, inside, first, n);
 }
 
-FAKEQUANT_CLONES void encode_chunk_f32(const Call<float>& call, const float* x, float* codes, int64_t first, int64_t n) {
-  quantize_chunk_by<Emit::kCode, float, IntegerRounding<float>>(call, x, codes, nullptr, first, n);
+FAKEQUANT_CLONES void encode_chunk_f32(const Call<float>& call, const float* x, float* codes, uint8_t* inside,
+                                       int64_t first, int64_t n) {
+  quantize_chunk_by<Emit::kCode, float, IntegerRounding<float>>(call, x, codes, inside, first, n);
 }
 
-void encode_chunk_f64(const Call<double>& call, const double* x, double* codes, int64_t first, int64_t n) {
-  quantize_chunk_by<Emit::kCode, double, IntegerRounding<double>>(call, x, codes, nullptr, first, n);
+void encode_chunk_f64(const Call<double>& call, const double* x, double* codes, uint8_t* inside, int64_t first,
+                      int64_t n) {
+  quantize_chunk_by<Emit::kCode, double, IntegerRounding<double>>(call, x, codes, inside, first, n);
 }
+
+template <typename C>
+FAKEQUANT_INLINE bool holds_nan_as(const C* x, int64_t n) {
+  int found = 0;
+  for (int64_t i = 0; i < n; ++i) found |= x[i] != x[i];
+  return found != 0;
+}
+
+FAKEQUANT_CLONES bool holds_nan_f32(const float* x, int64_t n) { return holds_nan_as(x, n); }
+bool holds_nan(const float* x, int64_t n) { return holds_nan_f32(x, n); }
+bool holds_nan(const double* x, int64_t n) { return holds_nan_as(x, n); }
 
 FAKEQUANT_CLONES void decode_chunk_f32(const Call<float>& call, const float* codes, float* y, int64_t first, int64_t n) {
   for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
@@ -81,13 +95,13 @@ void decode_chunk_f64(const Call<double>& call, const double* codes, double* y, 
   });
 }
 
-void encode_chunk(const Call<float>& c, const float* x, float* q, int64_t first, int64_t n) {
+void encode_chunk(const Call<float>& c, const float* x, float* q, uint8_t* inside, int64_t first, int64_t n) {
   if (c.draw.on) return encode_chunk_drawn(c, x, q, first, n);
-  encode_chunk_f32(c, x, q, first, n);
+  encode_chunk_f32(c, x, q, inside, first, n);
 }
-void encode_chunk(const Call<double>& c, const double* x, double* q, int64_t first, int64_t n) {
+void encode_chunk(const Call<double>& c, const double* x, double* q, uint8_t* inside, int64_t first, int64_t n) {
   if (c.draw.on) return encode_chunk_drawn(c, x, q, first, n);
-  encode_chunk_f64(c, x, q, first, n);
+  encode_chunk_f64(c, x, q, inside, first, n);
 }
 void decode_chunk(const Call<float>& c, const float* q, float* y, int64_t first, int64_t n) {
   decode_chunk_f32(c, q, y, first, n);
@@ -109,15 +123,25 @@ void quantize_chunk(const Call<double>& call, const double* x, double* y, uint8_
 
 namespace {
 
+// Codes, the packed mask where the call has one, and whether a number was NaN, which no code tells.
 template <typename T, typename C, typename Q>
-void encode_all(const Call<C>& call, const T* x, Q* codes) {
+bool encode_all(const Call<C>& call, const T* x, Q* codes, uint8_t* mask) {
+  std::atomic<bool> nan{false};
   for_each_chunk(call.tiles.elements(), [&](int64_t first, int64_t n) {
-    alignas(64) C in[kChunk];
+    alignas(64) C converted[kChunk];
     alignas(64) C out[kChunk];
-    load(x + first, in, n);
-    encode_chunk(call, in, out, first, n);
+    alignas(64) uint8_t inside[kChunk];
+    const C* in = converted;
+    if constexpr (std::is_same_v<T, C>)
+      in = x + first;
+    else
+      load(x + first, converted, n);
+    if (holds_nan(in, n)) nan = true;
+    encode_chunk(call, in, out, inside, first, n);
     store(out, codes + first, n);
+    if (call.mask != Mask::kNone) pack(inside, mask + first / 8, n);
   });
+  return nan;
 }
 
 template <typename Q, typename C, typename T>
@@ -187,32 +211,42 @@ Tensor made_like(const Tensor& x) {
   return made(x.dim(), x.sizes().data(), x.strides().data(), dtype);
 }
 
+std::optional<Tensor> made_mask(const Tensor& x, int64_t mask_kind) {
+  if (mask_kind == 0) return std::nullopt;
+  const int64_t bytes = (x.numel() + 7) / 8, stride = 1;
+  return made(1, &bytes, &stride, aoti_torch_dtype_uint8());
+}
+
+uint8_t* bits_of(const std::optional<Tensor>& mask) {
+  return mask.has_value() ? static_cast<uint8_t*>(mask->data_ptr()) : nullptr;
+}
+
 std::tuple<Tensor, std::optional<Tensor>> fake_quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
                                                         int64_t mask_kind, const std::optional<Tensor>& random) {
   Tensor y = made_like(x);
-  std::optional<Tensor> mask;
-  if (mask_kind != 0) {
-    const int64_t bytes = (x.numel() + 7) / 8, stride = 1;
-    mask = made(1, &bytes, &stride, aoti_torch_dtype_uint8());
-  }
+  std::optional<Tensor> mask = made_mask(x, mask_kind);
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
     quantize_all(make_call<C>(scale, zero_point, lo, hi, form, mask_kind, random), static_cast<const T*>(x.data_ptr()),
-                 static_cast<T*>(y.data_ptr()), mask.has_value() ? static_cast<uint8_t*>(mask->data_ptr()) : nullptr);
+                 static_cast<T*>(y.data_ptr()), bits_of(mask));
   });
   return {y, mask};
 }
 
-void quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form, Tensor codes, const std::optional<Tensor>& random) {
+std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form, Tensor codes,
+                                                 int64_t mask_kind, const std::optional<Tensor>& random) {
+  std::optional<Tensor> mask = made_mask(x, mask_kind);
+  bool nan = false;
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
     with_code_type(codes, [&](auto q) {
-      encode_all(make_call<C>(scale, zero_point, lo, hi, form, 0, random), static_cast<const T*>(x.data_ptr()),
-                 static_cast<decltype(q)*>(codes.data_ptr()));
+      nan = encode_all(make_call<C>(scale, zero_point, lo, hi, form, mask_kind, random),
+                       static_cast<const T*>(x.data_ptr()), static_cast<decltype(q)*>(codes.data_ptr()), bits_of(mask));
     });
   });
+  return {mask, nan};
 }
 
 void dequantize(const Tensor& codes, FAKEQUANT_PARAMS, const Tensor& form, Tensor y) {
@@ -265,7 +299,8 @@ void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tens
 
 STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("fake_quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "int mask_kind, Tensor? random=None) -> (Tensor, Tensor?)");
-  m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) codes, Tensor? random=None) -> ()");
+  m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
+        "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
   m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y) -> ()");
   m.def("mask_gradient(Tensor dy, Tensor mask) -> Tensor");
   m.def("grad_params(Tensor dy, Tensor x, " FAKEQUANT_SCHEMA_PARAMS

@@ -60,13 +60,11 @@ FAKEQUANT_INLINE void quantize_run(const C* x, C* y, uint8_t* inside, int64_t n,
 template <Arithmetic A, Emit E, typename C, typename Rounding, typename P>
 FAKEQUANT_INLINE void quantize_run_by(Mask mask, const C* x, C* y, uint8_t* inside, int64_t n, const Rounding& rounding,
                                       const P& p) {
-  if constexpr (E == Emit::kValue) {
-    if (mask == Mask::kCodeRange) return quantize_run<A, true, E>(x, y, inside, n, rounding, p);
-    if (mask == Mask::kInputRange)
-      for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] >= p.low(i)) & (x[i] <= p.high(i));
-    if (mask == Mask::kClip)
-      for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] > p.low(i)) & (x[i] < p.high(i));
-  }
+  if (mask == Mask::kCodeRange) return quantize_run<A, true, E>(x, y, inside, n, rounding, p);
+  if (mask == Mask::kInputRange)
+    for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] >= p.low(i)) & (x[i] <= p.high(i));
+  if (mask == Mask::kClip)
+    for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] > p.low(i)) & (x[i] < p.high(i));
   quantize_run<A, false, E>(x, y, inside, n, rounding, p);
 }
 

@@ -1,0 +1,52 @@
+"""Whether the layers of a model are simulated or multiply codes."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from torch import nn
+
+from fakequant.errors import ConfigError
+from fakequant.model.config import as_execution
+from fakequant.nn.integer import Execution
+from fakequant.nn.layers import QuantizedLayer
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def set_execution(model: Model, execution: Execution | str, pattern: str = "*") -> Model:
+    """Set how the layers of a prepared model compute their products, in place; the model is returned.
+
+    Args:
+        model: a prepared model.
+        execution: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
+        pattern: of the layers' paths in the model; `*` matches any characters (fnmatch).
+
+    Raises:
+        ConfigError: no quantized layer matches, or under "integer" some never can multiply codes (names them all, with
+            the reasons); nothing is changed then.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)
+    >>> print(summary(set_execution(model, "auto")))
+    layer  type    input            weight               execution  state
+    -----  ------  ---------------  -------------------  ---------  --------------
+    0      Linear  int8 per_tensor  int8 per_channel(0)  integer    not calibrated
+    weights: 80 bytes in float, 32 quantized
+    """
+    execution = as_execution(execution)
+    found = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantizedLayer) and fnmatchcase(name, pattern)
+    }
+    if not found:
+        raise ConfigError(f"no quantized layer matches {pattern!r}; prepare the model first, or correct the pattern")
+    if execution is Execution.INTEGER:
+        reasons = {name: reason for name, layer in found.items() if (reason := layer.why_simulated()) is not None}
+        if reasons:
+            listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
+            raise ConfigError(f'these layers cannot multiply codes; use "auto", which simulates them:\n{listed}')
+    for layer in found.values():
+        layer.execution = execution
+    return model

@@ -1,0 +1,79 @@
+"""Products of codes, the definition: the exact sum of integers, then the scales, then the bias.
+
+    sums = sum of (x_code - x_zero_point) * (w_code - w_zero_point)     exact
+    y    = float32(sums) * (x_scale * w_scale) + bias                   each operation rounded to float32
+
+A simulated layer multiplies and adds float32 numbers instead, in an order that depends on the machine. Both are within
+the rounding of a float32 product of each other; this one is the same everywhere, and that of integer engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+class Factor(NamedTuple):
+    """One factor of a product.
+
+    Attributes:
+        codes: integers.
+        scale: units per code, float32, broadcasts with the codes.
+        zero_point: the code of 0.0, integers, broadcasts with the codes; None: 0.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None = None
+
+    def centred(self) -> Tensor:
+        """The codes counted from the zero point, int64."""
+        codes = self.codes.long()
+        return codes if self.zero_point is None else codes - self.zero_point.long()
+
+
+class Places(NamedTuple):
+    """Where a convolution takes its windows, one number per axis."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+
+def linear(x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
+    """x [..., in] times the transposed weight [out, in], scales [..., 1] and [out, 1], bias [out]; float32 [..., out].
+
+    >>> x = Factor(torch.tensor([[3, -2]], dtype=torch.int8), torch.tensor([[0.5]]))
+    >>> weight = Factor(torch.tensor([[4, 1]], dtype=torch.int8), torch.tensor([[0.25]]))
+    >>> linear(x, weight, torch.tensor([1.0]))
+    tensor([[2.2500]])
+    """
+    sums = x.centred() @ weight.centred().t()
+    return scaled(sums, x.scale * weight.scale.reshape(-1), bias)
+
+
+def matmul(x: Factor, other: Factor) -> Tensor:
+    """x [..., n, k] times other [..., k, m], scales that broadcast with the result; float32."""
+    return scaled(x.centred() @ other.centred(), x.scale * other.scale, None)
+
+
+def convolution(x: Factor, weight: Factor, bias: Tensor | None, places: Places) -> Tensor:
+    """x [n, in, ...] convolved with weight [out, in / groups, ...], bias [out]; float32."""
+    axes = x.codes.dim() - 2
+    sums = _CONVOLUTIONS[axes](x.centred(), weight.centred(), None, *places)
+    one_per_channel = [-1] + [1] * axes
+    bias = None if bias is None else bias.reshape(one_per_channel)
+    return scaled(sums, x.scale * weight.scale.reshape(one_per_channel), bias)
+
+
+def scaled(sums: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Exact sums in float32, times scale, plus bias."""
+    y = sums.to(torch.float32) * scale
+    return y if bias is None else y + bias

@@ -1,0 +1,159 @@
+"""Products of codes on integer units, with the bits of numerics/products.py.
+
+The operators of torch that compute them are internal ones: `torch._int_mm`, and those of oneDNN that Inductor uses.
+Each is tried once per process on numbers that show saturating or inexact sums, and is used only if it passes; what it
+cannot do is said as a reason, and the layer is simulated then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fakequant.numerics import products
+from fakequant.numerics.products import Factor, Places
+
+from .cpu.backend import load_kernels
+
+# Codes of these dtypes are multiplied; 4-bit codes are stored in them too.
+CODES = (torch.int8, torch.uint8)
+_LARGEST_SUM = 2**31 - 1
+# torch._int_mm of CUDA takes no fewer rows, and whole multiples of columns.
+_CUDA_ROWS, _CUDA_MULTIPLE = 17, 8
+
+
+def largest_inner_size(x_magnitude: int, weight_magnitude: int) -> int:
+    """How many products of codes of these magnitudes int32 can sum in any case.
+
+    >>> largest_inner_size(128, 128), largest_inner_size(255, 128)
+    (131071, 65793)
+    """
+    return _LARGEST_SUM // (x_magnitude * weight_magnitude)
+
+
+@cache
+def linear_unavailable(device_type: str) -> str | None:
+    """Why `linear` cannot be used on a kind of device, or None."""
+    if device_type not in ("cpu", "cuda"):
+        return f"torch._int_mm is for CPU and CUDA, not for {device_type}"
+    codes = torch.tensor([-128, 127, -1, 64], dtype=torch.int8).repeat(32, 16).to(device_type)
+    unsigned = torch.tensor([255, 0, 1, 255], dtype=torch.uint8).repeat(32, 16).to(device_type)
+    # Pairs of 255 * 127 saturate where products are summed in 16 bits.
+    others = torch.tensor([127, -128, 127, 127], dtype=torch.int8).repeat(16, 1).reshape(64, 1).repeat(1, 16)
+    given = (codes, unsigned) if device_type == "cpu" else (codes,)
+    return _trial("torch._int_mm", lambda a: torch._int_mm(a, others.to(a.device)), given, _exact_matmul(others))
+
+
+def _exact_matmul(others: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda codes: codes.long() @ others.long().to(codes.device)
+
+
+@cache
+def convolution_unavailable(device_type: str) -> str | None:
+    """Why `convolution` cannot be used on a kind of device, or None."""
+    if device_type != "cpu":
+        return f"integer convolutions are for CPU, not for {device_type}"
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_prepack"):
+        return "this build of torch has no integer convolution of oneDNN"
+    codes = torch.tensor([255, 254, 0, 255], dtype=torch.uint8).repeat(16, 25).reshape(2, 32, 5, 5)
+    weight = torch.tensor([127, -128, 127, 126], dtype=torch.int8).repeat(8, 72).reshape(8, 32, 3, 3)
+    places = Places([1, 1], [1, 1], [1, 1], 1)
+    packed = pack_weight(weight, places, codes.shape)
+
+    def exact(x: Tensor) -> Tensor:
+        one = torch.ones(())
+        return products.convolution(Factor(x, one, torch.tensor(3)), Factor(weight, torch.ones(8)), None, places)
+
+    return _trial("onednn.qconv_pointwise", lambda x: _sums(x, 3, packed, places), (codes,), exact)
+
+
+def _trial(
+    name: str, compute: Callable[[Tensor], Tensor], given: tuple[Tensor, ...], exact: Callable[[Tensor], Tensor]
+) -> str | None:
+    try:
+        wrong = [codes.dtype for codes in given if not torch.equal(compute(codes).double(), exact(codes).double())]
+    except (RuntimeError, NotImplementedError) as error:  # torch raises these where an operator is not built in
+        return f"{name} does not run here: {str(error).splitlines()[0]}"
+    return f"{name} sums codes of {wrong[0]} wrongly on this processor" if wrong else None
+
+
+def linear(x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
+    """`products.linear`, with scale and zero point of x per tensor or per row, and a weight without zero point."""
+    *axes, inner = x.codes.shape
+    sums = torch._int_mm(x.codes.reshape(-1, inner), weight.codes.t())
+    if x.zero_point is not None:
+        # In int32, which wraps around and comes back, because the centred sum fits.
+        of_ones = weight.codes.sum(1, dtype=torch.int32)
+        sums -= x.zero_point.to(torch.int32).reshape(-1, 1) * of_ones
+    y = _scaled(sums, x.scale, weight.scale, bias)
+    return y if len(axes) == 1 else y.reshape(*axes, weight.codes.shape[0])
+
+
+def pack_weight(codes: Tensor, places: Places, shape: torch.Size) -> Tensor:
+    """Codes of a weight, int8 [out, in / groups, ...], as oneDNN wants them for inputs of about that shape."""
+    ones, _ = _ones_and_zeros(codes.shape[0])
+    return torch.ops.onednn.qconv_prepack(codes, ones, 1.0, 0, *places, list(shape))
+
+
+def convolution(x: Factor, packed: Tensor, scale: Tensor, bias: Tensor | None, places: Places) -> Tensor:
+    """`products.convolution` with a weight of `pack_weight`.
+
+    Args:
+        x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
+        packed: the weight.
+        scale: of the weight [out] or [1], other axes kept or not.
+        bias: [out].
+        places: where the windows are, as lists.
+    """
+    zero_point = 0 if x.zero_point is None else int(x.zero_point)
+    codes = x.codes
+    if codes.dtype == torch.int8:
+        codes, zero_point = codes.view(torch.uint8) ^ 128, zero_point + 128
+    sums = _sums(codes, zero_point, packed, places).movedim(1, -1)
+    if codes.is_contiguous() and sums.is_contiguous():  # a result lies in memory as its input does
+        return _scaled(sums, x.scale, scale, bias, channels_first=True)
+    return _scaled(sums.contiguous(), x.scale, scale, bias).movedim(-1, 1)
+
+
+def _sums(codes: Tensor, zero_point: int, packed: Tensor, places: Places) -> Tensor:
+    """Exact sums, rounded to float32."""
+    ones, zeros = _ones_and_zeros(packed.shape[0])
+    given = codes, 1.0, zero_point, packed, ones, zeros, None
+    return torch.ops.onednn.qconv_pointwise(*given, *places, 1.0, 0, torch.float32, "none", [], "")
+
+
+@cache
+def _ones_and_zeros(channels: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(channels), torch.zeros(channels, dtype=torch.int64)
+
+
+def _scaled(
+    sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, *, channels_first: bool = False
+) -> Tensor:
+    """`products.scaled` of sums that lie as [..., columns], in one pass where there are kernels.
+
+    Args:
+        sums: int32 or float32.
+        row_scale: one per row, or one.
+        column_scale: one per column, or one.
+        bias: one per column.
+        channels_first: whether the result is [n, columns, ...] of sums [n, ..., columns].
+    """
+    columns = sums.shape[-1]
+    row_scale, column_scale = row_scale.reshape(-1), column_scale.reshape(-1)
+    if column_scale.numel() != columns:
+        column_scale = column_scale.expand(columns)
+    if sums.device.type == "cpu" and load_kernels() is None:
+        shape = (sums.shape[0], columns, *sums.shape[1:-1]) if channels_first else sums.shape
+        y = torch.empty(shape)
+        outer = sums.shape[0] if channels_first else 1
+        given = None if bias is None else bias.to(torch.float32).contiguous()
+        torch.ops.fakequant_cpu.scale_sums(
+            sums, row_scale.contiguous(), column_scale.contiguous(), given, y, outer, channels_first
+        )
+        return y
+    y = products.scaled(sums.reshape(-1, columns), row_scale[:, None] * column_scale, bias).reshape(sums.shape)
+    return y.movedim(-1, 1).contiguous() if channels_first else y
