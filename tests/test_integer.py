@@ -32,6 +32,7 @@ WEIGHTS = ("int8 per_channel(0)", "int8_narrow", "int4 per_channel(0) reciprocal
 CONVOLUTIONS = {
     "1d": (nn.Conv1d, (3, 8, 13), {"padding": 2, "dilation": 2}),
     "2d": (nn.Conv2d, (3, 8, 9, 7), {"padding": 1}),
+    "2d_wide": (nn.Conv2d, (2, 8, 11, 13), {"padding": 1, "out_channels": 7}),  # blocks of 64 rows, and what is left
     "2d_strided": (nn.Conv2d, (2, 8, 9, 7), {"padding": (0, 2), "stride": (2, 1), "dilation": (1, 2)}),
     "2d_grouped": (nn.Conv2d, (2, 8, 6, 6), {"padding": 1, "groups": 4, "bias": False}),
     "2d_depthwise": (nn.Conv2d, (2, 8, 6, 6), {"padding": "valid", "groups": 8}),
@@ -104,7 +105,7 @@ def test_linear_is_the_definition(input, weight, shape):
 def test_convolution_is_the_definition(kind, input, weight):
     torch.manual_seed(0)
     make, shape, options = CONVOLUTIONS[kind]
-    model, _ = prepared(make(8, 16, **{"kernel_size": 3, **options}), input, weight)
+    model, _ = prepared(make(8, **{"out_channels": 16, "kernel_size": 3, **options}), input, weight)
     assert_integer(model)
     for x in (hostile(*shape), hostile(*shape).movedim(1, -1).contiguous().movedim(-1, 1)):
         with torch.no_grad():

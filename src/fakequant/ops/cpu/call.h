@@ -16,9 +16,11 @@
 #if defined(_MSC_VER)
 #define FAKEQUANT_INLINE __forceinline
 #define FAKEQUANT_INLINE_LAMBDA
+#define FAKEQUANT_RESTRICT __restrict
 #else
 #define FAKEQUANT_INLINE inline __attribute__((always_inline))
 #define FAKEQUANT_INLINE_LAMBDA __attribute__((always_inline))
+#define FAKEQUANT_RESTRICT __restrict__
 #endif
 
 namespace fakequant {
