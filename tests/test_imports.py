@@ -18,7 +18,7 @@ ROOMS = [
     {"numerics"},
     {"ops"},
     {"functional"},
-    {"calibration"},
+    {"benchmark", "calibration"},
     {"nn"},
     {"model"},
     {"export"},

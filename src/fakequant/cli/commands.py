@@ -104,6 +104,30 @@ def verify(
 
 
 @app.command()
+def bench(
+    elements: Annotated[
+        list[int] | None, typer.Option(min=64, help="size of the tensors, a power of two; may be given several times")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="how long each pair of calls is timed")] = 0.2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="file for the results too")] = None,
+) -> None:
+    """Time int8, FP8 and NVFP4 on this machine beside a copy and ATen; status 1 if a bit differs from the reference."""
+    from fakequant.benchmark import suite
+    from fakequant.report.terminal import print_table
+
+    console = Console()
+    with console.status("timing"):
+        report = suite.run(elements or suite.SIZES, seconds=seconds)
+    print_table(console, report.title, suite.HEADER, report.rows(), numbers=(2, 3, 4, 5))
+    for note in report.notes:
+        console.print(Text(note))
+    if json_file is not None:
+        report.write(json_file)
+    if report.differing:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor() -> None:
     """Show versions, the backends and why one cannot serve, the compiler, the GPU."""
     from fakequant.report import environment

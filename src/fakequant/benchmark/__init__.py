@@ -1,0 +1,30 @@
+"""How long calls take beside others: pairs of calls timed in turns in one run, compared with the reference first."""
+
+from fakequant.benchmark.case import ATEN, COMPILED, COPY, DOUBLED, Case, square
+from fakequant.benchmark.machine import machine
+from fakequant.benchmark.pairs import MEASURED, CannotRunError, Prepared, Result, Timed, measure
+from fakequant.benchmark.timing import Effort, Function, Pairs, Ratio, keep_memory, ratio, seconds, time_pairs
+
+__all__ = [
+    "ATEN",
+    "COMPILED",
+    "COPY",
+    "DOUBLED",
+    "MEASURED",
+    "CannotRunError",
+    "Case",
+    "Effort",
+    "Function",
+    "Pairs",
+    "Prepared",
+    "Ratio",
+    "Result",
+    "Timed",
+    "keep_memory",
+    "machine",
+    "measure",
+    "ratio",
+    "seconds",
+    "square",
+    "time_pairs",
+]

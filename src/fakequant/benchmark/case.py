@@ -1,0 +1,214 @@
+"""A call of `fake_quantize` as a case to time, beside a copy, ATen's operator and torch's compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant.benchmark.pairs import CannotRunError, Prepared
+from fakequant.benchmark.timing import Function
+from fakequant.functional import fake_quantize
+from fakequant.numerics import qparams, reference
+from fakequant.numerics.granularity import PerChannel, PerTensor
+from fakequant.numerics.spec import Arithmetic, QuantSpec
+
+COPY, DOUBLED = "x.clone()", "x * 2"
+ATEN, COMPILED = "ATen", "torch.compile"
+
+# Buffers of large tensors are together as large, in bytes: more than the caches of the machines that this runs on.
+_CACHES = 1 << 27
+_PATTERN = 1 << 20
+_SCALE = 0.02
+
+
+@lru_cache(maxsize=1)
+def _pattern() -> Tensor:
+    """Normal numbers, which every input repeats: to draw anew 64 million of them takes longer than to time a call."""
+    return torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
+
+
+def square(elements: int) -> tuple[int, int]:
+    """The shape nearest to a square with a number of elements that is a power of two, rows of at least 64.
+
+    >>> square(1 << 22), square(64)
+    ((2048, 2048), (1, 64))
+    """
+    columns = max(64, 1 << (elements.bit_length() // 2))
+    return elements // columns, columns
+
+
+@dataclass(frozen=True)
+class Case:
+    """Fake quantization of a tensor, with its gradient or without.
+
+    Args:
+        name: in results, the same for every size and dtype.
+        spec: how to quantize.
+        shape: of the inputs.
+        dtype: of the inputs.
+        backward: whether the gradient is computed too.
+        dynamic: whether the scales are taken from the input; else they are given.
+        learned: whether the scales get a gradient too.
+
+    >>> case = Case("int8 per tensor", QuantSpec("int8"), square(4096))
+    >>> case.direction, case.elements, case.dtype_name, case.differing()
+    ('forward', 4096, 'float32', 0)
+    """
+
+    name: str
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    backward: bool = False
+    dynamic: bool = False
+    learned: bool = False
+
+    @property
+    def direction(self) -> str:
+        return "forward and backward" if self.backward else "forward"
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def text(self) -> str:
+        return str(self.spec)
+
+    def inputs(self, buffers: int | None = None) -> list[Tensor]:
+        """Tensors of normal numbers, by default as many as exceed the caches together."""
+        if buffers is None:
+            bytes_of_one = self.elements * self.dtype.itemsize
+            buffers = 8 if self.elements < _PATTERN else max(4, _CACHES // bytes_of_one)
+        repeats = -(-self.elements // _PATTERN)
+        one = _pattern().to(self.dtype).repeat(repeats)[: self.elements].view(self.shape)
+        return [one.clone().requires_grad_(self.backward) for _ in range(buffers)]
+
+    def scale(self) -> Tensor | None:
+        """The given scales; None where they are taken from the input."""
+        if self.dynamic:
+            return None
+        scale = 1 / _SCALE if self.spec.arithmetic is Arithmetic.MULTIPLIER else _SCALE
+        return torch.full(self.spec.granularity.group_shape(self.shape), scale).requires_grad_(self.learned)
+
+    def run(self) -> Function:
+        """The call of this package."""
+        spec, scale = self.spec, self.scale()
+        return self._timed(lambda x: fake_quantize(x, spec, scale=scale), scale)
+
+    def prepare(self, against: str) -> Prepared:
+        others: dict[str, Callable[[], Function]] = {
+            COPY: lambda: torch.clone,
+            DOUBLED: lambda: self._timed(lambda x: x * 2),
+            ATEN: self._aten,
+            COMPILED: self._compiled,
+        }
+        if against not in others:
+            raise CannotRunError(f"{against} has no call of this kind")
+        inputs, theirs = self.inputs(), others[against]()
+        if against == COMPILED:
+            theirs(inputs[0])  # compiles, which is not what is timed
+        return Prepared(self.run(), theirs, inputs)
+
+    def differing(self) -> int:
+        """Elements of the result and of the gradients whose bits differ from the reference's, on hostile numbers too.
+
+        First of the numbers that are timed; then of ties, where scales are given, and of what is no number.
+        """
+        return sum(self._differing_of(x) for x in self._compared())
+
+    def _differing_of(self, x: Tensor) -> int:
+        scale, spec = self.scale(), self.spec
+        if scale is None:
+            measured = qparams.measure(x, spec.granularity)
+            params = qparams.choose_qparams(measured, spec, largest=torch.finfo(x.dtype).max)
+        else:
+            params = qparams.QParams(scale.detach().to(qparams.compute_dtype(x.dtype)))
+        leaf = x.clone().requires_grad_(self.backward)
+        y = fake_quantize(leaf, spec, scale=scale)
+        wrong = _differing(y.detach(), reference.fake_quantize(x, params, spec))
+        if not self.backward:
+            return wrong
+        dy = torch.ones_like(x)
+        learned = (scale,) if self.learned and scale is not None else ()
+        found = torch.autograd.grad(y, (leaf, *learned), dy)
+        wrong += _differing(found[0], reference.grad_input(dy, reference.passes(x, params, spec)))
+        if learned:
+            expected, _ = reference.grad_params(dy, x, params, spec, (True, False))
+            assert expected is not None
+            wrong += _differing(found[1], expected)
+        return wrong
+
+    def _compared(self) -> list[Tensor]:
+        x = self.inputs(1)[0].detach()
+        hostile = x.clone()
+        flat = hostile.view(-1)
+        if not self.dynamic:
+            half = flat[flat.numel() // 2 :]
+            half.copy_(((half / _SCALE).floor() + 0.5) * _SCALE)
+        special = torch.tensor([0.0, -0.0, 1e-40, -1e-40, torch.inf, -torch.inf, torch.nan], dtype=self.dtype)
+        flat[-len(special) :] = special
+        return [x, hostile]
+
+    def _timed(self, function: Callable[[Tensor], Tensor], scale: Tensor | None = None) -> Function:
+        if not self.backward:
+            return function
+        dy = torch.ones(self.shape, dtype=self.dtype)
+        if scale is None or not scale.requires_grad:
+            return lambda x: torch.autograd.grad(function(x), x, dy)
+        return lambda x: torch.autograd.grad(function(x), (x, scale), dy)
+
+    def _compiled(self) -> Function:
+        """The definition, traced: what torch's compiler makes of the plain formula."""
+        spec, scale = self.spec, self.scale()
+        torch.compiler.reset()
+        compiled: Any = torch.compile(lambda x: fake_quantize(x, spec, scale=scale))
+        return self._timed(compiled, scale)
+
+    def _aten(self) -> Function:
+        """ATen's call of the same kind.
+
+        Raises:
+            CannotRunError: it has none.
+        """
+        fmt, scale, granularity = self.spec.format, self.scale(), self.spec.granularity
+        if not fmt.has_zero_point:
+            raise CannotRunError(f"has no {fmt}")
+        if scale is None:
+            raise CannotRunError("takes no scales from the input")
+        low, high = int(fmt.quant_min), int(fmt.quant_max)
+        if isinstance(granularity, PerTensor) and self.learned:
+            zero_point = torch.zeros(1)
+            given = scale.detach().reshape(1).requires_grad_()
+            learnable: Any = torch._fake_quantize_learnable_per_tensor_affine
+            return self._timed(lambda x: learnable(x, given, zero_point, low, high, 1.0), given)
+        if isinstance(granularity, PerTensor):
+            return self._timed(lambda x: torch.fake_quantize_per_tensor_affine(x, _SCALE, 0, low, high))
+        if isinstance(granularity, PerChannel) and len(granularity.axes) == 1 and not self.learned:
+            axis, of_channels = granularity.axes[0], scale.reshape(-1)
+            zero_point = torch.zeros(of_channels.shape, dtype=torch.int32)
+            return self._timed(
+                lambda x: torch.fake_quantize_per_channel_affine(x, of_channels, zero_point, axis, low, high)
+            )
+        raise CannotRunError(f"has no granularity {granularity}")
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _differing(actual: Tensor, expected: Tensor) -> int:
+    """Elements whose bits differ, NaN for NaN; all of them where the dtype does."""
+    if actual.dtype != expected.dtype:
+        return expected.numel()
+    bits = _BITS[actual.element_size()]
+    same = actual.contiguous().view(bits) == expected.contiguous().view(bits)
+    return int((~(same | (actual.isnan() & expected.isnan()))).sum())

@@ -1,0 +1,38 @@
+"""Where figures come from."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from fakequant.ops.dispatch import backends
+
+
+def machine() -> dict[str, str]:
+    """The machine, the versions, and the backend that serves a call on it.
+
+    >>> sorted(machine())
+    ['backend', 'load', 'processor', 'python', 'system', 'threads', 'torch']
+    """
+    return {
+        "processor": _processor(),
+        "threads": str(torch.get_num_threads()),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        # Above 1, other programs ran too, and the times are theirs as much as ours.
+        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
+        "backend": next(backend.name for backend in backends() if backend.unavailable() is None),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

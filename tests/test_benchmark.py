@@ -1,0 +1,240 @@
+"""The timing that ships with the package: what is compared first, what is timed beside what, and what a report says.
+
+How long anything takes is not tested: functions that sleep or count stand for the calls.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fakequant as fq
+from fakequant.benchmark import (
+    ATEN,
+    COPY,
+    DOUBLED,
+    MEASURED,
+    Case,
+    Effort,
+    Ratio,
+    measure,
+    pairs,
+    square,
+    suite,
+    time_pairs,
+    timing,
+)
+from fakequant.benchmark import case as cases
+from fakequant.cli.commands import app
+from fakequant.errors import ConfigError, OutputError
+
+NVFP4 = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor"
+FORMATS = [
+    ("int8", {}),
+    ("int8 multiplier", {}),
+    ("int8 per_channel(0)", {}),
+    ("int8 per_token", {"dynamic": True}),
+    ("float8_e4m3fn", {}),
+    (NVFP4, {"dynamic": True}),
+]
+QUICK = Effort(0.0, least=2)
+
+
+def case_of(spec, **options):
+    return Case("a case", fq.QuantSpec.parse(spec), square(1 << 12), **options)
+
+
+# Timing
+
+
+def test_ratios_are_of_pairs_and_seconds_are_medians():
+    found = Ratio.of([(1.0, 1.0), (4.0, 2.0), (9.0, 3.0), (400.0, 4.0), (5.0, 1.0)])
+    assert (found.p20, found.p50, found.p80) == (1.8, 3.0, 24.0)
+    assert (found.seconds, found.other_seconds, found.pairs) == (5.0, 2.0, 5)
+
+
+def test_turns_alternate_and_no_call_reads_what_the_one_before_read():
+    calls = []
+    inputs = [torch.zeros(1) for _ in range(3)]
+    place = {id(x): number for number, x in enumerate(inputs)}
+
+    def named(name):
+        def function(x):
+            calls.append((name, place[id(x)]))
+            time.sleep(3e-4)  # longer than a turn, so that there is one call in each
+
+        return function
+
+    found = time_pairs(named("ours"), named("theirs"), inputs, Effort(0.0, least=4))
+    assert len(found) == 4
+    assert [name for name, _ in calls[-8:]] == ["theirs", "ours", "ours", "theirs"] * 2
+    read = [number for _, number in calls]
+    assert read == [number % 3 for number in range(len(read))]
+
+
+def test_short_calls_are_repeated_within_a_turn_and_rounds_fill_the_time():
+    counts = {"ours": 0, "theirs": 0}
+
+    def named(name):
+        def function(x):
+            counts[name] += 1
+
+        return function
+
+    found = time_pairs(named("ours"), named("theirs"), [torch.zeros(1)], Effort(0.0, least=3, most=400))
+    assert len(found) == 3
+    assert counts["ours"] == counts["theirs"] > 3 * 20
+    found = time_pairs(lambda x: time.sleep(1e-3), lambda x: time.sleep(1e-3), [torch.zeros(1)], Effort(0.05, 2, 9))
+    assert 2 <= len(found) <= 9
+
+
+def test_a_call_that_takes_long_is_timed_once(monkeypatch):
+    monkeypatch.setattr(timing, "_LONG", 0.01)
+    calls = []
+    found = time_pairs(lambda x: calls.append("ours"), lambda x: time.sleep(0.02), [torch.zeros(1)])
+    assert len(found) == 1
+    assert found[0][1] >= 0.02
+    assert calls == ["ours", "ours"]
+
+
+# Cases
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("spec", "options"), FORMATS, ids=lambda value: str(value))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_the_package_computes_is_compared_and_a_wrong_bit_is_counted(spec, options, dtype, backward, monkeypatch):
+    case = case_of(spec, dtype=dtype, backward=backward, **options)
+    assert case.differing() == 0
+    right = cases.fake_quantize
+
+    def wrong(x, spec, **options):
+        y = right(x, spec, **options).clone()
+        y.view(-1)[17] += 1.0
+        return y
+
+    monkeypatch.setattr(cases, "fake_quantize", wrong)
+    # Once of the numbers that are timed, once of the hostile ones; there a NaN may be everywhere.
+    assert case.differing() in (1, 2)
+
+
+def test_a_wrong_gradient_of_x_or_of_the_scale_is_counted(monkeypatch):
+    case = case_of("int8", backward=True, learned=True)
+    assert case.differing() == 0
+    right = cases.fake_quantize
+    monkeypatch.setattr(cases, "fake_quantize", lambda x, spec, scale: right(x, spec, scale=scale.detach()) + 0 * scale)
+    assert case.differing() == 2
+    monkeypatch.setattr(cases, "fake_quantize", lambda x, spec, scale: right(x.detach(), spec, scale=scale) + 0 * x)
+    assert case.differing() > case.elements
+
+
+def test_hostile_numbers_are_compared():
+    given, hostile = case_of("int8")._compared()
+    assert (given != 0).all()
+    assert given.isfinite().all()
+    assert hostile[-1, -7:].tolist()[-3:-1] == [torch.inf, -torch.inf]
+    assert hostile.isnan().sum() == 1
+    ties = hostile.view(-1)[given.numel() // 2 : -7] / 0.02
+    assert ((ties - ties.floor() - 0.5).abs() < 1e-4).all()
+
+
+def test_inputs_exceed_the_caches_together_and_share_no_memory():
+    for elements in (1 << 12, 1 << 20):
+        inputs = replace(case_of("int8"), shape=square(elements)).inputs()
+        assert len({x.data_ptr() for x in inputs}) == len(inputs)
+        assert len(inputs) == 8 or sum(x.nbytes for x in inputs) >= 1 << 27
+
+
+# Pairs
+
+
+def test_every_other_is_timed_and_one_that_cannot_run_says_why():
+    found = list(measure(case_of("int8"), (COPY, ATEN, "nobody"), QUICK))
+    assert [result.outcome for result in found] == [MEASURED, MEASURED, "nobody has no call of this kind"]
+    assert [result.ratio is not None for result in found] == [True, True, False]
+    assert found[0].against == COPY
+    assert (found[0].spec, found[0].elements, found[0].dtype) == ("int8 per_tensor", 1 << 12, "float32")
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "reason"),
+    [
+        ("float8_e4m3fn", {}, "has no float8_e4m3fn"),
+        ("int8 per_token", {"dynamic": True}, "takes no scales from the input"),
+        ("int8 per_block(-1:32)", {}, "has no granularity per_block(-1:32)"),
+        ("int8 per_channel(0)", {"learned": True, "backward": True}, "has no granularity per_channel(0)"),
+    ],
+)
+def test_what_aten_has_not_is_said(spec, options, reason):
+    (found,) = measure(case_of(spec, **options), (ATEN,), QUICK)
+    assert (found.outcome, found.pairs) == (reason, ())
+
+
+@pytest.mark.parametrize("spec", ["int8 reciprocal", "int8 per_channel(0) reciprocal"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_aten_computes_the_same_as_the_case_that_it_is_timed_beside(spec, backward):
+    prepared = case_of(spec, backward=backward).prepare(ATEN)
+    ours, theirs = prepared.ours(prepared.inputs[0]), prepared.theirs(prepared.inputs[0])
+    for mine, other in zip(*((y,) if isinstance(y, torch.Tensor) else y for y in (ours, theirs)), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_learned_scale_gets_its_gradient_on_both_sides():
+    prepared = case_of("int8 reciprocal", backward=True, learned=True).prepare(ATEN)
+    ours, theirs = prepared.ours(prepared.inputs[0]), prepared.theirs(prepared.inputs[0])
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1].view(-1), theirs[1], rtol=1e-4, atol=1e-3)
+
+
+def test_a_case_that_differs_has_no_time_and_is_not_run(monkeypatch):
+    monkeypatch.setattr(Case, "differing", lambda case: 3)
+    monkeypatch.setattr(pairs, "time_pairs", lambda *_: pytest.fail("timed"))
+    (found,) = measure(case_of("int8"), (COPY,), QUICK)
+    assert found.outcome == "differs from the reference in 3 elements"
+    assert (found.differing, found.pairs, found.ratio) == (3, (), None)
+
+
+# The command
+
+
+def invoke(*arguments):
+    options = [text for name in arguments for text in name]
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "--elements", "64", "--seconds", "0", *options])
+
+
+def test_the_command_shows_machine_and_ratios_and_writes_them(tmp_path):
+    path = tmp_path / "bench.json"
+    result = invoke(("--json", str(path)), ("--elements", "4096"))
+    assert result.exit_code == 0
+    assert f"1 threads, torch {torch.__version__}, backend cpu" in " ".join(result.output.split())
+    for text in ("int8 per tensor", "float8_e4m3fn per tensor", "NVFP4", "4,096", "ATen has no float4_e2m1fn."):
+        assert text in result.output
+    found = json.loads(path.read_text())
+    assert found["machine"]["threads"] == "1"
+    assert len(found["results"]) == 3 * 2 * 2 * 2
+    assert {line["against"] for line in found["results"]} == {COPY, DOUBLED, ATEN}
+    first = found["results"][0]
+    assert set(first["ratio"]) == set(asdict(Ratio.of([(1.0, 1.0)])))
+    assert first["differing"] == 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_command_fails_where_a_bit_differs_and_gives_no_time(monkeypatch):
+    monkeypatch.setattr(Case, "differing", lambda case: 3 * (case.name == "NVFP4"))
+    result = invoke()
+    assert result.exit_code == 1
+    assert "NVFP4, forward, 64: differs from the reference in 3 elements." in result.output
+    row = next(line for line in result.output.splitlines() if "NVFP4" in line and "forward and" in line)
+    assert row.replace("│", " ").split() == ["NVFP4", "forward", "and", "backward", "64"]
+
+
+def test_what_cannot_be_timed_or_written_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="a size of 100 elements; give a power of two of at least 64"):
+        suite.run([100])
+    with pytest.raises(OutputError, match=r"cannot write .*bench\.json: No such file or directory; choose another"):
+        suite.Report({}, ()).write(tmp_path / "absent" / "bench.json")
