@@ -3,13 +3,15 @@
 Prints a table, writes it to benchmarks/results/bars.json and into README.md, and exits with 1 if a bar is missed. Rows
 of the demo are read from demo-output/results.json, which `make demo` writes; without that file they are left out. So is
 the row of the language model, from transformer-output/results.json, which `python examples/transformer.py` writes. That
-of other libraries is read from benchmarks/results/peers.json, which `python -m benchmarks.peers` writes.
+of other libraries is read from benchmarks/results/bench.jsonl, which `make bench` writes. Times are those of the cases
+in `benchmarks/limits.py`, by the runner of `make bench`.
 `--pages` measures nothing and only writes the table of docs/microscaling.md from that file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -23,16 +25,19 @@ from typing import Any
 import torch
 
 import fakequant as fq
+from fakequant.benchmark import Result
 
-from . import compat, compat_exactness, exactness, formats, ir, kernels, times
-from .peers import report as peers
-from .record import ROOT, machine, put_between, write_results
+from . import compat, compat_exactness, exactness, ir, pages
+from .limits import COPY_4M, LIMITS, ONE_ATEN, Limit
+from .processes import Plan, run
+from .record import LINES, ROOT, machine, put_between, read_lines, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
 DEMO = ROOT / "demo-output" / "results.json"
 README = ROOT / "README.md"
 STUDY = ROOT / "transformer-output" / "results.json"
 MICROSCALING = ROOT / "docs" / "microscaling.md"
+PROCESSES = 3
 BEGIN, END = "<!-- bars:begin -->", "<!-- bars:end -->"
 STUDY_BEGIN, STUDY_END = "<!-- study:begin -->", "<!-- study:end -->"
 
@@ -50,12 +55,6 @@ class Bar:
 def at_most(what: str, value: float, limit: float, form: str = "{:.2f}") -> Bar:
     """A bar on the largest value allowed."""
     return Bar(what, f"<= {limit:g}", form.format(value), value <= limit)
-
-
-def at_most_in_processes(what: str, found: times.Spread, limit: float, form: str = "{:.2f}") -> Bar:
-    """A bar on the median over processes, with the least and the largest beside it."""
-    median, low, high = (form.format(value) for value in found)
-    return Bar(what, f"<= {limit:g}", f"{median} ({low} to {high})", found.median <= limit)
 
 
 def nothing_differs(what: str, count: int) -> Bar:
@@ -115,43 +114,54 @@ def pytorch_quantization_bars() -> list[Bar]:
     return [*bars, Bar(what, "runs", "runs" if runs else "FAILS", runs)]
 
 
-def kernel_bars(ratios: dict[str, times.Spread]) -> list[Bar]:
-    """The time of the forward kernel over that of a copy and of ATen."""
-    what = f"int8 forward, {kernels.ELEMENTS:,} float32: time over"
-    least = f"that of `x.clone()` is {ratios[times.COPY_OVER_ATEN].median:.3f}"
-    return [
-        at_most_in_processes(f"{what} `x.clone()`", ratios[kernels.INT8_CASE.name], 1.5),
-        at_most_in_processes(f"{what} ATen ({least})", ratios[times.OVER_ATEN], 0.1, "{:.3f}"),
-    ]
+def limit_bars(results: Sequence[Result]) -> list[Bar]:
+    """A bar for every promise about times: of its cases the slowest beside its limit."""
+    return [_limit_bar(limit, [result for result in results if limit.holds_for(result)], results) for limit in LIMITS]
 
 
-def format_bars(ratios: dict[str, times.Spread]) -> list[Bar]:
-    """The slowest small float with given scales, and the slowest format of blocks that takes them from the input."""
-    what = f"forward, {kernels.ELEMENTS:,} float32: time over `x.clone()`"
-    return [
-        slowest(f"FP8, FP6, FP4 {what}", formats.GIVEN, ratios),
-        slowest(f"MXFP8, MXFP4, NVFP4, INT4 in groups, scales from the input, {what}", formats.DYNAMIC, ratios),
-    ]
+def _limit_bar(limit: Limit, own: Sequence[Result], results: Sequence[Result]) -> Bar:
+    what = limit.what
+    if limit is ONE_ATEN:
+        what += f" (that of `x.clone()` is {_copy_over_aten(results):.3f})"
+    if len(own) < len(limit.cases):
+        return Bar(what, f"<= {limit.most:g}", f"{len(limit.cases) - len(own)} not measured", False)
+    for result in own:
+        if result.ratio is None:
+            return Bar(what, f"<= {limit.most:g}", f"{result.case}: {result.outcome}", False)
+    worst, found = max(((result, result.ratio) for result in own), key=lambda pair: pair[1].p50)
+    if len(own) > 1:
+        what += f", slowest ({_apart(worst, own)})"
+    digits = max(2, 2 - math.floor(math.log10(limit.most)))
+    median, low, high = (f"{value:.{digits}f}" for value in (found.p50, found.p20, found.p80))
+    return Bar(what, f"<= {limit.most:g}", f"{median} ({low} to {high})", found.p50 <= limit.most)
 
 
-def slowest(what: str, cases: Sequence[kernels.Case], ratios: dict[str, times.Spread]) -> Bar:
-    """A bar on the case that comes nearest to its limit over a copy."""
-    limits = {case.name: case.limit for case in cases if case.limit is not None}
-    worst = max(limits, key=lambda name: ratios[name].median / limits[name])
-    return at_most_in_processes(f"{what}, slowest ({worst})", ratios[worst], limits[worst])
+def _apart(worst: Result, own: Sequence[Result]) -> str:
+    """A result by what sets it apart from the others."""
+    names = ("case", "direction", "elements", "dtype")
+    values = {name: getattr(worst, name) for name in names if len({getattr(one, name) for one in own}) > 1}
+    return ", ".join(f"{value:,}" if isinstance(value, int) else value for value in values.values())
 
 
-def peer_bars(path: Path = peers.RESULTS) -> list[Bar]:
-    """The nearest call of another library, from the file that `benchmarks.peers` writes; nothing without that file."""
+def _copy_over_aten(results: Sequence[Result]) -> float:
+    """The least that a call over ATen could take."""
+    found = next((r.ratio for r in results if r.case == COPY_4M.name), None)
+    return found.p50 if found else math.nan
+
+
+def peer_bars(path: Path = LINES) -> list[Bar]:
+    """The nearest call of another library, from the file that `make bench` writes; nothing without that file."""
     if not path.exists():
         return []
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["over_ours"]]
-    what = f"{len(rows)} calls of {', '.join(sorted({row['peer'] for row in rows})) or 'other libraries'}"
-    if not rows:
+    lines = pages.calls_of_peers(read_lines(path))
+    timed = [line for line in lines if line["p50"]]
+    what = f"{len(timed)} calls of {', '.join(sorted({pages.peer_of(line) for line in timed})) or 'other libraries'}"
+    if not timed:
         return [Bar(what, "> 1", "none is installed", False)]
-    nearest = min(rows, key=lambda row: row["over_ours"]["median"])
-    times = nearest["over_ours"]["median"]
-    what = f"{what}: time over ours, nearest ({nearest['peer']} {nearest['case']})"
+    nearest = max(timed, key=lambda line: line["p50"])
+    times = 1 / nearest["p50"]
+    which = f"{nearest['against']}, {nearest['case']}, {nearest['direction']}, {nearest['elements']:,}"
+    what += f", 4,096 and 4,194,304 float32: time over ours, nearest ({which})"
     return [Bar(what, "> 1", f"{times:.1f}", times > 1)]
 
 
@@ -305,8 +315,8 @@ def main() -> int:
         put_between(MICROSCALING, STUDY_BEGIN, STUDY_END, study_table())
     if "--pages" in sys.argv[1:]:
         return 0
-    machine()
-    ratios = times.over_processes()
+    machine()  # before anything is timed: the load is then that of other programs
+    results = run(Plan("promised", processes=PROCESSES))
     bars = demo_bars() + study_bars()
     if not DEMO.exists():
         print(f"{DEMO} is missing: run `make demo` for its rows")
@@ -314,7 +324,7 @@ def main() -> int:
         print(f"{STUDY} is missing: run `python examples/transformer.py` for its row")
     bars += exactness_bars()
     bars += pytorch_quantization_bars()
-    bars += kernel_bars(ratios) + format_bars(ratios)
+    bars += limit_bars(results)
     bars += graph_bars()
     bars += peer_bars()
     bars.append(at_most("bytes saved for the backward per element", saved_bytes_per_element(), 1 / 8, "{:.3f}"))

@@ -1,8 +1,4 @@
-"""compat.pytorch_quantization against the rules of the original, and the time of its entropy search over theirs.
-
-`python -m benchmarks.compat` prints the rows that `python -m benchmarks.bars` puts in the table, and exits with 1 if
-one of them is missed.
-"""
+"""compat.pytorch_quantization against the rules of the original, and the time of its entropy search over theirs."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fakequant.benchmark import seconds
 from fakequant.compat.pytorch_quantization import calib, tensor_quant
 
 from . import compat_rules as rules
@@ -99,14 +95,12 @@ def entropy(bins: int, searches: int = 5) -> Search:
     """The search in a histogram of a million normal numbers against one run of the loops."""
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
     calibrator = rules.collected([x], num_bins=bins)
-    start = time.perf_counter()
-    wanted = rules.entropy_by_loops(*rules.histogram_of(calibrator), 8, False)
-    loops, times, same = time.perf_counter() - start, [], True
-    for _ in range(searches):
-        start = time.perf_counter()
-        amax = calibrator.compute_amax("entropy")
-        times.append(time.perf_counter() - start)
-        same &= amax is not None and amax.item() == wanted
+    counts, edges = rules.histogram_of(calibrator)
+    wanted: list[float] = []
+    loops = seconds(lambda: wanted.append(rules.entropy_by_loops(counts, edges, 8, False)))
+    found: list[Tensor | None] = []
+    times = [seconds(lambda: found.append(calibrator.compute_amax("entropy"))) for _ in range(searches)]
+    same = all(amax is not None and amax.item() == wanted[0] for amax in found)
     return Search(loops / statistics.median(times), same)
 
 
@@ -116,16 +110,3 @@ def script_runs() -> bool:
         run = [sys.executable, "-m", "fakequant.compat", "run", str(SCRIPT), folder]
         found = subprocess.run(run, capture_output=True, text=True)
         return found.returncode == 0 and (Path(folder) / "model.onnx").exists()
-
-
-def main() -> int:
-    """Print the rows; 1 if one is missed."""
-    from .bars import as_table, pytorch_quantization_bars
-
-    bars = pytorch_quantization_bars()
-    print(as_table(bars))
-    return int(not all(bar.ok for bar in bars))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,12 +7,15 @@ others are spread over and beyond the range. The sign of a zero counts, but for 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import fakequant as fq
+from fakequant.ops import dispatch
 
 ELEMENTS = 10_000_000
 _CHUNK = 1_000_000
@@ -33,6 +36,13 @@ def differing(actual: Tensor, expected: Tensor) -> int:
 def unequal(actual: Tensor, expected: Tensor) -> int:
     """Elements whose values differ; for ATen's gradients, which multiply by the mask and so keep dy's sign in zeros."""
     return int((actual != expected).sum())
+
+
+@contextmanager
+def by_the_reference() -> Iterator[None]:
+    """A context in which the definition itself computes, whatever the backends are."""
+    with mock.patch.object(dispatch, "_backends", (dispatch.REFERENCE,)):
+        yield
 
 
 def chunks(

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant import ir
+from fakequant.benchmark import Effort, Function, ratio
 
 from .networks import NETWORKS, PRESETS, Cnn, quantized
 
@@ -119,25 +118,19 @@ def _more(found: Steps, distance: Tensor) -> Steps:
     return Steps(found.elements + steps.numel(), found.moved + moved, max(found.farthest, int(steps.max())))
 
 
-def step_ratios(rounds: int = 31) -> dict[str, float]:
-    """The time of a training step of the compiled INT8 CNN over that of the eager one, interleaved; the median."""
+def step_ratios(effort: Effort | None = None) -> dict[str, float]:
+    """The time of a training step of the compiled INT8 CNN over that of the eager one, in turns; the median."""
     torch.manual_seed(0)
     model, x = Cnn(_SIDE).eval(), torch.randn(_BATCH, 1, _SIDE, _SIDE)
     fq.prepare(model, fq.presets.INT8)
     fq.calibrate(model, [x], progress=False)
     graph = ir.capture(model, x)
-    functions: dict[str, Any] = {"eager": model, "exact": graph.compile(), "inductor": graph.compile(exact=False)}
-    for function in functions.values():
-        for _ in range(3):
-            step(function, model, x)
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            step(function, model, x)
-            times[name].append(time.perf_counter() - start)
-    middle = {name: statistics.median(values) for name, values in times.items()}
-    return {name: middle[name] / middle["eager"] for name in ("exact", "inductor")}
+    compiled: dict[str, Any] = {"exact": graph.compile(), "inductor": graph.compile(exact=False)}
+
+    def stepped(function: Callable[[Tensor], Tensor]) -> Function:
+        return lambda x: step(function, model, x)
+
+    return {name: ratio(stepped(found), stepped(model), [x], effort).p50 for name, found in compiled.items()}
 
 
 def main() -> None:

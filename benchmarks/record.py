@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fakequant as fq
+from fakequant import benchmark
 from fakequant.files import write_whole
 
 ROOT = Path(__file__).parent.parent
+LINES = ROOT / "benchmarks" / "results" / "bench.jsonl"
+Line = dict[str, Any]
+"""One result as the file of results has it, see `lines_of`."""
+_IDENTITY = ("case", "direction", "spec", "elements", "dtype", "against")
 
 
 @cache
@@ -24,30 +26,60 @@ def machine() -> dict[str, str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
     return {
-        "processor": _processor(),
-        "threads": str(torch.get_num_threads()),
-        "system": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **benchmark.machine(),
         "fakequant": fq.__version__,
-        # Above 1, other programs ran too, and the times are theirs as much as ours.
-        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
         "commit": commit.strip() + ("+changes" if changed.strip() else ""),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
     """Replace a file of results in one step: an interrupted run leaves the old one."""
     write_whole(path, (json.dumps(results, indent=2) + "\n").encode())
+
+
+def lines_of(results: Iterable[benchmark.Result]) -> list[Line]:
+    """Results as lines: where they come from, what was timed beside what, and percentiles of the ratio if it was."""
+    where = machine()
+    lines = []
+    for result in results:
+        found = result.ratio
+        lines.append(
+            {
+                "commit": where["commit"],
+                "machine": where["processor"],
+                "torch": where["torch"],
+                "threads": int(where["threads"]),
+                "load": where["load"],
+                **{name: getattr(result, name) for name in _IDENTITY},
+                "outcome": result.outcome,
+                "differing": result.differing,
+                "p20": found and found.p20,
+                "p50": found and found.p50,
+                "p80": found and found.p80,
+                "seconds": found and found.seconds,
+                "other_seconds": found and found.other_seconds,
+                "pairs": found.pairs if found else 0,
+                **(result.facts or {}),
+            }
+        )
+    return lines
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a file of results; none if there is no such file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_lines(path: Path, lines: Iterable[Line]) -> None:
+    """Write a file of results, one line of JSON each, in one step: an interrupted run leaves the old one."""
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def updated(old: Iterable[Line], new: Iterable[Line]) -> list[Line]:
+    """Old lines in their order, those that were measured anew replaced; then what is new."""
+    found = {tuple(line[name] for name in _IDENTITY): line for line in old}
+    found.update({tuple(line[name] for name in _IDENTITY): line for line in new})
+    return list(found.values())
 
 
 def put_between(page: Path, begin: str, end: str, content: str) -> None:

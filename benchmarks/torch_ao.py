@@ -1,13 +1,8 @@
-"""Time of torch.ao's quantizers by `compat.aten` over that by torch: `python -m benchmarks.torch_ao`.
-
-A row for a quantizer alone and one for the training of a model, compared bit for bit first. Exits with 1 if a result
-differs, or if a step is not faster than torch's.
-"""
+"""Models of torch.ao.quantization by `compat.aten` beside the same by torch: a quantizer alone, and a training step."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.ao import quantization as ao
 
+from fakequant.benchmark import CannotRunError, Prepared
 from fakequant.compat import aten
 
 from .exactness import differing
-from .kernels import ratio
 
-ROUNDS = 16
+TORCH_AO = "torch.ao"
 
 activation_quantizer = ao.FakeQuantize.with_args(observer=ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
 weight_quantizer = ao.FakeQuantize.with_args(
@@ -61,55 +56,53 @@ def gradient(quantizer: nn.Module) -> Callable[[Tensor], None]:
 
 
 @dataclass(frozen=True)
-class TorchAo:
+class Routed:
     """A model with quantizers of torch.ao, a step with it, and the shape of its input."""
 
     name: str
+    direction: str
     model: Callable[[], nn.Module]
     step: Callable[[nn.Module], Callable[[Tensor], None]]
     shape: tuple[int, ...]
+    dtype_name: str = "float32"
+    text: str = "uint8 and int8 per_channel(0)"
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def batches(self, count: int = 4) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(self.shape, generator=generator).requires_grad_() for _ in range(count)]
+
+    def differing(self) -> int:
+        batches = self.batches(2)
+        tensors = zip(*(trained(self, by_us=by_us, batches=batches) for by_us in (True, False)), strict=True)
+        return sum(differing(mine, theirs) for mine, theirs in tensors)
+
+    def prepare(self, against: str) -> Prepared:
+        if against != TORCH_AO:
+            raise CannotRunError(f"{against} has no such model")
+        torch.manual_seed(0)
+        model = self.model()
+        ours, theirs = aten.routed()(self.step(model)), self.step(copy.deepcopy(model))
+        return Prepared(ours, theirs, self.batches())
 
 
-TORCH_AO = (
-    TorchAo("torch.ao's FakeQuantize, forward and backward", activation_quantizer, gradient, (1 << 22,)),
-    TorchAo("training step of separable convolutions", separable_convolutions, training_step, (16, 3, 64, 64)),
+_BOTH, _STEP = "forward and backward", "training step"
+ROUTED = (
+    Routed("torch.ao's FakeQuantize", _BOTH, activation_quantizer, gradient, (1 << 22,)),
+    Routed("separable convolutions of torch.ao", _STEP, separable_convolutions, training_step, (16, 3, 64, 64)),
 )
 
 
-def trained(row: TorchAo, *, by_us: bool, batches: list[Tensor]) -> list[Tensor]:
+def trained(row: Routed, *, by_us: bool, batches: list[Tensor]) -> list[Tensor]:
     """All tensors of the model after some steps, and the gradients of its inputs."""
     torch.manual_seed(0)
     model = row.model()
     step = row.step(model)
-    leaves = [x.clone().requires_grad_() for x in batches]
+    leaves = [x.detach().clone().requires_grad_() for x in batches]
     with aten.routed() if by_us else nullcontext():
         for leaf in leaves:
             step(leaf)
     return [*model.state_dict().values(), *(leaf.grad + 0.0 for leaf in leaves if leaf.grad is not None)]
-
-
-def torch_ao() -> bool:
-    """Whether models of torch.ao train to the same bits by `compat.aten`, and faster; prints a row for each."""
-    good = True
-    for row in TORCH_AO:
-        batches = [torch.randn(row.shape).requires_grad_() for _ in range(4)]
-        tensors = zip(*(trained(row, by_us=by_us, batches=batches) for by_us in (True, False)), strict=True)
-        wrong = sum(differing(mine, theirs) for mine, theirs in tensors)
-        model = row.model()
-        found = ratio(aten.routed()(row.step(model)), row.step(copy.deepcopy(model)), batches, rounds=ROUNDS)
-        good &= not wrong and found.median < 1
-        print(
-            f"{row.name}: torch {found.other_seconds * 1e3:.1f} ms, ours {found.seconds * 1e3:.1f} ms, ratio "
-            f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f}), {wrong} differing elements"
-        )
-    return good
-
-
-def main() -> int:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    return int(not torch_ao())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

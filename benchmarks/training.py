@@ -1,101 +1,73 @@
-"""What fake quantization costs in training: `python -m benchmarks.training [gradient] [module] [step]`.
-
-* gradient: forward and backward of a tensor over those of `x * 2`, the cheapest differentiable operator.
-* module: forward and backward of a calibrated quantizer of 256 elements over those of torch's quantizers.
-* step: a training step of a model with INT8 weights and activations over that of the model in float.
-
-Times are taken in turns within one run; exits with 1 if a bar is missed. Bits are compared with the reference first.
-"""
+"""What fake quantization costs in training: a quantizer module beside torch's, a training step beside the float one."""
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.benchmark import ATEN, CannotRunError, Function, Prepared
 
-from .exactness import differing
-from .kernels import Case, Function, Ratio, ratio
+from .exactness import by_the_reference, differing
 
-SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)
-CACHES = 1 << 27  # bytes: buffers of large tensors are together as large, so that each call reads from memory
-# The C library's allocator either keeps freed memory or gives it back, by what happened before; then a call pays 1 us
-# for every page of 4 KiB that it writes first. Both sides of a ratio are to use memory that is there.
-KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
+FUSED = "torch.ao FusedMovingAvgObsFakeQuantize"
+FLOAT = "the float model"
+_STEPS_COMPARED = 2
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was measured, and the most that it may be."""
+class Module:
+    """Forward and backward of a calibrated quantizer module, of a tensor so small that Python is what takes time."""
 
-    name: str
-    measured: Ratio
-    bar: float
+    elements: int = 256
+    name: str = "quantizer module, int8 per tensor"
+    direction: str = "forward and backward"
+    dtype_name: str = "float32"
+    text: str = "int8 per_tensor"
 
+    def quantizer(self) -> fq.nn.Quantizer:
+        quantizer = fq.nn.Quantizer(self.text)
+        quantizer.set_range(fq.Range(torch.tensor([-2.0]), torch.tensor([2.0])))
+        return quantizer
 
-def gradient() -> Iterator[Row]:
-    """Forward and backward over those of `x * 2`."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for granularity in (fq.PerTensor(), fq.PerChannel(0)):
-            for elements in SIZES:
-                spec = fq.QuantSpec("int8", granularity)
-                case = Case("", spec, dtype, (256, elements // 256), backward=True)
-                _refuse_wrong(case)
-                buffers = 8 if elements < 1 << 20 else max(4, CACHES // (elements * dtype.itemsize))
-                inputs = case.inputs(buffers)
-                found = ratio(case.run(), _doubled(case), inputs, rounds=max(24, min(400, (1 << 28) // elements)))
-                yield Row(f"int8 {granularity}, {elements:,} {str(dtype).removeprefix('torch.')}", found, 1.1)
+    def input(self) -> Tensor:
+        return torch.randn(self.elements, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
+    def differing(self) -> int:
+        dy, x, quantizer = torch.ones(self.elements), self.input(), self.quantizer()
+        y = quantizer(x)
+        with by_the_reference():
+            expected = quantizer(x)
+        (dx,), (right,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy)
+        return differing(y, expected) + differing(dx, right)
 
-def _refuse_wrong(case: Case) -> None:
-    leaf = case.inputs(1)[0]
-    (dx,) = torch.autograd.grad(fq.fake_quantize(leaf, case.spec, scale=case.scale()), leaf, torch.ones_like(leaf))
-    scale = case.scale()
-    assert scale is not None
-    code = torch.round(leaf.detach().float() / scale)
-    passes = (code >= case.spec.format.quant_min) & (code <= case.spec.format.quant_max)
-    wrong = case.differing() + differing(dx, passes.to(case.dtype))
-    assert not wrong, f"{wrong} elements differ from the reference; the time means nothing"
+    def prepare(self, against: str) -> Prepared:
+        others: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+            FUSED: self._fused,
+            ATEN: lambda: lambda x: torch.fake_quantize_per_tensor_affine(x, 0.02, 0, -128, 127),
+        }
+        if against not in others:
+            raise CannotRunError(f"{against} has no such module")
+        dy = torch.ones(self.elements)
 
+        def with_gradient(function: Callable[[Tensor], Tensor]) -> Function:
+            return lambda x: torch.autograd.grad(function(x), x, dy)
 
-def _doubled(case: Case) -> Function:
-    dy = torch.ones(case.shape, dtype=case.dtype)
-    return lambda x: torch.autograd.grad(x * 2, x, dy)
+        return Prepared(with_gradient(self.quantizer()), with_gradient(others[against]()), [self.input()])
 
-
-def module(elements: int = 256, calls: int = 200) -> Iterator[Row]:
-    """A calibrated quantizer over torch's module that observes and quantizes, and over ATen's operator alone."""
-    quantizer = fq.nn.Quantizer("int8")
-    quantizer.set_range(fq.Range(torch.tensor([-2.0]), torch.tensor([2.0])))
-    fused = torch.ao.quantization.FusedMovingAvgObsFakeQuantize(
-        observer=torch.ao.quantization.MovingAverageMinMaxObserver,
-        quant_min=-128,
-        quant_max=127,
-        dtype=torch.qint8,
-        qscheme=torch.per_tensor_symmetric,
-    )
-    dy = torch.ones(elements)
-
-    def repeated(function: Callable[[Tensor], Tensor]) -> Function:
-        def run(x: Tensor) -> None:
-            for _ in range(calls):
-                torch.autograd.grad(function(x), x, dy)
-
-        return run
-
-    inputs = [torch.randn(elements).requires_grad_()]
-    others: tuple[tuple[str, Callable[[Tensor], Tensor], float], ...] = (
-        ("torch.ao's FusedMovingAvgObsFakeQuantize", fused, 1.0),
-        ("ATen's operator", lambda x: torch.fake_quantize_per_tensor_affine(x, 0.02, 0, -128, 127), 1.6),
-    )
-    for name, other, bar in others:
-        yield Row(f"quantizer over {name}", ratio(repeated(quantizer), repeated(other), inputs), bar)
+    def _fused(self) -> nn.Module:
+        return torch.ao.quantization.FusedMovingAvgObsFakeQuantize(
+            observer=torch.ao.quantization.MovingAverageMinMaxObserver,
+            quant_min=-128,
+            quant_max=127,
+            dtype=torch.qint8,
+            qscheme=torch.per_tensor_symmetric,
+        )
 
 
 class Block(nn.Module):
@@ -119,53 +91,80 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
-def step() -> Iterator[Row]:
-    """A step of gradient descent with INT8 weights and activations over that in float."""
-    models: tuple[tuple[str, Callable[[], nn.Module], tuple[int, ...]], ...] = (
-        ("6 convolutions, 32 images", convolutions, (32, 3, 32, 32)),
-        ("transformer's block, 512 tokens", Block, (512, 384)),
-    )
-    for name, make, shape in models:
+@dataclass(frozen=True)
+class Step:
+    """A step of gradient descent with INT8 weights and activations.
+
+    Args:
+        name: of the model.
+        make: the float model.
+        shape: of a batch.
+        compiled: whether both models run under torch.compile.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    compiled: bool = False
+    dtype_name: str = "float32"
+    text: str = "INT8"
+
+    @property
+    def direction(self) -> str:
+        return "compiled training step" if self.compiled else "training step"
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def batches(self, count: int = 4) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(self.shape, generator=generator) for _ in range(count)]
+
+    def models(self) -> tuple[nn.Module, nn.Module]:
+        """Quantized and calibrated, and in float."""
         torch.manual_seed(0)
-        model = make()
-        batches = [torch.randn(shape) for _ in range(4)]
+        model = self.make()
         quantized = fq.prepare(copy.deepcopy(model), fq.presets.INT8)
-        fq.calibrate(quantized, batches)
-        found = ratio(_stepped(quantized), _stepped(model), batches, rounds=100)
-        yield Row(f"training step: {name}", found, 1.08)
+        fq.calibrate(quantized, self.batches(), progress=False)
+        return quantized, model
+
+    def differing(self) -> int:
+        """Elements of the parameters after some eager steps that differ from those after steps by the reference."""
+        ours, _ = self.models()
+        rights = copy.deepcopy(ours)
+        step, right = descent(ours), descent(rights)
+        for batch in self.batches(_STEPS_COMPARED):
+            step(batch)
+            with by_the_reference():
+                right(batch)
+        pairs = zip(ours.parameters(), rights.parameters(), strict=True)
+        return sum(differing(mine.detach(), other.detach()) for mine, other in pairs)
+
+    def prepare(self, against: str) -> Prepared:
+        if against != FLOAT:
+            raise CannotRunError(f"{against} has no such step")
+        torch.compiler.reset()
+        quantized, plain = (descent(model, compiled=self.compiled) for model in self.models())
+        batches = self.batches()
+        for step in (quantized, plain):
+            step(batches[0])  # where it compiles, which is not what is timed
+        return Prepared(quantized, plain, batches)
 
 
-def _stepped(model: nn.Module) -> Function:
+def descent(model: nn.Module, *, compiled: bool = False) -> Function:
+    """One step of gradient descent on a batch."""
     optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-4)
+    forward: Any = torch.compile(model) if compiled else model
 
     def run(x: Tensor) -> None:
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        forward(x).square().mean().backward()
         optimizer.step()
 
     return run
 
 
-GROUPS: dict[str, Callable[[], Iterator[Row]]] = {"gradient": gradient, "module": module, "step": step}
-
-
-def main() -> int:
-    """Measure the groups that are named, or all; 1 if a bar is missed."""
-    if any(os.environ.get(name) is None for name in KEPT_MEMORY):
-        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], {**os.environ, **KEPT_MEMORY})
-    torch.manual_seed(0)
-    missed = 0
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"{'case':66} {'ms':>8} {'ratio':>6} {'quartiles':>13} {'bar':>5}")
-    for group in sys.argv[1:] or GROUPS:
-        for row in GROUPS[group]():
-            found = row.measured
-            too_slow = found.median > row.bar
-            missed += too_slow
-            figures = f"{1e3 * found.seconds:8.3f} {found.median:6.2f} {f'{found.low:.2f} - {found.high:.2f}':>13}"
-            print(f"{row.name:66} {figures} {row.bar:5g}{' MISSED' if too_slow else ''}", flush=True)
-    return int(missed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+MODULE = Module()
+CNN = Step("CNN of 6 convolutions, 32 images", convolutions, (32, 3, 32, 32))
+BLOCK = Step("transformer's block, 512 tokens", Block, (512, 384))

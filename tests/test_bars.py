@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import fakequant as fq
-from benchmarks import bars, compat, compat_exactness, exactness, formats, kernels, times
+from benchmarks import bars, compat, compat_exactness, exactness, kinds
 from benchmarks import compat_rules as rules
+from benchmarks.limits import FUSED, LIMITS, Limit
+from benchmarks.record import write_lines
+from fakequant.benchmark import COPY, MEASURED, Result
 from fakequant.ops import library
 
 COMPARISONS = [
@@ -75,27 +77,6 @@ def test_saved_bytes():
     assert bars.saved_bytes_per_element(1 << 12) == 1 / 8
 
 
-def test_a_case_that_differs_is_counted_and_one_that_does_not_is_not():
-    case = kernels.Case("small", kernels.INT8_CASE.spec, shape=(64, 32))
-    assert case.differing() == 0
-    found = kernels.ratio(case.run(), case.copy(), case.inputs(4), rounds=8)
-    assert found.low <= found.median <= found.high
-    assert found.seconds > 0
-
-
-@pytest.mark.parametrize("case", formats.DYNAMIC, ids=lambda c: c.name)
-def test_a_format_that_takes_its_scales_from_the_input_is_compared_with_the_reference(case, monkeypatch):
-    small = replace(case, shape=(16, 256))
-    assert small.differing() == 0
-    right = kernels.fq.fake_quantize
-
-    def wrong(x, spec, **options):
-        return right(x, spec, scale=torch.full(spec.granularity.group_shape(x.shape), 0.02))
-
-    monkeypatch.setattr(kernels.fq, "fake_quantize", wrong)
-    assert small.differing() > 1000
-
-
 def test_the_sign_of_a_zero_and_every_dtype_are_compared():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         zeros = torch.zeros(3, dtype=dtype)
@@ -103,47 +84,91 @@ def test_the_sign_of_a_zero_and_every_dtype_are_compared():
         assert exactness.differing(torch.tensor([0.0, -0.0, 1.0], dtype=dtype), zeros) == 2
 
 
-def _times(monkeypatch, medians):
-    found = iter(medians)
-    monkeypatch.setattr(kernels, "ratio", lambda *_, **__: kernels.Ratio(next(found), 0.5, 9.0, 0.1, 0.2))
+def results_of(limit, *medians):
+    """A result of every case of a limit, its pairs around a median; None: differs from the reference."""
+    found = []
+    for case, median in zip(limit.cases, medians, strict=True):
+        pairs = () if median is None else tuple((median * share, 1.0) for share in (0.5, 1.0, 3.0))
+        what = (case.name, case.direction, case.text, case.elements, case.dtype_name, limit.against)
+        found.append(Result(*what, *(("differs", 3) if median is None else (MEASURED, 0)), pairs))
+    return found
 
 
-CASES = [
-    replace(kernels.INT8_CASE, name="near", shape=(8, 32), limit=2.0),
-    replace(kernels.INT8_CASE, name="far", shape=(8, 32), limit=9.0),
-]
+NEAR, FAR = kinds.INT8_TENSOR.case(64), kinds.INT8_CHANNEL.case(4096)
+ONE, TWO = Limit("one", (NEAR,), COPY, 2.0), Limit("two", (NEAR, FAR), COPY, 2.0)
 
 
-def test_the_slowest_is_the_one_nearest_to_its_limit():
-    found = {"near": times.Spread(1.9, 1.0, 5.0), "far": times.Spread(3.0, 2.0, 4.0)}
-    assert bars.slowest("what", CASES, found) == bars.Bar("what, slowest (near)", "<= 2", "1.90 (1.00 to 5.00)", True)
-    found["far"] = times.Spread(9.5, 2.0, 11.0)
-    assert bars.slowest("what", CASES, found) == bars.Bar("what, slowest (far)", "<= 9", "9.50 (2.00 to 11.00)", False)
+@pytest.mark.parametrize(("median", "ok"), [(2.0, True), (2.01, False)])
+def test_a_limit_is_a_bar_with_its_percentiles(median, ok, monkeypatch):
+    monkeypatch.setattr(bars, "LIMITS", (ONE,))
+    (bar,) = bars.limit_bars(results_of(ONE, median))
+    assert bar == bars.Bar("one", "<= 2", f"{median:.2f} ({0.7 * median:.2f} to {2.2 * median:.2f})", ok)
 
 
-def test_the_middle_of_the_processes_counts():
-    found = iter([0.5, 2.0, 0.25, 9.0, 1.0])
-    assert times.over_processes(lambda: {"one": next(found)}) == {"one": times.Spread(1.0, 0.25, 9.0)}
+def test_the_slowest_case_is_named_by_what_sets_it_apart(monkeypatch):
+    monkeypatch.setattr(bars, "LIMITS", (TWO,))
+    (bar,) = bars.limit_bars(results_of(TWO, 1.0, 2.5))
+    assert (bar.what, bar.ok) == ("two, slowest (int8 per channel, 4,096)", False)
+    (bar,) = bars.limit_bars(results_of(TWO, 1.5, 0.5))
+    assert (bar.what, bar.ok) == ("two, slowest (int8 per tensor, 64)", True)
 
 
-def test_no_time_is_given_to_a_case_that_differs(monkeypatch):
-    monkeypatch.setattr(kernels.Case, "differing", lambda case: 3)
-    with pytest.raises(AssertionError, match="int8 per tensor differs from the reference"):
-        times.measured()
+def test_what_differs_or_was_not_measured_misses_its_limit(monkeypatch):
+    monkeypatch.setattr(bars, "LIMITS", (TWO,))
+    (bar,) = bars.limit_bars(results_of(TWO, 0.5, None))
+    assert (bar.measured, bar.ok) == ("int8 per channel: differs", False)
+    (bar,) = bars.limit_bars(results_of(TWO, 0.5, 0.5)[:1])
+    assert (bar.measured, bar.ok) == ("1 not measured", False)
 
 
-def test_the_report_of_times_fails_on_a_missed_limit_and_on_differing_bits(monkeypatch, capsys):
-    without = [replace(case, spec=fq.QuantSpec("float8_e4m3fn")) for case in CASES]
-    _times(monkeypatch, [1.9, 8.9])
-    assert kernels.report(without) == 0
-    assert "MISSED" not in capsys.readouterr().out
-    _times(monkeypatch, [2.1, 8.9])
-    assert kernels.report(without) == 1
-    assert capsys.readouterr().out.count("MISSED: > 2") == 1
-    _times(monkeypatch, [1.0])
-    monkeypatch.setattr(kernels.Case, "differing", lambda case: 3 * (case.name == "far"))
-    assert kernels.report(without) == 1
-    assert "far                                differs from the reference in 3 elements" in capsys.readouterr().out
+def test_small_limits_have_more_digits(monkeypatch):
+    small = Limit("small", (NEAR,), COPY, 0.01)
+    monkeypatch.setattr(bars, "LIMITS", (small,))
+    (bar,) = bars.limit_bars(results_of(small, 0.0017))
+    assert bar.measured.startswith("0.0017 (")
+
+
+def test_the_row_over_aten_says_what_a_copy_takes():
+    (copied,) = results_of(replace(bars.ONE_ATEN, cases=(bars.COPY_4M,)), 0.08)
+    found = bars.limit_bars([*results_of(bars.ONE_ATEN, 0.1), copied])
+    (bar,) = [bar for bar in found if "over ATen (that of" in bar.what]
+    assert bar.what == "int8 forward, 4,194,304 float32: time over ATen (that of `x.clone()` is 0.080)"
+    assert (bar.measured, bar.ok) == ("0.100 (0.070 to 0.220)", True)
+
+
+def test_every_limit_has_cases_of_its_own_key():
+    for limit in LIMITS:
+        assert (
+            len({(c.name, c.direction, c.elements, c.dtype_name, c.text) for c in limit.cases}) == len(limit.cases) > 0
+        )
+        assert limit.most > 0
+    assert [limit.most for limit in LIMITS if limit.against == FUSED] == [1]
+
+
+def line_of(against, median, elements=4096, **more):
+    outcome = MEASURED if median else "not installed"
+    common = {"case": "int8", "direction": "forward", "spec": "int8", "dtype": "float32", "elements": elements}
+    return common | {"against": against, "outcome": outcome, "p50": median} | more
+
+
+def test_the_bar_of_other_libraries_is_the_nearest(tmp_path):
+    path = tmp_path / "bench.jsonl"
+    assert bars.peer_bars(path) == []
+    lines = [
+        line_of("ModelOpt TensorQuantizer", 0.25),
+        line_of("torchao MXTensor", 0.8),
+        line_of("torchao MXTensor, compiled", 1.5),
+        line_of("Brevitas Int8", None),
+        line_of("ATen", 2.0),
+    ]
+    write_lines(path, lines)
+    (bar,) = bars.peer_bars(path)
+    assert bar.what.startswith("2 calls of ModelOpt, torchao, 4,096 and 4,194,304 float32: time over ours, nearest (to")
+    assert (bar.bar, bar.measured, bar.ok) == ("> 1", "1.2", True)
+    write_lines(path, [*lines, line_of("ModelOpt TensorQuantizer", 1.0, 64)])
+    assert not bars.peer_bars(path)[0].ok
+    write_lines(path, lines[3:])
+    assert not bars.peer_bars(path)[0].ok
 
 
 def test_missed_bars_are_seen():

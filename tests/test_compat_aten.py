@@ -312,7 +312,7 @@ class Learned(torch.nn.Module):
         return self.linear(features.relu().flatten(1))
 
 
-@pytest.mark.parametrize("row", torch_ao.TORCH_AO, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", torch_ao.ROUTED, ids=lambda row: row.name)
 def test_models_of_torch_ao_train_to_the_same_bits(row, monkeypatch):
     row = dataclasses.replace(row, shape=(2, *row.shape[1:3], 8)[: len(row.shape)])
     batches = [torch.randn(row.shape) for _ in range(3)]

@@ -1,19 +1,22 @@
 """Brevitas: its quantizers of activations (scales collected beforehand) and of weights (taken anew at every call).
 
-Two are subclasses of its own, made as its documentation says: 4-bit weights in groups, and MX with E2M1 elements.
+Two are subclasses of its own, made as its documentation says: weights in groups, and MX with E2M1 elements.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import kinds
+
 from . import call
 from .call import Call, Peer, Theirs
 
-PEER = Peer("Brevitas", "brevitas")
+PEER = Peer("Brevitas", "brevitas", ((kinds.INT8_CHANNEL, call.TAKES_SCALES), (kinds.NVFP4, call.NO_FORMAT)))
 
 
 def _activation(quantizer: type, x: Tensor, **options: Any) -> Any:
@@ -52,17 +55,20 @@ def _fp8(x: Tensor) -> Theirs:
     return Theirs(layer, given=layer.act_quant.scale())
 
 
-def _int4(x: Tensor) -> Theirs:
-    from brevitas.inject.enum import ScalingPerOutputType
-    from brevitas.quant import Int8WeightPerTensorFloat
-    from brevitas.quant.mx_quant_ocp import GroupwiseWeightProxyMixin
+def _groups(bits: int) -> Callable[[Tensor], Theirs]:
+    def build(x: Tensor) -> Theirs:
+        from brevitas.inject.enum import ScalingPerOutputType
+        from brevitas.quant import Int8WeightPerTensorFloat
+        from brevitas.quant.mx_quant_ocp import GroupwiseWeightProxyMixin
 
-    class Int4WeightPerGroupFloat(GroupwiseWeightProxyMixin, Int8WeightPerTensorFloat):
-        bit_width = 4
-        group_size = 32
-        scaling_per_output_type = ScalingPerOutputType.GROUP
+        class IntWeightPerGroupFloat(GroupwiseWeightProxyMixin, Int8WeightPerTensorFloat):
+            bit_width = bits
+            group_size = 32
+            scaling_per_output_type = ScalingPerOutputType.GROUP
 
-    return _weight(Int4WeightPerGroupFloat, x)
+        return _weight(IntWeightPerGroupFloat, x)
+
+    return build
 
 
 def _mxfp4(x: Tensor) -> Theirs:
@@ -89,22 +95,24 @@ def _mxint8(x: Tensor) -> Theirs:
     return Theirs(_activation(MXInt8Act, x, group_dim=-1), scale=torch.exp2(exponent - 7.0))
 
 
-_MXINT8 = call.mx("int8", "floor")
+_GROUP = "IntWeightPerGroupFloat"
+_MXINT8 = kinds.mx("int8", "floor")
 _TWICE_AS_FINE = "its scale is 2^(floor(log2 amax) - 7), half of the standard's: the largest of a block saturate"
 
 CALLS = (
-    Call(call.INT8_GIVEN, PEER, "Int8ActPerTensorFloat", "int8", _int8, call.SIGNED),
+    Call(kinds.INT8_TENSOR, PEER, "Int8ActPerTensorFloat", "int8", _int8, call.SIGNED),
     Call(
-        call.INT8_CHANNELS,
+        kinds.INT8_CHANNEL_TAKEN,
         PEER,
         "Int8WeightPerChannelFloat",
         "int8_narrow per_channel(0)",
         _int8_per_channel,
         call.SIGNED,
     ),
-    Call(call.FP8_GIVEN, PEER, "Fp8e4m3OCPActPerTensorFloat", "float8_e4m3fn", _fp8),
-    Call(call.INT4, PEER, "Int4WeightPerGroupFloat", "int4_narrow per_block(-1:32)", _int4, call.SIGNED),
-    Call(call.MXFP4, PEER, "MXFloat4e2m1Act", call.mx("float4_e2m1fn", "floor"), _mxfp4),
-    Call(call.MXFP8, PEER, "MXFloat8e4m3Act", call.mx("float8_e4m3fn", "floor"), _mxfp8),
-    Call(call.MXINT8, PEER, "MXInt8Act", _MXINT8, _mxint8, _TWICE_AS_FINE),
+    Call(kinds.FP8_TENSOR, PEER, "Fp8e4m3OCPActPerTensorFloat", "float8_e4m3fn", _fp8),
+    Call(kinds.INT8_GROUPS, PEER, _GROUP, "int8_narrow per_block(-1:32)", _groups(8), call.SIGNED),
+    Call(kinds.INT4_GROUPS, PEER, _GROUP, "int4_narrow per_block(-1:32)", _groups(4), call.SIGNED),
+    Call(kinds.MXFP4, PEER, "MXFloat4e2m1Act", kinds.mx("float4_e2m1fn", "floor"), _mxfp4),
+    Call(kinds.MXFP8, PEER, "MXFloat8e4m3Act", kinds.mx("float8_e4m3fn", "floor"), _mxfp8),
+    Call(kinds.MXINT8, PEER, "MXInt8Act", _MXINT8, _mxint8, _TWICE_AS_FINE),
 )

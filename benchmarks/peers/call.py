@@ -7,13 +7,26 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from benchmarks.kinds import Kind
+
 
 @dataclass(frozen=True)
 class Peer:
-    """A library to compare with: its name in text and the one that it is installed by."""
+    """A library to compare with.
+
+    Args:
+        name: in text.
+        distribution: what it is installed by.
+        lacks: kinds that none of its calls is of, each with the reason.
+    """
 
     name: str
     distribution: str
+    lacks: tuple[tuple[Kind, str], ...] = ()
+
+    def why_not(self, kind: str) -> str:
+        """Why there is no call of a kind."""
+        return next((reason for lacked, reason in self.lacks if lacked.name == kind), "no call listed")
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Call:
     """One way of one peer to fake-quantize.
 
     Args:
-        case: the format, its granularity, and whether scales are given.
+        kind: the kind of case that it is, of `benchmarks.kinds`.
         peer: whose.
         way: what is called, in the peer's words.
         spec: ours, of the same arithmetic.
@@ -45,7 +58,7 @@ class Call:
         why: why bits differ, where they do.
     """
 
-    case: str
+    kind: Kind
     peer: Peer
     way: str
     spec: str
@@ -53,19 +66,10 @@ class Call:
     why: str = ""
 
 
-INT8_GIVEN, INT8_CHANNELS_GIVEN = "int8 per tensor, given scale", "int8 per channel, given scales"
-INT8_CHANNELS, INT4 = "int8 per channel", "int4 in groups of 32"
-FP8_GIVEN, FP8 = "FP8 E4M3 per tensor, given scale", "FP8 E4M3 per tensor"
-MXFP4, MXFP8, MXINT8, NVFP4 = "MXFP4", "MXFP8", "MXINT8", "NVFP4"
-
-SPEC_NVFP4 = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor"
+TAKES_SCALES = "takes its scales from the input"
+NO_FORMAT = "has no such format"
 UNSIGNED = "it gives 0.0 for small negative numbers, ours -0.0"
 SIGNED = "it gives -0.0 for small negative numbers, ours 0.0"
-
-
-def mx(format: str, rounding: str) -> str:
-    """The specification of an MX format."""
-    return f"{format} per_block(-1:32) scale=float8_e8m0fnu:{rounding}"
 
 
 def block_amax(x: Tensor, block_size: int = 32) -> Tensor:

@@ -1,27 +1,28 @@
-"""One call of a peer measured: its time over ours, ours over a copy, and in how many elements the two differ."""
+"""One call of a peer as a case to time: beside it runs ours in the peer's arithmetic, and the bits are compared."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import fakequant as fq
-from benchmarks import exactness, kernels
+from benchmarks import exactness
+from fakequant.benchmark import CannotRunError, Case, Function, Prepared, square
 
-from .call import Call
+from .call import Call, Theirs
 
-# A peer's call takes up to 600 ms.
-_ROUNDS = 10
-MEASURED, NOT_INSTALLED = "measured", "not installed"
+NOT_INSTALLED = "not installed"
+COMPILED = "compiled"
+Quantize = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Elements in which two results differ: in any bit, and in value (0.0 and -0.0 have one value)."""
 
     bits: int
@@ -34,30 +35,97 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was found of one call. None: not measured; `outcome` says why."""
+class PeerCase:
+    """A call of a peer, of one size.
 
-    case: str
-    peer: str
-    way: str
-    spec: str
-    version: str | None
-    outcome: str
-    over_copy: kernels.Ratio | None = None
-    """Ours over `x.clone()`."""
-    over_ours: kernels.Ratio | None = None
-    """The peer's over ours."""
-    compiled_over_ours: float | str | None = None
-    """The same under torch.compile, or why that fails."""
-    difference: Difference | None = None
-    difference_with_its_scales: Difference | None = None
-    """Where the peer's rule for scales is not ours: the same with ours given the peer's scales."""
-    why: str = ""
+    Args:
+        call: which.
+        elements: of the tensors.
+        backward: whether the gradient is computed too.
+        dtype_name: of them.
+    """
 
+    call: Call
+    elements: int
+    backward: bool = False
+    dtype_name: str = "float32"
 
-def inputs() -> list[Tensor]:
-    """The tensors that the calls are timed on."""
-    return kernels.Case("", fq.QuantSpec("int8"), shape=kernels.ROWS).inputs()
+    @property
+    def name(self) -> str:
+        return self.call.kind.name
+
+    @property
+    def text(self) -> str:
+        return self.call.spec
+
+    @property
+    def case(self) -> Case:
+        """Ours."""
+        spec, kind = fq.QuantSpec.parse(self.call.spec), self.call.kind
+        return Case(kind.name, spec, square(self.elements), backward=self.backward, dynamic=kind.dynamic)
+
+    @property
+    def direction(self) -> str:
+        return self.case.direction
+
+    @property
+    def against(self) -> str:
+        """What the peer's call is called in results."""
+        return f"{self.call.peer.name} {self.call.way}"
+
+    @property
+    def compiled(self) -> str:
+        """The same under torch.compile."""
+        return f"{self.against}, {COMPILED}"
+
+    def differing(self) -> int:
+        return self.case.differing()
+
+    def prepare(self, against: str) -> Prepared:
+        assert against in (self.against, self.compiled)
+        try:
+            installed = version(self.call.peer.distribution)
+        except PackageNotFoundError:
+            raise CannotRunError(NOT_INSTALLED) from None
+        inputs = self.case.inputs()
+        x = with_ties(inputs[0].detach())
+        try:
+            theirs = self._built(x)
+            y = self._result(theirs.run, x.requires_grad_(self.backward))
+        except Exception as error:  # Whatever a peer raises is what its users see: a result, which the line says.
+            raise CannotRunError(f"raises {first_line(error)}") from error
+        if self.backward and not y.requires_grad:
+            raise CannotRunError("has no gradient")
+        x, y = x.detach(), y.detach()
+        facts = {"version": installed, **_facts("", Difference.between(y, self._ours(theirs.given)(x)))}
+        if theirs.scale is not None:
+            facts |= _facts("_with_its_scales", Difference.between(y, self._ours(theirs.scale)(x)))
+        facts["why"] = self.call.why if facts["bits"] else ""
+        run = theirs.run if against == self.against else _compiled(theirs.run, inputs[0])
+        return Prepared(self._timed(self._ours(theirs.given)), self._timed(run), inputs, facts)
+
+    def _built(self, x: Tensor) -> Theirs:
+        with torch.set_grad_enabled(self.backward):
+            return self.call.build(x)
+
+    def _result(self, run: Quantize, x: Tensor) -> Tensor:
+        if not self.backward:
+            with torch.no_grad():
+                return run(x)
+        y = run(x)
+        if y.requires_grad:
+            torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        return y
+
+    def _ours(self, scale: Tensor | None) -> Quantize:
+        spec, scale = fq.QuantSpec.parse(self.call.spec), None if scale is None else scale.detach()
+        return lambda x: fq.fake_quantize(x, spec, scale=scale)
+
+    def _timed(self, run: Quantize) -> Function:
+        if not self.backward:
+            return torch.no_grad()(run)
+        dy = torch.ones(self.case.shape)
+        return lambda x: torch.autograd.grad(run(x), x, dy)
 
 
 def with_ties(x: Tensor) -> Tensor:
@@ -66,56 +134,23 @@ def with_ties(x: Tensor) -> Tensor:
     return torch.cat([x[:half].bfloat16().float(), x[half:]])
 
 
-@torch.no_grad()
-def measure(call: Call, buffers: Sequence[Tensor]) -> Row:
-    """Compare a call's bits with ours, then time both in turns."""
-    names = (call.case, call.peer.name, call.way, call.spec)
-    try:
-        installed = version(call.peer.distribution)
-    except PackageNotFoundError:
-        return Row(*names, None, NOT_INSTALLED)
-    x = with_ties(buffers[0])
-    try:
-        theirs = call.build(x)
-        y = theirs.run(x)
-    except Exception as error:  # Whatever a peer raises is what its users see: a result, which the row says.
-        return Row(*names, installed, f"raises {first_line(error)}")
-    spec = fq.QuantSpec.parse(call.spec)
-
-    def ours(x: Tensor) -> Tensor:
-        return fq.fake_quantize(x, spec, scale=theirs.given)
-
-    difference = Difference.between(y, ours(x))
-    with_its_scales = None
-    if theirs.scale is not None:
-        with_its_scales = Difference.between(y, fq.fake_quantize(x, spec, scale=theirs.scale))
-    return Row(
-        *names,
-        installed,
-        MEASURED,
-        over_copy=kernels.ratio(ours, torch.clone, buffers),
-        over_ours=kernels.ratio(theirs.run, ours, buffers, _ROUNDS),
-        compiled_over_ours=_compiled(theirs.run, ours, buffers),
-        difference=difference,
-        difference_with_its_scales=with_its_scales,
-        why=call.why if difference.bits else "",
-    )
+def _facts(which: str, difference: Difference) -> dict[str, str | int]:
+    return {f"{name}{which}": count for name, count in difference._asdict().items()}
 
 
-def _compiled(
-    theirs: Callable[[Tensor], Tensor], ours: Callable[[Tensor], Tensor], buffers: Sequence[Tensor]
-) -> float | str:
+def _compiled(run: Quantize, x: Tensor) -> Quantize:
     torch.compiler.reset()
-    compiled = torch.compile(theirs)
-    # The compiler writes the whole graph that it fails on to the log; the row has the error.
+    compiled = torch.compile(run)
+    # The compiler writes the whole graph that it fails on to the log; the line has the error.
     logging.disable(logging.CRITICAL)
     try:
-        compiled(buffers[0])
+        with torch.no_grad():
+            compiled(x)  # compiles, which is not what is timed
     except Exception as error:  # As above.
-        return first_line(error)
+        raise CannotRunError(f"fails: {first_line(error)}") from error
     finally:
         logging.disable(logging.NOTSET)
-    return kernels.ratio(compiled, ours, buffers, _ROUNDS).median
+    return compiled
 
 
 def first_line(error: BaseException) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import kinds
+
 from . import call
 from .call import Call, Peer, Theirs
 
@@ -40,8 +42,8 @@ def _fp8(x: Tensor) -> Theirs:
     return Theirs(_quantizer(amax, num_bits=(4, 3)), given=1.0 / (448.0 / amax))
 
 
-def _int4(x: Tensor) -> Theirs:
-    return Theirs(_quantizer(num_bits=4, block_sizes={-1: 32}))
+def _groups(bits: int) -> Callable[[Tensor], Theirs]:
+    return lambda x: Theirs(_quantizer(num_bits=bits, block_sizes={-1: 32}))
 
 
 def _dynamic_blocks(
@@ -82,20 +84,21 @@ def _stored_nvfp4(x: Tensor) -> Theirs:
 
 
 _E8M0, _E4M3 = (8, 0), (4, 3)
-_MXFP4, _MXFP8 = call.mx("float4_e2m1fn", "ceil"), call.mx("float8_e4m3fn", "ceil")
-_MXINT8 = call.mx("int8_narrow", "ceil")
+_MXFP4, _MXFP8 = kinds.mx("float4_e2m1fn", "ceil"), kinds.mx("float8_e4m3fn", "ceil")
+_MXINT8 = kinds.mx("int8_narrow", "ceil")
 _FAKE = "TensorQuantizer"
 
 CALLS = (
-    Call(call.INT8_GIVEN, PEER, _FAKE, "int8 multiplier", _int8),
-    Call(call.INT8_CHANNELS_GIVEN, PEER, _FAKE, "int8 per_channel(0) multiplier", _int8_per_channel),
-    Call(call.FP8_GIVEN, PEER, _FAKE, "float8_e4m3fn reciprocal", _fp8),
-    Call(call.INT4, PEER, _FAKE, "int4 per_block(-1:32) multiplier", _int4),
-    Call(call.MXFP4, PEER, _FAKE, _MXFP4, _dynamic_blocks((2, 1), 32, _E8M0)),
-    Call(call.MXFP4, PEER, "MXFP4QTensor", _MXFP4, _stored_mxfp4, "it rounds ties down, unlike its GPU kernel"),
-    Call(call.MXFP8, PEER, _FAKE, _MXFP8, _dynamic_blocks((4, 3), 32, _E8M0)),
-    Call(call.MXFP8, PEER, "MXFP8QTensor", _MXFP8, _stored_mxfp8),
-    Call(call.MXINT8, PEER, _FAKE, _MXINT8, _dynamic_blocks(8, 32, _E8M0)),
-    Call(call.NVFP4, PEER, _FAKE, call.SPEC_NVFP4, _dynamic_blocks((2, 1), 16, _E4M3)),
-    Call(call.NVFP4, PEER, "NVFP4QTensor", call.SPEC_NVFP4, _stored_nvfp4, call.UNSIGNED),
+    Call(kinds.INT8_TENSOR, PEER, _FAKE, "int8 multiplier", _int8),
+    Call(kinds.INT8_CHANNEL, PEER, _FAKE, "int8 per_channel(0) multiplier", _int8_per_channel),
+    Call(kinds.FP8_TENSOR, PEER, _FAKE, "float8_e4m3fn reciprocal", _fp8),
+    Call(kinds.INT8_GROUPS, PEER, _FAKE, "int8 per_block(-1:32) multiplier", _groups(8)),
+    Call(kinds.INT4_GROUPS, PEER, _FAKE, "int4 per_block(-1:32) multiplier", _groups(4)),
+    Call(kinds.MXFP4, PEER, _FAKE, _MXFP4, _dynamic_blocks((2, 1), 32, _E8M0)),
+    Call(kinds.MXFP4, PEER, "MXFP4QTensor", _MXFP4, _stored_mxfp4, "it rounds ties down, unlike its GPU kernel"),
+    Call(kinds.MXFP8, PEER, _FAKE, _MXFP8, _dynamic_blocks((4, 3), 32, _E8M0)),
+    Call(kinds.MXFP8, PEER, "MXFP8QTensor", _MXFP8, _stored_mxfp8),
+    Call(kinds.MXINT8, PEER, _FAKE, _MXINT8, _dynamic_blocks(8, 32, _E8M0)),
+    Call(kinds.NVFP4, PEER, _FAKE, kinds.NVFP4.spec, _dynamic_blocks((2, 1), 16, _E4M3)),
+    Call(kinds.NVFP4, PEER, "NVFP4QTensor", kinds.NVFP4.spec, _stored_nvfp4, call.UNSIGNED),
 )

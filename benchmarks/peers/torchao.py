@@ -7,10 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks import kinds
+
 from . import call
 from .call import Call, Peer, Theirs
 
-PEER = Peer("torchao", "torchao")
+PEER = Peer(
+    "torchao",
+    "torchao",
+    ((kinds.INT8_CHANNEL, call.TAKES_SCALES), (kinds.FP8_TENSOR, call.TAKES_SCALES), (kinds.MXINT8, call.NO_FORMAT)),
+)
 
 
 def _int8(x: Tensor) -> Theirs:
@@ -31,11 +37,14 @@ def _int8_per_channel(x: Tensor) -> Theirs:
     return Theirs(quantizer, scale=x.abs().amax(1, keepdim=True) / 127.5)
 
 
-def _int4(x: Tensor) -> Theirs:
-    from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
+def _groups(dtype: torch.dtype, half_the_codes: float) -> Callable[[Tensor], Theirs]:
+    def build(x: Tensor) -> Theirs:
+        from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
 
-    quantizer = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int4, group_size=32, is_symmetric=True))
-    return Theirs(quantizer, scale=call.block_amax(x) / 7.5)
+        quantizer = IntxFakeQuantizer(IntxFakeQuantizeConfig(dtype, group_size=32, is_symmetric=True))
+        return Theirs(quantizer, scale=call.block_amax(x) / half_the_codes)
+
+    return build
 
 
 def _fp8(x: Tensor) -> Theirs:
@@ -73,24 +82,39 @@ def _stored_nvfp4(x: Tensor) -> Theirs:
     return Theirs(run)
 
 
-_MXFP4, _MXFP8 = call.mx("float4_e2m1fn", "floor"), call.mx("float8_e4m3fn", "floor")
+_MXFP4, _MXFP8 = kinds.mx("float4_e2m1fn", "floor"), kinds.mx("float8_e4m3fn", "floor")
 _HALF_A_CODE = "its scale is 2 amax / (highest - lowest code)"
 _SHARED_FIRST = "it multiplies by (1 / tensor scale) / block scale, ours divides by their product"
 
 CALLS = (
-    Call(call.INT8_GIVEN, PEER, "pt2e.FakeQuantize", "int8 reciprocal", _int8),
+    Call(kinds.INT8_TENSOR, PEER, "pt2e.FakeQuantize", "int8 reciprocal", _int8),
     Call(
-        call.INT8_CHANNELS,
+        kinds.INT8_CHANNEL_TAKEN,
         PEER,
         "IntxFakeQuantizer",
         "int8 per_channel(0) reciprocal",
         _int8_per_channel,
         _HALF_A_CODE,
     ),
-    Call(call.FP8, PEER, "Float8FakeQuantizer", "float8_e4m3fn", _fp8),
-    Call(call.INT4, PEER, "IntxFakeQuantizer", "int4 per_block(-1:32) reciprocal", _int4, _HALF_A_CODE),
-    Call(call.MXFP4, PEER, "MXTensor", _MXFP4, _mx("float4_e2m1fn_x2")),
-    Call(call.MXFP8, PEER, "MXTensor", _MXFP8, _mx("float8_e4m3fn")),
-    Call(call.NVFP4, PEER, "NVFP4FakeQuantizedLinear", call.SPEC_NVFP4, _nvfp4_layer),
-    Call(call.NVFP4, PEER, "NVFP4Tensor", call.SPEC_NVFP4, _stored_nvfp4, _SHARED_FIRST),
+    Call(kinds.FP8_TENSOR_TAKEN, PEER, "Float8FakeQuantizer", "float8_e4m3fn", _fp8),
+    Call(
+        kinds.INT8_GROUPS,
+        PEER,
+        "IntxFakeQuantizer",
+        "int8 per_block(-1:32) reciprocal",
+        _groups(torch.int8, 127.5),
+        _HALF_A_CODE,
+    ),
+    Call(
+        kinds.INT4_GROUPS,
+        PEER,
+        "IntxFakeQuantizer",
+        "int4 per_block(-1:32) reciprocal",
+        _groups(torch.int4, 7.5),
+        _HALF_A_CODE,
+    ),
+    Call(kinds.MXFP4, PEER, "MXTensor", _MXFP4, _mx("float4_e2m1fn_x2")),
+    Call(kinds.MXFP8, PEER, "MXTensor", _MXFP8, _mx("float8_e4m3fn")),
+    Call(kinds.NVFP4, PEER, "NVFP4FakeQuantizedLinear", kinds.NVFP4.spec, _nvfp4_layer),
+    Call(kinds.NVFP4, PEER, "NVFP4Tensor", kinds.NVFP4.spec, _stored_nvfp4, _SHARED_FIRST),
 )

@@ -1,0 +1,118 @@
+"""All cases that are timed, and what each is timed beside. To time another: add a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, Timed
+
+from . import kinds
+from .calibration import LOOPS, Search
+from .limits import COPY_4M, LIMITS, K, M
+from .peers import CALLS
+from .peers.measure import PeerCase
+
+SIZES = (64, 4 * K, 64 * K, M, 4 * M, 16 * M, 64 * M)
+# Shown from the smallest to the largest size, in float32, forward and with the gradient.
+GROWTH = (kinds.INT8_TENSOR, kinds.FP8_TENSOR, kinds.MXFP4, kinds.NVFP4)
+OTHERS = (kinds.INT8_CHANNEL, kinds.INT8_TOKEN, kinds.INT8_GROUPS, kinds.INT4_GROUPS)
+FEW_SIZES = (4 * K, M, 4 * M)
+COMPARED = 4 * M
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case and what it is timed beside.
+
+    Args:
+        case: ours.
+        often: timed beside it in every process.
+        once: timed beside it in the first process only: far slower than ours, or compiled for a long time.
+    """
+
+    case: Timed
+    often: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
+
+    def of_process(self, number: int) -> tuple[str, ...]:
+        """What is timed in a process."""
+        return self.often + self.once if number == 0 else self.often
+
+
+def merged(entries: Iterable[Entry]) -> list[Entry]:
+    """Entries of the same case as one, nothing twice."""
+    found: dict[Timed, Entry] = {}
+    for entry in entries:
+        before = found.get(entry.case, Entry(entry.case))
+        often = dict.fromkeys(before.often + entry.often)
+        once = dict.fromkeys(name for name in before.once + entry.once if name not in often)
+        found[entry.case] = Entry(entry.case, tuple(often), tuple(once))
+    return list(found.values())
+
+
+def _of_tensors() -> Iterable[Entry]:
+    for kind in GROWTH:
+        for elements in SIZES:
+            yield Entry(kind.case(elements), (COPY,))
+            yield Entry(kind.case(elements, backward=True), (DOUBLED,))
+    for kind in OTHERS:
+        for elements in FEW_SIZES:
+            yield Entry(kind.case(elements), (COPY,))
+            yield Entry(kind.case(elements, backward=True), (DOUBLED,))
+    for elements in FEW_SIZES:
+        yield Entry(kinds.LSQ.case(elements, backward=True), (DOUBLED,), (ATEN,))
+    for kind in kinds.INTEGER_GRANULARITIES:
+        yield Entry(kind.case(COMPARED), (COPY,))
+    for dtype in (torch.bfloat16, torch.float16):
+        for kind in (*GROWTH, *OTHERS):
+            yield Entry(kind.case(COMPARED, dtype), (COPY,))
+        yield Entry(kinds.INT8_TENSOR.case(COMPARED, dtype, backward=True), (DOUBLED,))
+    yield Entry(kinds.INT8_TENSOR.case(COMPARED, torch.float64), (COPY,))
+
+
+def _beside_torch() -> Iterable[Entry]:
+    for elements in SIZES:
+        yield Entry(kinds.INT8_TENSOR.case(elements), once=(ATEN,))
+    for elements in FEW_SIZES:
+        yield Entry(kinds.INT8_CHANNEL.case(elements), once=(ATEN,))
+        yield Entry(kinds.INT8_TENSOR.case(elements, backward=True), once=(ATEN,))
+        yield Entry(kinds.INT8_CHANNEL.case(elements, backward=True), once=(ATEN,))
+    yield Entry(kinds.INT8_TENSOR.case(COMPARED, torch.bfloat16), once=(ATEN,))
+    for kind in (*GROWTH, *OTHERS):
+        yield Entry(kind.case(COMPARED), once=(ATEN, COMPILED))
+        yield Entry(kind.case(COMPARED, backward=True), once=(ATEN,))
+    yield Entry(kinds.INT8_TENSOR.case(64 * K), once=(COMPILED,))
+    for kind in (kinds.INT8_TENSOR, kinds.NVFP4):
+        yield Entry(kind.case(COMPARED, backward=True), once=(COMPILED,))
+
+
+def _beside_peers() -> Iterable[Entry]:
+    for call in CALLS:
+        for backward in (False, True):
+            for elements in (4 * K, COMPARED):
+                case = PeerCase(call, elements, backward)
+                yield Entry(case, once=(case.against,))
+        case = PeerCase(call, COMPARED)
+        yield Entry(case, once=(case.compiled,))
+
+
+def promised() -> list[Entry]:
+    """What limits are promised of, and a copy beside ATen."""
+    entries = (
+        Entry(case, once=(limit.against,)) if limit.slow else Entry(case, (limit.against,))
+        for limit in LIMITS
+        for case in limit.cases
+    )
+    return merged([*entries, Entry(COPY_4M, (ATEN,))])
+
+
+def everything() -> list[Entry]:
+    """All cases."""
+    percentile = Entry(Search("percentile"), (LOOPS,))
+    return merged([*_of_tensors(), *_beside_torch(), *promised(), percentile, *_beside_peers()])
+
+
+LISTS = {"everything": everything, "promised": promised}

@@ -1,0 +1,173 @@
+"""What is promised: cases, what they are timed beside, and the most that the ratio of the times may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fakequant.benchmark import ATEN, COPY, DOUBLED, Case, Function, Prepared, Result, Timed, square
+
+from . import kinds
+from .calibration import BINS, FORWARD, LOOPS, METHODS, Search, WholeModel, fewer
+from .peers import PEERS
+from .torch_ao import ROUTED, TORCH_AO
+from .training import BLOCK, CNN, FLOAT, FUSED, MODULE, Step
+
+K, M = 1 << 10, 1 << 20
+PIECES = "pieces of 1M"
+LARGE = (M, 4 * M, 16 * M)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that a ratio may be.
+
+    Args:
+        what: the promise in words.
+        cases: each of them keeps it.
+        against: what they are timed beside.
+        most: the largest ratio of their time to that of the other.
+        slow: whether it takes so long to make them ready that one process is enough.
+    """
+
+    what: str
+    cases: tuple[Timed, ...]
+    against: str
+    most: float
+    slow: bool = False
+
+    def holds_for(self, result: Result) -> bool:
+        """Whether this is the result of one of the cases."""
+        return result.against == self.against and any(
+            (case.name, case.direction, case.elements, case.dtype_name, case.text)
+            == (result.case, result.direction, result.elements, result.dtype, result.spec)
+            for case in self.cases
+        )
+
+
+class PlainCopy(Case):
+    """A copy in place of our call: how near to nothing a ratio could come."""
+
+    def run(self) -> Function:
+        return torch.clone
+
+    def differing(self) -> int:
+        return 0
+
+
+class AtOnce(Case):
+    """A large tensor, beside the same in pieces whose results are kept too: whether cost grows with size alone."""
+
+    def prepare(self, against: str) -> Prepared:
+        if against != PIECES:
+            return super().prepare(against)
+        ours, rows = self.run(), M // self.shape[-1]
+        return Prepared(ours, lambda x: [ours(piece) for piece in x.split(rows)], self.inputs())
+
+
+def _int8(sizes: Iterable[int], *, backward: bool = False) -> tuple[Timed, ...]:
+    return tuple(
+        kind.case(elements, dtype, backward=backward)
+        for kind in (kinds.INT8_TENSOR, kinds.INT8_CHANNEL)
+        for elements in sizes
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+
+
+_4M_FLOAT32 = f"{4 * M:,} float32"
+_COMPILED = tuple(Step(step.name, step.make, step.shape, compiled=True) for step in (CNN, BLOCK))
+INT8_4M = kinds.INT8_TENSOR.case(4 * M)
+COPY_4M = PlainCopy("a plain copy", INT8_4M.spec, INT8_4M.shape)
+_LARGEST = AtOnce("int8 per tensor, at once", INT8_4M.spec, square(64 * M), torch.float16)
+ONE_COPY = Limit(f"int8 forward, {_4M_FLOAT32}: time over `x.clone()`", (INT8_4M,), COPY, 1.5)
+ONE_ATEN = Limit(f"int8 forward, {_4M_FLOAT32}: time over ATen", (INT8_4M,), ATEN, 0.1)
+LIMITS: tuple[Limit, ...] = (
+    ONE_COPY,
+    ONE_ATEN,
+    Limit(
+        f"FP8, FP6, FP4 forward, {_4M_FLOAT32}: time over `x.clone()`",
+        tuple(kind.case(4 * M) for kind in kinds.SMALL_FLOATS),
+        COPY,
+        1.5,
+    ),
+    Limit(
+        f"MXFP8, MXFP4, NVFP4, INT4 in groups, scales from the input, forward, {_4M_FLOAT32}: time over `x.clone()`",
+        tuple(kind.case(4 * M) for kind in kinds.FROM_THE_INPUT),
+        COPY,
+        2.0,
+    ),
+    Limit(
+        "int8 per tensor and channel, forward, float32 and bfloat16, 1M, 4M, 16M elements: time over `x.clone()`",
+        _int8(LARGE),
+        COPY,
+        1.15,
+    ),
+    Limit(
+        "int8 per tensor and channel, forward, float32 and bfloat16, 64K elements: time over `x.clone()`",
+        _int8([64 * K]),
+        COPY,
+        2.0,
+    ),
+    Limit(
+        "int8 per tensor and channel, forward and backward, float32 and bfloat16, 64K, 1M, 4M, 16M elements: "
+        "time over `x * 2`",
+        _int8([64 * K, *LARGE], backward=True),
+        DOUBLED,
+        1.1,
+    ),
+    Limit(
+        "int8 per tensor and channel, forward, float32, 64K and 1M elements: time over ATen",
+        tuple(kind.case(n) for kind in (kinds.INT8_TENSOR, kinds.INT8_CHANNEL) for n in (64 * K, M)),
+        ATEN,
+        0.1,
+    ),
+    Limit(
+        "int8 per tensor and channel, forward, and forward and backward, float32, 4K, 1M, 4M elements: time over ATen",
+        tuple(
+            kind.case(n, backward=backward)
+            for kind in (kinds.INT8_TENSOR, kinds.INT8_CHANNEL)
+            for n in (4 * K, M, 4 * M)
+            for backward in (False, True)
+        ),
+        ATEN,
+        1.0,
+    ),
+    Limit("int8 forward, 64M float16: time over that in pieces of 1M elements", (_LARGEST,), PIECES, 1.1),
+    Limit("quantizer module, 256 elements, forward and backward: time over torch.ao's fused one", (MODULE,), FUSED, 1),
+    Limit("quantizer module, 256 elements, forward and backward: time over ATen's operator", (MODULE,), ATEN, 1.6),
+    Limit("training step, INT8 weights and activations: time over the float step", (CNN, BLOCK), FLOAT, 1.08),
+    Limit("the same under torch.compile: time over the compiled float step", _COMPILED, FLOAT, 1.05, slow=True),
+    Limit("models of torch.ao by `compat.aten`, training: time over torch", ROUTED, TORCH_AO, 1.0),
+    Limit(
+        f"entropy and mse search in a histogram of {BINS} bins: time over pytorch-quantization's",
+        (Search("entropy"), Search("mse")),
+        LOOPS,
+        1 / 100,
+    ),
+    Limit(
+        f"percentile, entropy and mse search in {4 * BINS} bins: time over that in {BINS}",
+        tuple(Search(method, 4 * BINS) for method in METHODS),
+        fewer(BINS),
+        4.0,
+    ),
+    Limit(
+        "calibration of the demo's network by max, percentile, entropy, mse: time over plain forward passes",
+        tuple(WholeModel(method) for method in ("max", *METHODS)),
+        FORWARD,
+        1.3,
+    ),
+)
+
+
+def limit_of(result: Result) -> float | None:
+    """The smallest ratio that is promised of a result; None if there is no promise. To no peer it is above 1."""
+    peers = [1.0] if result.against.split(" ")[0] in {peer.name for peer in PEERS} else []
+    return min((*peers, *(limit.most for limit in LIMITS if limit.holds_for(result))), default=None)
+
+
+def missed(result: Result) -> str:
+    """What a result misses, in words; empty if nothing."""
+    most, found = limit_of(result), result.ratio
+    return f"MISSED: > {most:g}" if most is not None and found is not None and found.p50 > most else ""

@@ -1,0 +1,209 @@
+"""The tables of README.md and docs/peers.md, and the plot, from lines of results."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED
+from fakequant.files import write_whole
+
+from . import kinds
+from .cases import COMPARED, GROWTH, OTHERS, SIZES
+from .peers import PEERS
+from .peers import measure as peers
+from .record import ROOT, Line, put_between
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+README, PEERS_PAGE = ROOT / "README.md", ROOT / "docs" / "peers.md"
+PLOT = ROOT / "docs" / "cost-by-size.svg"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+PEERS_BEGIN, PEERS_END = "<!-- peers:begin -->", "<!-- peers:end -->"
+_CHEAPEST = {"forward": COPY, "forward and backward": DOUBLED}
+_ROWS = tuple((kind.name, direction) for direction in _CHEAPEST for kind in (*GROWTH, *OTHERS, kinds.LSQ))
+
+
+def write(lines: Sequence[Line], readme: Path = README, page: Path = PEERS_PAGE, plot: Path = PLOT) -> None:
+    """Write all of them.
+
+    Raises:
+        ValueError: a page lacks its markers.
+    """
+    content = [over_a_copy(lines), beside_others(lines), source(lines)]
+    put_between(readme, BEGIN, END, "\n\n".join(content))
+    put_between(page, PEERS_BEGIN, PEERS_END, f"{peers_table(lines)}\n\n{source(lines)}")
+    write_whole(plot, picture(lines))
+
+
+def found(lines: Sequence[Line], **wanted: object) -> list[Line]:
+    """The lines with given values."""
+    return [line for line in lines if all(line[name] == value for name, value in wanted.items())]
+
+
+def size(elements: int) -> str:
+    """A number of elements as text, in units of 1024.
+
+    >>> size(4096), size(64)
+    ('4K', '64')
+    """
+    if elements >= 1 << 20:
+        return f"{elements >> 20}M"
+    return f"{elements >> 10}K" if elements >= 1 << 10 else str(elements)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; a bar in a cell is a slash."""
+    cells = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in cells)
+
+
+def over_a_copy(lines: Sequence[Line]) -> str:
+    """Our time over that of the cheapest call, by size and dtype."""
+    columns = [(elements, "float32") for elements in SIZES] + [(COMPARED, "bfloat16"), (COMPARED, "float16")]
+    header = [f"{size(n)} {dtype}" if dtype != "float32" else size(n) for n, dtype in columns]
+    rows = []
+    for case, direction in _ROWS:
+        wanted = {"case": case, "direction": direction, "against": _CHEAPEST[direction]}
+        cells = [_time(found(lines, elements=n, dtype=dtype, **wanted)) for n, dtype in columns]
+        if any(cells):
+            rows.append([case, direction, *cells])
+    return table(["time over a copy", "", *header], rows)
+
+
+def _time(lines: Sequence[Line]) -> str:
+    return "" if not lines else _ratio(lines[0]["p50"]) if lines[0]["p50"] else lines[0]["outcome"]
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.0f}"
+
+
+def beside_others(lines: Sequence[Line]) -> str:
+    """The time of others over ours, float32 of the size that all are compared at."""
+    rows = []
+    for case, direction in _ROWS:
+        own = found(lines, case=case, direction=direction, elements=COMPARED, dtype="float32")
+        cells = [_other(found(own, against=name)) for name in (ATEN, COMPILED)]
+        if not own:
+            continue
+        for peer in PEERS:
+            of_peer = [line for line in calls_of_peers(own) if peer_of(line) == peer.name]
+            cells.append(_other(of_peer) or peer.why_not(case))
+        rows.append([case, direction, *cells])
+    header = [f"time over ours, {size(COMPARED)} float32", "", ATEN, COMPILED, *(peer.name for peer in PEERS)]
+    return table(header, rows)
+
+
+def calls_of_peers(lines: Sequence[Line]) -> list[Line]:
+    """The calls of other libraries as these come, without those under torch.compile."""
+    names = {peer.name for peer in PEERS}
+    return [line for line in lines if peer_of(line) in names and not line["against"].endswith(f", {peers.COMPILED}")]
+
+
+def peer_of(line: Line) -> str:
+    """The library that is compared with."""
+    return line["against"].split(" ")[0]
+
+
+def _other(lines: Sequence[Line]) -> str:
+    """The nearest of the calls of one library, or the reason why the last cannot run."""
+    timed = [line for line in lines if line["p50"]]
+    if timed:
+        return _ratio(1 / max(line["p50"] for line in timed))
+    return lines[-1]["outcome"] if lines else ""
+
+
+def source(lines: Sequence[Line]) -> str:
+    """Where figures come from."""
+    versions = {peer_of(line): line["version"] for line in lines if line.get("version")}
+    named = "".join(f", {peer} {version}" for peer, version in versions.items())
+    places = dict.fromkeys((line["machine"], line["threads"], line["torch"], line["commit"]) for line in lines)
+    where = "; ".join(f"{m}, {t} threads, torch {torch}{named}, at {commit}" for m, t, torch, commit in places)
+    return f"Written by `make bench` from {len(lines)} lines of `benchmarks/results/bench.jsonl`: {where}."
+
+
+def peers_table(lines: Sequence[Line]) -> str:
+    """Every call of every peer: its time over ours, compiled too, and in how many elements its results differ."""
+    forward = found(calls_of_peers(lines), direction="forward", elements=COMPARED)
+    order = list(dict.fromkeys(line["case"] for line in forward))
+    rows = []
+    for line in sorted(forward, key=lambda line: order.index(line["case"])):
+        same = [one for one in lines if all(one[name] == line[name] for name in ("case", "spec"))]
+        of_call = found(same, against=line["against"])
+        compiled = found(same, against=f"{line['against']}, {peers.COMPILED}")
+        both = {"direction": "forward and backward"}
+        cells = [
+            _other(found(of_call, direction="forward", elements=SIZES[1])),
+            _other([line]),
+            _other(found(of_call, elements=SIZES[1], **both)),
+            _other(found(of_call, elements=COMPARED, **both)),
+            _other(compiled),
+        ]
+        # A call that cannot run at all says so once.
+        cells = ["" if line["outcome"] == cell and place != 1 else cell for place, cell in enumerate(cells)]
+        peer, way = line["against"].split(" ", 1)
+        rows.append([line["case"], f"{peer} `{way}`", *cells, _difference(line)])
+    small, large = size(SIZES[1]), size(COMPARED)
+    times = [f"forward, {small}", large, f"with backward, {small}", large, f"compiled, {large}"]
+    return table(["case", "library", *times, "elements that differ"], rows)
+
+
+def _difference(line: Line) -> str:
+    if line["outcome"] != MEASURED:
+        return ""
+    words = _count(line["bits"], line["values"])
+    if "bits_with_its_scales" in line:
+        words += f" (given its scales: {_count(line['bits_with_its_scales'], line['values_with_its_scales'])})"
+    return f"{words}: {line['why']}" if line["why"] else words
+
+
+def _count(bits: int, values: int) -> str:
+    return f"{bits:,} signs of zeros" if bits and not values else f"{bits:,}"
+
+
+def picture(lines: Sequence[Line]) -> bytes:
+    """Cost by size as SVG: seconds of a call, and its time over that of a copy."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "fakequant", "font.size": 9}):
+        figure = Figure(figsize=(10, 7), layout="constrained")
+        axes = figure.subplots(2, 2, sharex=True)
+        for column, (direction, cheapest) in enumerate(_CHEAPEST.items()):
+            _draw(axes[0][column], axes[1][column], found(lines, direction=direction, dtype="float32"), cheapest)
+            axes[0][column].set_title(f"{direction}, float32")
+        file = io.BytesIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _draw(times: Axes, ratios: Axes, lines: Sequence[Line], cheapest: str) -> None:
+    def draw(axes: Axes, case: str, against: str, value: str, **style: Any) -> list[Line]:
+        timed = [line for line in found(lines, case=case, against=against) if line["p50"]]
+        drawn = sorted(timed, key=lambda line: line["elements"])
+        if drawn:
+            axes.plot([line["elements"] for line in drawn], [line[value] for line in drawn], **style)
+        return drawn
+
+    for axes in (times, ratios):
+        axes.set(xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+    for number, kind in enumerate(GROWTH):
+        style = {"label": kind.name, "color": f"C{number}", "marker": "o", "markersize": 3}
+        draw(times, kind.name, cheapest, "seconds", **style)
+        drawn = draw(ratios, kind.name, cheapest, "p50", **style)
+        low, high = ([line[share] for line in drawn] for share in ("p20", "p80"))
+        ratios.fill_between([line["elements"] for line in drawn], low, high, color=f"C{number}", alpha=0.15, lw=0)
+    draw(times, GROWTH[0].name, ATEN, "other_seconds", label=f"ATen, {GROWTH[0].name}", color="black", ls="--")
+    draw(times, GROWTH[0].name, cheapest, "other_seconds", label=cheapest, color="gray", ls="--")
+    times.set(ylabel="seconds of a call")
+    ratios.set(xlabel="elements", ylabel=f"time over {cheapest}")
+    ratios.axhline(1, color="gray", lw=0.8)
+    ratios.set_yticks([1, 2, 5, 10], labels=["1", "2", "5", "10"])
+    ratios.minorticks_off()
+    if times.lines:
+        times.legend(frameon=False)

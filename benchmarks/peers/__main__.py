@@ -1,3 +1,0 @@
-from .report import main
-
-raise SystemExit(main())

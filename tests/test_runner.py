@@ -1,0 +1,335 @@
+"""What `make bench` times, how results of several processes become lines, tables and a plot; no time is tested."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import cases, limits, pages, processes, record
+from benchmarks.calibration import LOOPS, METHODS, Search, WholeModel
+from benchmarks.cases import Entry
+from benchmarks.peers import PEERS
+from benchmarks.processes import Plan, from_dict, together
+from benchmarks.torch_ao import ROUTED
+from benchmarks.training import BLOCK, CNN, MODULE
+from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED, Case, Effort, Result
+from fakequant.ops.cpu.backend import CpuBackend
+
+QUICK = Effort(0.0, least=1)
+RESULT = Result("int8 per tensor", "forward", "int8 per_tensor", 4096, "float32", COPY, pairs=((2.0, 1.0),) * 3)
+FIELDS = {
+    *("commit", "machine", "torch", "threads", "load", "case", "direction", "spec", "elements", "dtype", "against"),
+    *("outcome", "differing", "p20", "p50", "p80", "seconds", "other_seconds", "pairs"),
+}
+
+
+def entries():
+    of_tensors = [entry for entry in cases.everything() if type(entry.case) is Case]
+    return {(e.case.name, e.case.direction, e.case.elements, e.case.dtype_name): e for e in of_tensors}
+
+
+# The list
+
+
+def test_all_formats_sizes_and_dtypes_are_in_the_list():
+    found = entries()
+    for elements in (64, 1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26):
+        for name in ("int8 per tensor", "float8_e4m3fn per tensor", "MXFP4", "NVFP4"):
+            assert COPY in found[name, "forward", elements, "float32"].often
+            assert DOUBLED in found[name, "forward and backward", elements, "float32"].often
+        assert ATEN in found["int8 per tensor", "forward", elements, "float32"].of_process(0)
+    for name in ("int8 per channel", "int8 per token", "int8 in groups of 32", "NVFP4", "MXFP4"):
+        for dtype in ("float32", "bfloat16", "float16"):
+            assert COPY in found[name, "forward", 1 << 22, dtype].often
+        assert COMPILED in found[name, "forward", 1 << 22, "float32"].once
+    assert ATEN in found["LSQ, int8 per tensor", "forward and backward", 1 << 22, "float32"].once
+
+
+def test_everything_that_is_promised_is_timed_and_nothing_twice():
+    every, promised = cases.everything(), cases.promised()
+    assert len({entry.case for entry in every}) == len(every)
+    by_case = {entry.case: entry for entry in every}
+    for entry in promised:
+        assert set(entry.of_process(0)) <= set(by_case[entry.case].of_process(0))
+    assert {(case, limit.against) for limit in limits.LIMITS for case in limit.cases} == {
+        (entry.case, name) for entry in promised for name in entry.of_process(0) if entry.case != limits.COPY_4M
+    }
+
+
+def test_entries_of_one_case_are_merged():
+    case, other = cases.kinds.INT8_TENSOR.case(64), cases.kinds.MXFP4.case(64)
+    found = cases.merged([Entry(case, (COPY,), (ATEN,)), Entry(other), Entry(case, (ATEN, COPY), (COMPILED, ATEN))])
+    assert found == [Entry(case, (COPY, ATEN), (COMPILED,)), Entry(other)]
+    assert found[0].of_process(0) == (COPY, ATEN, COMPILED)
+    assert found[0].of_process(1) == (COPY, ATEN)
+
+
+SMALL = [entry.case for entry in cases.everything() if type(entry.case) is Case and entry.case.elements <= 1 << 12]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.name}-{case.elements}-{case.direction}")
+def test_small_cases_have_the_bits_of_the_reference(case):
+    assert case.differing() == 0
+
+
+def test_texts_choose_what_is_timed():
+    plan = Plan("everything", ("NVFP4, forward, float32, 64, x",))
+    ((case, against),) = plan.entries(0)
+    assert (case.name, case.elements, against) == ("NVFP4", 64, (COPY,))
+    assert Plan("everything", ("ATen", "no such thing")).entries(1)
+    assert not Plan("everything", ("no such thing",)).entries(0)
+    once = Plan("everything", ("NVFP4, forward, float32, 4194304, torch.compile",))
+    assert [len(once.entries(number)) for number in (0, 1)] == [1, 0]
+
+
+# Cases of models
+
+
+@pytest.mark.parametrize("case", [MODULE, replace(CNN, shape=(2, 3, 8, 8)), replace(BLOCK, shape=(4, 384))], ids=str)
+def test_training_is_compared_with_the_reference_and_a_wrong_gradient_is_counted(case, monkeypatch):
+    assert case.differing() == 0
+    right = CpuBackend.grad_input
+    monkeypatch.setattr(CpuBackend, "grad_input", lambda self, dy, *call: 2.0 * right(self, dy, *call))
+    assert case.differing() > 0
+
+
+@pytest.mark.parametrize("case", [MODULE, replace(CNN, shape=(2, 3, 8, 8)), *ROUTED[1:]], ids=lambda case: case.name)
+def test_training_is_timed_beside_what_is_promised(case):
+    case = replace(case, shape=(1, *case.shape[1:2], 8, 8)) if case is not MODULE else case
+    names = {limit.against for limit in limits.LIMITS for one in limit.cases if one.name == case.name}
+    assert names
+    for name in names:
+        prepared = case.prepare(name)
+        assert prepared.ours is not prepared.theirs
+        prepared.ours(prepared.inputs[0])
+        prepared.theirs(prepared.inputs[0])
+
+
+def test_a_tensor_at_once_is_timed_beside_its_pieces(monkeypatch):
+    monkeypatch.setattr(limits, "M", 1 << 10)
+    case = limits.AtOnce("at once", cases.kinds.INT8_TENSOR.case(64).spec, (64, 64))
+    prepared = case.prepare(limits.PIECES)
+    whole, pieces = prepared.ours(prepared.inputs[0]), prepared.theirs(prepared.inputs[0])
+    assert len(pieces) == 4
+    assert torch.equal(torch.cat(pieces), whole)
+    assert case.prepare(COPY).theirs is torch.clone
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_searches_find_the_threshold_of_the_original_and_another_is_counted(method, monkeypatch):
+    from benchmarks import calibration
+
+    monkeypatch.setattr(calibration, "BINS", 256)
+    case = Search(method, 512)
+    assert case.differing() == 0
+    for name in (LOOPS, "256 bins"):
+        prepared = case.prepare(name)
+        assert float(prepared.ours(torch.empty(0))) > 0
+        assert float(prepared.theirs(torch.empty(0))) > 0
+    monkeypatch.setattr(calibration, "_search_of_the_original", lambda *_: lambda: 0.5)
+    assert case.differing() == 1
+
+
+def test_whole_models_are_calibrated_to_the_same_ranges():
+    pytest.importorskip("sklearn")
+    case = WholeModel("max")
+    assert case.differing() == 0
+    assert case.elements > 10_000
+
+
+# Results
+
+
+def test_pairs_of_all_processes_count_alike():
+    other = replace(RESULT, against=ATEN, outcome="cannot", pairs=())
+    (one, two) = together([[RESULT, other], [replace(RESULT, pairs=((5.0, 1.0),))]])
+    assert one.pairs == ((2.0, 1.0),) * 3 + ((5.0, 1.0),)
+    assert two == other
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_case_that_differs_in_one_process_has_no_time(number):
+    runs = [[RESULT], [RESULT]]
+    runs[number] = [replace(RESULT, outcome="differs", differing=3, pairs=())]
+    (found,) = together(runs)
+    assert (found.outcome, found.differing, found.ratio) == ("differs", 3, None)
+
+
+def test_a_red_case_prints_no_time_and_other_processes_give_it_none(monkeypatch, capsys):
+    monkeypatch.setattr(Case, "differing", lambda case: 3 * (case.name == "NVFP4"))
+    plan = Plan("everything", ("forward, float32, 64, x",), 2, QUICK)
+    found = {
+        result.case: result for result in processes.run(plan, lambda number: processes.measured_here(plan, number))
+    }
+    assert (found["NVFP4"].differing, found["NVFP4"].pairs) == (3, ())
+    assert len(found["MXFP4"].pairs) == 2
+    printed = [line for line in capsys.readouterr().out.splitlines() if "NVFP4" in line]
+    assert printed[0].endswith("over x.clone(): differs from the reference in 3 elements")
+    assert command.verdict(list(found.values()), 1.0) == 1
+
+
+def test_a_process_of_its_own_gives_results(tmp_path):
+    found = processes.run(Plan("everything", ("NVFP4, forward, float32, 64, x",), 1, QUICK))
+    assert [(result.case, result.elements, result.against) for result in found] == [("NVFP4", 64, COPY)]
+    assert found[0].ratio is not None
+    assert from_dict(json.loads(json.dumps(found[0].__dict__))) == found[0]
+
+
+def test_a_missed_limit_is_printed():
+    limit = limits.Limit("what", (cases.kinds.INT8_TENSOR.case(4096),), COPY, 1.9)
+    assert limits.missed(RESULT) == ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "LIMITS", (limit, replace(limit, most=3.0)))
+        assert processes.as_text(RESULT).endswith("over x.clone(): 2 (2 to 2), 2e+03 ms MISSED: > 1.9")
+        assert limits.missed(replace(RESULT, dtype="bfloat16")) == ""
+        assert command.verdict([RESULT], 1.0) == 1
+    assert command.verdict([RESULT], 1.0) == 0
+
+
+def test_every_peer_is_to_be_slower():
+    assert limits.missed(replace(RESULT, against="torchao MXTensor")) == "MISSED: > 1"
+    assert limits.missed(replace(RESULT, against="torchao MXTensor", pairs=((0.5, 1.0),))) == ""
+
+
+def test_a_line_has_all_fields():
+    timed, refused = record.lines_of([RESULT, replace(RESULT, outcome="cannot", pairs=(), facts={"version": "1"})])
+    assert set(timed) == FIELDS
+    assert set(refused) == FIELDS | {"version"}
+    assert (timed["p50"], timed["seconds"], timed["other_seconds"], timed["pairs"]) == (2.0, 2.0, 1.0, 3)
+    assert (refused["p50"], refused["seconds"], refused["pairs"]) == (None, None, 0)
+    assert timed["threads"] == 1
+
+
+def test_lines_are_written_whole_and_new_ones_replace_old_ones(tmp_path, monkeypatch):
+    path = tmp_path / "bench.jsonl"
+    assert record.read_lines(path) == []
+    one, two = record.lines_of([RESULT, replace(RESULT, against=ATEN)])
+    record.write_lines(path, [one, two])
+    assert record.read_lines(path) == [one, two]
+    newer = one | {"commit": "newer"}
+    third = one | {"elements": 64}
+    assert record.updated([one, two], [newer, third]) == [newer, two, third]
+    with pytest.raises(TypeError):
+        record.write_lines(path, [one, {"not for JSON": torch}])
+    assert record.read_lines(path) == [one, two]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# Pages
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """README, page and plot in a folder, to be written by `pages.write`."""
+    for name, begin, end in (
+        ("README.md", pages.BEGIN, pages.END),
+        ("peers.md", pages.PEERS_BEGIN, pages.PEERS_END),
+    ):
+        (tmp_path / name).write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    write = pages.write
+    places = tmp_path / "README.md", tmp_path / "peers.md", tmp_path / "cost.svg"
+    monkeypatch.setattr(pages, "write", lambda lines: write(lines, *places))
+    return tmp_path
+
+
+def lines():
+    big = replace(RESULT, elements=1 << 22, pairs=((1.0, 1.0), (1.0, 0.8), (1.0, 0.5)))
+    both = replace(big, direction="forward and backward", against=DOUBLED)
+    facts = {"version": "1.2", "bits": 1234, "values": 0, "why": "it is odd"}
+    peer = replace(big, against="ModelOpt TensorQuantizer", pairs=((0.1, 1.0),), facts=facts)
+    with_its_scales = {"bits": 9, "values": 8, "bits_with_its_scales": 0, "values_with_its_scales": 0, "why": ""}
+    results = [
+        *(RESULT, big, both, replace(big, dtype="float16")),
+        replace(big, against=ATEN, pairs=((0.05, 1.0),)),
+        peer,
+        replace(peer, against="ModelOpt TensorQuantizer, compiled", pairs=((0.4, 1.0),)),
+        replace(peer, against="ModelOpt TensorQuantizer", direction="forward and backward", pairs=((0.5, 1.0),)),
+        replace(peer, against="ModelOpt Other", pairs=((0.2, 1.0),), facts={"version": "1.2", **with_its_scales}),
+        replace(peer, against="torchao Tensor", outcome="raises E: no | GPU", pairs=(), facts=None),
+    ]
+    return record.lines_of(results)
+
+
+def test_tables_and_plot_are_written_from_the_lines(written):
+    pages.write(lines())
+    readme = (written / "README.md").read_text().splitlines()
+    assert (readme[0], readme[1], readme[-1]) == ("before", pages.BEGIN, "after")
+    assert "| time over a copy |  | 64 | 4K | 64K | 1M | 4M | 16M | 64M | 4M bfloat16 | 4M float16 |" in readme
+    assert "| int8 per tensor | forward |  | 2.00 |  |  | 1.25 |  |  |  | 1.25 |" in readme
+    assert "| int8 per tensor | forward and backward |  |  |  |  | 1.25 |  |  |  |  |" in readme
+    assert "| int8 per tensor | forward | 20 |  | 5.00 | raises E: no / GPU | no call listed |" in readme
+    assert any("1 threads" in line and "ModelOpt 1.2" in line for line in readme)
+    assert PEERS[1].why_not("int8 per channel") == "takes its scales from the input"
+    page = (written / "peers.md").read_text().splitlines()
+    name = "| int8 per tensor | ModelOpt"
+    assert f"{name} `TensorQuantizer` |  | 10 |  | 2.00 | 2.50 | 1,234 signs of zeros: it is odd |" in page
+    assert f"{name} `Other` |  | 5.00 |  |  |  | 9 (given its scales: 0) |" in page
+    assert "| int8 per tensor | torchao `Tensor` |  | raises E: no / GPU |  |  |  |  |" in page
+    plot = (written / "cost.svg").read_bytes()
+    assert plot.startswith(b"<?xml")
+    pages.write(lines())
+    assert (written / "cost.svg").read_bytes() == plot
+
+
+def test_a_page_without_markers_is_an_error_and_stays(written):
+    (written / "README.md").write_text("nothing")
+    with pytest.raises(ValueError, match="lacks the markers"):
+        pages.write(lines())
+    assert (written / "README.md").read_text() == "nothing"
+
+
+def test_the_pages_of_the_project_have_the_markers():
+    for page, begin, end in (
+        (pages.README, pages.BEGIN, pages.END),
+        (pages.PEERS_PAGE, pages.PEERS_BEGIN, pages.PEERS_END),
+    ):
+        assert page.read_text().index(begin) < page.read_text().index(end)
+    assert pages.PLOT.name in pages.README.read_text()
+
+
+def run_command(monkeypatch, tmp_path, *arguments, results=(RESULT,)):
+    asked = []
+    monkeypatch.setattr(command, "run", lambda plan: asked.append(plan) or list(results))
+    status = command.main(list(arguments), tmp_path / "bench.jsonl")
+    return status, asked
+
+
+def test_the_command_writes_all_results_some_only_if_asked_and_pages_times_nothing(written, monkeypatch):
+    path = written / "bench.jsonl"
+    status, (plan,) = run_command(monkeypatch, written, "MXFP4", "--seconds", "0.5", "--processes", "2")
+    assert (status, plan) == (0, Plan("everything", ("MXFP4",), 2, Effort(0.5)))
+    assert not path.exists()
+    assert run_command(monkeypatch, written)[1] == [Plan()]
+    assert [line["against"] for line in record.read_lines(path)] == [COPY]
+    run_command(monkeypatch, written, "ATen", "--add", results=[replace(RESULT, against=ATEN)])
+    assert [line["against"] for line in record.read_lines(path)] == [COPY, ATEN]
+    before = (written / "README.md").read_text()
+    (written / "README.md").write_text(f"{pages.BEGIN}{pages.END}")
+    assert run_command(monkeypatch, written, "--pages") == (0, [])
+    assert (written / "README.md").read_text().strip() in before
+    run_command(monkeypatch, written)
+    assert [line["against"] for line in record.read_lines(path)] == [COPY]
+
+
+def test_nothing_is_written_where_a_process_fails(written, monkeypatch):
+    run_command(monkeypatch, written)
+    before = (written / "bench.jsonl").read_bytes()
+
+    def fails(plan):
+        raise processes.subprocess.CalledProcessError(1, "python")
+
+    monkeypatch.setattr(command, "run", fails)
+    with pytest.raises(processes.subprocess.CalledProcessError):
+        command.main([], written / "bench.jsonl")
+    assert (written / "bench.jsonl").read_bytes() == before
+
+
+def test_a_result_without_time_is_no_verdict_but_a_difference_is():
+    refused = replace(RESULT, outcome="cannot", pairs=())
+    assert refused.outcome != MEASURED
+    assert command.verdict([refused], 1.0) == 0
+    assert command.verdict([replace(refused, differing=1)], 1.0) == 1
