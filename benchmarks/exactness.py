@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import fakequant as fq
-from fakequant.ops import dispatch
+from fakequant.numerics import products as definition
+from fakequant.ops import dispatch, products
 
 ELEMENTS = 10_000_000
 _CHUNK = 1_000_000
@@ -36,6 +37,21 @@ def differing(actual: Tensor, expected: Tensor) -> int:
 def unequal(actual: Tensor, expected: Tensor) -> int:
     """Elements whose values differ; for ATen's gradients, which multiply by the mask and so keep dy's sign in zeros."""
     return int((actual != expected).sum())
+
+
+@contextmanager
+def by_int64() -> Iterator[None]:
+    """A context in which products of codes are those of the definition; for layers that have not multiplied yet."""
+
+    def convolution(
+        x: definition.Factor, codes: Tensor, scale: Tensor, bias: Tensor | None, places: definition.Places
+    ) -> Tensor:
+        return definition.convolution(x, definition.Factor(codes, scale), bias, places)
+
+    with mock.patch.multiple(
+        products, linear=definition.linear, convolution=convolution, pack_weight=lambda codes, places, shape: codes
+    ):
+        yield
 
 
 @contextmanager

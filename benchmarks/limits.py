@@ -13,7 +13,18 @@ from . import kinds
 from .calibration import BINS, FORWARD, LOOPS, METHODS, Search, WholeModel, fewer
 from .peers import PEERS
 from .torch_ao import ROUTED, TORCH_AO
-from .training import BLOCK, CNN, FLOAT, FUSED, MODULE, Step
+from .training import (
+    BLOCK,
+    CNN,
+    CONVOLUTION_BY_CODES,
+    EVALUATIONS_BY_CODES,
+    FLOAT,
+    FUSED,
+    LINEAR_BY_CODES,
+    MODULE,
+    STEPS_BY_CODES,
+    Step,
+)
 
 K, M = 1 << 10, 1 << 20
 PIECES = "pieces of 1M"
@@ -139,6 +150,10 @@ LIMITS: tuple[Limit, ...] = (
     Limit("quantizer module, 256 elements, forward and backward: time over ATen's operator", (MODULE,), ATEN, 1.6),
     Limit("training step, INT8 weights and activations: time over the float step", (CNN, BLOCK), FLOAT, 1.08),
     Limit("the same under torch.compile: time over the compiled float step", _COMPILED, FLOAT, 1.05, slow=True),
+    Limit("Linear, codes multiplied, forward: time over `F.linear`", (LINEAR_BY_CODES,), FLOAT, 0.4),
+    Limit("3x3 convolution, codes multiplied, forward: time over `F.conv2d`", (CONVOLUTION_BY_CODES,), FLOAT, 0.5),
+    Limit("evaluation, INT8, codes multiplied: time over the float model", EVALUATIONS_BY_CODES, FLOAT, 0.5),
+    Limit("training step, INT8, codes multiplied: time over the float step", STEPS_BY_CODES, FLOAT, 0.85),
     Limit("models of torch.ao by `compat.aten`, training: time over torch", ROUTED, TORCH_AO, 1.0),
     Limit(
         f"entropy and mse search in a histogram of {BINS} bins: time over pytorch-quantization's",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.benchmark import ATEN, CannotRunError, Function, Prepared
 
-from .exactness import by_the_reference, differing
+from .exactness import by_int64, by_the_reference, differing
 
 FUSED = "torch.ao FusedMovingAvgObsFakeQuantize"
 FLOAT = "the float model"
@@ -100,18 +100,21 @@ class Step:
         make: the float model.
         shape: of a batch.
         compiled: whether both models run under torch.compile.
+        execution: of the quantized model, see `fakequant.set_execution`.
     """
 
     name: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     compiled: bool = False
+    execution: str = "simulate"
     dtype_name: str = "float32"
     text: str = "INT8"
 
     @property
     def direction(self) -> str:
-        return "compiled training step" if self.compiled else "training step"
+        by = "" if self.execution == "simulate" else ", codes multiplied"
+        return f"compiled training step{by}" if self.compiled else f"training step{by}"
 
     @property
     def elements(self) -> int:
@@ -127,7 +130,7 @@ class Step:
         model = self.make()
         quantized = fq.prepare(copy.deepcopy(model), fq.presets.INT8)
         fq.calibrate(quantized, self.batches(), progress=False)
-        return quantized, model
+        return fq.set_execution(quantized, self.execution), model
 
     def differing(self) -> int:
         """Elements of the parameters after some eager steps that differ from those after steps by the reference."""
@@ -136,7 +139,7 @@ class Step:
         step, right = descent(ours), descent(rights)
         for batch in self.batches(_STEPS_COMPARED):
             step(batch)
-            with by_the_reference():
+            with by_the_reference(), by_int64():
                 right(batch)
         pairs = zip(ours.parameters(), rights.parameters(), strict=True)
         return sum(differing(mine.detach(), other.detach()) for mine, other in pairs)
@@ -150,6 +153,43 @@ class Step:
         for step in (quantized, plain):
             step(batches[0])  # where it compiles, which is not what is timed
         return Prepared(quantized, plain, batches)
+
+
+@dataclass(frozen=True)
+class Evaluation(Step):
+    """A forward pass without gradients."""
+
+    @property
+    def direction(self) -> str:
+        return "evaluation" if self.execution == "simulate" else "evaluation, codes multiplied"
+
+    def differing(self) -> int:
+        """Elements of the outputs that differ from those of the reference."""
+        ours, _ = self.models()
+        rights, total = copy.deepcopy(ours), 0
+        with torch.no_grad():
+            for batch in self.batches():
+                y = ours(batch)
+                with by_the_reference(), by_int64():
+                    total += differing(y, rights(batch))
+        return total
+
+    def prepare(self, against: str) -> Prepared:
+        if against != FLOAT:
+            raise CannotRunError(f"{against} has no such layers")
+        quantized, plain = (evaluation(model) for model in self.models())
+        return Prepared(quantized, plain, self.batches())
+
+
+def evaluation(model: nn.Module) -> Function:
+    """A forward pass of a batch without gradients."""
+    model.eval()
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    return run
 
 
 def descent(model: nn.Module, *, compiled: bool = False) -> Function:
@@ -168,3 +208,13 @@ def descent(model: nn.Module, *, compiled: bool = False) -> Function:
 MODULE = Module()
 CNN = Step("CNN of 6 convolutions, 32 images", convolutions, (32, 3, 32, 32))
 BLOCK = Step("transformer's block, 512 tokens", Block, (512, 384))
+_CODES = "auto"
+LINEAR_BY_CODES = Evaluation("Linear 384 to 1536, 512 rows", lambda: nn.Linear(384, 1536), (512, 384), execution=_CODES)
+CONVOLUTION_BY_CODES = Evaluation(
+    "3x3 convolution, 64 to 64 channels, 32 images 16x16",
+    lambda: nn.Conv2d(64, 64, 3, padding=1),
+    (32, 64, 16, 16),
+    execution=_CODES,
+)
+EVALUATIONS_BY_CODES = tuple(Evaluation(step.name, step.make, step.shape, execution=_CODES) for step in (CNN, BLOCK))
+STEPS_BY_CODES = tuple(Step(step.name, step.make, step.shape, execution=_CODES) for step in (CNN, BLOCK))

@@ -15,8 +15,9 @@ from benchmarks.cases import Entry
 from benchmarks.peers import PEERS
 from benchmarks.processes import Plan, from_dict, together
 from benchmarks.torch_ao import ROUTED
-from benchmarks.training import BLOCK, CNN, MODULE
+from benchmarks.training import BLOCK, CNN, LINEAR_BY_CODES, MODULE, STEPS_BY_CODES
 from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED, Case, Effort, Result
+from fakequant.ops import products
 from fakequant.ops.cpu.backend import CpuBackend
 
 QUICK = Effort(0.0, least=1)
@@ -89,11 +90,30 @@ def test_texts_choose_what_is_timed():
 # Cases of models
 
 
-@pytest.mark.parametrize("case", [MODULE, replace(CNN, shape=(2, 3, 8, 8)), replace(BLOCK, shape=(4, 384))], ids=str)
+@pytest.mark.parametrize(
+    "case", [MODULE, replace(CNN, shape=(2, 3, 8, 8)), replace(BLOCK, shape=(4, 384))], ids=lambda case: case.name
+)
 def test_training_is_compared_with_the_reference_and_a_wrong_gradient_is_counted(case, monkeypatch):
     assert case.differing() == 0
     right = CpuBackend.grad_input
     monkeypatch.setattr(CpuBackend, "grad_input", lambda self, dy, *call: 2.0 * right(self, dy, *call))
+    assert case.differing() > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [replace(LINEAR_BY_CODES, shape=(2, 384)), replace(STEPS_BY_CODES[0], shape=(2, 3, 8, 8))],
+    ids=lambda case: case.direction,
+)
+def test_products_of_codes_are_compared_with_int64_and_a_wrong_bit_is_counted(case, monkeypatch):
+    assert case.differing() == 0
+    right = products._scaled
+
+    def wrong(*given, **options):
+        y = right(*given, **options)
+        return torch.nextafter(y, torch.full_like(y, torch.inf))
+
+    monkeypatch.setattr(products, "_scaled", wrong)
     assert case.differing() > 0
 
 
