@@ -3,7 +3,7 @@
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import Add, MatMul, QuantizedLayer, layers, quantizes
 from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, fixed_ranges, quantizers
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, cached_weights, fixed_ranges, quantizers
 
 __all__ = [
     "Add",
@@ -14,6 +14,7 @@ __all__ = [
     "Mode",
     "QuantizedLayer",
     "Quantizer",
+    "cached_weights",
     "fixed_ranges",
     "layers",
     "learned_ranges",

@@ -59,7 +59,8 @@ class QuantizedLayer(nn.Module):
 
     def quantized_weight(self) -> Tensor:
         """The weight as the product sees it."""
-        return self.weight if self._weight_quantizer is None else self._weight_quantizer(self.weight)
+        quantizer = self._weight_quantizer
+        return self.weight if quantizer is None else quantizer(self.weight)
 
     def integer_product(self, x: Tensor) -> Tensor | None:
         """The output as a product of codes; None where the layer is to be simulated."""
@@ -75,7 +76,8 @@ class QuantizedLayer(nn.Module):
 
     def quantized_input(self, x: Tensor) -> Tensor:
         """The first input as the operation sees it."""
-        return x if self._input_quantizer is None else self._input_quantizer(x)
+        quantizer = self._input_quantizer
+        return x if quantizer is None else quantizer(x)
 
 
 _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from fakequant.calibration import Calibrator
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as choose_qparams_of
 from fakequant.nn.learned import LearnedRange, PreciseModule, learned_ranges, make_learned_range
+from fakequant.nn.weight_cache import WeightCache, counting_optimizer_steps
+from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
+
+# Asked at every call, and the same for every tensor of a shape.
+_group_shape = lru_cache(maxsize=4096)(Granularity.group_shape)
 
 
 class Mode(Enum):
@@ -72,6 +78,7 @@ class Quantizer(PreciseModule):
         self.name = ""
         self.calibrator: Calibrator | None = None
         self._method = ""
+        self._cache: WeightCache | None = None
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
 
@@ -99,8 +106,12 @@ class Quantizer(PreciseModule):
                 self.observe(x)
             return x
         if (fixed := self._fixed(x)) is not None:
+            if self._cache is not None and (kept := self._cache.quantize(x, fixed, self.spec)) is not None:
+                return kept
             return library.fake_quantize(x, fixed, self.spec)
         if self._follows_input and not self.needs_calibration:
+            if self._cache is not None and (kept := self._cache.quantize(x, None, self.spec)) is not None:
+                return kept
             return library.fake_quantize_dynamic(x, self.spec)
         params, learned = self.qparams(x), self.learned
         return library.fake_quantize(x, params, self.spec) if learned is None else learned.fake_quantize(x, params)
@@ -109,7 +120,11 @@ class Quantizer(PreciseModule):
         """The parameters for x if nothing moves them."""
         if self.dynamic or (scale := self._buffers["scale"]) is None:
             return None
-        return self._fitted(QParams(scale, self._buffers["zero_point"]), x)
+        fixed = QParams(scale, self._buffers["zero_point"])
+        # Where a compiler watches, shapes may be symbols, and the parameters are fitted as it sees.
+        if not library.is_watched(x) and _group_shape(self.spec.granularity, x.shape) == scale.shape:
+            return fixed
+        return self._fitted(fixed, x)
 
     @property
     def _follows_input(self) -> bool:
@@ -308,3 +323,35 @@ def fixed_ranges(model: nn.Module) -> Iterator[None]:
         for quantizer, what in learned:
             if what is not None:
                 quantizer.attach_learned(what)
+
+
+@contextmanager
+def cached_weights(model: nn.Module) -> Iterator[None]:
+    """A context in which weights that have not changed are not quantized again: evaluation, gradient accumulation.
+
+    Results and gradients are the same bits. A weight is quantized again after everything that leaves a trace: a step of
+    any torch optimizer, operations in place (`copy_`, `load_state_dict`), another tensor or other memory in its place
+    (`.data =`, `to`, `half`), another scale, zero point or specification. What is written through `weight.data`, as by
+    `weight.data.copy_(average)`, or through a numpy array leaves none: do that outside of the context, or write to the
+    weight itself under `torch.no_grad()`. A compiled model quantizes at every call.
+
+    While the context lasts, every weight's quantized values and one bit per element are kept; copies and pickles of
+    the model have none of it.
+
+    >>> layer = nn.Linear(4, 4)
+    >>> layer.weight_quantizer = Quantizer("int8 per_channel(0)", kind=Kind.WEIGHT)
+    >>> with cached_weights(layer), torch.no_grad():
+    ...     first, again = (layer.weight_quantizer(layer.weight) for _ in range(2))
+    >>> first.data_ptr() == again.data_ptr()
+    True
+    """
+    found = [quantizer for quantizer in quantizers(model).values() if quantizer.kind is Kind.WEIGHT]
+    before = [quantizer._cache for quantizer in found]
+    with counting_optimizer_steps():
+        try:
+            for quantizer in found:
+                quantizer._cache = WeightCache()
+            yield
+        finally:
+            for quantizer, cache in zip(found, before, strict=True):
+                quantizer._cache = cache

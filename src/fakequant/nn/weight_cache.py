@@ -1,0 +1,85 @@
+"""When the quantized values of a weight may be given out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
+from fakequant.ops.kept import Kept, give, keep
+from fakequant.ops.library import is_watched
+
+_optimizer_steps = 0
+
+
+@contextmanager
+def counting_optimizer_steps() -> Iterator[None]:
+    """A context in which steps of optimizers count: fused ones leave no trace in the version of what they change."""
+
+    def count(*_: Any) -> None:
+        global _optimizer_steps
+        _optimizer_steps += 1
+
+    handle = register_optimizer_step_post_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _Entry(NamedTuple):
+    state: tuple[Any, ...]
+    held: tuple[Any, ...]
+    """The tensors and their memory: freed, they could come back with other values at the same address."""
+    kept: Kept
+    version: int
+
+
+class WeightCache:
+    """The quantized values of one parameter, until something changes that torch counts.
+
+    That is: the parameter or its memory is another one, was written to, or an optimizer made a step; or the scale, the
+    zero point or the specification changed; or the values given out were written to. Nothing is kept while a compiler
+    or a function transform watches, for tensors that are no parameters, and where rounding is stochastic.
+
+    Copies and pickles of it are None: what a cache belongs to is quantized anew.
+    """
+
+    def __init__(self) -> None:
+        self._entry: _Entry | None = None
+
+    def quantize(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> Tensor | None:
+        """What `library.fake_quantize` returns, or `fake_quantize_dynamic` without parameters; None if not kept."""
+        tensors = (x,) if params is None else (x, params.scale, params.zero_point)
+        if is_watched(*tensors) or not isinstance(x, nn.Parameter) or spec.rounding is not Rounding.NEAREST_EVEN:
+            return None
+        if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # their writes are not counted
+            return None
+        state = (_optimizer_steps, spec, *map(_state, tensors))
+        mask = torch.is_grad_enabled() and x.requires_grad and spec.gradient is not Gradient.IDENTITY
+        entry = self._entry
+        if (
+            entry is None
+            or entry.state != state
+            or entry.version != entry.kept.values._version
+            or (mask and entry.kept.mask is None)
+        ):
+            kept = keep(x, params, spec, mask=mask)
+            held = tuple((tensor, tensor.untyped_storage()) for tensor in tensors if tensor is not None)
+            self._entry = entry = _Entry(state, held, kept, kept.values._version)
+        return give(x, entry.kept)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _state(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    return id(tensor), tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

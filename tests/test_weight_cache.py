@@ -1,0 +1,308 @@
+"""Kept weights: the bits and gradients of fresh ones, whatever happens to the weight."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import nn
+
+import fakequant as fq
+from fakequant.nn import Kind, Mode, Quantizer, cached_weights
+from fakequant.ops.dispatch import backends
+
+SPECS = ["int8 per_channel(0)", "uint4 per_tensor", "float8_e4m3fn per_block(-1:4)", "int8 per_tensor identity"]
+
+
+class Layer(nn.Module):
+    def __init__(self, spec="int8 per_channel(0)", *, fixed=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8))
+        self.quantizer = Quantizer(spec, kind=Kind.WEIGHT)
+        if fixed:
+            # Narrower than the weight: the mask matters.
+            self.quantizer.freeze(self.weight.detach() * 0.5)
+
+    def forward(self):
+        return self.quantizer(self.weight)
+
+
+@pytest.fixture
+def quantized(monkeypatch):
+    """How often a backend has quantized."""
+    calls = []
+
+    def counted(original):
+        def call(*args, **kwargs):
+            calls.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return call
+
+    for backend in backends():
+        for name in ("fake_quantize", "fake_quantize_dynamic"):
+            monkeypatch.setattr(backend, name, counted(getattr(backend, name)))
+    return calls
+
+
+@torch.enable_grad()
+def fresh(layer):
+    """Values and gradient of the weight, quantized without a cache."""
+    leaf = layer.weight.detach().clone().requires_grad_()
+    clone = copy.deepcopy(layer.quantizer)
+    assert clone._cache is None
+    y = clone(leaf)
+    (dx,) = torch.autograd.grad(y, leaf, torch.arange(1.0, y.numel() + 1).view_as(y).to(y.dtype))
+    return y.detach(), dx
+
+
+def cached(layer):
+    y = layer()
+    (dx,) = torch.autograd.grad(y, layer.weight, torch.arange(1.0, y.numel() + 1).view_as(y).to(y.dtype))
+    return y.detach(), dx
+
+
+def assert_fresh(layer):
+    for got, wanted in zip(cached(layer), fresh(layer), strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("text", SPECS)
+def test_a_weight_is_quantized_once_with_the_same_bits_and_gradients(text, fixed, quantized):
+    layer = Layer(text, fixed=fixed)
+    wanted = fresh(layer)
+    with cached_weights(layer):
+        quantized.clear()
+        for _ in range(3):
+            for got, right in zip(cached(layer), wanted, strict=True):
+                assert_same_bits(got, right)
+            with torch.no_grad():
+                assert_same_bits(layer(), wanted[0])
+        assert len(quantized) == 1
+    quantized.clear()
+    for _ in range(2):
+        layer()
+    assert len(quantized) == 2
+
+
+def test_accumulated_gradients_are_those_of_fresh_weights():
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "INT8")
+    batches = [torch.randn(5, 8) for _ in range(4)]
+    fq.calibrate(model, batches, progress=False)
+    other = copy.deepcopy(model)
+    for trained in (model, other):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5, momentum=0.9)
+        with cached_weights(trained) if trained is model else torch.enable_grad():
+            for _ in range(3):
+                optimizer.zero_grad()
+                for x in batches:
+                    trained(x).square().mean().backward()
+                optimizer.step()
+    for got, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        assert_same_bits(got.detach(), wanted.detach())
+
+
+def _step(make):
+    def change(layer):
+        optimizer = make([layer.weight])
+        layer().square().sum().backward()
+        optimizer.step()
+
+    return change
+
+
+def _replace_memory_at_the_same_address(layer):
+    """What was cached is freed, and the new values come to lie where the old ones were, if that can be."""
+    address, made = layer.weight.data_ptr(), []
+    layer.weight.data = torch.randn(6, 8)
+    while len(made) < 100 and address not in [other.data_ptr() for other in made]:
+        made.append(torch.randn(6, 8))
+    layer.weight.data = made[-1]
+
+
+class WritesData(torch.optim.Optimizer):
+    """As many optimizers outside of torch do: through `.data`, which leaves no trace in the version."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-0.3)
+        return 0.0
+
+
+CHANGES = {
+    "sgd": _step(lambda p: torch.optim.SGD(p, lr=0.3)),
+    "sgd foreach": _step(lambda p: torch.optim.SGD(p, lr=0.3, foreach=True)),
+    "sgd fused": _step(lambda p: torch.optim.SGD(p, lr=0.3, fused=True)),
+    "adam fused": _step(lambda p: torch.optim.Adam(p, lr=0.3, fused=True)),
+    "optimizer through data": _step(WritesData),
+    "in place": lambda layer: torch.no_grad()(layer.weight.mul_)(0.3),
+    "in place, detached": lambda layer: layer.weight.detach().mul_(0.3),
+    "in place, one row": lambda layer: layer.weight.detach()[2].zero_(),
+    "in place, inference mode": lambda layer: torch.inference_mode()(layer.weight.mul_)(0.3),
+    "copy_": lambda layer: torch.no_grad()(layer.weight.copy_)(torch.randn(6, 8)),
+    "data": lambda layer: setattr(layer.weight, "data", torch.randn(6, 8)),
+    "data, again and again": _replace_memory_at_the_same_address,
+    "data, transposed": lambda layer: setattr(layer.weight, "data", torch.randn(8, 6).T),
+    "vector_to_parameters": lambda layer: nn.utils.vector_to_parameters(torch.randn(48), [layer.weight]),
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(6, 8))),
+    "load_state_dict": lambda layer: layer.load_state_dict(Layer().state_dict()),
+    "load_state_dict, assigned": lambda layer: layer.load_state_dict(Layer().state_dict(), assign=True),
+    "half": lambda layer: layer.half(),
+    "double": lambda layer: layer.double(),
+    "bfloat16": lambda layer: layer.to(torch.bfloat16),
+    "range": lambda layer: layer.quantizer.set_range(fq.Range(torch.full((6, 1), -0.7), torch.full((6, 1), 0.3))),
+    "scale in place": lambda layer: layer.quantizer.scale.mul_(1.5),
+    "reset": lambda layer: layer.quantizer.reset(),
+    "specification": lambda layer: setattr(layer.quantizer, "spec", fq.QuantSpec("int4", fq.PerChannel(0))),
+    "learned": lambda layer: layer.quantizer.learn("lsq"),
+    "normalised": lambda layer: nn.init.orthogonal_(layer.weight),
+}
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["grad", "no grad"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change, graph):
+    torch.manual_seed(1)
+    layer = Layer()
+    with cached_weights(layer):
+        before, _ = cached(layer)
+        CHANGES[change](layer)
+        if change != "learned":
+            now, _ = fresh(layer)
+            assert now.dtype != before.dtype or not torch.equal(now, before), "nothing changed: the case shows nothing"
+        if graph:
+            assert_fresh(layer)
+        with torch.no_grad():
+            assert_same_bits(layer(), fresh(layer)[0])
+        assert_fresh(layer)
+
+
+def test_what_is_given_out_may_be_written_to():
+    layer = Layer()
+    with cached_weights(layer), torch.no_grad():
+        layer().zero_()
+        assert_same_bits(layer(), fresh(layer)[0])
+
+
+def test_a_graph_is_a_new_one_each_time():
+    layer = Layer()
+    wanted = fresh(layer)[1]
+    with cached_weights(layer):
+        layer()
+        with torch.no_grad():
+            assert not layer().requires_grad
+            layer().requires_grad_()
+            assert not layer().requires_grad
+        for _ in range(2):  # the first backward frees its graph
+            assert_same_bits(cached(layer)[1], wanted)
+        (dx,) = torch.autograd.grad(layer(), layer.weight, torch.ones(6, 8, requires_grad=True), create_graph=True)
+        assert dx.requires_grad
+
+
+def test_inference_mode_keeps_plain_tensors():
+    layer = Layer()
+    with cached_weights(layer):
+        with torch.inference_mode():
+            y = layer()
+        assert_same_bits(y.clone(), fresh(layer)[0])
+        assert_fresh(layer)
+
+
+def test_nothing_is_kept_of_tensors_made_in_inference_mode():
+    with torch.inference_mode():
+        layer = Layer(fixed=False)
+        with cached_weights(layer):
+            layer()
+            layer.weight.mul_(0.3)
+            assert_same_bits(layer(), copy.deepcopy(layer.quantizer)(layer.weight))
+
+
+def test_other_modes_and_stochastic_rounding_are_not_kept():
+    layer = Layer("int8 per_channel(0) stochastic")
+    with cached_weights(layer), torch.no_grad():
+        assert not torch.equal(layer(), layer())
+        layer.quantizer.mode = Mode.OFF
+        assert layer() is layer.weight
+
+
+def test_function_transforms_and_compilers_are_not_served():
+    layer = Layer()
+    wanted, _ = fresh(layer)
+    with cached_weights(layer):
+        layer()
+        result = torch.func.functional_call(layer, {"weight": layer.weight.detach() * 0.3})
+        assert_same_bits(result, copy.deepcopy(layer.quantizer)(layer.weight.detach() * 0.3))
+        rows = torch.func.vmap(lambda shift: torch.func.functional_call(layer, {"weight": layer.weight + shift}))(
+            torch.tensor([0.0, 0.25])
+        )
+        assert_same_bits(rows[0].detach(), wanted)
+        assert not torch.equal(rows[1], rows[0])
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            assert_same_bits(compiled().detach(), fresh(layer)[0])
+            layer.weight.data.mul_(0.3)  # without a trace
+        exported = torch.export.export(layer, ()).module()
+        assert_same_bits(exported().detach(), fresh(layer)[0])
+
+
+def test_copies_and_pickles_have_no_cache():
+    layer = Layer()
+    with cached_weights(layer):
+        layer()
+        saved = io.BytesIO()
+        torch.save(layer, saved)
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=False)
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+            assert other.quantizer._cache is None
+        assert set(layer.state_dict()) == {"weight", "quantizer.scale"}
+    assert layer.quantizer._cache is None
+
+
+def test_contexts_nest_and_end():
+    layer = Layer()
+    with cached_weights(layer):
+        with cached_weights(layer):
+            assert_fresh(layer)
+        assert layer.quantizer._cache is not None
+        with pytest.raises(fq.FakeQuantError), cached_weights(layer):
+            layer.quantizer.set_range(fq.Range(torch.ones(6, 1), torch.zeros(6, 1)))
+        assert_fresh(layer)
+    assert layer.quantizer._cache is None
+
+
+def test_data_distributed_parallel(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        layer = Layer()
+        wrapped = nn.parallel.DistributedDataParallel(layer)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.3)
+        with cached_weights(wrapped):
+            for _ in range(3):
+                optimizer.zero_grad()
+                with wrapped.no_sync():
+                    wrapped().square().sum().backward()
+                wrapped().square().sum().backward()
+                optimizer.step()
+                assert_same_bits(wrapped().detach(), fresh(layer)[0])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_leaves_no_trace_is_what_the_documentation_says():
+    layer = Layer()
+    with cached_weights(layer), torch.no_grad():
+        before = layer()
+        layer.weight.data.mul_(0.3)
+        assert_same_bits(layer(), before)
+    assert_same_bits(layer().detach(), fresh(layer)[0])
