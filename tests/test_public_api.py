@@ -43,6 +43,7 @@ NAMES = [
     "presets",
     "qat",
     "quantize",
+    "recalibrate",
     "register_calibrator",
     "register_format",
     "register_granularity",

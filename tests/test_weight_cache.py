@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -130,12 +131,10 @@ class WritesData(torch.optim.Optimizer):
     def __init__(self, parameters):
         super().__init__(parameters, {})
 
-    @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 p.data.add_(p.grad, alpha=-0.3)
-        return 0.0
 
 
 CHANGES = {

@@ -18,7 +18,7 @@ from fakequant.model.checkpoint import load, save
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.execution import set_execution
 from fakequant.model.operations import unquantized
-from fakequant.model.prepare import calibrate, disabled, fold, prepare
+from fakequant.model.prepare import calibrate, disabled, fold, prepare, recalibrate
 from fakequant.model.summary import summary
 from fakequant.numerics.floats import Specials
 from fakequant.numerics.formats import FloatFormat, Format, IntegerFormat, formats, parse_format, register_format
@@ -81,6 +81,7 @@ __all__ = [
     "presets",
     "qat",
     "quantize",
+    "recalibrate",
     "register_calibrator",
     "register_format",
     "register_granularity",

@@ -57,6 +57,14 @@ class Calibrator(ABC):
             ShapeError: the other has other groups.
         """
 
+    def adopt(self, other: Calibrator) -> None:
+        """Replace all that was seen by what a calibrator of any method has seen, bit for bit as if seen by this one.
+
+        Raises:
+            ConfigError: the other has another specification or resolution, or keeps less than this method needs.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot go on from another calibrator; show it the batches")
+
     @abstractmethod
     def compute_range(self) -> Range:
         """The range to quantize [groups, axes kept], in units of x; lo <= 0 <= hi, never wider than what was seen.

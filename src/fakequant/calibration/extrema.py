@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.numerics.granularity import Granularity, block_axes, blocked
 from fakequant.numerics.qparams import Range, compute_dtype
 from fakequant.numerics.spec import QuantSpec
+from fakequant.ops.histogram import Bins, observe
 
 from .calibrator import NOTHING_OBSERVED, Calibrator, check_keys, register_calibrator
 
@@ -23,35 +25,49 @@ class Batch(NamedTuple):
     """[groups, elements], in the dtype of the batch; the order of a group's elements means nothing."""
     range: Range
     """Exact, in the dtype of computation [groups, axes kept]."""
+    counts: Tensor | None = None
+    """The counts that were asked for, see `Observed.counts`."""
 
 
-def read_batch(x: Tensor, granularity: Granularity) -> Batch | None:
-    """The groups of a tensor and their ranges; None for a tensor without elements.
+def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) -> Batch | None:
+    """The groups of a tensor and their ranges, and if asked for their counts; None for a tensor without elements.
 
     Raises:
         CalibrationError: the tensor holds NaN or inf.
     """
-    dtype = compute_dtype(x.dtype)
-    shape = granularity.group_shape(x.shape)
+    compute_dtype(x.dtype)
+    view = _group_view(granularity, x.shape, x.stride())
     if x.numel() == 0:
         return None
-    values = _by_group(x.detach(), granularity, math.prod(shape))
-    # Both propagate NaN, so that the extrema of a batch tell whether all of it is finite, without another pass.
-    lo, hi = values.amin(1), values.amax(1)
-    if not bool((lo.isfinite() & hi.isfinite()).all()):
+    groups = math.prod(view.groups)
+    values = _by_group(x.detach(), view, groups)
+    (lo, hi), counts = observe(values, bins if bins is not None and bins.inverse.numel() == groups else None)
+    if bool(lo.isnan().any()):
         raise CalibrationError(_describe_non_finite(values, x.shape))
-    # Adding 0.0 makes -0.0 to +0.0: which of the two a minimum returns would depend on the order of the batches.
-    lo, hi = lo.to(dtype).clamp(max=0.0) + 0.0, hi.to(dtype).clamp(min=0.0) + 0.0
-    return Batch(values, Range(lo.reshape(shape), hi.reshape(shape)))
+    return Batch(values, Range(lo.clamp(max=0.0).reshape(view.groups), hi.clamp(min=0.0).reshape(view.groups)), counts)
 
 
-def _by_group(x: Tensor, granularity: Granularity, groups: int) -> Tensor:
-    blocks = granularity.block_shape(x.shape)
-    values = blocked(x, blocks)
-    # In the order of memory, so that a dense tensor (channels-last, transposed) needs no copy.
-    inside = sorted(block_axes(x.shape, blocks), key=lambda axis: -values.stride(axis))
-    outside = [axis for axis in range(values.dim()) if axis not in inside]
-    return values.permute(outside + inside).reshape(groups, -1)
+class _GroupView(NamedTuple):
+    blocks: tuple[int, ...]
+    groups: tuple[int, ...]
+    order: list[int]
+    """The axes of the blocked view, groups first; those within a group in the order of memory, so that a dense tensor
+    (channels-last, transposed) needs no copy."""
+
+
+# Every batch comes here, and a layer sees few shapes.
+@lru_cache(maxsize=4096)
+def _group_view(granularity: Granularity, shape: tuple[int, ...], stride: tuple[int, ...]) -> _GroupView:
+    blocks, groups = granularity.block_shape(shape), granularity.group_shape(shape)
+    values = blocked(torch.empty_strided(shape, stride, device="meta"), blocks)
+    inside = sorted(block_axes(shape, blocks), key=lambda axis: -values.stride(axis))
+    return _GroupView(blocks, groups, [axis for axis in range(values.dim()) if axis not in inside] + inside)
+
+
+def _by_group(x: Tensor, view: _GroupView, groups: int) -> Tensor:
+    if groups == 1 and x.is_contiguous():
+        return x.view(1, -1)
+    return blocked(x, view.blocks).permute(view.order).reshape(groups, -1)
 
 
 def _describe_non_finite(values: Tensor, shape: torch.Size) -> str:
@@ -90,17 +106,34 @@ class ExtremaCalibrator(Calibrator):
         super().__init__(spec)
         self._seen: Range | None = None
 
-    # What is kept must be plain tensors, also when the batches come under torch.inference_mode.
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Take in a batch; see `Calibrator.observe`."""
-        batch = read_batch(x, self.spec.granularity)
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            self._observe(x)
+            return
+        # What is kept must be plain tensors, also when the batches come under torch.inference_mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self._observe(x)
+
+    def _observe(self, x: Tensor) -> None:
+        batch = read_batch(x, self.spec.granularity, self._known_bins())
         if batch is None:
+            return
+        if self._covers(batch.range):
+            self._add(batch)
             return
         seen = join_ranges(self._seen, batch.range)
         self._count(batch)
         self._seen = seen
+
+    def _covers(self, range: Range) -> bool:
+        """Whether a range tells nothing new; for one group, the usual case, in numbers instead of tensors."""
+        seen = self._seen
+        if seen is None or seen.lo.shape != range.lo.shape:
+            return False
+        if seen.lo.numel() == 1:
+            return seen.lo.item() <= range.lo.item() and range.hi.item() <= seen.hi.item()
+        return bool(((seen.lo <= range.lo.to(seen.lo.device)) & (range.hi.to(seen.hi.device) <= seen.hi)).all())
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -116,6 +149,24 @@ class ExtremaCalibrator(Calibrator):
         seen = join_ranges(self._seen, other._seen)
         self._absorb(other)
         self._seen = seen
+
+    def adopt(self, other: Calibrator) -> None:
+        """Replace all that was seen by what another calibrator has seen; see `Calibrator.adopt`."""
+        kept = other.state_dict()
+        needed = self._state_names()
+        if other.spec != self.spec or not (not kept or set(needed) <= set(kept)):
+            raise ConfigError(
+                f"{type(self).__name__}({self.spec}) cannot go on from {type(other).__name__}({other.spec}), which "
+                f"keeps {', '.join(kept) or 'nothing'}; collect with one specification, and by percentile, entropy or "
+                "mse if one of them is to follow"
+            )
+        try:
+            self.load_state_dict({name: kept[name] for name in needed} if kept else {})
+        except CalibrationError as error:
+            raise ConfigError(f"{error}; give both calibrators one num_bins") from error
+
+    def _state_names(self) -> tuple[str, ...]:
+        return "lo", "hi"
 
     @property
     def observed(self) -> bool:
@@ -143,11 +194,18 @@ class ExtremaCalibrator(Calibrator):
         if not state:
             self._seen = None
             return
-        check_keys(state, ("lo", "hi"))
+        check_keys(state, self._state_names())
         self._seen = read_range(state)
+
+    def _known_bins(self) -> Bins | None:
+        """Where to count while the range of a batch is measured, if that is known."""
+        return None
 
     def _count(self, batch: Batch) -> None:
         """Take in more of a batch than its range."""
+
+    def _add(self, batch: Batch) -> None:
+        """Take in more of a batch whose range lies within the one seen."""
 
     def _absorb(self, other: Any) -> None:
         """Take in more of a calibrator of the same class than its range."""

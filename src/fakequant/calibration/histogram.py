@@ -18,6 +18,7 @@ from torch import Tensor
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec
+from fakequant.ops.histogram import Bins, observe
 
 from .calibrator import check_keys
 from .extrema import Batch, ExtremaCalibrator, read_range
@@ -27,16 +28,11 @@ _FEWEST_BINS, _MOST_BINS = 16, 1 << 16
 _STATE_BYTES = 64 * 2**20
 # Small enough that the allocator hands out the same pages again.
 _SEARCH_BYTES = 16 * 2**20
-# So many values at a time stay in the processor's cache from one step of counting to the next.
-_CHUNK = 1 << 17
-# So many bins at a time take 16 MiB, and their positions fit int32.
-_CHUNK_BINS = 1 << 21
 
 # Of a group that has seen zeros only: below every exponent a width can have, so that any value replaces it.
 _NO_EXPONENT = -(1 << 14)
 # 2**-exponent must be a normal number in the dtype that counts.
 _SMALLEST_EXPONENT = {torch.float32: -126, torch.float64: -1022}
-_SIGN_BITS = {torch.float32: (torch.int32, 31), torch.float64: (torch.int64, 63)}
 
 
 class Histogram(NamedTuple):
@@ -115,7 +111,7 @@ class HistogramCalibrator(ExtremaCalibrator):
             )
         self.num_bins = num_bins
         self._counts = torch.zeros(0, 2, num_bins or DEFAULT_BINS, dtype=torch.int64)
-        self._exponent = torch.zeros(0, dtype=torch.int32)
+        self._set_exponent(torch.zeros(0, dtype=torch.int32))
 
     @abstractmethod
     def find_clip(self, histogram: Histogram) -> Tensor:
@@ -164,7 +160,7 @@ class HistogramCalibrator(ExtremaCalibrator):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Replace what was seen; see `Calibrator.load_state_dict`."""
         if state:
-            check_keys(state, ("lo", "hi", "counts", "exponent"))
+            check_keys(state, self._state_names())
             seen = read_range(state)
             counts, exponent = state["counts"], state["exponent"]
             groups = seen.lo.numel()
@@ -175,9 +171,13 @@ class HistogramCalibrator(ExtremaCalibrator):
                     f"shape {list(exponent.shape)}, expected torch.int64 of shape {list(expected)} and {[groups]}; "
                     "load it into a calibrator with the num_bins of the one that made it"
                 )
-            self._seen, self._counts, self._exponent = seen, counts.clone(), exponent.to(torch.int32, copy=True)
+            self._seen, self._counts = seen, counts.clone()
+            self._set_exponent(exponent.to(torch.int32, copy=True))
         else:
             super().load_state_dict(state)
+
+    def _state_names(self) -> tuple[str, ...]:
+        return "lo", "hi", "counts", "exponent"
 
     def _histogram(self) -> Histogram:
         return Histogram(self._counts, self._exponent, Range(*(values.reshape(-1) for values in self.seen)))
@@ -189,14 +189,21 @@ class HistogramCalibrator(ExtremaCalibrator):
         fitting = 1 << max(1, _STATE_BYTES // (2 * 8 * groups)).bit_length() - 1
         return max(self.fewest_bins, min(DEFAULT_BINS, fitting))
 
+    def _known_bins(self) -> Bins | None:
+        return Bins(self._inverse, self._counts.shape[2]) if self.observed else None
+
     def _count(self, batch: Batch) -> None:
         amax = batch.range.amax.reshape(-1)
         bins = self._bins(amax.numel())
-        exponent = _exponent(amax, bins)
-        self._grow(exponent, bins)
-        inverse = torch.where(amax > 0, _power_of_two(-self._exponent.to(amax.device)), 0.0)
-        counts = _tally(batch.values, inverse.to(amax.dtype), bins, negative=bool((batch.range.lo < 0).any()))
-        self._counts += counts.to(self._counts.device)
+        before = self._exponent
+        self._grow(_exponent(amax, bins), bins)
+        if batch.counts is None or not torch.equal(self._exponent, before):
+            batch = batch._replace(counts=observe(batch.values, Bins(self._inverse, bins)).counts)
+        self._add(batch)
+
+    def _add(self, batch: Batch) -> None:
+        assert batch.counts is not None, "a calibrator that has seen groups counts while it measures"
+        self._counts += batch.counts.to(self._counts.device)
 
     def _absorb(self, other: Any) -> None:
         groups, _, bins = other._counts.shape
@@ -215,7 +222,12 @@ class HistogramCalibrator(ExtremaCalibrator):
             self._exponent = torch.full_like(exponent, _NO_EXPONENT)
         wider = torch.maximum(self._exponent, exponent.to(self._exponent.device))
         self._counts = _halve(self._counts, wider - self._exponent)
-        self._exponent = wider
+        self._set_exponent(wider)
+
+    def _set_exponent(self, exponent: Tensor) -> None:
+        self._exponent = exponent
+        # 0.0 for groups that have seen zeros only.
+        self._inverse = _power_of_two(-exponent)
 
 
 def _exponent(amax: Tensor, bins: int) -> Tensor:
@@ -235,28 +247,3 @@ def _halve(counts: Tensor, times: Tensor) -> Tensor:
     index = torch.arange(bins, device=counts.device) >> shift
     old = counts[grown]
     return counts.index_copy(0, grown, torch.zeros_like(old).scatter_add_(2, index.expand_as(old), old))
-
-
-def _tally(values: Tensor, inverse: Tensor, bins: int, *, negative: bool) -> Tensor:
-    """Counts int64 [groups, 2, bins] of values [groups, elements] in bins of width 1 / inverse [groups].
-
-    `negative`: whether there are negative values.
-    """
-    groups, elements = values.shape
-    rows, columns = max(1, min(_CHUNK // elements, _CHUNK_BINS // (2 * bins))), min(elements, _CHUNK)
-    # One line of bins per group: the negative values below the middle, outwards in both directions.
-    middle = torch.arange(min(rows, groups), dtype=torch.int32, device=values.device)[:, None] * (2 * bins) + bins
-    bits, sign = _SIGN_BITS[inverse.dtype]
-    line = torch.zeros(groups, 2 * bins, dtype=torch.int64, device=values.device)
-    for row in range(0, groups, rows):
-        part_inverse = inverse[row : row + rows, None]
-        count = part_inverse.shape[0]
-        for column in range(0, elements, columns):
-            part = values[row : row + rows, column : column + columns].to(inverse.dtype)
-            # Truncated towards zero, then one lower if negative; adding 0.0 keeps -0.0 on the side of +0.0.
-            index = (part * part_inverse).to(torch.int32).add_(middle[:count])
-            if negative:
-                index += (part + 0.0).view(bits) >> sign
-            found = torch.bincount(index.reshape(-1), minlength=count * 2 * bins)
-            line[row : row + rows] += found.view(count, -1)
-    return torch.stack([line[:, :bins].flip(-1), line[:, bins:]], dim=1)

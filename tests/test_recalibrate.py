@@ -1,0 +1,70 @@
+"""One pass over the batches serves every method."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import nn
+
+import fakequant as fq
+from fakequant.calibration import calibrators, make_calibrator
+from fakequant.nn import quantizers
+
+HISTOGRAMS = ["percentile", "entropy", "mse"]
+
+
+def prepared():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return fq.prepare(model, "INT8"), [torch.randn(32, 8) ** 3 for _ in range(4)]
+
+
+@pytest.mark.parametrize("first", HISTOGRAMS)
+@pytest.mark.parametrize("then", calibrators())
+def test_gives_the_ranges_of_a_pass_of_its_own(first, then):
+    model, batches = prepared()
+    other = copy.deepcopy(model)
+    options: dict[str, Any] = {"percentile": 97.0} if then == "percentile" else {}
+    used = fq.calibrate(model, batches, first, progress=False)
+    before = {name: calibrator.state_dict() for name, calibrator in used.items()}
+    adopted = fq.recalibrate(model, used, then, **options)
+    fq.calibrate(other, batches, then, progress=False, **options)
+    assert {calibrator.method for calibrator in adopted.values()} == {then}
+    for got, wanted in zip(quantizers(model).values(), quantizers(other).values(), strict=True):
+        assert got.scale is not None
+        assert wanted.scale is not None
+        assert_same_bits(got.scale, wanted.scale)
+    for name, calibrator in used.items():
+        for key, value in calibrator.state_dict().items():
+            assert_same_bits(value, before[name][key])
+
+
+def test_what_was_not_collected_is_refused_and_nothing_changed():
+    model, batches = prepared()
+    used = fq.calibrate(model, batches, "max", progress=False)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(fq.FakeQuantError, match=r"0\._input_quantizer.*EntropyCalibrator.*MaxCalibrator.*lo, hi"):
+        fq.recalibrate(model, used, "entropy")
+    with pytest.raises(fq.FakeQuantError, match="nothing of the kind"):
+        fq.recalibrate(model, {"nothing of the kind": next(iter(used.values()))}, "max")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_another_specification_or_resolution_is_refused():
+    x = torch.randn(100)
+    entropy = make_calibrator("entropy", "int8", num_bins=1024)
+    entropy.observe(x)
+    with pytest.raises(fq.FakeQuantError, match="uint8"):
+        make_calibrator("mse", "uint8").adopt(entropy)
+    with pytest.raises(fq.FakeQuantError, match="num_bins"):
+        make_calibrator("mse", "int8").adopt(entropy)
+    adopted = make_calibrator("mse", "int8", num_bins=1024)
+    adopted.adopt(entropy)
+    adopted.observe(3 * x)
+    entropy.observe(3 * x)
+    assert_same_bits(adopted.state_dict()["counts"], entropy.state_dict()["counts"])
+    adopted.adopt(make_calibrator("percentile", "int8"))
+    assert not adopted.observed
