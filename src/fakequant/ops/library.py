@@ -25,8 +25,7 @@ from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from .dispatch import Backend, choose
-
-_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]
+from .traced import Grads, Traced, Transformed, params_of, tensors_of
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool | None = None) -> Tensor:
@@ -44,12 +43,12 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool 
         if torch.compiler.is_exporting():
             seed = () if params.seed is None else (params.seed,)
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
-        traced = _Traced if torch.compiler.is_compiling() else _Transformed
-        return traced.apply(x, *_tensors(params), spec)
+        traced = Traced if torch.compiler.is_compiling() else Transformed
+        return traced.apply(x, *tensors_of(params), spec)
     if not torch.is_grad_enabled():
         return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
     if params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad):
-        return _EagerLearned.apply(x, *_tensors(params), spec)
+        return _EagerLearned.apply(x, *tensors_of(params), spec)
     if x.requires_grad:
         return _apply_eager(x, spec, params)
     return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
@@ -123,7 +122,7 @@ def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]
         found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)
         return None if found.has_nan else (_stand_in(x), found.codes)
     if _needs_grad_of(params):
-        stand_in, codes, has_nan = _EagerLearnedCodes.apply(x, *_tensors(params), spec)
+        stand_in, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
     else:
         stand_in, codes, has_nan = _EagerCodes.apply(x, spec, params)
     return None if has_nan else (stand_in, codes)
@@ -205,16 +204,16 @@ class _EagerLearned(torch.autograd.Function):
         backend = choose(x, spec)
         ctx.call = backend, spec, x.stride()
         needs_mask = ctx.needs_input_grad[0] and spec.gradient is not Gradient.IDENTITY
-        y, mask = backend.fake_quantize(x, _params(*params), spec, mask=needs_mask)
+        y, mask = backend.fake_quantize(x, params_of(*params), spec, mask=needs_mask)
         ctx.save_for_backward(mask, x, *params)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         mask, x, *params = ctx.saved_tensors
         dy, wants = grad_outputs[0], (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         backend, spec, _ = ctx.call
-        scale_grad, zero_point_grad = _grad_params(backend, dy, x, _params(*params), spec, wants)
+        scale_grad, zero_point_grad = _grad_params(backend, dy, x, params_of(*params), spec, wants)
         return through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
@@ -244,13 +243,13 @@ class _EagerLearnedCodes(torch.autograd.Function):
         backend = choose(x, spec, codes=True)
         ctx.call = backend, spec, x.stride()
         needs_mask = ctx.needs_input_grad[0] and spec.gradient is not Gradient.IDENTITY
-        found = backend.encode(x, _params(*params), spec, mask=needs_mask)
+        found = backend.encode(x, params_of(*params), spec, mask=needs_mask)
         ctx.save_for_backward(found.mask, x, *params)
         ctx.mark_non_differentiable(found.codes)
         return _stand_in(x), found.codes, found.has_nan
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         return _EagerLearned.backward(ctx, grad_outputs[0])
 
 
@@ -296,82 +295,6 @@ class _MaskedGradient(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return _MaskedGradient.apply(grad_outputs[0], mask, ctx.call), None, None
-
-
-class _Traced(torch.autograd.Function):
-    """The definition as plain torch operations, forward and backward, which a compiler fuses with its neighbours."""
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        lo: Tensor | None,
-        hi: Tensor | None,
-        seed: Tensor | None,
-        spec: QuantSpec,
-    ) -> Tensor:
-        return reference.fake_quantize(x, _params(scale, zero_point, lo, hi, seed), spec)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, spec = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.spec = spec
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> _Grads:
-        x, *tensors = ctx.saved_tensors
-        dy, params, spec = grad_outputs[0], _params(*tensors), ctx.spec
-        dx = scale_grad = zero_point_grad = None
-        x = _found_in_backward(x, dy)
-        if ctx.needs_input_grad[0]:
-            dx = reference.grad_input(dy, reference.passes(x, params, spec))
-        wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        if any(wants):
-            scale_grad, zero_point_grad = reference.grad_params(dy, x, params, spec, wants)
-        return dx, scale_grad, zero_point_grad, None, None, None, None
-
-
-def _found_in_backward(x: Tensor, dy: Tensor) -> Tensor:
-    """x, as a value that a compiler cannot have before dy: what follows from it is computed in the backward pass.
-
-    Compilers move what does not need dy into the forward pass and save the mask, and that of a ReLU before it, as
-    tensors of bool. Inductor writes these one element at a time on the CPU, 2 to 5 ms for 1M elements that are
-    quantized in 0.08 ms: the compiled step of a network of six convolutions took 2.2 times as long as in float, and
-    takes 1.05 times as long where the backward pass finds the mask from x.
-    """
-    return torch.where(dy == 0, x, x)
-
-
-class _Transformed(_Traced):
-    """`_Traced` for function transforms and forward-mode AD; torch.compile cannot trace a `jvp`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        x, *tensors = ctx.saved_tensors
-        params, spec = _params(*tensors), ctx.spec
-        moved = reference.tangent_params(x, params, spec, (tangents[1], tangents[2]))
-        if tangents[0] is not None:
-            through = reference.grad_input(tangents[0], reference.passes(x, params, spec))
-            moved = through if moved is None else through + moved
-        assert moved is not None, "forward-mode AD calls jvp only if an input has a tangent"
-        return moved
-
-
-def _tensors(params: QParams) -> tuple[Tensor | None, ...]:
-    """The arguments of `_params`: autograd functions know no tensors within tuples."""
-    lo, hi = params.range or (None, None)
-    return params.scale, params.zero_point, lo, hi, params.seed
-
-
-def _params(
-    scale: Tensor, zero_point: Tensor | None, lo: Tensor | None, hi: Tensor | None, seed: Tensor | None
-) -> QParams:
-    return QParams(scale, zero_point, None if lo is None or hi is None else Range(lo, hi), seed)
 
 
 @torch.library.custom_op(
