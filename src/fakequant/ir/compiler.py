@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fakequant.ir.execute import check_inputs, to_torch
 from fakequant.ir.fake_quantization import set_opaque
 from fakequant.ir.graph import Graph
+from fakequant.ir.table import repeatable
 
 _LIMIT = 64
 """So many structures are kept; the one that was used longest ago goes first."""
@@ -57,16 +58,17 @@ class CompiledGraph:
     def __init__(self, graph: Graph, function: Callable[..., Any]) -> None:
         self.graph = graph
         self._function = function
-        self._constants = [constant.tensor for constant in graph.constants.values()]
 
     def __call__(self, *inputs: Tensor) -> Any:
         """The outputs for some inputs, as `Graph.run` gives them."""
         check_inputs(self.graph, inputs)
-        return self._function(*inputs, *self._constants)
+        results = self._function(*inputs, *(constant.read() for constant in self.graph.constants.values()))
+        count = len(self.graph.outputs)
+        return results if isinstance(results, Tensor) else results[0] if count == 1 else results[:count]
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterator[Tensor]:
         """The constants that training moves."""
-        return (tensor for tensor in self._constants if isinstance(tensor, nn.Parameter))
+        return (constant.tensor for constant in self.graph.constants.values() if constant.trainable)
 
 
 def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
@@ -97,11 +99,27 @@ def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
 
 
 def _compiled(graph: Graph, exact: bool) -> Callable[..., Any]:
-    module = to_torch(graph, lifted=True)
+    module = to_torch(_with_unread_draws(graph), lifted=True)
     set_opaque(module, exact)
     dynamic = any(type.shape.dynamic for type in graph.types().values())
     backend = "aot_eager_default_partitioner" if exact else "inductor"
     return torch.compile(module, fullgraph=True, backend=backend, dynamic=dynamic or None)
+
+
+def _with_unread_draws(graph: Graph) -> Graph:
+    """A graph with further outputs: what draws random numbers though nothing reads it.
+
+    Compilers drop what is no output, and later operations would draw other numbers.
+    """
+    kept = graph.copy()
+    read = set(graph.outputs)
+    for op in reversed(graph.ops):
+        if read.intersection(op.output_ids):
+            read.update(op.input_ids)
+        elif not repeatable(op):
+            kept.outputs.append(kept.add("Detach", op.output_id))
+            read.update(op.input_ids)
+    return kept
 
 
 def cache_info() -> CacheInfo:

@@ -11,17 +11,51 @@ from torch import Tensor, fx, nn
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import Ref
 from fakequant.ir.fused import NAME, body_of
-from fakequant.ir.graph import Constant, Graph
+from fakequant.ir.graph import Constant, Graph, read_frozen
 from fakequant.ir.op import IROp
 from fakequant.ir.table import bound
-from fakequant.ir.types import TensorType
+from fakequant.ir.types import IRType, TensorShape, TensorType
 
 
 def run(graph: Graph, inputs: Sequence[Tensor]) -> Any:
     """See `Graph.run`."""
     module = to_torch(graph)
     check_inputs(graph, inputs)
-    return module(*inputs)
+    return _Checked(module).run(*inputs)
+
+
+class _Checked(fx.Interpreter):
+    """Runs a module node by node, and says which operation fails or makes another type than it declares."""
+
+    extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        op = n.meta.get("op")
+        if op is None:
+            return super().run_node(n)
+        try:
+            result = super().run_node(n)
+            _check_results(op, result)
+        except Exception as error:
+            raise GraphError(f"{op}{f' of {op.origin}' if op.origin else ''}: {error}") from error
+        return result
+
+
+def _check_results(op: IROp, result: Any) -> None:
+    """Check that an operation made what it declares.
+
+    Raises:
+        GraphError: it did not.
+    """
+    results = list(result) if isinstance(result, (tuple, list)) else [result]
+    if len(results) != len(op.outputs):
+        raise GraphError(f"made {len(results)} values, but {len(op.outputs)} are declared")
+    for id, declared, made in zip(op.output_ids, op.outputs, results, strict=True):
+        if declared.type is IRType.Missing:
+            continue
+        found = TensorType.of(made) if isinstance(made, Tensor) else TensorType(IRType.Index, TensorShape())
+        if made is None or found.type is not declared.type or not declared.shape.matches(found.shape):
+            raise GraphError(f"declares t{id} as {declared}, but made {None if made is None else found}")
 
 
 def check_inputs(graph: Graph, inputs: Sequence[Tensor]) -> None:
@@ -71,6 +105,8 @@ class _Builder:
                 self.nodes[id] = self.fx.placeholder(f"t{id}")
             else:
                 self.nodes[id] = self.fx.get_attr(_hold(self.root, constant))
+                if constant.frozen:
+                    self.nodes[id] = self.fx.call_function(read_frozen, (self.nodes[id],))
         self._add(self.graph.ops)
         results = [self.nodes[id] for id in self.graph.outputs]
         self.fx.output(results[0] if len(results) == 1 else tuple(results))
@@ -112,7 +148,7 @@ class _Builder:
         return ops
 
     def _name(self, op: IROp, node: fx.Node) -> None:
-        node.meta["origin"] = op.origin
+        node.meta["origin"], node.meta["op"] = op.origin, op
         if len(op.output_ids) == 1 and not _makes_a_list(node):
             self.nodes[op.output_id] = node
             return

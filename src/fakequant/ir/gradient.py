@@ -71,9 +71,12 @@ def _traced(graph: Graph, wanted: list[int]) -> torch.fx.GraphModule:
     set_opaque(module, True)
     types = graph.types()
     count = len(graph.inputs) + len(graph.constants)
+    frozen = [len(graph.inputs) + i for i, constant in enumerate(graph.constants.values()) if constant.frozen]
 
     def gradients(*tensors: Tensor) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() if i in wanted else t for i, t in enumerate(tensors[:count])]
+        leaves = [
+            t.detach().requires_grad_() if i in wanted or i in frozen else t for i, t in enumerate(tensors[:count])
+        ]
         with torch.enable_grad():
             results = module(*leaves)
         results = results if isinstance(results, tuple) else (results,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,18 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that the graph holds; one that requires grad is a parameter that training moves."""
+    """A tensor that the graph holds; one that requires grad is a parameter that training moves.
+
+    Attributes:
+        name: its own among the constants.
+        tensor: its values.
+        frozen: whether it was folded from parameters. Nothing moves it; but where grad mode is on, operations see it
+            require grad as before, because torch chooses between the kernels of a product by that.
+    """
 
     name: str
     tensor: Tensor
+    frozen: bool = False
 
     @property
     def type(self) -> TensorType:
@@ -45,12 +54,26 @@ class Constant:
         """Whether training moves it."""
         return self.tensor.requires_grad
 
+    @property
+    def kind(self) -> str:
+        """How text calls it: "parameter", "frozen" or "constant"."""
+        return "parameter" if self.trainable else "frozen" if self.frozen else "constant"
+
+    def read(self) -> Tensor:
+        """The tensor as operations get it."""
+        return read_frozen(self.tensor) if self.frozen else self.tensor
+
     def digest(self) -> str:
         """SHA-256 over type, shape and every bit."""
         values = self.tensor.detach().cpu().contiguous().reshape(-1)
         found = hashlib.sha256(f"{self.tensor.dtype} {list(self.tensor.shape)}".encode())
         found.update(values.view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
+
+
+def read_frozen(tensor: Tensor) -> Tensor:
+    """A tensor that requires grad where grad mode is on, without a path to what trains."""
+    return tensor.detach().requires_grad_(torch.is_grad_enabled())
 
 
 @dataclass(frozen=True)
@@ -113,6 +136,11 @@ class Graph:
         id = self.new_id() if id is None else id
         self.inputs[id] = Input(name, TensorType(type, TensorShape(shape)))
         return id
+
+    def free_name(self, name: str) -> str:
+        """A name that no constant has: the given one, or that with a number."""
+        taken = {constant.name for constant in self.constants.values()}
+        return next(n for n in itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1))) if n not in taken)
 
     def add_constant(self, name: str, tensor: Tensor, id: int | None = None) -> int:
         """Add a constant and return its id."""
@@ -220,7 +248,7 @@ class Graph:
         for id, constant in self.constants.items():
             places[id] = len(places)
             bits = constant.digest() if constants else ""
-            lines.append(f"constant {constant.type} {constant.trainable} {bits}")
+            lines.append(f"constant {constant.type} {constant.kind} {bits}")
         for op in self.ops:
             read = [places.get(id, -1) for id in op.input_ids]
             for id in op.output_ids:
@@ -250,7 +278,8 @@ class Graph:
         For many calls take `to_torch` or `compile` once: this checks the graph every time.
 
         Raises:
-            GraphError: the graph is not valid, or an input is not of the declared type.
+            GraphError: the graph is not valid, an input is not of the declared type, or an operation fails or makes
+                another type than it declares; names it.
         """
         from fakequant.ir.execute import run
 

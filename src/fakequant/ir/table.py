@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from fakequant.errors import GraphError, nearest
 from fakequant.ir.op import IROp
-from fakequant.ir.signature import Call, Parameter, Signature, bind, signature_of
+from fakequant.ir.signature import Call, Kind, Parameter, Signature, bind, signature_of
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 Rule = Callable[[Call], Sequence[TensorType]]
@@ -34,6 +34,7 @@ class Row:
             for which the inputs do not fit. Without one, torch's meta kernel decides.
         module: makes the module that computes it, where no operator of torch does.
         moves: whether every element of the result is one of the first input, each once: a reshape, a transpose.
+        draws: whether an operation draws random numbers; by default its operators' tags tell.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Row:
     rule: Rule | None = None
     module: Callable[[Call], nn.Module] | None = None
     moves: bool = False
+    draws: Callable[[IROp], bool] | None = None
 
 
 ROWS: dict[str, Row] = {}
@@ -48,7 +50,14 @@ OP_CLASSES: dict[str, type[IROp]] = {}
 _captured_from: dict[object, str] = {}
 
 
-def add_row(name: str, targets: str, rule: Rule | None, *, moves: bool = False) -> None:
+def add_row(
+    name: str,
+    targets: str,
+    rule: Rule | None,
+    *,
+    moves: bool = False,
+    draws: Callable[[IROp], bool] | None = None,
+) -> None:
     """Add a kind of operation that operators of torch compute.
 
     Args:
@@ -56,9 +65,10 @@ def add_row(name: str, targets: str, rule: Rule | None, *, moves: bool = False) 
         targets: the operators, such as "aten.add.Tensor aten.add.Scalar"; where the arguments fit several, the first.
         rule: as in `Row`.
         moves: as in `Row`.
+        draws: as in `Row`.
     """
     overloads = [find_overload(target) for target in targets.split()]
-    _put(Row(name, tuple(signature_of(overload) for overload in overloads), rule, moves=moves))
+    _put(Row(name, tuple(signature_of(overload) for overload in overloads), rule, moves=moves, draws=draws))
 
 
 def add_module_row(name: str, parameters: Iterable[Parameter], rule: Rule, module: Callable[[Call], nn.Module]) -> None:
@@ -185,8 +195,19 @@ def _type_of(result: object) -> TensorType:
 def repeatable(op: IROp) -> bool:
     """Whether an operation gives the same result for the same inputs every time."""
     row = find_row(op.op_type)
+    if row.draws is not None:
+        return not row.draws(op)
     tag = torch.Tag.nondeterministic_seeded
     return not any(isinstance(s.target, OpOverload) and tag in s.target.tags for s in row.signatures)
+
+
+def in_order(op: IROp) -> bool:
+    """Whether inputs fill the parameters by their places: no attribute stands for one or names it.
+
+    Passes that look at the first or second input leave other operations alone.
+    """
+    tensors = {p.name for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is not Kind.VALUE}
+    return not tensors & op.attributes.keys()
 
 
 def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:

@@ -46,10 +46,9 @@ def _one_line(text: str) -> str:
 
 
 def _constant_text(id: int, constant: Constant) -> str:
-    kind = "parameter" if constant.trainable else "constant"
     values = _inline(constant.tensor)
     held = f"sha256:{constant.digest()[:32]}" if values is None else value_to_text(values)
-    return f"t{id} = {kind} {json.dumps(constant.name)} : {constant.type} = {held}"
+    return f"t{id} = {constant.kind} {json.dumps(constant.name)} : {constant.type} = {held}"
 
 
 def _inline(tensor: Tensor) -> list[Any] | None:
@@ -65,7 +64,9 @@ def _inline(tensor: Tensor) -> list[Any] | None:
 _LINE = {
     "header": re.compile(r"IR Graph: (.*)"),
     "input": re.compile(r'    t(\d+) = ("(?:[^"\\]|\\.)*") : (.*)'),
-    "constant": re.compile(r'    t(\d+) = (parameter|constant) ("(?:[^"\\]|\\.)*") : (.*) = (sha256:\w+|\[.*\])'),
+    "constant": re.compile(
+        r'    t(\d+) = (parameter|frozen|constant) ("(?:[^"\\]|\\.)*") : (.*) = (sha256:\w+|\[.*\])'
+    ),
     "outputs": re.compile(r"  Outputs: ?(.*)"),
 }
 _OPERATION = re.compile(r'((?:[^"#]|"(?:[^"\\]|\\.)*")*?)(?:  # (.*))?')
@@ -144,7 +145,7 @@ def _read_constant(graph: Graph, line: str, tensors: Mapping[str, Tensor]) -> No
         raise GraphError(f"the constant {name!r} is not in the text and not among the tensors given")
     else:
         tensor = tensors[name].detach()
-    constant = Constant(name, tensor)
+    constant = Constant(name, tensor, found[2] == "frozen")
     if held.startswith("sha256:") and held != f"sha256:{constant.digest()[:32]}":
         raise GraphError(f"the constant {name!r} is another one than that of the text: its digest differs")
     graph.constants[id] = Constant(name, nn.Parameter(tensor)) if found[2] == "parameter" else constant

@@ -144,9 +144,9 @@ for _name, _target in {
     "Floor": "aten.floor.default",
     "Clone": "aten.clone.default aten.contiguous.default",
     "Detach": "aten.detach.default",
-    "Dropout": "aten.dropout.default",
 }.items():
     add_row(_name, _target, same)
+add_row("Dropout", "aten.dropout.default", same, draws=lambda op: op.attributes.get("train") is not False)
 for _name, _target in {
     "GELU": "aten.gelu.default",
     "SiLU": "aten.silu.default",
