@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
+from fakequant.errors import GraphError
 from fakequant.ir.execute import check_inputs, to_torch
 from fakequant.ir.fake_quantization import set_opaque
 from fakequant.ir.graph import Graph
+from fakequant.ir.ops.products import RECURRENT
 from fakequant.ir.table import repeatable
 
 _LIMIT = 64
@@ -86,7 +89,8 @@ def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
         are arguments of it, so that no graph can get those of another.
 
     Raises:
-        GraphError: the graph is not valid.
+        GraphError: the graph is not valid, or has an operation that torch.compile cannot record: a whole recurrent
+            layer such as nn.LSTM.
 
     >>> from fakequant.ir import IRType
     >>> graph = Graph("example")
@@ -95,7 +99,36 @@ def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
     >>> compile(graph)(torch.tensor([0.7, -9.0]))
     tensor([ 0.5000, -4.0000])
     """
-    return CompiledGraph(graph.copy(), _cache.find(graph.check(), exact))
+    for op in graph.check().ops:
+        if op.op_type.startswith(RECURRENT):
+            raise GraphError(
+                f"{op}{f' of {op.origin}' if op.origin else ''}: torch.compile cannot record a whole recurrent layer; "
+                "run it by graph.run or graph.to_torch, or write the layer as a loop of nn.LSTMCell or nn.GRUCell"
+            )
+    return CompiledGraph(graph.copy(), _cache.find(graph, exact))
+
+
+class _Function:
+    """A module compiled by torch.compile, again where torch has too many variants of it for other strides and modes."""
+
+    def __init__(self, module: fx.GraphModule, **options: Any) -> None:
+        self.module, self.options = module, options
+        self._compile()
+
+    def _compile(self) -> None:
+        # The limit belongs to the code of the module, which is written anew.
+        self.function = torch.compile(fx.GraphModule(self.module, self.module.graph), **self.options)
+
+    def __call__(self, *args: Tensor) -> Any:
+        try:
+            return self.function(*args)
+        except FailOnRecompileLimitHit:
+            self._compile()
+            return self.function(*args)
+        except Unsupported as error:
+            raise GraphError(
+                f"torch.compile cannot record the graph; graph.to_torch() computes it: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def _compiled(graph: Graph, exact: bool) -> Callable[..., Any]:
@@ -103,7 +136,7 @@ def _compiled(graph: Graph, exact: bool) -> Callable[..., Any]:
     set_opaque(module, exact)
     dynamic = any(type.shape.dynamic for type in graph.types().values())
     backend = "aot_eager_default_partitioner" if exact else "inductor"
-    return torch.compile(module, fullgraph=True, backend=backend, dynamic=dynamic or None)
+    return _Function(module, fullgraph=True, backend=backend, dynamic=dynamic or None)
 
 
 def _with_unread_draws(graph: Graph) -> Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -89,6 +90,9 @@ class _Builder:
     """Writes the fx graph of a valid graph."""
 
     def __init__(self, graph: Graph, lifted: bool) -> None:
+        self.quantizers = "quantizers"
+        while any(constant.name.split(".")[0] == self.quantizers for constant in graph.constants.values()):
+            self.quantizers += "_"
         self.graph, self.lifted = graph, lifted
         self.root = nn.Module()
         self.fx = fx.Graph()
@@ -121,8 +125,8 @@ class _Builder:
             row, call = bound(op, inputs)
             values = [self.nodes[id] for id in op.input_ids]
             if row.module is not None:
-                path = f"quantizers.t{op.output_id}"
-                _submodule(self.root, "quantizers").add_module(f"t{op.output_id}", row.module(call))
+                path = f"{self.quantizers}.t{op.output_id}"
+                _submodule(self.root, self.quantizers).add_module(f"t{op.output_id}", row.module(call))
                 refs = {name: value for name, value in call.arguments.items() if isinstance(value, Ref)}
                 tensors: dict[str, Any] = {name: values[ref.position] for name, ref in refs.items()}
                 node = self.fx.call_module(path, (), tensors)
@@ -162,6 +166,10 @@ def _makes_a_list(node: fx.Node) -> bool:
     return schema is not None and (len(schema.returns) > 1 or "List" in str(schema.returns[0].type))
 
 
+_TAKEN = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))}
+"""What a module of torch.fx has already, such as `graph` and `code`."""
+
+
 def _submodule(root: nn.Module, name: str) -> nn.Module:
     if name not in root._modules:
         root.add_module(name, nn.Module())
@@ -173,8 +181,9 @@ def _submodule(root: nn.Module, name: str) -> nn.Module:
 def _hold(root: nn.Module, constant: Constant) -> str:
     """Make a constant a parameter or buffer at the path that its name says, and return the path."""
     *folders, leaf = constant.name.split(".")
-    if not _is_free(root, folders) or not all(_is_name(part) for part in (*folders, leaf)):
-        folders, leaf = ["constants"], "".join(c if c.isalnum() else "_" for c in constant.name)
+    parts = (*folders, leaf)
+    if not _is_free(root, folders) or not all(map(_is_name, parts)) or parts[0] in _TAKEN:
+        folders, leaf = ["constants"], "c_" + "".join(c if c.isascii() and c.isalnum() else "_" for c in constant.name)
     place = root
     for folder in folders:
         place = _submodule(place, folder)
@@ -189,7 +198,7 @@ def _hold(root: nn.Module, constant: Constant) -> str:
 
 
 def _is_name(part: str) -> bool:
-    return part.isidentifier() or part.isdecimal()
+    return (part.isidentifier() and not keyword.iskeyword(part)) or (part.isascii() and part.isdecimal())
 
 
 def _is_free(root: nn.Module, folders: Sequence[str]) -> bool:

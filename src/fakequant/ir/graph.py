@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import items_to_text
 from fakequant.ir.op import IROp
-from fakequant.ir.table import faults, infer, make_op
+from fakequant.ir.table import faults, infer, make_op, without_defaults
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Graph:
     def hash(self, *, constants: bool = True) -> str:
         """SHA-256 of what the graph computes: types, operations with all attributes, and the bits of constants.
 
-        Ids and names do not count. Graphs with equal hashes give equal results.
+        Ids, names and whether a default is written do not count. Graphs with equal hashes give equal results.
 
         Args:
             constants: whether their bits count; otherwise only their types do.
@@ -255,7 +255,7 @@ class Graph:
                 places[id] = len(places)
             made = [places[id] for id in op.output_ids]
             types = ", ".join(map(str, op.outputs))
-            lines.append(f"{made} = {op.op_type}{read}{items_to_text(op.attributes)} : {types}")
+            lines.append(f"{made} = {op.op_type}{read}{items_to_text(without_defaults(op))} : {types}")
         lines.append(f"outputs {[places.get(id, -1) for id in self.outputs]}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch._ops import OpOverload
 
 from fakequant.errors import GraphError, nearest
+from fakequant.ir.attributes import same
 from fakequant.ir.op import IROp
 from fakequant.ir.signature import Call, Kind, Parameter, Signature, bind, signature_of
 from fakequant.ir.types import IRType, TensorShape, TensorType
@@ -201,6 +202,17 @@ def repeatable(op: IROp) -> bool:
     return not any(isinstance(s.target, OpOverload) and tag in s.target.tags for s in row.signatures)
 
 
+def without_defaults(op: IROp) -> dict[str, Any]:
+    """The attributes of an operation but those that are the defaults in all of its forms."""
+    parameters = [p for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is Kind.VALUE]
+
+    def is_default(name: str, value: Any) -> bool:
+        named = [p for p in parameters if p.name == name]
+        return bool(named) and all(not p.required and same(value, p.default) for p in named)
+
+    return {name: value for name, value in op.attributes.items() if not is_default(name, value)}
+
+
 def in_order(op: IROp) -> bool:
     """Whether inputs fill the parameters by their places: no attribute stands for one or names it.
 
@@ -218,6 +230,8 @@ def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
         inferred = infer(op, inputs)
     except GraphError as error:
         return [str(error)]
+    except Exception as error:  # whatever arguments a rule or torch did not expect are a fault of the operation
+        return [f"cannot be checked: {type(error).__name__}: {error}"]
     if len(inferred) != len(op.outputs):
         return [f"makes {len(inferred)} values, but {len(op.outputs)} are declared"]
     return [

@@ -11,6 +11,9 @@ from fakequant.ir.signature import Call
 from fakequant.ir.table import add_row
 from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
+RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
+"""Beginnings of the names of whole recurrent layers, which only eager torch runs."""
+
 
 def differ(a: int, b: int) -> bool:
     """Whether two dimensions are known to be different."""
