@@ -28,7 +28,9 @@ def run(graph: Graph, inputs: Sequence[Tensor]) -> Any:
 class _Checked(fx.Interpreter):
     """Runs a module node by node, and says which operation fails or makes another type than it declares."""
 
-    extra_traceback = False
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
         op = n.meta.get("op")
@@ -38,7 +40,9 @@ class _Checked(fx.Interpreter):
             result = super().run_node(n)
             _check_results(op, result)
         except Exception as error:
-            raise GraphError(f"{op}{f' of {op.origin}' if op.origin else ''}: {error}") from error
+            what = f"{op} of {op.origin}" if op.origin else str(op)
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise GraphError(f"{what}: {reason}") from error
         return result
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import items_to_text
 from fakequant.ir.op import IROp
-from fakequant.ir.table import faults, infer, make_op, without_defaults
+from fakequant.ir.table import infer, make_op, without_defaults
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 if TYPE_CHECKING:
@@ -165,21 +165,29 @@ class Graph:
         Raises:
             GraphError: the inputs do not fit.
         """
-        types = self.types()
         op = make_op(op_type, input_ids, attributes)
-        if missing := [id for id in input_ids if id not in types]:
+        types = [self._type(id) for id in input_ids]
+        if missing := [id for id, type in zip(input_ids, types, strict=True) if type is None]:
             raise GraphError(f"{op_type}: reads {_names(missing)}, which nothing makes yet")
-        inputs = [types[id] for id in input_ids]
+        inputs = [type for type in types if type is not None]
         first = self.new_id()
         try:
             op.outputs = list(infer(op, inputs))
         except GraphError as error:
             raise GraphError(f"{op_type}({_names(input_ids)}): {error}") from error
         op.output_ids = list(range(first, first + len(op.outputs)))
-        if found := faults(op, inputs):
+        if found := op.faults():
             raise GraphError(f"{op}: {found[0]}")
         self.ops.append(op)
         return op.output_ids
+
+    def _type(self, id: int) -> TensorType | None:
+        """The declared type of a value, looked for from the end: most read what was made last."""
+        for op in reversed(self.ops):
+            if id in op.output_ids:
+                return op.outputs[op.output_ids.index(id)]
+        held = self.inputs.get(id) or self.constants.get(id)
+        return None if held is None else held.type
 
     def types(self) -> dict[int, TensorType]:
         """The declared type of every value."""

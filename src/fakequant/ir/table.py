@@ -19,7 +19,7 @@ from fakequant.errors import GraphError, nearest
 from fakequant.ir.attributes import same
 from fakequant.ir.op import IROp
 from fakequant.ir.signature import Call, Kind, Parameter, Signature, bind, signature_of
-from fakequant.ir.types import IRType, TensorShape, TensorType
+from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
 Rule = Callable[[Call], Sequence[TensorType]]
 
@@ -45,6 +45,9 @@ class Row:
     moves: bool = False
     draws: Callable[[IROp], bool] | None = None
 
+
+# Divisible by what sizes are commonly divided by.
+_SOME = 840
 
 ROWS: dict[str, Row] = {}
 OP_CLASSES: dict[str, type[IROp]] = {}
@@ -151,12 +154,24 @@ def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
     """
     row, call = bound(op, inputs)
     found = None if row.rule is None else list(row.rule(call))
-    if any(t.shape.dynamic or t.type is IRType.Index for t in inputs) or not isinstance(
-        call.signature.target, OpOverload
-    ):
-        # Of an operator without a rule nothing is known before the dynamic sizes are.
+    dynamic = any(t.shape.dynamic for t in inputs)
+    if any(t.type is IRType.Index for t in inputs) or not isinstance(call.signature.target, OpOverload):
         return list(op.outputs) if found is None else found
-    return _by_meta_kernel(call)
+    if found is None and dynamic:
+        return _by_some_sizes(call)
+    # A rule says in the words of graphs what does not fit; of static shapes torch knows every restriction.
+    return found if found is not None and dynamic else _by_meta_kernel(call)
+
+
+def _by_some_sizes(call: Call) -> list[TensorType]:
+    """What is known of an operator's results before dynamic dimensions are: element types and ranks."""
+    types = [TensorType(t.type, TensorShape(_SOME if n == DYNAMIC else n for n in t.shape)) for t in call.inputs]
+    try:
+        made = _by_meta_kernel(Call(call.op, call.signature, call.arguments, types))
+    except GraphError:
+        # Other sizes may fit; a run tells.
+        return list(call.op.outputs)
+    return [TensorType(t.type, TensorShape(DYNAMIC for _ in t.shape)) for t in made]
 
 
 def _by_meta_kernel(call: Call) -> list[TensorType]:
