@@ -16,6 +16,7 @@ from torch import Tensor
 import fakequant as fq
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.tables import TableFormat
+from fakequant.ops.cpu.backend import load_kernels
 
 DTYPES = {
     "float32": torch.float32,
@@ -234,3 +235,17 @@ def hostile(
     pick = torch.from_numpy(np.asarray(random.integers(0, 4 * len(special), where.shape)))
     x = torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], x)
     return Numbers(x, fq.QParams(scale, zero_point))
+
+
+def each_way():
+    """The ways through the C++ kernels, each while it serves: AVX-512 if it is there, and the portable one."""
+    if load_kernels():
+        yield "no kernels"
+        return
+    try:
+        if torch.ops.fakequant_cpu.allow_avx512(True):
+            yield "avx512"
+        torch.ops.fakequant_cpu.allow_avx512(False)
+        yield "portable"
+    finally:
+        torch.ops.fakequant_cpu.allow_avx512(True)

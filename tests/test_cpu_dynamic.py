@@ -81,15 +81,17 @@ def assert_dynamic_is_the_definition(x, spec, label=""):
     """Values and masks of every gradient; whether the fused kernel served."""
     params = composed(x, spec)
     right = reference.fake_quantize(x, params, spec)
-    assert_same_bits(CPU.fake_quantize_dynamic(x, spec, mask=False)[0], right, f"{label} {spec}")
     dy = torch.arange(1, x.numel() + 1).to(x.dtype).view(x.shape)
+    for way in cases.each_way():
+        assert_same_bits(CPU.fake_quantize_dynamic(x, spec, mask=False)[0], right, f"{label} {spec} {way}")
     for gradient in MASKED:
         by_gradient = spec.replace(gradient=gradient)
-        y, mask = CPU.fake_quantize_dynamic(x, by_gradient, mask=True)
-        assert_same_bits(y, right, f"{label} {by_gradient} y")
-        dx = CPU.grad_input(dy, mask, by_gradient, x.stride())
-        passes = reference.passes(x, params, by_gradient)
-        assert_same_bits(dx, reference.grad_input(dy, passes), f"{label} {by_gradient} dx")
+        passing = reference.grad_input(dy, reference.passes(x, params, by_gradient))
+        for way in cases.each_way():
+            y, mask = CPU.fake_quantize_dynamic(x, by_gradient, mask=True)
+            assert_same_bits(y, right, f"{label} {by_gradient} {way} y")
+            dx = CPU.grad_input(dy, mask, by_gradient, x.stride())
+            assert_same_bits(dx, passing, f"{label} {by_gradient} {way} dx")
     return cannot_choose(spec, x.dtype, spec.granularity.group_shape(x.shape)) is None
 
 

@@ -73,19 +73,21 @@ def compare(backend, numbers, spec, label):
     x, params = numbers.x, numbers.params
     served = 0
     if backend.unsupported(x, spec, codes=False) is None:
-        plain, nothing = backend.fake_quantize(x, params, spec, mask=False)
-        assert nothing is None
         right = reference.fake_quantize(x, params, spec)
-        assert_same_bits(plain, right, label)
+        dy = torch.arange(1, x.numel() + 1).to(x.dtype).view(x.shape)
+        for way in cases.each_way():
+            plain, nothing = backend.fake_quantize(x, params, spec, mask=False)
+            assert nothing is None
+            assert_same_bits(plain, right, f"{label} {way}")
         for gradient in GRADIENTS:
             spec_of_gradient = spec.replace(gradient=gradient)
-            y, mask = backend.fake_quantize(x, params, spec_of_gradient, mask=True)
-            assert_same_bits(y, right, f"{label} {gradient.value} y")
-            assert mask.numel() <= (x.numel() + 7) // 8
-            dy = torch.arange(1, x.numel() + 1).to(x.dtype).view(x.shape)
-            dx = backend.grad_input(dy, mask, spec_of_gradient, x.stride())
-            inside = reference.passes(x, params, spec_of_gradient)
-            assert_same_bits(dx, reference.grad_input(dy, inside), f"{label} {gradient.value} dx")
+            passing = reference.grad_input(dy, reference.passes(x, params, spec_of_gradient))
+            for way in cases.each_way():
+                y, mask = backend.fake_quantize(x, params, spec_of_gradient, mask=True)
+                assert_same_bits(y, right, f"{label} {gradient.value} {way} y")
+                assert mask.numel() <= (x.numel() + 7) // 8
+                dx = backend.grad_input(dy, mask, spec_of_gradient, x.stride())
+                assert_same_bits(dx, passing, f"{label} {gradient.value} {way} dx")
             served += 1
         # The parameters get the same from every gradient but CLIP.
         for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP):
@@ -186,6 +188,32 @@ def test_every_float16_and_bfloat16_pattern(backend, name):
                 zero_point = None if case.symmetric else torch.tensor([37], dtype=torch.int32)
                 numbers = cases.Numbers(patterns.view(dtype), fq.QParams(torch.tensor([scale]), zero_point))
                 compare(backend, numbers, case.spec(fq.PerTensor(), arithmetic), f"{dtype} {scale}")
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["int8", "int8_affine_of_5", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_results_around_the_smallest_normal_number(backend, name):
+    """A conversion to bfloat16 by the processor would make zeros of subnormal numbers."""
+    skip_unavailable(backend)
+    affine = name == "int8_affine_of_5"
+    fmt = fq.parse_format("int8" if affine else name)
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    for exponent in (-149, -135, -128, -127, -126, -125, -120, -112, -110, 119, 124, 125, 126, 127):
+        for mantissa in (1.0, 1.25, 1.9921875):
+            scale = torch.tensor([mantissa * 2.0**exponent], dtype=torch.float64).float()
+            x = torch.cat([patterns, (torch.arange(-160, 161) * 0.5 * scale).to(torch.bfloat16)])
+            for arithmetic in fq.Arithmetic:
+                if affine and arithmetic is fq.Arithmetic.MULTIPLIER:
+                    continue
+                params = fq.QParams(scale, torch.tensor([5], dtype=torch.int32) if affine else None)
+                spec = fq.QuantSpec(fmt, symmetric=not affine, arithmetic=arithmetic)
+                right = reference.fake_quantize(x, params, spec)
+                passes = reference.passes(x, params, spec)
+                for way in cases.each_way():
+                    y, mask = backend.fake_quantize(x, params, spec, mask=True)
+                    label = f"{scale.item()} {arithmetic.value} {way}"
+                    assert_same_bits(y, right, label)
+                    assert_same_bits(unpack_bits(mask, passes.shape), passes, f"{label} mask")
 
 
 @each_backend

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,27 +68,23 @@ class CpuBackend(Backend):
         kind = plan.mask if mask else _NO_MASK
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
         random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
-        y, bits = torch.ops.fakequant_cpu.fake_quantize(packed, *tensors, plan.form, kind, random)
+        # The overload itself: finding it anew costs a Python function.
+        y, bits = torch.ops.fakequant_cpu.fake_quantize.default(packed, *tensors, plan.form, kind, random)
         return y if plan.as_it_is else plan.layout.unpack(y), bits
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
-        layout = plan.layout
         if plan.apart:
             log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), plan.apart)
             return super().fake_quantize_dynamic(x, spec, mask=mask, seed=seed)
-        packed = layout.pack(x)
-        y = torch.empty_like(packed)
-        bits = torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8) if mask else None
-        kind = _MASK[spec.gradient] if mask else _NO_MASK
-        if not x.numel():
-            return layout.unpack(y), bits
-        rule = scale_rule(spec, x.dtype)
+        packed = x if plan.as_it_is else plan.layout.pack(x)
+        kind = plan.mask if mask else _NO_MASK
         random = plan.random(seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
-        torch.ops.fakequant_cpu.fake_quantize_dynamic(packed, rule, plan.table, y, bits, *plan.call, kind, random)
-        return layout.unpack(y), bits
+        dynamic = torch.ops.fakequant_cpu.fake_quantize_dynamic.default
+        y, bits = dynamic(packed, plan.rule, plan.form, kind, random)
+        return y if plan.as_it_is else plan.layout.unpack(y), bits
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
         layout = layout_of(granularity, x.shape, x.stride())
@@ -101,7 +96,7 @@ class CpuBackend(Backend):
 
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         layout = layout_of(spec.granularity, dy.shape, x_stride)
-        return layout.unpack(torch.ops.fakequant_cpu.mask_gradient(layout.pack(dy), mask))
+        return layout.unpack(torch.ops.fakequant_cpu.mask_gradient.default(layout.pack(dy), mask))
 
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
@@ -152,9 +147,8 @@ class _Plan:
     layout: Layout
     as_it_is: bool  # the kernels read and write the tensor's own memory order: nothing to pack or unpack
     dtype: torch.dtype
-    table: Tensor | None
-    call: tuple[Any, ...]
-    form: Tensor  # `call` and then the table as one tensor, see kernels.cpp
+    form: Tensor  # the tiles, the format and the arithmetic as one tensor, see chunks.h
+    rule: Tensor | None  # by which the kernels find scales; None where they do not
     mask: int  # the kind that the gradient needs
     apart: str | None  # why the kernels do not find the scales
 
@@ -181,19 +175,20 @@ class _Plan:
 @lru_cache(maxsize=4096)
 def _plan(spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Plan:
     layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
-    call = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic]
     apart = cannot_choose(spec, dtype, layout.group_shape)
+    rule = scale_rule(spec, dtype) if apart is None else None
     table = _table(spec.format, computed)
-    form = torch.tensor([*call, *([] if table is None else table.tolist())], dtype=torch.float64)
-    return _Plan(layout, stride == layout.packed_stride, computed, table, call, form, _MASK[spec.gradient], apart)
+    fields = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], *table
+    form = torch.tensor(fields, dtype=torch.float64)
+    return _Plan(layout, stride == layout.packed_stride, computed, form, rule, _MASK[spec.gradient], apart)
 
 
 @lru_cache
-def _table(fmt: Format, dtype: torch.dtype) -> Tensor | None:
-    """The values of a table format, then from which number of a dtype on each but the first is reached [2 n - 1]."""
+def _table(fmt: Format, dtype: torch.dtype) -> tuple[float, ...]:
+    """The values of a table format, then from which number of a dtype on each but the first is reached."""
     table = fmt.grid.table
     if table is None:
-        return None
+        return ()
     kind = np.float64 if dtype == torch.float64 else np.float32
     reached_from = []
     for code, middle in enumerate(table.middles, start=1):
@@ -202,4 +197,4 @@ def _table(fmt: Format, dtype: torch.dtype) -> Tensor | None:
         while float(number) < middle or (float(number) == middle and code % 2):
             number = np.nextafter(number, kind(np.inf))
         reached_from.append(float(number))
-    return torch.tensor([*table.values, *reached_from], dtype=torch.float64)
+    return *table.values, *reached_from

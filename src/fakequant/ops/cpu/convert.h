@@ -10,8 +10,6 @@
 #include "call.h"
 
 namespace fakequant {
-// Not `inline`: every file has its own copy, because functions with clones must not be merged across files.
-namespace {
 
 #ifdef __FLT16_MAX__
 using Half = _Float16;
@@ -21,6 +19,9 @@ using Half = torch::headeronly::Half;
 struct BFloat16 {
   uint16_t bits;
 };
+
+// Not `inline`: every file has its own copy, because functions with clones must not be merged across files.
+namespace {
 
 void load_half_portable(const Half* from, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]);

@@ -14,6 +14,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "call.h"
@@ -172,10 +173,7 @@ void quantize_piece(const Job<T, C>& job, const PatternOf<T>* measured, C whole,
   choose(job.rule, job.call.grid, low, high, whole, count, chosen);
   Call<C> call = job.with(chosen, {count, length, 1, 1});
   call.draw.before = element;
-  const int64_t elements = call.tiles.elements();
-  uint8_t* mask = job.mask ? job.mask + element / 8 : nullptr;
-  for (int64_t i = 0; i < elements; i += kChunk)
-    quantize_chunk_of(call, job.x + element, job.y + element, mask, i, std::min(kChunk, elements - i));
+  quantize_span(call, job.x + element, job.y + element, job.mask ? job.mask + element / 8 : nullptr, 0, count * length);
 }
 
 // All parameters are chosen before the first element is quantized.
@@ -228,45 +226,55 @@ void quantize_by_own_range(const Job<T, C>& job) {
   quantize_measured(job, low, high, whole);
 }
 
-// The fields in the order in which ops/cpu/rules.py writes them.
+// The fields of ops/cpu/rules.py, `ScaleRule`, in their order there.
+enum RuleField {
+  kKind, kBound, kLimit, kDivisor, kOffset, kUpFrom, kDownAt, kLowest, kHighest, kSmallest, kQuantMin, kQuantMax,
+  kMantissaBits, kMinExponent, kNegativeZero, kRuleFields
+};
+
 ScaleRule rule_of(const Tensor& fields) {
-  STD_TORCH_CHECK(fields.numel() == 15, "fakequant_cpu: a rule for scales has 15 fields");
+  STD_TORCH_CHECK(fields.numel() == kRuleFields, "fakequant_cpu: a rule for scales has 15 fields");
   const auto* f = static_cast<const double*>(fields.data_ptr());
-  const auto integer = [&](int i) { return static_cast<int64_t>(f[i]); };
-  return {static_cast<ScaleKind>(integer(0)), f[1], f[2], f[3], integer(4), f[5], f[6], integer(7), integer(8), f[9],
-          {f[10], f[11], integer(12), integer(13), f[14] != 0, nullptr, 0}};
+  const auto integer = [f](RuleField field) { return static_cast<int64_t>(f[field]); };
+  ScaleRule rule{};
+  rule.kind = static_cast<ScaleKind>(integer(kKind));
+  rule.bound = f[kBound], rule.limit = f[kLimit], rule.divisor = f[kDivisor];
+  rule.offset = integer(kOffset), rule.up_from = f[kUpFrom], rule.down_at = f[kDownAt];
+  rule.lowest = integer(kLowest), rule.highest = integer(kHighest), rule.smallest = f[kSmallest];
+  rule.grid.quant_min = f[kQuantMin], rule.grid.quant_max = f[kQuantMax];
+  rule.grid.mantissa_bits = integer(kMantissaBits), rule.grid.min_exponent = integer(kMinExponent);
+  rule.grid.negative_zero = f[kNegativeZero] != 0;
+  return rule;
 }
 
-Tiles tiles_of(const Tensor& x, int64_t g0, int64_t b0, int64_t g1, int64_t b1) {
-  const Tiles tiles{g0, b0, g1, b1};
-  STD_TORCH_CHECK(std::min({g0, b0, g1, b1}) > 0 && tiles.elements() == x.numel(),
+void check_tiles(const Tiles& t, const Tensor& x) {
+  STD_TORCH_CHECK(std::min({t.g0, t.b0, t.g1, t.b1}) > 0 && t.elements() == x.numel(),
                   "fakequant_cpu: the tiles do not fill the tensor");
-  return tiles;
 }
 
-void fake_quantize_dynamic(const Tensor& x, const Tensor& rule, const std::optional<Tensor>& table, Tensor y,
-                           std::optional<Tensor> mask, int64_t g0, int64_t b0, int64_t g1, int64_t b1,
-                           double quant_min, double quant_max, int64_t mantissa_bits, int64_t min_exponent,
-                           bool negative_zero, int64_t arithmetic, int64_t mask_kind,
-                           const std::optional<Tensor>& random) {
-  const Tiles tiles = tiles_of(x, g0, b0, g1, b1);
+std::tuple<Tensor, std::optional<Tensor>> fake_quantize_dynamic(const Tensor& x, const Tensor& rule, const Tensor& form,
+                                                                int64_t mask_kind,
+                                                                const std::optional<Tensor>& random) {
+  Tensor y = made_like(x);
+  std::optional<Tensor> mask = made_mask(x, mask_kind);
+  if (x.numel() == 0) return {y, mask};
   const ScaleRule scales = rule_of(rule);
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
-    const Grid grid{quant_min, quant_max, mantissa_bits, min_exponent, negative_zero,
-                    table.has_value() ? static_cast<const double*>(table->data_ptr()) : nullptr,
-                    table.has_value() ? (table->numel() + 1) / 2 : 0};
-    const Call<C> call{tiles, grid, cheapest(static_cast<Arithmetic>(arithmetic), scales),
-                       static_cast<Mask>(mask_kind), {nullptr, nullptr, nullptr, nullptr}, draw_of(random)};
+    Call<C> call = call_of<C>(form, mask_kind, random);
+    check_tiles(call.tiles, x);
+    call.arithmetic = cheapest(call.arithmetic, scales);
     quantize_by_own_range(Job<T, C>{call, scales, static_cast<const T*>(x.data_ptr()),
                                     static_cast<T*>(y.data_ptr()),
                                     mask.has_value() ? static_cast<uint8_t*>(mask->data_ptr()) : nullptr});
   });
+  return {y, mask};
 }
 
 void measure(const Tensor& x, Tensor lo, Tensor hi, int64_t g0, int64_t b0, int64_t g1, int64_t b1) {
-  const Tiles tiles = tiles_of(x, g0, b0, g1, b1);
+  const Tiles tiles{g0, b0, g1, b1};
+  check_tiles(tiles, x);
   const int64_t groups = g0 * g1;
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
@@ -285,9 +293,8 @@ void measure(const Tensor& x, Tensor lo, Tensor hi, int64_t g0, int64_t b0, int6
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) {
   m.def(
-      "fake_quantize_dynamic(Tensor x, Tensor rule, Tensor? table, Tensor(a!) y, Tensor(b!)? mask, int g0, int b0, "
-      "int g1, int b1, float quant_min, float quant_max, int mantissa_bits, int min_exponent, bool negative_zero, "
-      "int arithmetic, int mask_kind, Tensor? random=None) -> ()");
+      "fake_quantize_dynamic(Tensor x, Tensor rule, Tensor form, int mask_kind, Tensor? random=None) "
+      "-> (Tensor, Tensor?)");
   m.def("measure(Tensor x, Tensor(a!) lo, Tensor(b!) hi, int g0, int b0, int g1, int b1) -> ()");
 }
 

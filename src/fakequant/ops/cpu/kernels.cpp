@@ -1,8 +1,8 @@
 // CPU kernels on LibTorch's stable ABI: fake quantization, encoding, decoding and the masked gradient.
 //
-// They return the bits of numerics/reference.py. That rests on three compiler settings (setup.py):
-// -ffp-contract=off (no FMA contraction), true division, and no -ffast-math; NaN survives because every clamp is
-// written as `bound > v ? bound : v`, which keeps v where the comparison is false.
+// They return the bits of numerics/reference.py. That rests on true division, on a compiler that neither contracts
+// products and sums to FMA nor reorders (setup.py: -ffp-contract=off, no -ffast-math), and on clamps written as
+// `bound > v ? bound : v`, which keep NaN because the comparison is false.
 //
 // The tensor is a run of elements in memory, seen as tiles [g0, b0, g1, b1] with one scale per (g0, g1), and worked on
 // chunk by chunk (chunks.h). Kernels that take the range from the tensor itself are in dynamic.cpp.
@@ -176,45 +176,14 @@ void with_code_type(const Tensor& t, const F& body) {
   }
 }
 
-// What follows from a specification and the layout of a tensor, as one tensor, because every argument of an operator
-// costs 0.2 us: g0, b0, g1, b1, quant_min, quant_max, mantissa_bits, min_exponent, negative_zero, arithmetic, and the
-// table where the format has one.
-constexpr int64_t kFormFields = 10;
-
 #define FAKEQUANT_PARAMS \
   const Tensor &scale, const std::optional<Tensor>&zero_point, const std::optional<Tensor>&lo, const std::optional<Tensor>&hi
 
 template <typename C>
 Call<C> make_call(FAKEQUANT_PARAMS, const Tensor& form, int64_t mask, const std::optional<Tensor>& random) {
-  const auto* f = static_cast<const double*>(form.data_ptr());
-  const auto whole = [f](int field) { return static_cast<int64_t>(f[field]); };
-  const int64_t in_table = form.numel() - kFormFields;
-  return {{whole(0), whole(1), whole(2), whole(3)},
-          {f[4], f[5], whole(6), whole(7), f[8] != 0, in_table ? f + kFormFields : nullptr, (in_table + 1) / 2},
-          static_cast<Arithmetic>(whole(9)),
-          static_cast<Mask>(mask),
-          params_of<C>(scale, zero_point, lo, hi),
-          draw_of(random)};
-}
-
-// Made here, because every tensor that Python makes costs 1 us, and these cost 0.2 us.
-Tensor made(int64_t axes, const int64_t* sizes, const int64_t* strides, int32_t dtype) {
-  AtenTensorHandle handle;
-  STD_TORCH_CHECK(aoti_torch_empty_strided(axes, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle) == 0,
-                  "fakequant_cpu: no memory for a result");
-  return Tensor(handle);
-}
-
-Tensor made_like(const Tensor& x) {
-  int32_t dtype;
-  STD_TORCH_CHECK(aoti_torch_get_dtype(x.get(), &dtype) == 0, "fakequant_cpu: a tensor without a dtype");
-  return made(x.dim(), x.sizes().data(), x.strides().data(), dtype);
-}
-
-std::optional<Tensor> made_mask(const Tensor& x, int64_t mask_kind) {
-  if (mask_kind == 0) return std::nullopt;
-  const int64_t bytes = (x.numel() + 7) / 8, stride = 1;
-  return made(1, &bytes, &stride, aoti_torch_dtype_uint8());
+  Call<C> call = call_of<C>(form, mask, random);
+  call.params = params_of<C>(scale, zero_point, lo, hi);
+  return call;
 }
 
 uint8_t* bits_of(const std::optional<Tensor>& mask) {

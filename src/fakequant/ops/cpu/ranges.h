@@ -21,6 +21,12 @@
 #endif
 
 namespace fakequant {
+
+// The largest magnitudes of the first runs, where the processor has AVX-512 and the runs are short and of whole
+// registers: avx512.cpp. Returns of how many runs.
+int64_t measure_avx512(const int32_t* x, int64_t count, int64_t length, int32_t infinity, int32_t* high);
+int64_t measure_avx512(const int16_t* x, int64_t count, int64_t length, int16_t infinity, int16_t* high);
+
 namespace {
 
 template <typename T>
@@ -119,7 +125,9 @@ using PatternOf = typename Pattern<T>::Int;
 
 template <typename I>
 void measure_runs(const I* x, int64_t count, int64_t length, I infinity, I* low, I* high) {
-  const Runs<I> runs{x, count, length, infinity, low, high};
+  int64_t measured = 0;
+  if constexpr (sizeof(I) <= 4) measured = low ? 0 : measure_avx512(x, count, length, infinity, high);
+  const Runs<I> runs{x + measured * length, count - measured, length, infinity, low, high + measured};
   if constexpr (sizeof(I) == 2) return measure_runs_16(runs);
   if constexpr (sizeof(I) == 4) return measure_runs_32(runs);
   if constexpr (sizeof(I) == 8) return measure_runs_64(runs);

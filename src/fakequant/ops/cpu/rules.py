@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,38 +55,68 @@ def cannot_draw(fmt: Format, dtype: torch.dtype) -> str | None:
     return None
 
 
+class ScaleRule(NamedTuple):
+    """The fields of ScaleRule in scales.h, in the order of RuleField in dynamic.cpp; its comments say what they are."""
+
+    kind: int
+    bound: float
+    limit: float
+    divisor: float = 0.0
+    offset: int = 0
+    up_from: float = _NEVER
+    down_at: float = _NEVER
+    lowest: int = 0
+    highest: int = 0
+    smallest: float = 0.0
+    quant_min: float = 0.0
+    quant_max: float = 0.0
+    mantissa_bits: int = 0
+    min_exponent: int = 0
+    negative_zero: bool = False
+
+
 @lru_cache
 def scale_rule(spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """The fields of ScaleRule in scales.h for tensors of a dtype [15]; see numerics/qparams.py for the formulas."""
+    """The ScaleRule for tensors of a dtype [15]."""
+    return torch.tensor(_rule(spec, dtype), dtype=torch.float64)
+
+
+def _rule(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
+    """See numerics/qparams.py for the formulas."""
     fmt, info = spec.format, torch.finfo(compute_dtype(dtype))
     largest = torch.finfo(dtype).max * (1.0 - info.eps)
     if not spec.symmetric:
-        return _fields(_ASYMMETRIC, fmt.quant_max - fmt.quant_min, largest)
+        return ScaleRule(_ASYMMETRIC, fmt.quant_max - fmt.quant_min, largest)
     limit = largest / max(-fmt.quant_min, fmt.quant_max)
     if spec.arithmetic is Arithmetic.MULTIPLIER:
-        return _fields(_MULTIPLIER, fmt.bound, limit)
+        return ScaleRule(_MULTIPLIER, fmt.bound, limit)
     if isinstance(spec.scale.format, ExponentFormat):
         return _power_of_two(spec, spec.scale.format.exponent_bias, limit)
     if spec.scale.format is None:
-        return _fields(_FLOAT, fmt.bound, limit)
+        return ScaleRule(_FLOAT, fmt.bound, limit)
     return _under_a_scale(fmt.bound, spec.scale, limit)
 
 
-def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> Tensor:
+def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> ScaleRule:
     rounding, bound = spec.scale.rounding, spec.format.bound
-    highest = min(lowest, math.frexp(limit)[1] - 1)
+    rule = ScaleRule(
+        _POWER_OF_TWO,
+        bound,
+        limit,
+        divisor=1.0,
+        offset=-math.frexp(bound)[1],
+        lowest=-lowest,
+        highest=min(lowest, math.frexp(limit)[1] - 1),
+    )
     if rounding is ScaleRounding.CEIL:
-        return _fields(_POWER_OF_TWO, bound, limit, bound, 0, _NEVER, 0.5, -lowest, highest)
-    up_from = 1 - 2.0 ** -(spec.format.fraction_bits + 2) if rounding is ScaleRounding.EVEN else _NEVER
-    return _fields(_POWER_OF_TWO, bound, limit, 1.0, -math.frexp(bound)[1], up_from, _NEVER, -lowest, highest)
+        return rule._replace(divisor=bound, offset=0, down_at=0.5)
+    if rounding is ScaleRounding.EVEN:
+        return rule._replace(up_from=1 - 2.0 ** -(spec.format.fraction_bits + 2))
+    return rule
 
 
-def _under_a_scale(bound: float, scale: ScaleSpec, limit: float) -> Tensor:
+def _under_a_scale(bound: float, scale: ScaleSpec, limit: float) -> ScaleRule:
     fmt = scale.format
     assert fmt is not None, "only scales with a format have a scale of their own"
-    unused = (0, _NEVER, _NEVER, 0, 0)
-    return _fields(_UNDER_A_SCALE, bound, limit, fmt.quant_max * bound, *unused, fmt.smallest, *grid_fields(fmt.grid))
-
-
-def _fields(*values: float) -> Tensor:
-    return torch.tensor([*values, *[0.0] * (15 - len(values))], dtype=torch.float64)
+    rule = ScaleRule(_UNDER_A_SCALE, bound, limit, divisor=fmt.quant_max * bound, smallest=fmt.smallest)
+    return ScaleRule(*rule[:10], *grid_fields(fmt.grid))

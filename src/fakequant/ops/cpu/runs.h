@@ -90,83 +90,100 @@ FAKEQUANT_INLINE void decode_run(const Call<C>& call, const C* codes, C* y, int6
   }
 }
 
+// Where an element lies among the tiles. Counted up from run to run rather than divided: two divisions would take as
+// long as a run of 32.
+struct Cursor {
+  int64_t length, columns, rows;  // elements of a run, runs with a scale each in a row, rows of the same scales
+  int64_t within, column, in_rows, group;
+  FAKEQUANT_INLINE Cursor(const Tiles& t, int64_t element) {
+    // b1 == 1 with several g1 is a row of scales; otherwise a run of `length` elements shares one.
+    const bool one_axis = t.g1 == 1 && t.b1 == 1;
+    length = one_axis ? t.b0 : t.b1;
+    columns = one_axis ? 1 : t.g1, rows = one_axis ? 1 : t.b0;
+    within = element % length;
+    const int64_t run = element / length;
+    column = run % columns, in_rows = run / columns % rows, group = run / (columns * rows) * columns + column;
+  }
+  FAKEQUANT_INLINE void next_run() {
+    within = 0, ++group;
+    if (++column < columns) return;
+    column = 0;
+    if (++in_rows < rows)
+      group -= columns;
+    else
+      in_rows = 0;
+  }
+};
+
 template <typename C>
 FAKEQUANT_INLINE void spread_16(const C* groups, C* elements, int64_t n) {
   for (int64_t g = 0; g < n; ++g)
     for (int64_t i = 0; i < 16; ++i) elements[16 * g + i] = groups[g];
 }
 
+// The parameters of every element of a chunk.
+template <typename C>
+struct Spread {
+  C scale[kChunk], zero_point[kChunk], lo[kChunk], hi[kChunk];
+
+  FAKEQUANT_INLINE PerElement<C> fill(const Call<C>& call, int64_t first, int64_t n) {
+    const Params<C>& p = call.params;
+    Cursor at(call.tiles, first);
+    if (at.columns * at.rows == 1 && at.length == 16 && at.within == 0 && n % 16 == 0) {  // NVFP4
+      spread_16(p.scale + at.group, scale, n / 16);
+      if (p.zero_point) spread_16(p.zero_point + at.group, zero_point, n / 16);
+      if (p.lo) spread_16(p.lo + at.group, lo, n / 16), spread_16(p.hi + at.group, hi, n / 16);
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        scale[i] = p.scale[at.group];
+        if (p.zero_point) zero_point[i] = p.zero_point[at.group];
+        if (p.lo) lo[i] = p.lo[at.group], hi[i] = p.hi[at.group];
+        if (++at.within == at.length) at.next_run();
+      }
+    }
+    return {scale, p.zero_point ? zero_point : nullptr, lo, hi};
+  }
+};
+
+template <typename C>
+FAKEQUANT_INLINE Uniform<C> uniform_of(const Params<C>& p, int64_t g) {
+  return {p.scale[g], p.zero_point ? p.zero_point[g] : C(0), p.lo ? p.lo[g] : C(0), p.hi ? p.hi[g] : C(0)};
+}
+
 // Runs of a length known to the compiler, those of MX: a loop of a few registers, 0.75 of the time of any length.
 template <typename C, typename F>
 FAKEQUANT_INLINE void for_each_run_of_32(const Params<C>& p, int64_t first, int64_t n, const F& run) {
-  int64_t g = first / 32;
-  for (int64_t i = 0; i < n; i += 32, ++g) {
-    const Uniform<C> uniform{p.scale[g], p.zero_point ? p.zero_point[g] : C(0), p.lo ? p.lo[g] : C(0),
-                             p.hi ? p.hi[g] : C(0)};
-    run(i, int64_t(32), uniform);
-  }
+  for (int64_t i = 0, g = first / 32; i < n; i += 32, ++g) run(i, int64_t(32), uniform_of(p, g));
 }
 
 // Calls `run(begin, length, parameters)` for consecutive pieces of the elements [first, first + n), with begin counted
 // from `first`; the parameters of a piece are Uniform or PerElement.
 template <typename C, typename F>
 FAKEQUANT_INLINE void for_each_run(const Call<C>& call, int64_t first, int64_t n, const F& run) {
-  const Tiles& t = call.tiles;
   const Params<C>& p = call.params;
-  // b1 == 1 with several g1 is a row of scales; otherwise a run of `length` elements shares one.
-  const bool one_axis = t.g1 == 1 && t.b1 == 1;
-  const int64_t length = one_axis ? t.b0 : t.b1;
-  const int64_t row = t.g1 * t.b1;  // elements of one (g0, b0) index
-  const auto group = [&](int64_t element) {
-    return one_axis ? element / t.b0 : element / (row * t.b0) * t.g1 + element % row / t.b1;
-  };
-  if (one_axis && length == 32 && first % 32 == 0 && n % 32 == 0) return for_each_run_of_32(p, first, n, run);
-  if (length >= kShortRun || length >= n) {
-    // Counted up rather than divided: two divisions would take as long as a run of 32.
-    const int64_t columns = one_axis ? 1 : t.g1, rows = one_axis ? 1 : t.b0;
-    int64_t column = first / length % columns, in_rows = first / length / columns % rows, g = group(first);
-    for (int64_t i = 0, left = length - first % length; i < n; left = length) {
-      const int64_t piece = std::min(left, n - i);
-      const Uniform<C> uniform{p.scale[g], p.zero_point ? p.zero_point[g] : C(0), p.lo ? p.lo[g] : C(0),
-                               p.hi ? p.hi[g] : C(0)};
-      run(i, piece, uniform);
+  Cursor at(call.tiles, first);
+  if (at.columns * at.rows == 1 && at.length == 32 && first % 32 == 0 && n % 32 == 0)
+    return for_each_run_of_32(p, first, n, run);
+  if (at.length >= kShortRun || at.length >= n) {
+    for (int64_t i = 0; i < n; at.next_run()) {
+      const int64_t piece = std::min(at.length - at.within, n - i);
+      run(i, piece, uniform_of(p, at.group));
       i += piece;
-      ++g;
-      if (++column < columns) continue;
-      column = 0;
-      if (++in_rows < rows)
-        g -= columns;
-      else
-        in_rows = 0;
     }
     return;
   }
-  if (!one_axis && t.b1 == 1) {  // the scales of a row lie side by side already
+  if (at.length == 1 && at.columns >= kShortRun) {  // the scales of a row lie side by side already
     for (int64_t i = 0; i < n;) {
-      const int64_t g = group(first + i);
-      const int64_t piece = std::min(t.g1 - (first + i) % t.g1, n - i);
-      const PerElement<C> row_params{p.scale + g, p.zero_point ? p.zero_point + g : nullptr, p.lo ? p.lo + g : nullptr,
-                                     p.hi ? p.hi + g : nullptr};
-      run(i, piece, row_params);
+      const Cursor from(call.tiles, first + i);
+      const int64_t piece = std::min(from.columns - from.column, n - i), g = from.group;
+      run(i, piece, PerElement<C>{p.scale + g, p.zero_point ? p.zero_point + g : nullptr, p.lo ? p.lo + g : nullptr,
+                                  p.hi ? p.hi + g : nullptr});
       i += piece;
     }
     return;
   }
-  C scale[kChunk], zero_point[kChunk], lo[kChunk], hi[kChunk];
-  int64_t within = (first % length), g = group(first);
-  if (one_axis && length == 16 && within == 0 && n % 16 == 0) {  // NVFP4: a run is one or two registers
-    spread_16(p.scale + g, scale, n / 16);
-    if (p.zero_point) spread_16(p.zero_point + g, zero_point, n / 16);
-    if (p.lo) spread_16(p.lo + g, lo, n / 16), spread_16(p.hi + g, hi, n / 16);
-  } else {
-    for (int64_t i = 0; i < n; ++i) {
-      scale[i] = p.scale[g];
-      if (p.zero_point) zero_point[i] = p.zero_point[g];
-      if (p.lo) lo[i] = p.lo[g], hi[i] = p.hi[g];
-      if (++within == length) within = 0, g = group(first + i + 1);
-    }
-  }
-  run(int64_t(0), n, PerElement<C>{scale, p.zero_point ? zero_point : nullptr, lo, hi});
+  Spread<C> spread;
+  run(int64_t(0), n, spread.fill(call, first, n));
 }
 
 }  // namespace fakequant
