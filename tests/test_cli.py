@@ -336,6 +336,12 @@ def test_without_a_graph_inspect_says_so(done: tuple[Path, Path, Result], tmp_pa
     assert_one_red_line(invoke("inspect", tmp_path / what, "--graph"), "there is no graph.txt in")
 
 
+@pytest.mark.parametrize(("data", "message"), [(b"IR Graph: \xff\n", "cannot read"), (b"IR Graph: g", "was cut")])
+def test_a_damaged_graph_is_one_line(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "graph.txt").write_bytes(data)
+    assert_one_red_line(invoke("inspect", tmp_path, "--graph"), message)
+
+
 def test_a_model_that_cannot_be_captured_is_reported(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fakequant.errors import GraphError
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from bits import assert_same_bits
 from models import images, small_net
 from torch import Tensor, nn
@@ -226,3 +227,40 @@ def test_batch_statistics_are_refused():
 def test_a_quantizer_without_a_range_is_named():
     with pytest.raises(CalibrationError, match=r"0\._input_quantizer has not been calibrated"):
         ir.capture(fq.prepare(nn.Sequential(nn.Linear(4, 2)), "INT8"), torch.randn(3, 4))
+
+
+class Applied(nn.Module):
+    """A function of a layer and an input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.function(self.linear, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dynamic"),
+    [
+        (lambda layer, x: F.linear(x, layer.weight, layer.bias[:1]), (2, 4), False),
+        (lambda layer, x: F.max_pool2d(x, 4, ceil_mode=True), (1, 1, 3, 3), False),
+        (lambda layer, x: F.avg_pool2d(x, 4, 3, ceil_mode=True), (1, 1, 3, 3), False),
+        (lambda layer, x: x.squeeze(), (3, 1, 4), True),
+        (lambda layer, x: x.squeeze(0), (3, 1, 4), True),
+    ],
+    ids=["bias of one", "maximum of less than a window", "average of less", "squeeze", "squeeze of a dynamic one"],
+)
+def test_what_torch_allows_at_the_edges(function, shape, dynamic):
+    model, x = Applied(function), torch.randn(shape)
+    shapes = ({0: torch.export.Dim("n", min=2)},) if dynamic else None
+    assert_same_bits(ir.capture(model, x, dynamic_shapes=shapes).run(x), model(x))
+
+
+def test_automatic_types_are_refused():
+    def function(layer, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(x)
+
+    with pytest.raises(GraphError, match=r"under torch\.autocast.* model\.bfloat16"):
+        ir.capture(Applied(function), torch.randn(2, 4))

@@ -1,11 +1,15 @@
+import itertools
+
 import pytest
 import torch
 from bits import assert_same_bits
 from test_ir_capture import assert_same_step, step
 from test_ir_graph import variants
+from torch import nn
 
 from benchmarks.networks import NETWORKS, quantized
 from fakequant import ir
+from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 
 
@@ -88,3 +92,25 @@ def test_a_change_of_the_graph_does_not_change_what_was_compiled():
     graph.ops[1].attributes["num_bits"] = 2
     assert_same_bits(compiled(x), expected)
     assert_same_bits(graph.compile()(x), graph.run(x))
+
+
+def test_more_variants_than_torch_counts():
+    graph = Graph("g")
+    x, y = (graph.add_input(name, IRType.Float32, (2, 2, 2)) for name in "xy")
+    graph.outputs = [graph.add("Add", x, y)]
+    compiled = graph.compile()
+    for order in itertools.permutations(range(3)):
+        for trains in (False, True):
+            given = torch.randn(2, 2, 2).permute(order).requires_grad_(trains)
+            assert_same_bits(compiled(given, torch.ones(2, 2, 2)), given + 1)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_whole_recurrent_layer_runs_but_is_not_compiled(layer):
+    model, x = layer(4, 3), torch.randn(5, 2, 4)
+    graph = ir.capture(model, x)
+    assert_same_bits(graph.run(x)[0], model(x)[0])
+    assert_same_bits(graph.to_torch()(x)[0], model(x)[0])
+    for function in (graph.compile, graph.backward):
+        with pytest.raises(GraphError, match="write the layer as a loop of nn"):
+            function()

@@ -61,3 +61,25 @@ def test_lifted_constants_are_inputs():
     assert not list(module.parameters())
     given = torch.full((3,), 5.0)
     assert_same_bits(module(torch.zeros(2, 3), given)[0], example().run(torch.full((2, 3), 4.0))[0])
+
+
+@pytest.mark.parametrize(
+    ("op_type", "inputs", "declared", "given", "message"),
+    [
+        ("ReLU", [(-1, 4)], (2, 4), [(3, 4)], r"declares t1 as Float32 \[2, 4\], but made Float32 \[3, 4\]"),
+        ("MatMul", [(-1, 4), (-1, 5)], (-1, 5), [(3, 4), (3, 5)], "cannot be multiplied"),
+        ("aten.erfinv.default", [(-1, 4)], (2, 4), [(3, 4)], "made Float32"),
+        ("Squeeze", [(-1, 4)], (-1, 4), [(1, 4)], r"made Float32 \[4\]"),
+    ],
+)
+def test_what_only_a_run_can_tell_names_the_operation(op_type, inputs, declared, given, message):
+    graph = Graph("g")
+    for place, shape in enumerate(inputs):
+        graph.add_input(f"x{place}", IRType.Float32, shape)
+    made = ir.TensorType(IRType.Float32, ir.TensorShape(declared))
+    graph.ops = [ir.IROp(op_type, [len(inputs)], range(len(inputs)), [made])]
+    graph.outputs = [len(inputs)]
+    assert graph.validate()
+    with pytest.raises(GraphError, match=f"= {op_type}.*: .*{message}") as raised:
+        graph.run(*(torch.ones(shape) for shape in given))
+    assert "\n" not in str(raised.value)

@@ -72,3 +72,18 @@ def test_what_has_no_gradient_says_so(build, message):
     build(graph)
     with pytest.raises(GraphError, match=message):
         graph.backward()
+
+
+def test_gradients_of_gradients_are_refused():
+    graph = Graph("g")
+    graph.outputs = [graph.add("Exp", graph.add_input("x", IRType.Float32, (3,)))]
+    with pytest.raises(GraphError, match="gradients of gradients are not recorded"):
+        graph.backward().backward()
+
+
+def test_an_input_may_have_the_name_of_a_gradient():
+    graph = Graph("g")
+    graph.outputs = [graph.add("Exp", graph.add_input("gradient_0", IRType.Float32, (3,)))]
+    back = graph.backward()
+    assert [value.name for value in back.inputs.values()] == ["gradient_0", "gradient_0_"]
+    assert_same_bits(back.run(torch.zeros(3), torch.ones(3)), torch.ones(3))

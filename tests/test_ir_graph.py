@@ -63,6 +63,24 @@ BY_HAND = {
     "batch_norm_training": (one("BatchNorm", [IMAGE, *[typed(3)] * 4], IMAGE, training=True, momentum=0.1, eps=1e-5,
                                 cudnn_enabled=False), "BatchNorm", "model.eval()"),
     "layer_norm": (one("LayerNorm", [X], X, normalized_shape=[7]), "LayerNorm", "normalizes the last dimensions [7]"),
+    "batch_norm_types": (one("BatchNorm", [IMAGE, *[typed(3, type=IRType.Half)] * 4], IMAGE, training=False,
+                             momentum=0.1, eps=1e-5, cudnn_enabled=False), "BatchNorm", "weight is Half"),
+    "batch_norm_mixed": (one("BatchNorm", [typed(2, 3, type=IRType.Half), *[typed(3)] * 3, typed(3, type=IRType.Half)],
+                             typed(2, 3, type=IRType.Half), training=False, momentum=0.1, eps=1e-5,
+                             cudnn_enabled=False), "BatchNorm", "running_var is Half"),
+    "layer_norm_types": (one("LayerNorm", [X, typed(8, type=IRType.Half)], X, normalized_shape=[8]), "LayerNorm",
+                         "weight is Half"),
+    "group_norm_types": (one("GroupNorm", [IMAGE, typed(3, type=IRType.Float64)], IMAGE, num_groups=3), "GroupNorm",
+                         "weight is Float64"),
+    "output_padding": (one("ConvTranspose1d", [typed(2, 3, 5), typed(3, 2, 3)], typed(2, 2, 8), output_padding=[1]),
+                       "ConvTranspose1d", "output_padding below the stride 1"),
+    "round_bool": (one("Round", [typed(2, type=IRType.Boolean)], typed(2, type=IRType.Boolean)), "Round", "numbers"),
+    "floor_bool": (one("Floor", [typed(2, type=IRType.Boolean)], typed(2, type=IRType.Boolean)), "Floor", "numbers"),
+    "abs_bool": (one("Abs", [typed(2, type=IRType.Boolean)], typed(2, type=IRType.Boolean)), "Abs", "numbers"),
+    "operator_of_dynamic": (one("aten.erfinv.default", [typed(-1, 3)], typed(9, type=IRType.Int64)), "aten.erfinv",
+                            "make it Float32 [?, ?]"),
+    "pool_nothing": (one("MaxPool2d", [typed(1, 1, 3, 3)], typed(1, 1, 1, 1), kernel_size=[4, 4]), "MaxPool2d",
+                     "kernel covers 4"),
     "group_norm": (one("GroupNorm", [IMAGE], IMAGE, num_groups=2), "GroupNorm", "num_groups=2"),
     "reshape": (one("Reshape", [X], typed(5, 7), shape=[5, 7]), "Reshape", "has 32 elements"),
     "reshape_two_free": (one("Reshape", [X], typed(4, 8), shape=[-1, -1]), "Reshape", "at most one -1"),
@@ -334,3 +352,12 @@ def test_a_copy_is_a_graph_of_its_own():
     assert graph.ops[1].attributes["num_bits"] == 8
     assert other != graph
     assert copy.copy(graph.ops[0]) == graph.ops[0]
+
+
+def test_adding_many_operations_reads_each_type_once(monkeypatch):
+    monkeypatch.setattr(Graph, "types", None)
+    graph = Graph("g")
+    value = graph.add_input("x", F32, (2,))
+    for _ in range(20):
+        value = graph.add("Add", graph.add("Neg", value), value)
+    assert len(graph.ops) == 40

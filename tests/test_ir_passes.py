@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from bits import assert_same_bits
@@ -339,3 +342,9 @@ def test_statistics():
     assert not found.exact
     assert "convolution and batch normalisation: 16 -> 14 operations, not exact" in str(found)
     assert all(step.seconds >= 0 for step in found.steps)
+
+
+def test_the_page_has_a_row_for_every_pass():
+    page = (Path(__file__).parents[1] / "docs" / "ir.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (yes|no) \|$", page, re.MULTILINE)
+    assert rows == [(type(one).__name__, "yes" if one.exact else "no") for one in ir.ALL]

@@ -45,3 +45,35 @@ def test_names_are_escaped():
     assert "x&lt;y&gt;" in ir.to_svg(graph)
     ET.fromstring(ir.to_svg(graph))
     assert r"x<y> \"z\"" in graph.to_dot()
+
+
+def picture(title="é"):
+    graph = Graph(title)
+    graph.outputs = [graph.add("ReLU", graph.add_input(title, IRType.Float32, (2,)))]
+    return graph
+
+
+def test_letters_are_themselves():
+    assert 'label="é\\nFloat32 [2]"' in ir.to_dot(picture())
+    assert ">é<" in ir.to_svg(picture())
+
+
+@pytest.mark.parametrize("title", ["a\x00b", "a\x1b[0m", "a\ud800", "<&>", 'a"b', "a\\"])
+def test_pictures_of_any_name_are_xml(title):
+    ET.fromstring(ir.to_svg(picture(title)))
+    ir.to_dot(picture(title)).encode()
+
+
+def test_an_empty_graph_is_an_empty_picture():
+    ET.fromstring(ir.to_svg(Graph()))
+    assert ir.to_dot(Graph()).startswith("digraph")
+
+
+def test_types_are_read_once(monkeypatch):
+    graph = picture()
+    graph.outputs *= 50
+    calls = []
+    types = Graph.types
+    monkeypatch.setattr(Graph, "types", lambda self: calls.append(1) or types(self))
+    ir.to_svg(graph)
+    assert len(calls) == 1

@@ -120,6 +120,8 @@ def test_a_dynamic_dimension_gives_what_the_static_one_does(name, inputs, attrib
     static = infer(make_op(name, range(len(inputs)), attributes), inputs)
     for axis in range(len(inputs[0].shape)):
         dims = list(inputs[0].shape)
+        if name == "Squeeze" and dims[axis] == 1:
+            continue  # a dynamic dimension is taken for longer than 1; a run tells if it is not
         dims[axis] = -1
         given = [typed(*dims, type=inputs[0].type), *inputs[1:]]
         try:

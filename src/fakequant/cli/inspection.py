@@ -43,7 +43,7 @@ def graph_text(folder: Path) -> str:
     """The text of the graph that `fakequant quantize` wrote to a folder.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it is damaged.
     """
     places = [folder / GRAPH, folder.parent / GRAPH]
     found = next((place for place in places if folder.is_dir() and place.is_file()), None)
@@ -52,7 +52,13 @@ def graph_text(folder: Path) -> str:
             f"there is no {GRAPH} in {folder}; `fakequant quantize` writes it, or capture the model in Python: "
             "fakequant.ir.capture(model, example)"
         )
-    return found.read_text().rstrip("\n")
+    try:
+        text = found.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {found}: {error}; let `fakequant quantize` write it anew") from error
+    if not text.endswith("\n"):
+        raise CheckpointError(f"{found} was cut: its last line has no end; let `fakequant quantize` write it anew")
+    return text.rstrip("\n")
 
 
 def _inspect_checkpoint(folder: Path) -> Inspection:

@@ -24,6 +24,12 @@ class Ref:
         return f"%{self.position}"
 
 
+MAX_DEPTH = 32
+"""So deep may lists be, one in the other."""
+
+_MAX_DIGITS = 1000
+
+
 def references(value: Any) -> list[Ref]:
     """All inputs that an attribute's value names, in order."""
     if isinstance(value, Ref):
@@ -31,8 +37,8 @@ def references(value: Any) -> list[Ref]:
     return [ref for item in value for ref in references(item)] if isinstance(value, (list, tuple)) else []
 
 
-def to_text(value: Any) -> str:
-    """The text of an attribute's value.
+def to_text(value: Any, depth: int = 0) -> str:
+    """The text of an attribute's value, which is in `depth` lists.
 
     Raises:
         GraphError: a value that attributes cannot have.
@@ -42,31 +48,41 @@ def to_text(value: Any) -> str:
     """
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, (int, Ref)):
+    if isinstance(value, int) and abs(value) < 10**_MAX_DIGITS:
+        return int.__repr__(value)
+    if isinstance(value, Ref) and type(value.position) is int and value.position >= 0:
         return str(value)
     if isinstance(value, float):
-        return repr(value)
+        # A subclass, such as numpy's, is written as the number that it is.
+        return float.__repr__(value)
     if isinstance(value, str):
         return json.dumps(value)
     if isinstance(value, torch.dtype):
         return IRType.of(value).value
     if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
         return f"{type(value).__name__}({str(value).removeprefix('torch.')})"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(to_text(item) for item in value)}]"
-    raise GraphError(f"an attribute cannot be {value!r}; it is a number, text, dtype, device or a list of these")
+    if isinstance(value, (list, tuple)) and depth < MAX_DEPTH:
+        return f"[{', '.join(to_text(item, depth + 1) for item in value)}]"
+    shown = "a list so deep" if isinstance(value, (list, tuple)) else "that integer" if isinstance(value, int) else None
+    raise GraphError(
+        f"an attribute cannot be {shown or repr(value)}; it is a number of at most {_MAX_DIGITS} digits, text, "
+        f"dtype, device or a list of these, at most {MAX_DEPTH} deep"
+    )
 
 
 def items_to_text(attributes: dict[str, Any]) -> str:
     """All attributes in the order of their names, in braces; nothing if there are none."""
+    if wrong := [name for name in attributes if not (isinstance(name, str) and _NAME.fullmatch(name))]:
+        raise GraphError(f"an attribute cannot have the name {wrong[0]!r}; names are such as num_bits")
     items = ", ".join(f"{name}={to_text(value)}" for name, value in sorted(attributes.items()))
     return f" {{{items}}}" if items else ""
 
 
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*") | (?P<call>(?:device|layout|memory_format)\([\w:]+\)) | %(?P<ref>\d+)
     | (?P<number>-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b) | (?P<word>[A-Za-z_]\w*) | (?P<sign>[\[\]{},=]))""",
-    re.VERBOSE,
+    re.VERBOSE | re.ASCII,
 )
 
 
@@ -75,6 +91,7 @@ class Reader:
 
     def __init__(self, text: str) -> None:
         self.rest = text
+        self._depth = 0
 
     def attributes(self) -> dict[str, Any]:
         """What `items_to_text` wrote, if the text begins with it.
@@ -103,14 +120,14 @@ class Reader:
         if token["sign"] == "[":
             return self._items()
         if token["string"]:
-            return _string(token["string"])
+            return read_string(token["string"])
         if token["call"]:
             return _called(token["call"])
         if token["ref"]:
-            return Ref(int(token["ref"]))
+            return Ref(read_integer(token["ref"]))
         if token["number"]:
             number = token["number"]
-            return int(number) if re.fullmatch(r"-?\d+", number) else float(number)
+            return read_integer(number) if re.fullmatch(r"-?\d+", number) else float(number)
         words = {"true": True, "false": False, "none": None}
         if token["word"] in words:
             return words[token["word"]]
@@ -119,12 +136,16 @@ class Reader:
         raise GraphError(f"cannot read the value of an attribute at {(token[0] + self.rest)[:20].strip()!r}")
 
     def _items(self) -> list[Any]:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise GraphError(f"lists are more than {MAX_DEPTH} deep")
         items: list[Any] = []
         while not self._next_is("]"):
             if items:
                 self._expect(",")
             items.append(self.value())
         self._expect("]")
+        self._depth -= 1
         return items
 
     def _next_is(self, sign: str) -> bool:
@@ -143,7 +164,23 @@ class Reader:
         return token
 
 
-def _string(text: str) -> str:
+def read_integer(digits: str) -> int:
+    """The integer that some digits are.
+
+    Raises:
+        GraphError: there are too many.
+    """
+    if len(digits) > _MAX_DIGITS:
+        raise GraphError(f"a number has {len(digits)} digits, more than {_MAX_DIGITS}: {digits[:20]}...")
+    return int(digits)
+
+
+def read_string(text: str) -> str:
+    """The text in quotes, written by the rules of JSON.
+
+    Raises:
+        GraphError: it is none.
+    """
     try:
         return json.loads(text)
     except ValueError as error:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
 from fakequant.errors import GraphError
-from fakequant.ir.graph import Constant, Graph
-from fakequant.ir.op import IROp
+from fakequant.ir.graph import Constant, Graph, Input
+from fakequant.ir.op import IROp, is_id
 from fakequant.ir.table import faults
 from fakequant.ir.types import IRType, TensorType
 
@@ -25,29 +30,34 @@ class _Checker:
         self.made_by: dict[int, str] = {}
         self.later: dict[int, IROp] = {}
         for op in graph.ops:
-            for id in op.output_ids:
-                self.later.setdefault(id, op)
+            if isinstance(op, IROp) and not op.faults():
+                self.later.update((id, op) for id in op.output_ids if id not in self.later)
 
     def faults(self) -> Iterator[str]:
         graph = self.graph
         for id, value in graph.inputs.items():
-            yield from self._given(id, value.type, f"the input {value.name!r}")
+            yield from self._input(id, value)
         for id, constant in graph.constants.items():
             yield from self._constant(id, constant)
-        for kind, names in (("input", graph.inputs.values()), ("constant", graph.constants.values())):
-            yield from _twice(kind, [value.name for value in names])
-        for op in graph.ops:
-            yield from self._op(op)
+        yield from _twice("input", [value.name for value in graph.inputs.values() if isinstance(value, Input)])
+        yield from _twice("constant", [c.name for c in graph.constants.values() if isinstance(c, Constant)])
+        for place, op in enumerate(graph.ops):
+            yield from self._op(place, op)
         if not graph.outputs:
             yield "the graph has no outputs"
         for id in graph.outputs:
-            if id not in self.known:
-                yield f"the output t{id} is made by nothing"
-            elif self.known[id].type in (IRType.Index, IRType.Missing):
-                yield f"the output t{id} is {self.known[id].type.value}, which is no tensor"
+            yield from self._output(id)
+
+    def _output(self, id: int) -> Iterator[str]:
+        if not is_id(id):
+            yield f"the output {id!r} is no integer >= 0"
+        elif id not in self.known:
+            yield f"the output t{id} is made by nothing"
+        elif self.known[id].type in (IRType.Index, IRType.Missing):
+            yield f"the output t{id} is {self.known[id].type.value}, which is no tensor"
 
     def _given(self, id: int, type: TensorType, what: str) -> Iterator[str]:
-        if isinstance(id, bool) or not isinstance(id, int) or id < 0:
+        if not is_id(id):
             yield f"{what} has the id {id!r}, which is no integer >= 0"
         if id in self.known:
             yield f"{what} has the id t{id}, which {self.made_by[id]} has already"
@@ -57,8 +67,22 @@ class _Checker:
             yield f"{what} is {type.type.value}, which is no tensor"
         self.known[id], self.made_by[id] = type, what
 
+    def _input(self, id: int, value: Input) -> Iterator[str]:
+        if not isinstance(value, Input) or not isinstance(value.type, TensorType):
+            yield f"the input {id!r} is {value!r}, and no Input of a TensorType"
+            return
+        yield from self._given(id, value.type, f"the input {value.name!r}")
+
     def _constant(self, id: int, constant: Constant) -> Iterator[str]:
+        if not isinstance(constant, Constant) or not isinstance(constant.tensor, Tensor):
+            yield f"the constant {id!r} is {constant!r}, and no Constant of a tensor"
+            return
         what = f"the constant {constant.name!r}"
+        if fault := _memory_fault(constant.tensor):
+            yield f"{what} {fault}"
+            return
+        if constant.frozen and not constant.tensor.is_floating_point() and not constant.tensor.is_complex():
+            yield f"{what} is frozen, but {constant.tensor.dtype} has no gradient"
         try:
             type = constant.type
         except GraphError as error:
@@ -66,7 +90,14 @@ class _Checker:
             return
         yield from self._given(id, type, what)
 
-    def _op(self, op: IROp) -> Iterator[str]:
+    def _op(self, place: int, op: IROp) -> Iterator[str]:
+        if not isinstance(op, IROp):
+            yield f"operation {place} is {op!r}, and no IROp"
+            return
+        if own := op.faults():
+            yield from (f"{_describe(place, op)}: {fault}" for fault in own)
+            self._register(op)
+            return
         complete = True
         for id in op.input_ids:
             if id in self.known:
@@ -78,19 +109,54 @@ class _Checker:
                 yield f"{op}: reads t{id}, which is made only later, by {self.later[id]}: wrong order or a cycle"
             else:
                 yield f"{op}: reads t{id}, which nothing makes"
-        found = faults(op, [self.known[id] for id in op.input_ids]) if complete else op.faults()
+        found = faults(op, [self.known[id] for id in op.input_ids]) if complete else []
         yield from (f"{op}: {fault}" for fault in found)
-        for place, id in enumerate(op.output_ids):
-            if id in self.known or id in op.output_ids[:place]:
+        for at, id in enumerate(op.output_ids):
+            if id in self.known or id in op.output_ids[:at]:
                 yield f"{op}: makes t{id}, which {self.made_by.get(id, 'it')} has made already"
-            if place < len(op.outputs):
-                self.known[id] = op.outputs[place]
-            self.made_by[id] = f"the operation {op}"
+        self._register(op)
+
+    def _register(self, op: IROp) -> None:
+        """Take what an operation makes as made, so that one fault is not told as many."""
+        if isinstance(op.output_ids, list) and isinstance(op.outputs, list):
+            for id, type in zip(op.output_ids, op.outputs, strict=False):
+                if is_id(id) and isinstance(type, TensorType):
+                    self.known[id], self.made_by[id] = type, f"the operation t{id}"
+
+
+def _describe(place: int, op: IROp) -> str:
+    """An operation that is not well formed, as far as it can be written."""
+    try:
+        return str(op)
+    except TypeError:
+        return f"operation {place}, {op.op_type!r}"
+
+
+def _memory_fault(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be read bit by bit; None if it can."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"is of layout {tensor.layout}, and a graph holds dense tensors"
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return "has no memory: it is a tensor of the meta device"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a view that conjugates or negates; call resolve_conj() or resolve_neg()"
+    return None
 
 
 def _twice(kind: str, names: Sequence[str]) -> Iterator[str]:
-    for name in dict.fromkeys(names):
-        if not name or not isinstance(name, str):
-            yield f"the name {name!r} of the {kind} is empty or no text"
-        elif names.count(name) > 1:
-            yield f"{names.count(name)} {kind}s have the name {name!r}"
+    texts = [name for name in names if isinstance(name, str) and name]
+    yield from (
+        f"the name {name!r} of the {kind} is empty or no text"
+        for name in names
+        if not isinstance(name, str) or not name
+    )
+    counts = Counter(texts)
+    for name in counts:
+        if not name.isascii() and _has_no_utf8(name):
+            yield f"the name {name!r} of the {kind} has characters that UTF-8 cannot write"
+        if (count := counts[name]) > 1:
+            yield f"{count} {kind}s have the name {name!r}"
+
+
+def _has_no_utf8(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
+from fakequant.errors import GraphError
 from fakequant.ir.execute import check_inputs, to_torch
 from fakequant.ir.fake_quantization import set_opaque
 from fakequant.ir.graph import Graph
+from fakequant.ir.ops.products import RECURRENT
+from fakequant.ir.table import repeatable
 
 _LIMIT = 64
 """So many structures are kept; the one that was used longest ago goes first."""
@@ -57,16 +61,17 @@ class CompiledGraph:
     def __init__(self, graph: Graph, function: Callable[..., Any]) -> None:
         self.graph = graph
         self._function = function
-        self._constants = [constant.tensor for constant in graph.constants.values()]
 
     def __call__(self, *inputs: Tensor) -> Any:
         """The outputs for some inputs, as `Graph.run` gives them."""
         check_inputs(self.graph, inputs)
-        return self._function(*inputs, *self._constants)
+        results = self._function(*inputs, *(constant.read() for constant in self.graph.constants.values()))
+        count = len(self.graph.outputs)
+        return results if isinstance(results, Tensor) else results[0] if count == 1 else results[:count]
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterator[Tensor]:
         """The constants that training moves."""
-        return (tensor for tensor in self._constants if isinstance(tensor, nn.Parameter))
+        return (constant.tensor for constant in self.graph.constants.values() if constant.trainable)
 
 
 def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
@@ -84,7 +89,8 @@ def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
         are arguments of it, so that no graph can get those of another.
 
     Raises:
-        GraphError: the graph is not valid.
+        GraphError: the graph is not valid, or has an operation that torch.compile cannot record: a whole recurrent
+            layer such as nn.LSTM.
 
     >>> from fakequant.ir import IRType
     >>> graph = Graph("example")
@@ -93,15 +99,60 @@ def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
     >>> compile(graph)(torch.tensor([0.7, -9.0]))
     tensor([ 0.5000, -4.0000])
     """
-    return CompiledGraph(graph.copy(), _cache.find(graph.check(), exact))
+    for op in graph.check().ops:
+        if op.op_type.startswith(RECURRENT):
+            raise GraphError(
+                f"{op}{f' of {op.origin}' if op.origin else ''}: torch.compile cannot record a whole recurrent layer; "
+                "run it by graph.run or graph.to_torch, or write the layer as a loop of nn.LSTMCell or nn.GRUCell"
+            )
+    return CompiledGraph(graph.copy(), _cache.find(graph, exact))
+
+
+class _Function:
+    """A module compiled by torch.compile, again where torch has too many variants of it for other strides and modes."""
+
+    def __init__(self, module: fx.GraphModule, **options: Any) -> None:
+        self.module, self.options = module, options
+        self._compile()
+
+    def _compile(self) -> None:
+        # The limit belongs to the code of the module, which is written anew.
+        self.function = torch.compile(fx.GraphModule(self.module, self.module.graph), **self.options)
+
+    def __call__(self, *args: Tensor) -> Any:
+        try:
+            return self.function(*args)
+        except FailOnRecompileLimitHit:
+            self._compile()
+            return self.function(*args)
+        except Unsupported as error:
+            raise GraphError(
+                f"torch.compile cannot record the graph; graph.to_torch() computes it: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def _compiled(graph: Graph, exact: bool) -> Callable[..., Any]:
-    module = to_torch(graph, lifted=True)
+    module = to_torch(_with_unread_draws(graph), lifted=True)
     set_opaque(module, exact)
     dynamic = any(type.shape.dynamic for type in graph.types().values())
     backend = "aot_eager_default_partitioner" if exact else "inductor"
-    return torch.compile(module, fullgraph=True, backend=backend, dynamic=dynamic or None)
+    return _Function(module, fullgraph=True, backend=backend, dynamic=dynamic or None)
+
+
+def _with_unread_draws(graph: Graph) -> Graph:
+    """A graph with further outputs: what draws random numbers though nothing reads it.
+
+    Compilers drop what is no output, and later operations would draw other numbers.
+    """
+    kept = graph.copy()
+    read = set(graph.outputs)
+    for op in reversed(graph.ops):
+        if read.intersection(op.output_ids):
+            read.update(op.input_ids)
+        elif not repeatable(op):
+            kept.outputs.append(kept.add("Detach", op.output_id))
+            read.update(op.input_ids)
+    return kept
 
 
 def cache_info() -> CacheInfo:

@@ -86,6 +86,11 @@ class Converter:
         try:
             if node.op != "call_function":
                 users = ", ".join(str(user.target) for user in node.users)
+                if "autocast" in users:
+                    raise GraphError(
+                        "computes a part of the model under torch.autocast, which a graph cannot say; capture it "
+                        "without, converted to one type such as by model.bfloat16()"
+                    )
                 raise GraphError(
                     f"{users or node.op} runs a part of the model as a graph of its own (control flow, or a change of "
                     "grad mode such as torch.no_grad), which cannot be in a graph; compute that part outside"
@@ -205,16 +210,11 @@ def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
         given["scale"] = None
     tensors = {name: given.get(name) for name in ("x", "scale", "zero_point", "seed")}
     inputs = [value for value in tensors.values() if isinstance(value, fx.Node)]
-    present = [name for name, value in tensors.items() if value is not None]
     attributes = {"spec": given["spec"]}
     # Those left out before one that is given.
-    attributes |= {name: None for name in tensors if name not in present and any(_after(name, p) for p in present)}
+    *_, last = (place for place, value in enumerate(tensors.values()) if value is not None)
+    attributes |= {name: None for name in list(tensors)[:last] if tensors[name] is None}
     return make_op("FakeQuantize", (), attributes), inputs
-
-
-def _after(name: str, other: str) -> bool:
-    order = ("x", "scale", "zero_point", "seed")
-    return order.index(other) > order.index(name)
 
 
 def _is_range_of(scale: Any, x: Any, spec: Any) -> bool:

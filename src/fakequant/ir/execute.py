@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,17 +12,55 @@ from torch import Tensor, fx, nn
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import Ref
 from fakequant.ir.fused import NAME, body_of
-from fakequant.ir.graph import Constant, Graph
+from fakequant.ir.graph import Constant, Graph, read_frozen
 from fakequant.ir.op import IROp
 from fakequant.ir.table import bound
-from fakequant.ir.types import TensorType
+from fakequant.ir.types import IRType, TensorShape, TensorType
 
 
 def run(graph: Graph, inputs: Sequence[Tensor]) -> Any:
     """See `Graph.run`."""
     module = to_torch(graph)
     check_inputs(graph, inputs)
-    return module(*inputs)
+    return _Checked(module).run(*inputs)
+
+
+class _Checked(fx.Interpreter):
+    """Runs a module node by node, and says which operation fails or makes another type than it declares."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        op = n.meta.get("op")
+        if op is None:
+            return super().run_node(n)
+        try:
+            result = super().run_node(n)
+            _check_results(op, result)
+        except Exception as error:
+            what = f"{op} of {op.origin}" if op.origin else str(op)
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise GraphError(f"{what}: {reason}") from error
+        return result
+
+
+def _check_results(op: IROp, result: Any) -> None:
+    """Check that an operation made what it declares.
+
+    Raises:
+        GraphError: it did not.
+    """
+    results = list(result) if isinstance(result, (tuple, list)) else [result]
+    if len(results) != len(op.outputs):
+        raise GraphError(f"made {len(results)} values, but {len(op.outputs)} are declared")
+    for id, declared, made in zip(op.output_ids, op.outputs, results, strict=True):
+        if declared.type is IRType.Missing:
+            continue
+        found = TensorType.of(made) if isinstance(made, Tensor) else TensorType(IRType.Index, TensorShape())
+        if made is None or found.type is not declared.type or not declared.shape.matches(found.shape):
+            raise GraphError(f"declares t{id} as {declared}, but made {None if made is None else found}")
 
 
 def check_inputs(graph: Graph, inputs: Sequence[Tensor]) -> None:
@@ -55,6 +94,9 @@ class _Builder:
     """Writes the fx graph of a valid graph."""
 
     def __init__(self, graph: Graph, lifted: bool) -> None:
+        self.quantizers = "quantizers"
+        while any(constant.name.split(".")[0] == self.quantizers for constant in graph.constants.values()):
+            self.quantizers += "_"
         self.graph, self.lifted = graph, lifted
         self.root = nn.Module()
         self.fx = fx.Graph()
@@ -71,6 +113,8 @@ class _Builder:
                 self.nodes[id] = self.fx.placeholder(f"t{id}")
             else:
                 self.nodes[id] = self.fx.get_attr(_hold(self.root, constant))
+                if constant.frozen:
+                    self.nodes[id] = self.fx.call_function(read_frozen, (self.nodes[id],))
         self._add(self.graph.ops)
         results = [self.nodes[id] for id in self.graph.outputs]
         self.fx.output(results[0] if len(results) == 1 else tuple(results))
@@ -85,8 +129,8 @@ class _Builder:
             row, call = bound(op, inputs)
             values = [self.nodes[id] for id in op.input_ids]
             if row.module is not None:
-                path = f"quantizers.t{op.output_id}"
-                _submodule(self.root, "quantizers").add_module(f"t{op.output_id}", row.module(call))
+                path = f"{self.quantizers}.t{op.output_id}"
+                _submodule(self.root, self.quantizers).add_module(f"t{op.output_id}", row.module(call))
                 refs = {name: value for name, value in call.arguments.items() if isinstance(value, Ref)}
                 tensors: dict[str, Any] = {name: values[ref.position] for name, ref in refs.items()}
                 node = self.fx.call_module(path, (), tensors)
@@ -112,7 +156,7 @@ class _Builder:
         return ops
 
     def _name(self, op: IROp, node: fx.Node) -> None:
-        node.meta["origin"] = op.origin
+        node.meta["origin"], node.meta["op"] = op.origin, op
         if len(op.output_ids) == 1 and not _makes_a_list(node):
             self.nodes[op.output_id] = node
             return
@@ -126,6 +170,10 @@ def _makes_a_list(node: fx.Node) -> bool:
     return schema is not None and (len(schema.returns) > 1 or "List" in str(schema.returns[0].type))
 
 
+_TAKEN = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))}
+"""What a module of torch.fx has already, such as `graph` and `code`."""
+
+
 def _submodule(root: nn.Module, name: str) -> nn.Module:
     if name not in root._modules:
         root.add_module(name, nn.Module())
@@ -137,8 +185,9 @@ def _submodule(root: nn.Module, name: str) -> nn.Module:
 def _hold(root: nn.Module, constant: Constant) -> str:
     """Make a constant a parameter or buffer at the path that its name says, and return the path."""
     *folders, leaf = constant.name.split(".")
-    if not _is_free(root, folders) or not all(_is_name(part) for part in (*folders, leaf)):
-        folders, leaf = ["constants"], "".join(c if c.isalnum() else "_" for c in constant.name)
+    parts = (*folders, leaf)
+    if not _is_free(root, folders) or not all(map(_is_name, parts)) or parts[0] in _TAKEN:
+        folders, leaf = ["constants"], "c_" + "".join(c if c.isascii() and c.isalnum() else "_" for c in constant.name)
     place = root
     for folder in folders:
         place = _submodule(place, folder)
@@ -153,7 +202,7 @@ def _hold(root: nn.Module, constant: Constant) -> str:
 
 
 def _is_name(part: str) -> bool:
-    return part.isidentifier() or part.isdecimal()
+    return (part.isidentifier() and not keyword.iskeyword(part)) or (part.isascii() and part.isdecimal())
 
 
 def _is_free(root: nn.Module, folders: Sequence[str]) -> bool:

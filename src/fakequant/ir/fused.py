@@ -8,7 +8,7 @@ from typing import Any
 from fakequant.errors import GraphError
 from fakequant.ir.op import IROp
 from fakequant.ir.signature import Call, Parameter, Signature
-from fakequant.ir.table import ROWS, Row, faults, make_op
+from fakequant.ir.table import ROWS, Row, faults, make_op, repeatable
 from fakequant.ir.text import parse_op
 from fakequant.ir.types import TensorType
 
@@ -65,5 +65,9 @@ def _rule(call: Call) -> list[TensorType]:
     return body[-1].outputs
 
 
+def _draws(op: IROp) -> bool:
+    return not all(repeatable(part) for part in body_of(op))
+
+
 _PARAMETERS = (Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[str]"))
-ROWS[NAME] = Row(NAME, (Signature(_PARAMETERS),), _rule)
+ROWS[NAME] = Row(NAME, (Signature(_PARAMETERS),), _rule, draws=_draws)

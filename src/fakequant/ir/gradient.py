@@ -13,7 +13,11 @@ from fakequant.ir.execute import to_torch
 from fakequant.ir.fake_quantization import set_opaque
 from fakequant.ir.functional import remove_changes_in_place
 from fakequant.ir.graph import Graph
+from fakequant.ir.ops.products import RECURRENT
 from fakequant.ir.types import TensorType
+
+_SUFFIX = " backward"
+"""Ends the names of graphs of gradients. torch's trace detaches what they keep of the forward."""
 
 
 def backward(graph: Graph) -> Graph:
@@ -24,7 +28,8 @@ def backward(graph: Graph) -> Graph:
     The forward is computed again. Every quantizer passes gradients as its specification says.
 
     Raises:
-        GraphError: the graph is not valid, has dynamic dimensions, or has an output without a gradient.
+        GraphError: the graph is not valid, has dynamic dimensions, an output without a gradient or a whole recurrent
+            layer, or is a graph of gradients itself.
 
     >>> from fakequant.ir import IRType
     >>> graph = Graph("example")
@@ -39,6 +44,13 @@ def backward(graph: Graph) -> Graph:
         raise GraphError(f"t{dynamic[0]} has a dynamic dimension {types[dynamic[0]]}; capture it with static shapes")
     if whole := [id for id in graph.outputs if not types[id].type.floating]:
         raise GraphError(f"the output t{whole[0]} is {types[whole[0]]}, which has no gradient")
+    if graph.name.endswith(_SUFFIX) and any(value.name == _gradient(0) for value in graph.inputs.values()):
+        raise GraphError(f"{graph.name!r} is a graph of gradients, and gradients of gradients are not recorded")
+    if recurrent := [op for op in graph.ops if op.op_type.startswith(RECURRENT)]:
+        raise GraphError(
+            f"{recurrent[0]}: the gradient of a whole recurrent layer cannot be in a graph; run it by graph.run or "
+            "graph.to_torch and call backward of torch, or write the layer as a loop of nn.LSTMCell or nn.GRUCell"
+        )
     wanted = [id for id, value in graph.inputs.items() if value.type.type.floating]
     wanted += [id for id, constant in graph.constants.items() if constant.trainable]
     if not wanted:
@@ -47,10 +59,10 @@ def backward(graph: Graph) -> Graph:
     traced = _traced(graph, [given.index(id) for id in wanted])
     nodes = list(traced.graph.nodes)
     results = list(nodes[-1].args[0])
-    result = Graph(f"{graph.name} backward")
+    result = Graph(f"{graph.name}{_SUFFIX}")
     result.inputs = dict(graph.inputs)
     for place, id in enumerate(graph.outputs):
-        name = f"gradient_{place}"
+        name = _free(_gradient(place), [value.name for value in result.inputs.values()])
         result.add_input(name, *types[id], id=max([*given, *result.inputs]) + 1)
     places = [*graph.inputs, *graph.constants, *list(result.inputs)[len(graph.inputs) :]]
     live = needed(nodes, results)
@@ -71,9 +83,12 @@ def _traced(graph: Graph, wanted: list[int]) -> torch.fx.GraphModule:
     set_opaque(module, True)
     types = graph.types()
     count = len(graph.inputs) + len(graph.constants)
+    frozen = [len(graph.inputs) + i for i, constant in enumerate(graph.constants.values()) if constant.frozen]
 
     def gradients(*tensors: Tensor) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() if i in wanted else t for i, t in enumerate(tensors[:count])]
+        leaves = [
+            t.detach().requires_grad_() if i in wanted or i in frozen else t for i, t in enumerate(tensors[:count])
+        ]
         with torch.enable_grad():
             results = module(*leaves)
         results = results if isinstance(results, tuple) else (results,)
@@ -95,6 +110,16 @@ def _traced(graph: Graph, wanted: list[int]) -> torch.fx.GraphModule:
         if not remove_changes_in_place(traced.graph):
             traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(*given)
         return traced
+
+
+def _gradient(place: int) -> str:
+    return f"gradient_{place}"
+
+
+def _free(name: str, taken: list[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _like(type: TensorType) -> Tensor:

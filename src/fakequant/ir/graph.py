@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import items_to_text
 from fakequant.ir.op import IROp
-from fakequant.ir.table import faults, infer, make_op
+from fakequant.ir.table import infer, make_op, without_defaults
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 if TYPE_CHECKING:
@@ -30,10 +31,18 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that the graph holds; one that requires grad is a parameter that training moves."""
+    """A tensor that the graph holds; one that requires grad is a parameter that training moves.
+
+    Attributes:
+        name: its own among the constants.
+        tensor: its values.
+        frozen: whether it was folded from parameters. Nothing moves it; but where grad mode is on, operations see it
+            require grad as before, because torch chooses between the kernels of a product by that.
+    """
 
     name: str
     tensor: Tensor
+    frozen: bool = False
 
     @property
     def type(self) -> TensorType:
@@ -45,12 +54,26 @@ class Constant:
         """Whether training moves it."""
         return self.tensor.requires_grad
 
+    @property
+    def kind(self) -> str:
+        """How text calls it: "parameter", "frozen" or "constant"."""
+        return "parameter" if self.trainable else "frozen" if self.frozen else "constant"
+
+    def read(self) -> Tensor:
+        """The tensor as operations get it."""
+        return read_frozen(self.tensor) if self.frozen else self.tensor
+
     def digest(self) -> str:
         """SHA-256 over type, shape and every bit."""
         values = self.tensor.detach().cpu().contiguous().reshape(-1)
         found = hashlib.sha256(f"{self.tensor.dtype} {list(self.tensor.shape)}".encode())
         found.update(values.view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
+
+
+def read_frozen(tensor: Tensor) -> Tensor:
+    """A tensor that requires grad where grad mode is on, without a path to what trains."""
+    return tensor.detach().requires_grad_(torch.is_grad_enabled())
 
 
 @dataclass(frozen=True)
@@ -114,6 +137,11 @@ class Graph:
         self.inputs[id] = Input(name, TensorType(type, TensorShape(shape)))
         return id
 
+    def free_name(self, name: str) -> str:
+        """A name that no constant has: the given one, or that with a number."""
+        taken = {constant.name for constant in self.constants.values()}
+        return next(n for n in itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1))) if n not in taken)
+
     def add_constant(self, name: str, tensor: Tensor, id: int | None = None) -> int:
         """Add a constant and return its id."""
         id = self.new_id() if id is None else id
@@ -137,21 +165,29 @@ class Graph:
         Raises:
             GraphError: the inputs do not fit.
         """
-        types = self.types()
         op = make_op(op_type, input_ids, attributes)
-        if missing := [id for id in input_ids if id not in types]:
+        types = [self._type(id) for id in input_ids]
+        if missing := [id for id, type in zip(input_ids, types, strict=True) if type is None]:
             raise GraphError(f"{op_type}: reads {_names(missing)}, which nothing makes yet")
-        inputs = [types[id] for id in input_ids]
+        inputs = [type for type in types if type is not None]
         first = self.new_id()
         try:
             op.outputs = list(infer(op, inputs))
         except GraphError as error:
             raise GraphError(f"{op_type}({_names(input_ids)}): {error}") from error
         op.output_ids = list(range(first, first + len(op.outputs)))
-        if found := faults(op, inputs):
+        if found := op.faults():
             raise GraphError(f"{op}: {found[0]}")
         self.ops.append(op)
         return op.output_ids
+
+    def _type(self, id: int) -> TensorType | None:
+        """The declared type of a value, looked for from the end: most read what was made last."""
+        for op in reversed(self.ops):
+            if id in op.output_ids:
+                return op.outputs[op.output_ids.index(id)]
+        held = self.inputs.get(id) or self.constants.get(id)
+        return None if held is None else held.type
 
     def types(self) -> dict[int, TensorType]:
         """The declared type of every value."""
@@ -207,7 +243,7 @@ class Graph:
     def hash(self, *, constants: bool = True) -> str:
         """SHA-256 of what the graph computes: types, operations with all attributes, and the bits of constants.
 
-        Ids and names do not count. Graphs with equal hashes give equal results.
+        Ids, names and whether a default is written do not count. Graphs with equal hashes give equal results.
 
         Args:
             constants: whether their bits count; otherwise only their types do.
@@ -220,14 +256,14 @@ class Graph:
         for id, constant in self.constants.items():
             places[id] = len(places)
             bits = constant.digest() if constants else ""
-            lines.append(f"constant {constant.type} {constant.trainable} {bits}")
+            lines.append(f"constant {constant.type} {constant.kind} {bits}")
         for op in self.ops:
             read = [places.get(id, -1) for id in op.input_ids]
             for id in op.output_ids:
                 places[id] = len(places)
             made = [places[id] for id in op.output_ids]
             types = ", ".join(map(str, op.outputs))
-            lines.append(f"{made} = {op.op_type}{read}{items_to_text(op.attributes)} : {types}")
+            lines.append(f"{made} = {op.op_type}{read}{items_to_text(without_defaults(op))} : {types}")
         lines.append(f"outputs {[places.get(id, -1) for id in self.outputs]}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -250,7 +286,8 @@ class Graph:
         For many calls take `to_torch` or `compile` once: this checks the graph every time.
 
         Raises:
-            GraphError: the graph is not valid, or an input is not of the declared type.
+            GraphError: the graph is not valid, an input is not of the declared type, or an operation fails or makes
+                another type than it declares; names it.
         """
         from fakequant.ir.execute import run
 

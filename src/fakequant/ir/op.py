@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import items_to_text
 from fakequant.ir.types import IRType, TensorShape, TensorType
+
+_OP_TYPE = re.compile(r"\w+(\.\w+)*", re.ASCII)
+
+
+def is_id(value: object) -> bool:
+    """Whether something can be the id of a value: an integer from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class IROp:
@@ -80,16 +88,24 @@ class IROp:
 
         What `fakequant.ir.table.faults` finds, given the types of the inputs, comes on top.
         """
+        kinds = {"op_type": str, "origin": str, "attributes": dict, "output_ids": list, "input_ids": list}
+        kinds["outputs"] = list
+        fields = [(name, kind, getattr(self, name)) for name, kind in kinds.items()]
+        if wrong := [field for field in fields if not isinstance(field[2], field[1])]:
+            return [f"its {name} must be a {kind.__name__}, got {value!r}" for name, kind, value in wrong]
         found = []
         if not self.output_ids:
             found.append("makes no value: output_ids is empty")
         for what, ids in (("output", self.output_ids), ("input", self.input_ids)):
-            wrong = [id for id in ids if isinstance(id, bool) or not isinstance(id, int) or id < 0]
-            if wrong:
-                found.append(f"the {what} id {wrong[0]!r} is no integer >= 0")
+            if wrong_ids := [id for id in ids if not is_id(id)]:
+                found.append(f"the {what} id {wrong_ids[0]!r} is no integer >= 0")
         if len(self.output_ids) != len(self.outputs):
             found.append(f"has {len(self.output_ids)} output ids, but {len(self.outputs)} types of outputs")
-        found += [f"output {place}: {fault}" for place, type in enumerate(self.outputs) if (fault := type.fault())]
+        for place, type in enumerate(self.outputs):
+            fault = type.fault() if isinstance(type, TensorType) else f"{type!r} is no TensorType"
+            found += [f"output {place}: {fault}"] if fault else []
+        if not _OP_TYPE.fullmatch(self.op_type):
+            found.append(f"the op_type {self.op_type!r} is no name such as Add or aten.add.Tensor")
         try:
             items_to_text(self.attributes)
         except GraphError as error:

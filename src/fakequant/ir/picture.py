@@ -26,7 +26,7 @@ class _Node(NamedTuple):
 def _nodes(graph: Graph) -> Iterator[_Node]:
     """Inputs, operations and outputs, each after those before it; constants are left out."""
     places: dict[int, int] = {}
-    count = 0
+    types, count = graph.types(), 0
     for id, value in graph.inputs.items():
         places[id], count = count, count + 1
         yield _Node(value.name, str(value.type), "input", [])
@@ -36,7 +36,7 @@ def _nodes(graph: Graph) -> Iterator[_Node]:
         places.update(dict.fromkeys(op.output_ids, count))
         count += 1
     for place, id in enumerate(graph.outputs):
-        yield _Node(f"output {place}", str(graph.types()[id]), "output", [places[id]] if id in places else [])
+        yield _Node(f"output {place}", str(types[id]), "output", [places[id]] if id in places else [])
 
 
 def _title(op: IROp) -> str:
@@ -75,12 +75,22 @@ def to_dot(graph: Graph) -> str:
     """
     colours = {"quantizer": "gold", "input": "lightgrey", "output": "lightgrey"}
     nodes = list(_nodes(graph))
-    lines = [f"digraph {json.dumps(graph.name)} {{", "  node [shape=box, style=filled, fillcolor=white]"]
+    lines = [f"digraph {_quoted(graph.name)} {{", "  node [shape=box, style=filled, fillcolor=white]"]
     for place, node in enumerate(nodes):
         colour = f", fillcolor={colours[node.kind]}" if node.kind in colours else ""
-        lines.append(f"  n{place} [label={json.dumps(f'{node.title}{chr(10)}{node.note}')}{colour}]")
+        lines.append(f"  n{place} [label={_quoted(f'{node.title}{chr(10)}{node.note}')}{colour}]")
     lines += [f"  n{start} -> n{place}" for place, node in enumerate(nodes) for start in node.before]
     return "\n".join([*lines, "}"])
+
+
+def _quoted(text: str) -> str:
+    """A text in the quotes of Graphviz, which reads UTF-8."""
+    return json.dumps(_printable(text), ensure_ascii=False)
+
+
+def _printable(text: str) -> str:
+    """A text with a mark in the place of characters that neither XML nor UTF-8 has."""
+    return "".join(c if c == "\n" or (c.isprintable() and not "\ud800" <= c <= "\udfff") else "\ufffd" for c in text)
 
 
 def to_svg(graph: Graph) -> str:
@@ -92,7 +102,7 @@ def to_svg(graph: Graph) -> str:
     >>> to_svg(graph).count("<rect")
     3
     """
-    nodes = list(_nodes(graph))
+    nodes = [node._replace(title=_printable(node.title), note=_printable(node.note)) for node in _nodes(graph)]
     rows: list[int] = []
     for node in nodes:
         rows.append(max((rows[before] + 1 for before in node.before), default=0))
@@ -107,7 +117,7 @@ def to_svg(graph: Graph) -> str:
     return (
         f'<svg width="{width:.0f}" height="{height}" '
         f'viewBox="0 0 {width:.0f} {height}" font-family="monospace" font-size="11" role="img" '
-        f'aria-label="graph of {escape(graph.name)}">{"".join(parts)}</svg>'
+        f'aria-label="graph of {escape(_printable(graph.name))}">{"".join(parts)}</svg>'
     )
 
 
@@ -121,7 +131,7 @@ def _laid_out(nodes: list[_Node], rows: list[int]) -> tuple[list[tuple[float, in
     for place, row in enumerate(rows):
         by_row.setdefault(row, []).append(place)
     centres: dict[int, float] = {}
-    wide = max(sum(_size(nodes[i]) + _GAP for i in row) for row in by_row.values()) + _GAP
+    wide = max((sum(_size(nodes[i]) + _GAP for i in row) for row in by_row.values()), default=0.0) + _GAP
     for row in sorted(by_row):
         # Below the middle of what it reads, as far as its neighbours leave room.
         wished = {i: _mean([centres[b] for b in nodes[i].before], wide / 2) for i in by_row[row]}
@@ -133,7 +143,7 @@ def _laid_out(nodes: list[_Node], rows: list[int]) -> tuple[list[tuple[float, in
             centres[i] = x + half
             x += 2 * half + _GAP
             left -= 2 * half + _GAP
-    return [(centres[i], rows[i] * _STEP + 8) for i in range(len(nodes))], wide, (max(rows) + 1) * _STEP
+    return [(centres[i], rows[i] * _STEP + 8) for i in range(len(nodes))], wide, (max(rows, default=-1) + 1) * _STEP
 
 
 def _mean(values: list[float], default: float) -> float:

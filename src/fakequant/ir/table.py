@@ -16,9 +16,10 @@ from torch import nn
 from torch._ops import OpOverload
 
 from fakequant.errors import GraphError, nearest
+from fakequant.ir.attributes import same
 from fakequant.ir.op import IROp
-from fakequant.ir.signature import Call, Parameter, Signature, bind, signature_of
-from fakequant.ir.types import IRType, TensorShape, TensorType
+from fakequant.ir.signature import Call, Kind, Parameter, Signature, bind, signature_of
+from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
 Rule = Callable[[Call], Sequence[TensorType]]
 
@@ -34,6 +35,7 @@ class Row:
             for which the inputs do not fit. Without one, torch's meta kernel decides.
         module: makes the module that computes it, where no operator of torch does.
         moves: whether every element of the result is one of the first input, each once: a reshape, a transpose.
+        draws: whether an operation draws random numbers; by default its operators' tags tell.
     """
 
     name: str
@@ -41,14 +43,25 @@ class Row:
     rule: Rule | None = None
     module: Callable[[Call], nn.Module] | None = None
     moves: bool = False
+    draws: Callable[[IROp], bool] | None = None
 
+
+# Divisible by what sizes are commonly divided by.
+_SOME = 840
 
 ROWS: dict[str, Row] = {}
 OP_CLASSES: dict[str, type[IROp]] = {}
 _captured_from: dict[object, str] = {}
 
 
-def add_row(name: str, targets: str, rule: Rule | None, *, moves: bool = False) -> None:
+def add_row(
+    name: str,
+    targets: str,
+    rule: Rule | None,
+    *,
+    moves: bool = False,
+    draws: Callable[[IROp], bool] | None = None,
+) -> None:
     """Add a kind of operation that operators of torch compute.
 
     Args:
@@ -56,9 +69,10 @@ def add_row(name: str, targets: str, rule: Rule | None, *, moves: bool = False) 
         targets: the operators, such as "aten.add.Tensor aten.add.Scalar"; where the arguments fit several, the first.
         rule: as in `Row`.
         moves: as in `Row`.
+        draws: as in `Row`.
     """
     overloads = [find_overload(target) for target in targets.split()]
-    _put(Row(name, tuple(signature_of(overload) for overload in overloads), rule, moves=moves))
+    _put(Row(name, tuple(signature_of(overload) for overload in overloads), rule, moves=moves, draws=draws))
 
 
 def add_module_row(name: str, parameters: Iterable[Parameter], rule: Rule, module: Callable[[Call], nn.Module]) -> None:
@@ -140,12 +154,24 @@ def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
     """
     row, call = bound(op, inputs)
     found = None if row.rule is None else list(row.rule(call))
-    if any(t.shape.dynamic or t.type is IRType.Index for t in inputs) or not isinstance(
-        call.signature.target, OpOverload
-    ):
-        # Of an operator without a rule nothing is known before the dynamic sizes are.
+    dynamic = any(t.shape.dynamic for t in inputs)
+    if any(t.type is IRType.Index for t in inputs) or not isinstance(call.signature.target, OpOverload):
         return list(op.outputs) if found is None else found
-    return _by_meta_kernel(call)
+    if found is None and dynamic:
+        return _by_some_sizes(call)
+    # A rule says in the words of graphs what does not fit; of static shapes torch knows every restriction.
+    return found if found is not None and dynamic else _by_meta_kernel(call)
+
+
+def _by_some_sizes(call: Call) -> list[TensorType]:
+    """What is known of an operator's results before dynamic dimensions are: element types and ranks."""
+    types = [TensorType(t.type, TensorShape(_SOME if n == DYNAMIC else n for n in t.shape)) for t in call.inputs]
+    try:
+        made = _by_meta_kernel(Call(call.op, call.signature, call.arguments, types))
+    except GraphError:
+        # Other sizes may fit; a run tells.
+        return list(call.op.outputs)
+    return [TensorType(t.type, TensorShape(DYNAMIC for _ in t.shape)) for t in made]
 
 
 def _by_meta_kernel(call: Call) -> list[TensorType]:
@@ -185,8 +211,30 @@ def _type_of(result: object) -> TensorType:
 def repeatable(op: IROp) -> bool:
     """Whether an operation gives the same result for the same inputs every time."""
     row = find_row(op.op_type)
+    if row.draws is not None:
+        return not row.draws(op)
     tag = torch.Tag.nondeterministic_seeded
     return not any(isinstance(s.target, OpOverload) and tag in s.target.tags for s in row.signatures)
+
+
+def without_defaults(op: IROp) -> dict[str, Any]:
+    """The attributes of an operation but those that are the defaults in all of its forms."""
+    parameters = [p for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is Kind.VALUE]
+
+    def is_default(name: str, value: Any) -> bool:
+        named = [p for p in parameters if p.name == name]
+        return bool(named) and all(not p.required and same(value, p.default) for p in named)
+
+    return {name: value for name, value in op.attributes.items() if not is_default(name, value)}
+
+
+def in_order(op: IROp) -> bool:
+    """Whether inputs fill the parameters by their places: no attribute stands for one or names it.
+
+    Passes that look at the first or second input leave other operations alone.
+    """
+    tensors = {p.name for s in find_row(op.op_type).signatures for p in s.parameters if p.kind is not Kind.VALUE}
+    return not tensors & op.attributes.keys()
 
 
 def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
@@ -197,6 +245,8 @@ def faults(op: IROp, inputs: Sequence[TensorType]) -> list[str]:
         inferred = infer(op, inputs)
     except GraphError as error:
         return [str(error)]
+    except Exception as error:  # whatever arguments a rule or torch did not expect are a fault of the operation
+        return [f"cannot be checked: {type(error).__name__}: {error}"]
     if len(inferred) != len(op.outputs):
         return [f"makes {len(inferred)} values, but {len(op.outputs)} are declared"]
     return [

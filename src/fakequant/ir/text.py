@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.errors import GraphError
+from fakequant.errors import GraphError, OutputError
 from fakequant.files import writable_folder, write_whole
-from fakequant.ir.attributes import Reader
+from fakequant.ir.attributes import Reader, read_integer, read_string
 from fakequant.ir.attributes import to_text as value_to_text
 from fakequant.ir.graph import Constant, Graph
 from fakequant.ir.op import IROp
@@ -42,14 +42,14 @@ def to_text(graph: Graph) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    # What UTF-8 cannot write is written as its number.
+    return " ".join(str(text).split()).encode("utf-8", "backslashreplace").decode()
 
 
 def _constant_text(id: int, constant: Constant) -> str:
-    kind = "parameter" if constant.trainable else "constant"
     values = _inline(constant.tensor)
     held = f"sha256:{constant.digest()[:32]}" if values is None else value_to_text(values)
-    return f"t{id} = {kind} {json.dumps(constant.name)} : {constant.type} = {held}"
+    return f"t{id} = {constant.kind} {json.dumps(constant.name)} : {constant.type} = {held}"
 
 
 def _inline(tensor: Tensor) -> list[Any] | None:
@@ -64,9 +64,12 @@ def _inline(tensor: Tensor) -> list[Any] | None:
 
 _LINE = {
     "header": re.compile(r"IR Graph: (.*)"),
-    "input": re.compile(r'    t(\d+) = ("(?:[^"\\]|\\.)*") : (.*)'),
-    "constant": re.compile(r'    t(\d+) = (parameter|constant) ("(?:[^"\\]|\\.)*") : (.*) = (sha256:\w+|\[.*\])'),
+    "input": re.compile(r'    t([0-9]+) = ("(?:[^"\\]|\\.)*") : (.*)'),
+    "constant": re.compile(
+        r'    t([0-9]+) = (parameter|frozen|constant) ("(?:[^"\\]|\\.)*") : (.*) = (sha256:\w+|\[.*\])'
+    ),
     "outputs": re.compile(r"  Outputs: ?(.*)"),
+    "section": re.compile(r"  (Constants|Operations) \(([0-9]+)\):"),
 }
 _OPERATION = re.compile(r'((?:[^"#]|"(?:[^"\\]|\\.)*")*?)(?:  # (.*))?')
 
@@ -79,7 +82,8 @@ def parse(text: str, tensors: Mapping[str, Tensor] | None = None) -> Graph:
         tensors: the constants whose numbers are not in the text, by name.
 
     Raises:
-        GraphError: the text is not one (names the line), or a constant is missing or another one.
+        GraphError: the text is not one (names the line), lacks some of its lines, or a constant is missing or another
+            one. Of a line of outputs that was cut only `load` knows.
 
     >>> graph = Graph("example")
     >>> graph.outputs = [graph.add("ReLU", graph.add_input("x", IRType.Float32, (2, -1)))]
@@ -90,10 +94,11 @@ def parse(text: str, tensors: Mapping[str, Tensor] | None = None) -> Graph:
     lines = text.rstrip("\n").split("\n")
     section: Callable[[str], None] | None = None
     readers = {
-        "  Inputs:": lambda line: _read_input(graph, line),
-        "  Constants": lambda line: _read_constant(graph, line, tensors or {}),
-        "  Operations": lambda line: graph.ops.append(_read_operation(line)),
+        "Inputs": lambda line: _read_input(graph, line),
+        "Constants": lambda line: _read_constant(graph, line, tensors or {}),
+        "Operations": lambda line: graph.ops.append(_read_operation(line)),
     }
+    counts: dict[str, int] = {}
     ended = False
     for number, line in enumerate(lines, start=1):
         try:
@@ -101,10 +106,14 @@ def parse(text: str, tensors: Mapping[str, Tensor] | None = None) -> Graph:
                 graph.name = _match("header", line)[1]
             elif ended:
                 raise GraphError("nothing may follow the outputs")
-            elif start := next((key for key in readers if line.startswith(key)), None):
-                section = readers[start]
+            elif line == "  Inputs:":
+                section = readers["Inputs"]
+            elif line.startswith(("  Constants", "  Operations")):
+                found = _match("section", line)
+                section, counts[found[1]] = readers[found[1]], read_integer(found[2])
             elif line.startswith("  Outputs:"):
                 graph.outputs, ended = parse_ids(_match("outputs", line)[1]), True
+                _check_counts(graph, counts)
             elif section is None:
                 raise GraphError(f"expected '  Inputs:', got {line!r}")
             else:
@@ -116,6 +125,13 @@ def parse(text: str, tensors: Mapping[str, Tensor] | None = None) -> Graph:
     return graph
 
 
+def _check_counts(graph: Graph, counts: dict[str, int]) -> None:
+    for what, held in (("Constants", len(graph.constants)), ("Operations", len(graph.ops))):
+        if counts.get(what) != held:
+            said = f"{counts[what]} {what.lower()}" if what in counts else f"no number of {what.lower()}"
+            raise GraphError(f"the text says {said}, but has {held}: lines are missing or added")
+
+
 def _match(kind: str, line: str) -> re.Match[str]:
     found = _LINE[kind].fullmatch(line)
     if found is None:
@@ -125,26 +141,32 @@ def _match(kind: str, line: str) -> re.Match[str]:
 
 def _read_input(graph: Graph, line: str) -> None:
     found = _match("input", line)
-    type = _one_type(found[3])
-    _check_new(graph, int(found[1]))
-    graph.add_input(json.loads(found[2]), type.type, type.shape, int(found[1]))
+    id, type = read_integer(found[1]), _one_type(found[3])
+    _check_new(graph, id)
+    graph.add_input(read_string(found[2]), type.type, type.shape, id)
 
 
 def _read_constant(graph: Graph, line: str, tensors: Mapping[str, Tensor]) -> None:
     found = _match("constant", line)
-    id, name, type, held = int(found[1]), json.loads(found[3]), _one_type(found[4]), found[5]
+    id, name, type, held = read_integer(found[1]), read_string(found[3]), _one_type(found[4]), found[5]
     _check_new(graph, id)
     if held.startswith("["):
         values = Reader(held).value()
         try:
             tensor = torch.tensor(values, dtype=type.type.dtype).reshape(type.shape)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise GraphError(f"the numbers of {name!r} are not {type}: {error}") from error
     elif name not in tensors:
         raise GraphError(f"the constant {name!r} is not in the text and not among the tensors given")
     else:
         tensor = tensors[name].detach()
-    constant = Constant(name, tensor)
+        if type.type is IRType.Complex and tensor.dtype is torch.float64 and tensor.shape == (*type.shape, 2):
+            tensor = torch.view_as_complex(tensor)
+    if found[2] != "constant" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise GraphError(f"the {found[2]} {name!r} is {type}, and only real or complex numbers have gradients")
+    constant = Constant(name, tensor, found[2] == "frozen")
+    if constant.type != type:
+        raise GraphError(f"the constant {name!r} is {constant.type}, but the text says {type}")
     if held.startswith("sha256:") and held != f"sha256:{constant.digest()[:32]}":
         raise GraphError(f"the constant {name!r} is another one than that of the text: its digest differs")
     graph.constants[id] = Constant(name, nn.Parameter(tensor)) if found[2] == "parameter" else constant
@@ -193,16 +215,16 @@ def parse_op(text: str) -> IROp:
         op.output_ids, op.outputs = parse_ids(made), parse_types(types[1:])
         return op
     except ValueError as error:
-        raise GraphError(f"cannot read the operation {text!r}: {error}") from error
+        raise GraphError(f"cannot read the operation {text[:200]!r}: {error}") from error
 
 
 def parse_ids(text: str) -> list[int]:
     """The ids in "t0, t1"; none in an empty text."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     for word in words:
-        if not (word.startswith("t") and word[1:].isdecimal()):
+        if not re.fullmatch(r"t[0-9]+", word):
             raise GraphError(f"expected the name of a value such as t0, got {word!r}")
-    return [int(word[1:]) for word in words]
+    return [read_integer(word[1:]) for word in words]
 
 
 def parse_types(text: str) -> list[TensorType]:
@@ -217,9 +239,9 @@ def parse_types(text: str) -> list[TensorType]:
         if rest.startswith("["):
             inner, closed, rest = rest[1:].partition("]")
             words = [word.strip() for word in inner.split(",")]
-            if not closed or not all(word == "?" or word.isdecimal() for word in words):
+            if not closed or not all(re.fullmatch(r"\?|[0-9]+", word) for word in words):
                 raise GraphError(f"cannot read the shape [{inner}]; it is such as [2, ?, 4] or scalar")
-            shape = TensorShape(-1 if word == "?" else int(word) for word in words)
+            shape = TensorShape(-1 if word == "?" else read_integer(word) for word in words)
         else:
             word, _, rest = rest.partition(",")
             if word.strip() != "scalar":
@@ -234,13 +256,14 @@ def parse_types(text: str) -> list[TensorType]:
 
 
 def save(graph: Graph, path: str | os.PathLike[str]) -> Path:
-    """Write a graph as text, and beside it, with the suffix `.safetensors`, the constants that are not in the text.
+    """Write a graph as text, and the constants that are not in the text to a file beside it.
 
-    Strides are not kept: constants come back row by row.
+    That file has the name of the text with `.safetensors` at its end. Strides are not kept: constants come back row by
+    row.
 
     Raises:
         GraphError: the graph is not valid.
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or the path ends like that of a file of constants.
 
     >>> import tempfile
     >>> graph = Graph("example")
@@ -253,20 +276,44 @@ def save(graph: Graph, path: str | os.PathLike[str]) -> Path:
 
     graph.check()
     target = Path(path)
+    if target.suffix == _SUFFIX:
+        raise OutputError(f"cannot write the text of a graph to {target}: {_SUFFIX} is for constants; call it .txt")
     writable_folder(target.parent)
     held = {c.name: c.tensor.detach().cpu() for c in graph.constants.values() if _inline(c.tensor) is None}
     # Cloned, because safetensors refuses tensors that share memory.
-    data = to_bytes({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in held.items()})
-    write_whole(target.with_suffix(".safetensors"), data)
+    rows = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in held.items()}
+    write_whole(_beside(target), to_bytes({_key(name): _real(tensor) for name, tensor in rows.items()}))
     write_whole(target, to_text(graph).encode())
     return target
+
+
+_SUFFIX = ".safetensors"
+
+
+def _beside(path: Path) -> Path:
+    """The file of the constants: of no other text, whatever its suffix."""
+    return path.with_name(path.name + _SUFFIX)
+
+
+def _key(name: str) -> str:
+    """The name in a safetensors file, which keeps `__metadata__` for itself."""
+    return f"{name}_" if name.startswith("__metadata__") else name
+
+
+def _name(key: str) -> str:
+    return key[:-1] if key.startswith("__metadata__") else key
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor as safetensors can hold it: without complex128, of which it has the two parts."""
+    return torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
 
 
 def load(path: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None = None) -> Graph:
     """Read a graph that `save` wrote.
 
     Args:
-        path: of the text.
+        path: of the text. The text must end with a line break, as `save` wrote it: one that was cut has none.
         tensors: the constants by name; by default those of the file beside it.
 
     Raises:
@@ -276,13 +323,16 @@ def load(path: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None = No
     from safetensors.torch import load_file
 
     target = Path(path)
-    beside = target.with_suffix(".safetensors")
+    beside = _beside(target)
     try:
-        text = target.read_text()
-        tensors = load_file(beside) if tensors is None else tensors
+        text = target.read_bytes().decode()
+        # Cloned, because they lie in a file at no multiple of 64 bytes, and kernels round by where rows begin.
+        held = {_name(key): t.clone() for key, t in load_file(beside).items()} if tensors is None else tensors
     except (OSError, UnicodeDecodeError, SafetensorError) as error:
         raise GraphError(f"cannot read the graph {target} with its constants {beside.name}: {error}") from error
     try:
-        return parse(text, tensors).check()
+        if not text.endswith("\n"):
+            raise GraphError("the text was cut: its last line has no end")
+        return parse(text.replace("\r\n", "\n"), held).check()
     except GraphError as error:
         raise GraphError(f"{target}: {error}") from error

@@ -14,6 +14,9 @@ from fakequant.errors import GraphError
 DYNAMIC = -1
 """A dimension that is known only when the graph runs."""
 
+# Of 16 bytes each they are addressed by 63 bits.
+_MAX_ELEMENTS = 2**59 - 1
+
 
 class IRType(Enum):
     """The type of a value's elements; the value of each is how it is written.
@@ -127,6 +130,8 @@ class TensorShape(tuple[int, ...]):
     def fault(self) -> str | None:
         """What is wrong with the dimensions; None if nothing is."""
         wrong = [n for n in self if isinstance(n, bool) or not isinstance(n, int) or not (n > 0 or n == DYNAMIC)]
+        if not wrong and math.prod(n for n in self if n != DYNAMIC) > _MAX_ELEMENTS:
+            return f"shape {list(self)} has more than {_MAX_ELEMENTS} elements"
         if not wrong:
             return None
         return f"shape {list(self)} has the dimension {wrong[0]!r}; a dimension is a positive integer, or -1 if dynamic"
@@ -186,6 +191,8 @@ class TensorType(NamedTuple):
             return f"{self.type.value} has no torch dtype, so that nothing can compute it"
         if self.type in (IRType.Index, IRType.Missing) and self.shape:
             return f"{self.type.value} is no tensor and has no shape, got {self.shape}"
+        if not isinstance(self.shape, (tuple, list)):
+            return f"the shape {self.shape!r} is no tuple of integers"
         return TensorShape(self.shape).fault()
 
     def meta(self) -> torch.Tensor:
@@ -193,4 +200,4 @@ class TensorType(NamedTuple):
         return torch.empty(self.shape, dtype=self.type.dtype, device="meta")
 
     def __str__(self) -> str:
-        return f"{self.type.value} {self.shape}"
+        return f"{self.type.value if isinstance(self.type, IRType) else repr(self.type)} {self.shape}"

@@ -18,6 +18,13 @@ def same(call: Call) -> list[TensorType]:
     return [call.inputs[0]]
 
 
+def number(call: Call) -> list[TensorType]:
+    """The type of the first input, which must not be true or false."""
+    if call.inputs[0].type is IRType.Boolean:
+        raise GraphError(f"takes numbers, got {call.inputs[0]}")
+    return [call.inputs[0]]
+
+
 def real(call: Call) -> list[TensorType]:
     """The type of the first input; Float32 where that is no real or complex number."""
     type, shape = call.inputs[0]
@@ -142,11 +149,14 @@ for _name, _target in {
     "Abs": "aten.abs.default",
     "Round": "aten.round.default",
     "Floor": "aten.floor.default",
+}.items():
+    add_row(_name, _target, number)
+for _name, _target in {
     "Clone": "aten.clone.default aten.contiguous.default",
     "Detach": "aten.detach.default",
-    "Dropout": "aten.dropout.default",
 }.items():
     add_row(_name, _target, same)
+add_row("Dropout", "aten.dropout.default", same, draws=lambda op: op.attributes.get("train") is not False)
 for _name, _target in {
     "GELU": "aten.gelu.default",
     "SiLU": "aten.silu.default",

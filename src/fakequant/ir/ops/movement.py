@@ -196,8 +196,7 @@ def squeezed(call: Call) -> list[TensorType]:
     named = [p.name for p in call.signature.parameters]
     dims = call.value("dim") if "dim" in named else range(len(shape))
     chosen = {axis(dim, shape) for dim in ([dims] if isinstance(dims, int) else dims)} if shape else set()
-    if any(shape[dim] == DYNAMIC for dim in chosen):
-        raise GraphError(f"cannot tell whether it drops a dynamic dimension of shape {shape}")
+    # A dynamic dimension is taken for longer than 1, as torch.export does; a run tells if it is not.
     return [TensorType(type, TensorShape(n for i, n in enumerate(shape) if not (i in chosen and n == 1)))]
 
 

@@ -11,6 +11,9 @@ from fakequant.ir.signature import Call
 from fakequant.ir.table import add_row
 from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
+RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
+"""Beginnings of the names of whole recurrent layers, which only eager torch runs."""
+
 
 def differ(a: int, b: int) -> bool:
     """Whether two dimensions are known to be different."""
@@ -54,7 +57,9 @@ def linear(call: Call) -> list[TensorType]:
         raise GraphError(
             f"inner dimensions differ: the input {x} has {x[-1]} features, the weight {weight} {weight[1]}"
         )
-    _bias(call, weight[0])
+    # Torch adds a bias [1] to all features.
+    if not (call.has("bias") and call.shape("bias") == (1,)):
+        _bias(call, weight[0])
     return [TensorType(type, TensorShape((*x[:-1], weight[0])))]
 
 
@@ -84,11 +89,12 @@ def _windows(n: int, kernel: int, stride: int, padding: int, dilation: int, *, c
         return DYNAMIC
     covered = dilation * (kernel - 1) + 1
     room = n + 2 * padding - covered
-    if room < 0:
-        raise GraphError(f"the kernel covers {covered} elements, but the padded input has {n + 2 * padding}")
     count = (room + (stride - 1 if ceil else 0)) // stride + 1
     # The last window must begin inside the input or its left padding.
-    return count - 1 if ceil and (count - 1) * stride >= n + padding else count
+    count -= ceil and (count - 1) * stride >= n + padding
+    if count < 1:
+        raise GraphError(f"the kernel covers {covered} elements, but the padded input has {n + 2 * padding}")
+    return count
 
 
 def _convolved(call: Call, axes: int) -> tuple[TensorShape, TensorShape, list[int]]:
@@ -147,6 +153,8 @@ def transposed_convolution(axes: int) -> Any:
         for n, k, stride, padding, extra, dilation in zip(
             x[2:], weight[2:], strides, paddings, more, dilations, strict=True
         ):
+            if extra >= max(stride, dilation):
+                raise GraphError(f"takes output_padding below the stride {stride} or dilation {dilation}, got {extra}")
             length = (n - 1) * stride - 2 * padding + dilation * (k - 1) + extra + 1
             if DYNAMIC not in (n, k) and length < 1:
                 raise GraphError(f"padding {padding} leaves nothing of the result")
@@ -222,6 +230,21 @@ def _per_channel(call: Call, channels: int, names: Sequence[str]) -> None:
             raise GraphError(f"takes {name} [{channels}], one number per channel, got {call.shape(name)}")
 
 
+def _parameters_of(call: Call, names: Sequence[str]) -> None:
+    """Check the element types of the parameters of a normalisation: all that of the input, or all Float32 for a half.
+
+    Raises:
+        GraphError: one is another.
+    """
+    input = call.inputs[0].type
+    allowed = {input, IRType.Float32} if input in (IRType.Half, IRType.BFloat16) else {input}
+    given = {name: call.type(name).type for name in names if call.has(name)}
+    if len(set(given.values())) > 1 or set(given.values()) - allowed:
+        words = ", ".join(f"{name} is {type.value}" for name, type in given.items())
+        either = " or ".join(sorted(type.value for type in allowed))
+        raise GraphError(f"normalizes {input.value} with parameters of one type, {either}, but {words}")
+
+
 def batch_norm(call: Call) -> list[TensorType]:
     """Input [n, channels, ...]; all others [channels]."""
     (result,) = floating(call)
@@ -229,7 +252,9 @@ def batch_norm(call: Call) -> list[TensorType]:
         raise GraphError(f"takes an input [n, channels, ...], got {result.shape}")
     if call.value("training"):
         raise GraphError("training=true changes the running statistics, which graphs do not; use model.eval()")
-    _per_channel(call, result.shape[1], ("weight", "bias", "running_mean", "running_var"))
+    names = ("weight", "bias", "running_mean", "running_var")
+    _per_channel(call, result.shape[1], names)
+    _parameters_of(call, names)
     return [result]
 
 
@@ -243,6 +268,7 @@ def layer_norm(call: Call) -> list[TensorType]:
     for name in ("weight", "bias"):
         if call.has(name) and not call.shape(name).matches(normalized):
             raise GraphError(f"takes {name} of shape {list(normalized)}, got {call.shape(name)}")
+    _parameters_of(call, ("weight", "bias"))
     return [result]
 
 
@@ -255,6 +281,7 @@ def group_norm(call: Call) -> list[TensorType]:
     if groups < 1 or (result.shape[1] != DYNAMIC and result.shape[1] % groups):
         raise GraphError(f"num_groups={groups} does not divide the {result.shape[1]} channels")
     _per_channel(call, result.shape[1], ("weight", "bias"))
+    _parameters_of(call, ("weight", "bias"))
     return [result]
 
 

@@ -40,4 +40,4 @@ def _same_tensor(constant: Constant) -> object:
     # Two parameters of equal values are moved apart by training; strides decide how the next operation sums.
     if constant.trainable:
         return id(constant.tensor)
-    return constant.digest(), constant.tensor.stride(), constant.tensor.device
+    return constant.digest(), constant.frozen, constant.tensor.stride(), constant.tensor.device

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from fakequant.ir.execute import to_torch
-from fakequant.ir.graph import Constant, Graph, Input
+from fakequant.errors import GraphError
+from fakequant.ir.graph import Constant, Graph, Input, read_frozen
 from fakequant.ir.op import IROp
 from fakequant.ir.table import repeatable
 from fakequant.ir.types import IRType
@@ -29,16 +30,18 @@ class FoldConstants:
 
     def run(self, graph: Graph) -> Graph:
         """A graph in which they are constants."""
-        constants = dict(graph.constants)
-        ops = []
+        found = graph.replaced(graph.ops)
+        constants, ops = found.constants, []
         for op in graph.ops:
-            if self._foldable(op, constants):
-                constants.update(_results(op, constants))
+            results = _results(op, constants) if self._foldable(op, constants) else None
+            if results is None:
+                ops.append(op.copied())
             else:
-                ops.append(op)
+                constants.update({i: Constant(found.free_name(c.name), c.tensor, c.frozen) for i, c in results.items()})
         used = {id for op in ops for id in op.input_ids} | set(graph.outputs)
-        kept = {id: c for id, c in constants.items() if id in used or id in graph.constants}
-        return graph.replaced(ops, kept)
+        found.ops = ops
+        found.constants = {id: c for id, c in constants.items() if id in used or id in graph.constants}
+        return found
 
     def _foldable(self, op: IROp, constants: dict[int, Constant]) -> bool:
         if not all(id in constants and (self.parameters or not constants[id].trainable) for id in op.input_ids):
@@ -48,14 +51,43 @@ class FoldConstants:
         return small and repeatable(op)
 
 
-def _results(op: IROp, constants: dict[int, Constant]) -> dict[int, Constant]:
-    """The results of an operation as constants."""
+def _results(op: IROp, constants: dict[int, Constant]) -> dict[int, Constant] | None:
+    """The results of an operation as constants; None if their bits depend on grad mode, or a run does not compute them.
+
+    Strides are kept, and how memory is aligned, because kernels sum by both.
+    """
     alone = Graph()
     alone.inputs = {id: Input(f"t{id}", constants[id].type) for id in op.input_ids}
     alone.ops = [op]
     made = [id for id, type in zip(op.output_ids, op.outputs, strict=True) if type.type is not IRType.Missing]
     alone.outputs = made
-    with torch.no_grad():
-        found = to_torch(alone)(*(constants[id].tensor.detach() for id in alone.inputs))
-    results = found if isinstance(found, tuple) else (found,)
-    return {id: Constant(f"folded.t{id}", result) for id, result in zip(made, results, strict=True)}
+    given = [constants[id] for id in alone.inputs]
+    found = []
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            try:
+                results = alone.run(*(read_frozen(c.tensor) if c.trainable or c.frozen else c.tensor for c in given))
+            except GraphError:
+                return None
+        found.append(results if isinstance(results, tuple) else (results,))
+    without, graded = found
+    if not all(_same(a, b) for a, b in zip(without, graded, strict=True)):
+        return None
+    return {
+        id: Constant(f"folded.t{id}", _own_memory(a), b.requires_grad)
+        for id, a, b in zip(made, without, graded, strict=True)
+    }
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.stride() == b.stride() and Constant("", a).digest() == Constant("", b).digest()
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, as far from a boundary of 64 bytes: no view of a parameter that training moves."""
+    tensor = tensor.detach()
+    shift = tensor.data_ptr() % 64 // tensor.element_size()
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.new_empty(shift + span)
+    memory[shift:].copy_(tensor.as_strided((span,), (1,)))
+    return memory.as_strided(tensor.shape, tensor.stride(), shift)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fakequant.ir.graph import Graph
 from fakequant.ir.op import IROp
+from fakequant.ir.table import in_order
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 
 
@@ -35,6 +36,10 @@ class FoldConvBatchNorm:
         return folded
 
 
+_AXES = {"Conv1d": 1, "Conv2d": 2, "Conv3d": 3}
+"""Along how many each convolution goes."""
+
+
 class _Pair(NamedTuple):
     """A convolution and the batch normalisation that alone reads its result."""
 
@@ -48,13 +53,18 @@ class _Pair(NamedTuple):
     def find(graph: Graph, norm: IROp) -> _Pair | None:
         """The pair of a normalisation; None if it has none that can be folded."""
         producers, users = graph.producers(), graph.users()
-        conv = producers.get(norm.input_ids[0])
-        plain = not norm.attributes.keys() & {"weight", "bias", "running_mean", "running_var"}
-        if conv is None or conv.op_type not in ("Conv1d", "Conv2d", "Conv3d") or len(norm.input_ids) != 5 or not plain:
+        conv = producers.get(norm.input_ids[0]) if norm.input_ids else None
+        if conv is None or conv.op_type not in _AXES or len(norm.input_ids) != 5:
             return None
-        if len(users[conv.output_id]) > 1 or conv.output_id in graph.outputs or "bias" in conv.attributes:
+        # Of an input without a batch the normalisation takes another dimension for that of channels.
+        batched = len(conv.output_shape) == _AXES[conv.op_type] + 2
+        if not batched or not in_order(norm) or not in_order(conv):
+            return None
+        if len(users[conv.output_id]) > 1 or conv.output_id in graph.outputs:
             return None
         quantizer = producers.get(conv.input_ids[1])
+        if quantizer is not None and (quantizer.op_type != "FakeQuantize" or not in_order(quantizer)):
+            return None
         source = conv.input_ids[1] if quantizer is None else quantizer.input_ids[0]
         params = [] if quantizer is None else quantizer.input_ids[1:]
         needed = [source, *params, *norm.input_ids[1:], *conv.input_ids[2:]]
@@ -71,7 +81,7 @@ class _Pair(NamedTuple):
             return False
         if self.quantizer is None:
             return True
-        if self.quantizer.op_type != "FakeQuantize" or not self.params:
+        if not self.params:
             return False
         spec = QuantSpec.parse(self.quantizer.attributes["spec"])
         own = self.params[0].shape[0] == self.weight.shape[0]
@@ -88,12 +98,13 @@ class _Pair(NamedTuple):
         factor, offset = self.affine(graph)
         dtype, name = self.weight.dtype, f"folded.t{self.norm.output_id}"
         by_channel = factor.reshape(-1, *[1] * (self.weight.dim() - 1))
-        weight = graph.add_constant(f"{name}.weight", (self.weight.double() * by_channel).to(dtype))
+        weight = graph.add_constant(graph.free_name(f"{name}.weight"), (self.weight.double() * by_channel).to(dtype))
         if len(self.conv.input_ids) > 2:
             offset = offset + graph.constants[self.conv.input_ids[2]].tensor.detach().double() * factor
-        bias = graph.add_constant(f"{name}.bias", offset.to(dtype))
+        bias = graph.add_constant(graph.free_name(f"{name}.bias"), offset.to(dtype))
         dropped = [self.norm]
-        if self.quantizer is not None and len(graph.users()[self.quantizer.output_id]) == 1:
+        read = [*graph.outputs, *(id for op in graph.ops for id in op.input_ids)]
+        if self.quantizer is not None and read.count(self.quantizer.output_id) == 1:
             dropped.append(self.quantizer)
         ops = []
         for op in graph.ops:
@@ -112,6 +123,6 @@ class _Pair(NamedTuple):
         spec = QuantSpec.parse(self.quantizer.attributes["spec"])
         scale = self.params[0].double()
         scale = scale / by_channel if spec.arithmetic is Arithmetic.MULTIPLIER else scale * by_channel
-        name = f"folded.t{self.norm.output_id}.scale"
+        name = graph.free_name(f"folded.t{self.norm.output_id}.scale")
         new = graph.add_constant(name, scale.to(self.params[0].dtype))
         return self.quantizer.copied([graph.new_id()], [weight, new, *self.quantizer.input_ids[2:]])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fakequant.ir.attributes import items_to_text
 from fakequant.ir.graph import Constant, Graph
 from fakequant.ir.op import IROp
+from fakequant.ir.table import in_order
 from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import PerToken
 from fakequant.numerics.integers import IntegerFormat
@@ -17,6 +20,9 @@ from fakequant.ops import library
 
 _LIMIT = 1 << 22
 """So many values are tried; beyond, the second quantizer stays."""
+
+_EDGES = (-math.inf, -0.0, 0.0, math.inf, math.nan)
+"""They are tried as well."""
 
 
 class RemoveDuplicateFakeQuantize:
@@ -47,7 +53,7 @@ class RemoveDuplicateFakeQuantize:
 def _same_quantizer(a: IROp, b: IROp) -> bool:
     same_attributes = items_to_text(a.attributes) == items_to_text(b.attributes)
     # Without a scale both take it from what they see, which is not the same tensor; with a seed both draw.
-    static = len(b.input_ids) in (2, 3) and not b.attributes.keys() - {"spec"}
+    static = len(b.input_ids) in (2, 3) and in_order(a) and in_order(b)
     return (
         a.op_type == b.op_type == "FakeQuantize" and static and same_attributes and a.input_ids[1:] == b.input_ids[1:]
     )
@@ -60,13 +66,17 @@ def _is_idempotent(graph: Graph, op: IROp) -> bool:
     given = [c.tensor.detach().reshape(-1, 1) for c in params if isinstance(c, Constant)]
     scale, zero_point = given[0], given[1] if len(given) > 1 else None
     spec = QuantSpec.parse(op.attributes["spec"])
-    codes = torch.cat([values_of(spec.format), torch.tensor([-0.0])]).to(scale)
+    codes = values_of(spec.format).to(scale)
     if codes.numel() * scale.numel() > _LIMIT:
         return False
     shifted = codes if zero_point is None else codes - zero_point
     x = shifted / scale if spec.arithmetic is Arithmetic.MULTIPLIER else shifted * scale
     by_row = spec.replace(granularity=PerToken())
-    once = library.fake_quantize(x.to(op.output_type.dtype), QParams(scale, zero_point), by_row)
+    x = torch.cat([x, *(torch.full_like(x[:, :1], value) for value in _EDGES)], 1)
+    dtype = op.output_type.dtype
+    # In the type of the scale every code is met; those that round to zero in the type of x are -0.0 there.
+    every = library.fake_quantize(x, QParams(scale, zero_point), by_row).to(dtype)
+    once = torch.cat([every, library.fake_quantize(x.to(dtype), QParams(scale, zero_point), by_row)], 1)
     twice = library.fake_quantize(once, QParams(scale, zero_point), by_row)
     same = (once == twice) & (once.signbit() == twice.signbit())
     return bool((same | (once.isnan() & twice.isnan())).all())

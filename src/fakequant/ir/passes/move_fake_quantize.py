@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fakequant.ir.graph import Constant, Graph
+from fakequant.ir.graph import Graph
 from fakequant.ir.op import IROp
-from fakequant.ir.table import ROWS
+from fakequant.ir.table import ROWS, in_order
 from fakequant.ir.types import TensorType
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.spec import QuantSpec, Rounding
@@ -23,8 +23,9 @@ class MoveFakeQuantize:
     def run(self, graph: Graph) -> Graph:
         """A graph with every such quantizer as early as it can be."""
         moved = graph.copy()
+        reshaped: dict[tuple[int, int], int] = {}
         while (pair := _next(moved)) is not None:
-            _swap(moved, *pair)
+            _swap(moved, *pair, reshaped)
         return moved
 
 
@@ -33,7 +34,7 @@ def _next(graph: Graph) -> tuple[IROp, IROp] | None:
     producers, users = graph.producers(), graph.users()
     for op in graph.ops:
         before = producers.get(op.input_ids[0]) if op.input_ids else None
-        if before is None or op.op_type != "FakeQuantize" or not _moves(before) or not _per_tensor(graph, op):
+        if before is None or op.op_type != "FakeQuantize" or not _moves(before) or not _can_move(graph, op, before):
             continue
         if len(users[before.output_id]) == 1 and before.output_id not in graph.outputs:
             return op, before
@@ -41,20 +42,32 @@ def _next(graph: Graph) -> tuple[IROp, IROp] | None:
 
 
 def _moves(op: IROp) -> bool:
-    return op.op_type in ROWS and ROWS[op.op_type].moves
+    return op.op_type in ROWS and ROWS[op.op_type].moves and in_order(op)
 
 
-def _per_tensor(graph: Graph, op: IROp) -> bool:
+def _can_move(graph: Graph, op: IROp, movement: IROp) -> bool:
+    if not in_order(op) or not all(id in graph.constants for id in op.input_ids[1:]):
+        return False
+    params = [graph.constants[id] for id in op.input_ids[1:]]
+    rank = len(graph.types()[movement.input_ids[0]].shape)
     spec = QuantSpec.parse(op.attributes["spec"])
-    constant = all(id in graph.constants for id in op.input_ids[1:])
+    # A parameter in another shape would be another parameter, which nothing trains.
+    constant = all(c.tensor.dim() == rank or not (c.trainable or c.frozen) for c in params)
     return isinstance(spec.granularity, PerTensor) and spec.rounding is Rounding.NEAREST_EVEN and constant
 
 
-def _swap(graph: Graph, quantizer: IROp, movement: IROp) -> None:
-    """Quantize first, then move; ids and places of the results stay."""
+def _swap(graph: Graph, quantizer: IROp, movement: IROp, reshaped: dict[tuple[int, int], int]) -> None:
+    """Quantize first, then move; ids and places of the results stay.
+
+    Args:
+        graph: what is changed.
+        quantizer: what is moved.
+        movement: what it is moved before.
+        reshaped: the constants made so far, by the one they were made of and their rank.
+    """
     x = movement.input_ids[0]
     type = graph.types()[x]
-    params = [_of_rank(graph, id, len(type.shape)) for id in quantizer.input_ids[1:]]
+    params = [_of_rank(graph, id, len(type.shape), reshaped) for id in quantizer.input_ids[1:]]
     first = quantizer.copied([movement.output_id], [x, *params])
     first.outputs = [TensorType(*type)]
     second = movement.copied(quantizer.output_ids, [movement.output_id, *movement.input_ids[1:]])
@@ -64,14 +77,12 @@ def _swap(graph: Graph, quantizer: IROp, movement: IROp) -> None:
     graph.ops = [places.get(id(op), op) for op in graph.ops]
 
 
-def _of_rank(graph: Graph, id: int, rank: int) -> int:
+def _of_rank(graph: Graph, id: int, rank: int, reshaped: dict[tuple[int, int], int]) -> int:
     """The one number of a constant in as many dimensions as the tensor has."""
     constant = graph.constants[id]
     if constant.tensor.dim() == rank:
         return id
-    name = f"{constant.name}.rank_{rank}"
-    found = next((key for key, other in graph.constants.items() if other.name == name), None)
-    if found is None:
-        found = graph.new_id()
-        graph.constants[found] = Constant(name, constant.tensor.detach().reshape([1] * rank))
-    return found
+    if (id, rank) not in reshaped:
+        name = graph.free_name(f"{constant.name}.rank_{rank}")
+        reshaped[id, rank] = graph.add_constant(name, constant.tensor.detach().reshape([1] * rank))
+    return reshaped[id, rank]
