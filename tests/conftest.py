@@ -1,5 +1,7 @@
 """What holds for every test: fixed seeds, and one thread per process (tests of threads ask for more themselves)."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,3 +13,15 @@ collect_ignore = ["scripts"]
 def _same_start():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    """Writes a recipe file."""
+
+    def write(text: str, name: str = "tiny.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write

@@ -1,4 +1,4 @@
-"""The command line: recipes, the commands, and what each says when something is wrong."""
+"""The command line: the commands, and what each says when something is wrong."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes import EVALUATE, MARK, RECIPE, TRAIN
 from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
@@ -17,50 +18,9 @@ from fakequant import cli
 from fakequant.cli.commands import app
 from fakequant.cli.job import Job, example_of, run
 from fakequant.cli.recipe import load_recipe
-from fakequant.errors import ConfigError, RecipeError
+from fakequant.errors import ConfigError
 from fakequant.model.presets import find_preset, presets
 from fakequant.report.terminal import print_table
-
-RECIPE = """
-import torch
-from torch import nn
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-
-def calibration_batches():
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        yield torch.randn(4, 6, generator=generator), torch.zeros(4)
-"""
-EVALUATE = """
-def evaluate(net):
-    assert not net.training and not torch.is_grad_enabled()
-    return torch.tensor(float(net(torch.ones(2, 6)).abs().sum()))
-"""
-TRAIN = """
-def train(net):
-    net.train()
-    with torch.no_grad():
-        net[0].weight.mul_(2.0)
-"""
-MARK = """
-from pathlib import Path
-Path(__file__).with_name("executed").touch()
-"""
-
-
-@pytest.fixture
-def recipe(tmp_path: Path):
-    """Writes a recipe file."""
-
-    def write(text: str, name: str = "tiny.py") -> Path:
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write
 
 
 def invoke(*arguments: object) -> Result:
@@ -76,94 +36,6 @@ def assert_one_red_line(result: Result, *parts: str) -> None:
     assert "\n" not in line
     for part in parts:
         assert part in line
-
-
-# Recipes
-
-
-def test_recipe_offers_what_it_has(recipe) -> None:
-    found = load_recipe(recipe(RECIPE + EVALUATE))
-    assert [found.offers(name) for name in ("model", "calibration_batches", "evaluate", "train")] == [1, 1, 1, 0]
-    assert isinstance(found.model(), torch.nn.Module)
-    assert len(list(found.calibration_batches())) == len(list(found.calibration_batches())) == 3
-    with torch.no_grad():
-        assert type(found.evaluate(found.model().eval())) is float
-
-
-@pytest.mark.parametrize(
-    ("text", "missing"),
-    [
-        ("", "model() and calibration_batches()"),
-        ("def model(): pass", "the function calibration_batches();"),
-        ("def calibration_batches(): pass", "the function model();"),
-    ],
-    ids=["both", "batches", "model"],
-)
-def test_recipe_that_lacks_a_function_names_it_and_the_file(recipe, text: str, missing: str) -> None:
-    path = recipe(text)
-    with pytest.raises(RecipeError) as error:
-        load_recipe(path)
-    assert str(path) in str(error.value)
-    assert missing in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["model", "calibration_batches", "evaluate", "train"])
-def test_recipe_whose_function_is_none_names_it(recipe, name: str) -> None:
-    with pytest.raises(RecipeError, match=rf"tiny\.py: {name} is a int; it must be a function"):
-        load_recipe(recipe(f"{RECIPE}\n{name} = 3\n"))
-
-
-def test_no_recipe_file(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"there is no recipe file .*absent\.py"):
-        load_recipe(tmp_path / "absent.py")
-
-
-def test_recipe_of_another_kind_of_file(recipe) -> None:
-    with pytest.raises(RecipeError, match=r"tiny\.txt is no Python file"):
-        load_recipe(recipe(RECIPE, "tiny.txt"))
-
-
-def test_recipe_keeps_the_exception_of_its_own_code(recipe) -> None:
-    with pytest.raises(ZeroDivisionError):
-        load_recipe(recipe("1 / 0"))
-
-
-def test_recipe_imports_its_neighbours_even_later(recipe) -> None:
-    recipe("VALUE = 3", "neighbour_of_the_recipe.py")
-    body = "def model():\n    import neighbour_of_the_recipe as n\n    return torch.nn.Linear(n.VALUE, 1)\n"
-    found = load_recipe(recipe(f"{RECIPE}\n{body}"))
-    assert found.model().weight.shape == (1, 3)
-
-
-@pytest.mark.parametrize(
-    ("body", "call", "expected"),
-    [
-        ("def model(): return 5", lambda r: r.model(), "model() returned 5 of type int, not a torch.nn.Module"),
-        ("def calibration_batches(): return None", lambda r: r.calibration_batches(), "of type NoneType, not a list"),
-        ("def calibration_batches(): return []", lambda r: r.first_batch(), "gave no batch; give at least one"),
-        ("def evaluate(net): return None", lambda r: r.evaluate(r.model()), "returned None of type NoneType"),
-        ("def evaluate(net): return 'good'", lambda r: r.evaluate(r.model()), "returned 'good' of type str"),
-        ("def evaluate(net): return float('nan')", lambda r: r.evaluate(r.model()), "not a finite number"),
-    ],
-    ids=["model", "batches", "no batch", "none", "text", "nan"],
-)
-def test_recipe_that_returns_something_else(recipe, body: str, call, expected: str) -> None:
-    found = load_recipe(recipe(f"{RECIPE}\n{body}\n"))
-    with pytest.raises(RecipeError) as error:
-        call(found)
-    assert expected in str(error.value)
-    assert "tiny.py" in str(error.value)
-
-
-def test_the_example_recipe_offers_all_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fakequant.demo import digits
-
-    monkeypatch.setattr(digits, "train", lambda split, epochs: digits.Net().eval())
-    with digits.one_thread():
-        found = load_recipe(Path(__file__).parents[1] / "examples" / "digits_recipe.py")
-        assert all(found.offers(name) for name in ("model", "calibration_batches", "evaluate", "train"))
-        assert sum(len(batch) for batch in found.calibration_batches()) == 1198
-        assert 0 <= found.evaluate(found.model()) <= 100
 
 
 # Presets and examples

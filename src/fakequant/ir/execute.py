@@ -39,7 +39,7 @@ class _Checked(fx.Interpreter):
         try:
             result = super().run_node(n)
             _check_results(op, result)
-        except Exception as error:
+        except Exception as error:  # whatever an operation raises; what the reader needs is which it was
             what = f"{op} of {op.origin}" if op.origin else str(op)
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise GraphError(f"{what}: {reason}") from error

@@ -35,7 +35,7 @@ class Execution(Enum):
     """The same, and a layer that never can is refused."""
 
 
-class Encoded(NamedTuple):
+class CodedTensor(NamedTuple):
     """A quantized tensor as codes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Encoded(NamedTuple):
         return library.dequantize(self.codes, self.params, self.spec, dtype)
 
 
-def encode(quantizer: Quantizer, x: Tensor) -> Encoded | None:
+def encode(quantizer: Quantizer, x: Tensor) -> CodedTensor | None:
     """The codes of a tensor, or None if it holds NaN, which has none."""
     params = quantizer.qparams(x)
     found = library.encode(x, params, quantizer.spec)
@@ -69,7 +69,7 @@ def encode(quantizer: Quantizer, x: Tensor) -> Encoded | None:
     if params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad):
         zero_point = None if params.zero_point is None else params.zero_point.detach()
         params = QParams(params.scale.detach(), zero_point)
-    return Encoded(*found, params, quantizer.spec)
+    return CodedTensor(*found, params, quantizer.spec)
 
 
 class Ready:
@@ -127,7 +127,7 @@ class IntegerProduct(ABC):
         return Places([], [], [], 1)
 
     @abstractmethod
-    def multiply(self, ready: Ready, x: Encoded, weight: Encoded, bias: Tensor | None) -> Tensor:
+    def multiply(self, ready: Ready, x: CodedTensor, weight: CodedTensor, bias: Tensor | None) -> Tensor:
         """The product in float32."""
 
 
@@ -204,7 +204,7 @@ class LinearProduct(IntegerProduct):
             or _sum_reason(layer.weight, input, weight)
         )
 
-    def multiply(self, ready: Ready, x: Encoded, weight: Encoded, bias: Tensor | None) -> Tensor:
+    def multiply(self, ready: Ready, x: CodedTensor, weight: CodedTensor, bias: Tensor | None) -> Tensor:
         if torch.is_grad_enabled():
             return _Linear.apply(x.stand_in, weight.stand_in, bias, x, weight)
         return products.linear(x.factor, weight.factor, bias)
@@ -233,7 +233,7 @@ class ConvolutionProduct(IntegerProduct):
         y = super().__call__(layer, x.unsqueeze(0))
         return None if y is None else y.squeeze(0)
 
-    def multiply(self, ready: Ready, x: Encoded, weight: Encoded, bias: Tensor | None) -> Tensor:
+    def multiply(self, ready: Ready, x: CodedTensor, weight: CodedTensor, bias: Tensor | None) -> Tensor:
         if ready.packed is None or not torch.equal(ready.packed[0], weight.codes):
             ready.packed = weight.codes, products.pack_weight(weight.codes, ready.places, x.codes.shape)
         packed = ready.packed[1]
@@ -247,7 +247,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_like: Tensor, weight_like: Tensor, bias: Tensor | None, x: Encoded, weight: Encoded
+        ctx: Any, x_like: Tensor, weight_like: Tensor, bias: Tensor | None, x: CodedTensor, weight: CodedTensor
     ) -> Tensor:
         ctx.factors = _without_stand_in(x), _without_stand_in(weight)
         return products.linear(x.factor, weight.factor, bias)
@@ -272,8 +272,8 @@ class _Convolution(torch.autograd.Function):
         x_like: Tensor,
         weight_like: Tensor,
         bias: Tensor | None,
-        x: Encoded,
-        weight: Encoded,
+        x: CodedTensor,
+        weight: CodedTensor,
         packed: Tensor,
         places: Places,
     ) -> Tensor:
@@ -311,6 +311,6 @@ def _refuse_second_derivatives() -> None:
         )
 
 
-def _without_stand_in(x: Encoded) -> Encoded:
+def _without_stand_in(x: CodedTensor) -> CodedTensor:
     """For a backward pass: the stand-in knows the graph before it, which would be a circle."""
     return x._replace(stand_in=x.codes)

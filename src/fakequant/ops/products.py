@@ -21,8 +21,6 @@ from .cpu.backend import load_kernels
 # Codes of these dtypes are multiplied; 4-bit codes are stored in them too.
 CODES = (torch.int8, torch.uint8)
 _LARGEST_SUM = 2**31 - 1
-# torch._int_mm of CUDA takes no fewer rows, and whole multiples of columns.
-_CUDA_ROWS, _CUDA_MULTIPLE = 17, 8
 
 
 def largest_inner_size(x_magnitude: int, weight_magnitude: int) -> int:
@@ -37,18 +35,17 @@ def largest_inner_size(x_magnitude: int, weight_magnitude: int) -> int:
 @cache
 def linear_unavailable(device_type: str) -> str | None:
     """Why `linear` cannot be used on a kind of device, or None."""
-    if device_type not in ("cpu", "cuda"):
-        return f"torch._int_mm is for CPU and CUDA, not for {device_type}"
-    codes = torch.tensor([-128, 127, -1, 64], dtype=torch.int8).repeat(32, 16).to(device_type)
-    unsigned = torch.tensor([255, 0, 1, 255], dtype=torch.uint8).repeat(32, 16).to(device_type)
+    if device_type != "cpu":  # that of CUDA takes some shapes only
+        return f"integer products are for CPU, not for {device_type}"
+    codes = torch.tensor([-128, 127, -1, 64], dtype=torch.int8).repeat(32, 16)
+    unsigned = torch.tensor([255, 0, 1, 255], dtype=torch.uint8).repeat(32, 16)
     # Pairs of 255 * 127 saturate where products are summed in 16 bits.
-    others = torch.tensor([127, -128, 127, 127], dtype=torch.int8).repeat(16, 1).reshape(64, 1).repeat(1, 16)
-    given = (codes, unsigned) if device_type == "cpu" else (codes,)
-    return _trial("torch._int_mm", lambda a: torch._int_mm(a, others.to(a.device)), given, _exact_matmul(others))
+    others = torch.tensor([127, -128, 127, 127], dtype=torch.int8).repeat(16)[:, None].repeat(1, 16)
 
+    def exact(a: Tensor) -> Tensor:
+        return a.long() @ others.long()
 
-def _exact_matmul(others: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda codes: codes.long() @ others.long().to(codes.device)
+    return _trial("torch._int_mm", lambda a: torch._int_mm(a, others), (codes, unsigned), exact)
 
 
 @cache

@@ -79,7 +79,7 @@ class Transformed(Traced):
 
 
 def tensors_of(params: QParams) -> tuple[Tensor | None, ...]:
-    """The arguments of `_params`: autograd functions know no tensors within tuples."""
+    """The arguments of `params_of`: autograd functions know no tensors within tuples."""
     lo, hi = params.range or (None, None)
     return params.scale, params.zero_point, lo, hi, params.seed
 
