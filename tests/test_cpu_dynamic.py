@@ -16,8 +16,8 @@ from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.ops import library
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.cpu.rules import cannot_choose
 from fakequant.ops.dispatch import REFERENCE, backends
+from fakequant.ops.rules import cannot_choose
 
 CPU = backends()[0]
 GRADIENTS = list(fq.Gradient)
