@@ -15,7 +15,7 @@ from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import REFERENCE, backends, unpack_bits
 
-BACKENDS = [backend for backend in backends() if backend.name != "reference"]
+BACKENDS = [backend for backend in backends() if backend.device_type == "cpu"]
 GRADIENTS = [g for g in fq.Gradient if g is not fq.Gradient.IDENTITY]  # which needs no mask: see test_library.py
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 

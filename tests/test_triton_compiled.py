@@ -141,13 +141,13 @@ def test_places(compiled, kind):
 @pytest.mark.parametrize("granularity", [fq.PerTensor(), fq.PerBlock({-1: 32})], ids=str)
 def test_stochastic_rounding(compiled, name, granularity):
     spec = fq.QuantSpec(name, granularity, arithmetic=fq.Arithmetic.MULTIPLIER, rounding=fq.Rounding.STOCHASTIC)
-    for dtype in (torch.float32, torch.float64):
-        x = torch.ones(64, 64, dtype=dtype)
-        for seed in (torch.tensor(2**40), torch.tensor(1)):
-            params = params_of(spec, x.shape)._replace(seed=seed)
-            TritonBackend("cpu").fake_quantize(x, params, spec, mask=False)
-        TritonBackend("cpu").fake_quantize_dynamic(x, spec, mask=True, seed=seed)
-    checked(compiled, 6)
+    dtype = torch.float64 if granularity == fq.PerTensor() else torch.float32
+    x, seed = torch.ones(64, 64, dtype=dtype), torch.tensor(2**40)
+    # Fewer elements in a program, because that of float64 is compiled for half a minute otherwise.
+    backend = TritonBackend("cpu", 512)
+    backend.fake_quantize(x, params_of(spec, x.shape)._replace(seed=seed), spec, mask=False)
+    backend.fake_quantize_dynamic(x, spec.replace(granularity=fq.PerBlock({-1: 32})), mask=True, seed=seed)
+    checked(compiled, 2)
 
 
 @pytest.mark.parametrize("kind", GRANULARITIES)
@@ -165,19 +165,22 @@ def test_ranges_of_the_tensor_itself(compiled, kind):
     checked(compiled, 6 if kind in ("whole", "eights") else 9)
 
 
-@pytest.mark.parametrize("kind", GRANULARITIES)
+@pytest.mark.parametrize("kind", ["single", "long", "columns", "any"])
 def test_gradients_of_parameters(compiled, kind):
     granularity, shape = GRANULARITIES[kind]
-    for spec, dtype in (
+    every = (
         (fq.QuantSpec("uint8", granularity, symmetric=False), torch.float32),
         (fq.QuantSpec("int8", granularity, symmetric=False, gradient=fq.Gradient.CLIP), torch.bfloat16),
         (fq.QuantSpec("nf4", granularity, arithmetic=fq.Arithmetic.MULTIPLIER), torch.float64),
         (fq.QuantSpec("float8_e5m2", granularity, rounding=fq.Rounding.STOCHASTIC), torch.float32),
-    ):
+    )
+    turn = list(GRANULARITIES).index(kind)
+    chosen = [every[turn % 4], every[(turn + 1) % 4]]
+    for spec, dtype in chosen:
         x, params = torch.ones(shape, dtype=dtype), params_of(spec, shape)._replace(seed=torch.tensor(2**40))
         TritonBackend("cpu").grad_params(x, x, params, spec, (True, not spec.symmetric))
     # Two passes, and the total of each parameter.
-    checked(compiled, 4 + 4 + 3 + 3)
+    checked(compiled, sum(3 if spec.symmetric else 4 for spec, _ in chosen))
 
 
 def test_reads_and_writes_16_bytes_at_a_time(compiled):

@@ -24,18 +24,23 @@ def assert_dynamic(backend, x, spec, label):
 
 
 def compare(name, dtype, each):
-    """A format on every granularity; arithmetics, scales, gradients and layouts in turn, or with each other."""
+    """A format on every granularity, with every arithmetic and scale; gradients and layouts in turn.
+
+    Without `each` on every second granularity, with arithmetics and scales in turn: every two of them meet.
+    """
     turn = FORMATS.index(name) + list(DTYPES.values()).index(dtype)
     for label, where in RUNS.items():
         if not where.shape or where.shape[0] > 1000:
             continue
         chosen = list(specs(name, where.granularity))
         turn += 1
+        if not each and turn % 2:
+            continue
         # Of specifications without their number, a step that meets all of them in turn.
-        for spec in chosen if each else [chosen[7 * turn % len(chosen)]]:
-            turn += each
-            x = LAYOUTS[list(LAYOUTS)[turn % len(LAYOUTS)]](hostile(where, dtype, turn))
-            assert_dynamic(backend_of(turn, x), x, spec.replace(gradient=MASKED[turn % len(MASKED)]), label)
+        for spec in chosen if each else [chosen[7 * (turn // 2) % len(chosen)]]:
+            turn += 2 * each
+            x = LAYOUTS[list(LAYOUTS)[turn // 2 % len(LAYOUTS)]](hostile(where, dtype, turn))
+            assert_dynamic(backend_of(turn // 2, x), x, spec.replace(gradient=MASKED[turn // 2 % len(MASKED)]), label)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -52,7 +57,7 @@ def test_equals_the_definition_in_every_combination(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["int4", "uint8", "float4_e2m1fn"])
-@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-126, 1.0, 2.0**126, 3e38], ids="{:g}".format)
+@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-126, 1.0, 3e38], ids="{:g}".format)
 def test_one_ulp_around_every_code_boundary_of_amax(amax, name):
     """amax one number below, at and above each multiple of the format's bound and each power of two near it."""
     starts = torch.tensor([amax * f for f in (1, 1.5, 1.75, 1.875, 0.75, 6, 7, 448, 2688)], dtype=torch.float32)

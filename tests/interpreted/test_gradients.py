@@ -106,6 +106,6 @@ def test_the_checker_can_fail():
             scale, zero_point = super().grad_params(*given)
             return scale.nextafter(torch.full_like(scale, 1e300)), zero_point
 
-    numbers = cases.hostile(FORMATS["int8"], GRANULARITIES["tensor"], fq.Arithmetic.DIVIDE, torch.float32)
+    numbers = cases.hostile(FORMATS["int8"], GRANULARITIES["channel_0"], fq.Arithmetic.DIVIDE, torch.float32)
     with pytest.raises(AssertionError, match="gradient of the scale"):
-        compare_grad_params(Off("cpu", 2048), numbers, fq.QuantSpec("int8"), "")
+        compare_grad_params(Off("cpu", 2048), numbers, fq.QuantSpec("int8", fq.PerChannel(0)), "")

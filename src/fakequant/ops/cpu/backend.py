@@ -43,6 +43,7 @@ class CpuBackend(Backend):
     """C++ kernels on LibTorch's stable ABI."""
 
     name = "cpu"
+    device_type = "cpu"
 
     def unavailable(self) -> str | None:
         return load_kernels()

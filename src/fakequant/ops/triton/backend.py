@@ -69,22 +69,23 @@ class TritonBackend(Backend):
     """
 
     name = "triton"
+    compiles_as_node = True
 
     def __init__(self, device_type: str = "cuda", block: int | None = None) -> None:
-        self._device_type = device_type
+        self.device_type = device_type
         self._block = block
 
     def unavailable(self) -> str | None:
         if find_spec("triton") is None:
             return "triton is not installed"
-        if self._device_type != "cuda":
+        if self.device_type != "cuda":
             return None
         if torch.version.hip is not None:
             return "the kernels are proven for GPUs of NVIDIA, and this torch is built for AMD's"
         return None if torch.cuda.is_available() else "there is no GPU that torch can use"
 
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
-        if x.device.type != self._device_type:
+        if x.device.type != self.device_type:
             return f"the tensor is on {x.device}"
         if type(x) not in (Tensor, torch.nn.Parameter):
             return f"{type(x).__name__} is no plain tensor"
