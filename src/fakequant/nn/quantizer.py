@@ -21,6 +21,7 @@ from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
+from fakequant.ops.direct import fake_quantize_directly
 
 # Asked at every call, and the same for every tensor of a shape.
 _group_shape = lru_cache(maxsize=4096)(Granularity.group_shape)
@@ -105,6 +106,11 @@ class Quantizer(PreciseModule):
             if self.mode is Mode.OBSERVE:
                 self.observe(x)
             return x
+        scale = self._buffers["scale"]
+        if scale is not None and self._cache is None and not self.dynamic:
+            y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"])
+            if y is not None:
+                return y
         if (fixed := self._fixed(x)) is not None:
             if self._cache is not None and (kept := self._cache.quantize(x, fixed, self.spec)) is not None:
                 return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,6 +27,22 @@ class Encoded(NamedTuple):
     codes: Tensor
     mask: Tensor | None
     has_nan: bool
+
+
+class Direct(NamedTuple):
+    """How tensors of one kind are quantized by one operator for each direction, with given parameters.
+
+    Attributes:
+        values: from (x, scale, zero_point, form) to the quantized values; None if a parameter is not valid.
+        values_and_mask: the same, with the packed mask of `Gradient.CODE_RANGE`.
+        grad_input: from (dy, mask) to the gradient, for dy that lies in memory as x does.
+        form: what follows from the specification and the kind of tensor.
+    """
+
+    values: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor | None]
+    values_and_mask: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor | None, Tensor | None]]
+    grad_input: Callable[[Tensor, Tensor], Tensor]
+    form: Tensor
 
 
 class Backend(ABC):
@@ -63,6 +80,15 @@ class Backend(ABC):
         """
         params = choose_qparams(self.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return self.fake_quantize(x, params._replace(seed=seed), spec, mask=mask)
+
+    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
+        """How `fake_quantize` is done by one operator, which checks the parameters too; None if it is not.
+
+        Args:
+            x: of x, its type, dtype, device, shape and strides matter.
+            scale: contiguous; of it, its dtype and shape. A zero point has the same shape, and its dtype or int32.
+        """
+        return None
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
         """The range of the finite values of every group, see `numerics.qparams.measure`."""

@@ -14,7 +14,7 @@ from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import Backend, Encoded
+from fakequant.ops.backend import Backend, Direct, Encoded
 from fakequant.ops.layout import Layout, layout_of
 from fakequant.ops.rules import cannot_choose, cannot_draw, cannot_round, grid_fields, scale_rule, table_fields
 
@@ -68,6 +68,16 @@ class CpuBackend(Backend):
         # The overload itself: finding it anew costs a Python function.
         y, bits = torch.ops.fakequant_cpu.fake_quantize.default(packed, *tensors, plan.form, kind, random)
         return y if plan.as_it_is else plan.layout.unpack(y), bits
+
+    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
+        shapes = spec.granularity.scale_shapes(x.shape)
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        groups = [axis for axis in plan.layout.group_order if plan.layout.group_shape[axis] > 1]
+        takes = plan.as_it_is and groups == sorted(groups)
+        if not takes or scale.dtype != plan.dtype or scale.shape not in shapes or spec.rounding is Rounding.STOCHASTIC:
+            return None
+        ops = torch.ops.fakequant_cpu
+        return Direct(ops.checked.default, ops.checked_with_mask.default, ops.mask_gradient.default, plan.form)
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
