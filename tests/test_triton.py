@@ -11,6 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+import fakequant as fq
+from fakequant.numerics.formats import FloatFormat, Specials
+from fakequant.ops.triton.backend import EXCLUSIONS, TritonBackend
 
 TESTS = Path(__file__).parent
 INTERPRETED = sorted(path.name for path in (TESTS / "interpreted").glob("test_*.py"))
@@ -48,3 +53,40 @@ def test_a_failure_in_the_interpreter_is_a_failure():
     found = run_interpreted("test_forward.py", env={"TRITON_INTERPRET": "0"})
     assert found.returncode != 0
     assert "start with TRITON_INTERPRET=1" in found.stdout + found.stderr
+
+
+# For each exclusion, a call that it is for.
+EXCLUDED = (
+    (fq.QuantSpec("float8_e4m3fn"), torch.float32, True),
+    (fq.QuantSpec(FloatFormat("wide", 8, 7, Specials.IEEE)), torch.float32, False),
+    (
+        fq.QuantSpec(FloatFormat("fine", 8, 3, Specials.IEEE, bias=127), rounding=fq.Rounding.STOCHASTIC),
+        torch.float32,
+        False,
+    ),
+)
+
+
+def test_every_exclusion_has_a_call_and_a_line_in_the_documentation():
+    page = (TESTS.parent / "docs" / "gpu.md").read_text()
+    assert len(EXCLUDED) == len(EXCLUSIONS)
+    for (what, reason, applies), (spec, dtype, codes) in zip(EXCLUSIONS, EXCLUDED, strict=True):
+        x = torch.ones(4, dtype=dtype)
+        assert f"| {what} | {reason} |" in page
+        assert applies(x, spec, codes)
+        assert TritonBackend("cpu").unsupported(x, spec, codes=codes) is not None
+        assert TritonBackend("cpu").unsupported(x, fq.QuantSpec("int8"), codes=codes) is None
+
+
+def test_says_why_it_cannot_serve(monkeypatch):
+    backend, x = TritonBackend(), torch.ones(2)
+    assert backend.unsupported(x, fq.QuantSpec("int8"), codes=False) == "the tensor is on cpu"
+    plain, subclass = TritonBackend("cpu"), torch.nn.Buffer(x).as_subclass(type("Own", (torch.Tensor,), {}))
+    assert plain.unsupported(subclass, fq.QuantSpec("int8"), codes=False) == "Own is no plain tensor"
+    monkeypatch.setattr("fakequant.ops.triton.backend.find_spec", lambda name: None)
+    assert backend.unavailable() == "triton is not installed"
+    monkeypatch.setattr("fakequant.ops.triton.backend.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend.unavailable() == "there is no GPU that torch can use"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "AMD" in backend.unavailable()
