@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
-from cases import DTYPES, GRANULARITIES, LAYOUTS
+from cases import DTYPES, GRANULARITIES, LAYOUTS, ON_CPU
 
 import fakequant as fq
 from fakequant.numerics import qparams, reference
@@ -22,7 +22,6 @@ from fakequant.ops.rules import cannot_choose
 CPU = backends()[0]
 GRADIENTS = list(fq.Gradient)
 MASKED = [gradient for gradient in GRADIENTS if gradient is not fq.Gradient.IDENTITY]
-ON_CPU = [backend for backend in backends() if backend.device_type in (None, "cpu")]
 needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=str(load_kernels()))
 
 WHOLE = fq.PerTensor()

@@ -57,7 +57,6 @@ def test_a_failure_in_the_interpreter_is_a_failure():
 
 # For each exclusion, a call that it is for.
 EXCLUDED = (
-    (fq.QuantSpec("float8_e4m3fn"), torch.float32, True),
     (fq.QuantSpec(FloatFormat("wide", 8, 7, Specials.IEEE)), torch.float32, False),
     (
         fq.QuantSpec(FloatFormat("fine", 8, 3, Specials.IEEE, bias=127), rounding=fq.Rounding.STOCHASTIC),

@@ -137,6 +137,15 @@ def test_places(compiled, kind):
     checked(compiled, 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["float8_e5m2", "float8_e4m3fnuz", "float6_e3m2fn", "nf4"])
+def test_codes(compiled, name, dtype):
+    spec, x = fq.QuantSpec(name), torch.ones(4, 4096, dtype=dtype)
+    backend, params = TritonBackend("cpu"), params_of(spec, x.shape)
+    backend.dequantize(backend.quantize(x, params, spec), params, spec, dtype)
+    checked(compiled, 2)
+
+
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", LONG_TABLE], ids=str)
 @pytest.mark.parametrize("granularity", [fq.PerTensor(), fq.PerBlock({-1: 32})], ids=str)
 def test_stochastic_rounding(compiled, name, granularity):

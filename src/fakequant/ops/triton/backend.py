@@ -43,14 +43,9 @@ class Exclusion(NamedTuple):
 
 EXCLUSIONS = (
     Exclusion(
-        "codes of float and table formats",
-        "the kernels read and write integer codes only",
-        lambda x, spec, codes: codes and not spec.format.has_zero_point,
-    ),
-    Exclusion(
-        "float formats beyond 2**64, but for float64 tensors",
+        "float formats beyond 2**64, but for values of float64 tensors",
         "rounding adds 2**(e + 23 - mantissa_bits), which must stay a float32",
-        lambda x, spec, codes: not codes and cannot_round(spec.format, x.dtype) is not None,
+        lambda x, spec, codes: cannot_round(spec.format, torch.float32 if codes else x.dtype) is not None,
     ),
     Exclusion(
         "stochastic rounding to float formats with steps below 2**-126, but for float64 tensors",
@@ -167,29 +162,29 @@ class TritonBackend(Backend):
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         plan = self._plan(spec, x)
         packed = plan.layout.pack(x)
-        codes = torch.empty_like(packed, dtype=spec.format.storage)
+        codes = torch.empty_like(packed, dtype=_stored_in(spec.format))
         _quantize(plan, packed, params, _Outputs(codes, emit="code"))
-        return plan.layout.unpack(codes)
+        return plan.layout.unpack(codes).view(spec.format.storage)
 
     def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
         plan = self._plan(spec, x)
         packed = plan.layout.pack(x)
-        codes = torch.empty_like(packed, dtype=spec.format.storage)
+        codes = torch.empty_like(packed, dtype=_stored_in(spec.format))
         bits = _made_mask(packed) if mask else None
         odd = torch.zeros(1, dtype=torch.int32, device=x.device)
         _quantize(plan, packed, params, _Outputs(codes, bits, odd, emit="code"))
         # The caller asks on the host whether something was NaN, and waits for the answer.
-        return Encoded(plan.layout.unpack(codes), bits, bool(odd))
+        return Encoded(plan.layout.unpack(codes).view(spec.format.storage), bits, bool(odd))
 
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
         from . import launch
 
         plan = self._plan(spec, codes, dtype)
-        packed = plan.layout.pack(codes)
+        packed = plan.layout.pack(codes.view(_stored_in(spec.format)))
         y = torch.empty_like(packed, dtype=dtype)
-        launch.dequantize(
-            packed, y, plan.params(params), plan.place, call_of(spec, dtype, zero_point=params.zero_point is not None)
-        )
+        table = _table_on(codes.device, spec.format, compute_dtype(dtype))
+        call = call_of(spec, dtype, zero_point=params.zero_point is not None)
+        launch.dequantize(packed, y, (*plan.params(params), table), plan.place, call)
         return plan.layout.unpack(y)
 
     def _block_of(self, dtype: torch.dtype) -> int:
@@ -285,6 +280,11 @@ def _table_on(device: torch.device, fmt: Format, dtype: torch.dtype) -> Tensor |
     """The fields of a table format on a device."""
     fields = table_fields(fmt, dtype)
     return torch.tensor(fields, dtype=dtype, device=device) if fields else None
+
+
+def _stored_in(fmt: Format) -> torch.dtype:
+    """The integers that codes are to the kernels; torch cannot pad its 8-bit floats."""
+    return torch.uint8 if fmt.storage.is_floating_point else fmt.storage
 
 
 def _made_mask(packed: Tensor) -> Tensor:

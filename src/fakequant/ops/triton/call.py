@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fakequant.numerics.floats import FloatFormat, Specials
 from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import Tiles
 from fakequant.numerics.qparams import compute_dtype
@@ -66,7 +67,11 @@ class Call:
     negative_zero: bool
     smallest_normal: float  # of a float format: where its subnormals end
     step: float  # of a float format: the spacing just above 1
+    steps_in_one: float  # of a float format: 1 over the spacing of its subnormals; 0 where float32 has no such number
     table_size: int
+    code_bits: int
+    nan_pattern: int  # of a float format: the stored code of NaN
+    infinity_pattern: int  # the stored code of infinity, or -1
     stochastic: bool
     mask: str  # where gradients pass: "none", "code", "input" or "clip"
     emit: str  # "value" or "code"
@@ -206,8 +211,19 @@ def _fields(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
         "negative_zero": negative_zero,
         "smallest_normal": 2.0**min_exponent,
         "step": 2.0**-mantissa_bits,
+        "steps_in_one": 2.0 ** (mantissa_bits - min_exponent) if mantissa_bits - min_exponent < 128 else 0.0,
+        "code_bits": fmt.bits,
+        "nan_pattern": fmt.nan_pattern if isinstance(fmt, FloatFormat) else 0,
+        "infinity_pattern": _infinity_pattern(fmt),
         "table_size": (len(table_fields(fmt, compute_dtype(dtype))) + 1) // 2,
     }
+
+
+def _infinity_pattern(fmt: Format) -> int:
+    """All bits of the exponent, if that is infinity."""
+    if not isinstance(fmt, FloatFormat) or fmt.specials is not Specials.IEEE:
+        return -1
+    return ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
 
 
 def _choice_of(spec: QuantSpec, dtype: torch.dtype) -> Choice:

@@ -48,7 +48,7 @@ def quantize(x: Tensor, outputs: Given, given: Given, place: Place, call: Call) 
 
 
 def dequantize(codes: Tensor, y: Tensor, given: Given, place: Place, call: Call) -> None:
-    """`dequantize_kernel` over all codes; given goes from scale to high."""
+    """`dequantize_kernel` over all codes; given goes from scale to table."""
     if place.elements:
         fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
         _start(dequantize_kernel, ceiling(place.elements, place.block), codes, y, *given, *_shape(place), **fixed)

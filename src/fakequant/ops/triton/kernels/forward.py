@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .codes import to_code
 from .elements import decode, encode, lets_through
 from .places import first_element, lanes, params_of_block
 from .rounding import clamp, computable, to_dtype
@@ -27,12 +28,6 @@ def words_of_block(words, seed, seed_value, start, position, n, CALL: tl.constex
         return tl.reshape(draw_words(counter, load_seed(seed, seed_value)), position.shape)
 
 
-@triton.jit
-def to_code(code, DTYPE: tl.constexpr, CALL: tl.constexpr):
-    """A clamped code as an integer; NaN has none and becomes the lowest."""
-    return tl.where(code == code, code, CALL.quant_min).to(tl.int32).to(DTYPE)
-
-
 @triton.jit(do_not_specialize=["seed_value"])
 def quantize_kernel(
     x, y, bits, odd, scale, zero_point, low, high, table, words, seed, seed_value, n, run, columns, period,
@@ -51,7 +46,7 @@ def quantize_kernel(
         value = decode(code, params[0], params[2], CALL)
         tl.store(y + position, to_dtype(value, y.dtype.element_ty), mask=position < n)
     else:
-        tl.store(y + position, to_code(code, y.dtype.element_ty, CALL), mask=position < n)
+        tl.store(y + position, to_code(code, table, CALL).to(y.dtype.element_ty), mask=position < n)
     if odd is not None:
         has_nan = tl.max(tl.max((v != v).to(tl.int32), axis=1), axis=0)
         tl.atomic_max(odd, has_nan, sem="relaxed")
