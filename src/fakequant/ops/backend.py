@@ -49,6 +49,11 @@ class Backend(ABC):
     """What serves the operator; a mask is opaque outside the backend that made it: one bit per element."""
 
     name: ClassVar[str]
+    device_type: str | None = None
+    """The only type of device whose tensors it serves; None: any."""
+    compiles_as_node: ClassVar[bool] = False
+    """Whether compiled graphs of its device hold the operator whole, because compilers compute the definition with
+    other bits there: with approximate division, or a product and a sum rounded once."""
 
     @abstractmethod
     def unavailable(self) -> str | None:

@@ -24,7 +24,9 @@ from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_d
 from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
+from . import dispatch
 from .dispatch import Backend, choose
+from .opaque import Opaque
 from .traced import Grads, Traced, Transformed, params_of, tensors_of
 
 
@@ -43,6 +45,8 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool 
         if torch.compiler.is_exporting():
             seed = () if params.seed is None else (params.seed,)
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
+        if _is_compiled_as_node(x):
+            return Opaque(spec)(x, params, params.seed)
         traced = Traced if torch.compiler.is_compiling() else Transformed
         return traced.apply(x, *tensors_of(params), spec)
     if not torch.is_grad_enabled():
@@ -91,6 +95,8 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
         if torch.compiler.is_exporting() and spec.symmetric:
             scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
             return fake_quantize(x, QParams(scale, seed=seed), spec)
+        if _is_compiled_as_node(x):
+            return Opaque(spec)(x, None, seed)
         params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return fake_quantize(x, params._replace(seed=seed), spec)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -146,6 +152,10 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
 @lru_cache
 def _any_spec(granularity: Granularity) -> QuantSpec:
     return QuantSpec("int8", granularity)
+
+
+def _is_compiled_as_node(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.device.type in dispatch.node_devices
 
 
 def _needs_grad(x: Tensor, params: QParams) -> bool:
