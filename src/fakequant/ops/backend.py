@@ -49,6 +49,8 @@ class Backend(ABC):
     """What serves the operator; a mask is opaque outside the backend that made it: one bit per element."""
 
     name: ClassVar[str]
+    rectifies: ClassVar[bool] = False
+    """Whether `fake_quantize_relu` is there."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -65,6 +67,12 @@ class Backend(ABC):
     @abstractmethod
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
+
+    def fake_quantize_relu(
+        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `fake_quantize`, of torch.relu(x) in one pass; the mask is where gradients pass both, for IDENTITY too."""
+        raise NotImplementedError(f"the backend {self.name} has no ReLU; ask its `rectifies`")
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
