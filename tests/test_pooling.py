@@ -34,16 +34,29 @@ def assert_same(x, window, label):
         assert got.stride() == wanted.stride(), label
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equals_torch(dtype, monkeypatch):
+@pytest.fixture
+def _serves_the_smallest(monkeypatch):
     monkeypatch.setattr(pooling, "_LEAST_ELEMENTS", 1)
     monkeypatch.setattr(pooling, "_LEAST_CHANNELS", 1)
+
+
+@pytest.mark.usefixtures("_serves_the_smallest")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_torch(dtype):
     shapes = [(2, 8, 6, 7), (1, 17, 5, 5), (2, 33, 5, 4), (3, 1, 5, 5), (2, 9, 6, 3), (0, 8, 5, 4)]
     for turn, (kernel, stride, padding, dilation, ceil) in enumerate(WINDOWS):
         window = [kernel, kernel], [stride, stride], [min(padding, kernel // 2)] * 2, [dilation, 1], ceil
         for shape in (shapes[turn % len(shapes)], shapes[(turn + 1) % len(shapes)]):
             x = hostile(shape, dtype, seed=turn)
             assert_same(x, window, (shape, window))
+
+
+@pytest.mark.usefixtures("_serves_the_smallest")
+@pytest.mark.parametrize("shape", [(2, 1, 4, 4), (2, 9, 1, 1), (1, 9, 4, 1), (1, 1, 1, 1), (2, 9, 4, 4)])
+def test_axes_of_one_element_get_the_strides_that_torch_gives(shape):
+    for format in (torch.channels_last, torch.contiguous_format):
+        x = hostile(shape, torch.float32).to(memory_format=format)
+        assert_same(x, ([1, 1], [2, 2]), (shape, format))
 
 
 def test_the_kernel_for_channels_serves_what_is_large_and_contiguous():
