@@ -98,7 +98,7 @@ def _check_integer(layer: nn.Module, quantized: type[QuantizedLayer], configs: d
     if quantized.product is None:
         reason: str | None = f"there is no integer product for {quantized.float_class.__name__}"
     else:
-        specs = (configs[n].spec if n in configs else None for n in ("_input_quantizer", "_weight_quantizer"))
+        specs = (configs[n].spec if n in configs else None for n in quantized.product.quantizers)
         reason = quantized.product.cannot(layer, *specs)
     if reason is not None:
         raise ConfigError(f'execution="integer" is not possible: {reason}; use "auto", which simulates such layers')
