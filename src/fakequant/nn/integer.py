@@ -65,6 +65,8 @@ class CodedTensor(NamedTuple):
 
 def encode(quantizer: Quantizer, x: Tensor) -> CodedTensor | None:
     """The codes of a tensor, or None if it holds NaN, which has none."""
+    if (kept := quantizer.kept_codes(x)) is not None:
+        return CodedTensor(*kept, quantizer.spec)
     params = quantizer.qparams(x)
     found = library.encode(x, params, quantizer.spec)
     if found is None:

@@ -60,9 +60,10 @@ class ConvolutionProduct(IntegerProduct):
         return None if y is None else y.squeeze(0)
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
-        if ready.packed is None or not torch.equal(ready.packed[0], other.codes):
-            ready.packed = other.codes, products.pack_weight(other.codes, ready.places, x.codes.shape)
-        return products.convolution(x.factor, ready.packed[1], other.params.scale, bias, ready.places)
+        packed, codes = ready.packed, other.codes
+        if packed is None or (packed[0] is not codes and not torch.equal(packed[0], codes)):
+            ready.packed = packed = codes, products.pack_weight(codes, ready.places, x.codes.shape)
+        return products.convolution(x.factor, packed[1], other.params.scale, bias, ready.places)
 
     def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
         form = places.stride, places.padding, places.dilation, False, [0] * len(places.stride), places.groups

@@ -116,6 +116,12 @@ class Quantizer(PreciseModule):
         params, learned = self.qparams(x), self.learned
         return library.fake_quantize(x, params, self.spec) if learned is None else learned.fake_quantize(x, params)
 
+    def kept_codes(self, x: Tensor) -> tuple[Tensor, Tensor, QParams] | None:
+        """What takes the gradient of a weight, its codes and its parameters, if they are kept (`cached_weights`)."""
+        if self._cache is None or self.learned is not None:
+            return None
+        return self._cache.encode(x, self._fixed(x), self.spec)
+
     def _fixed(self, x: Tensor) -> QParams | None:
         """The parameters for x if nothing moves them."""
         if self.dynamic or (scale := self._buffers["scale"]) is None:
@@ -328,6 +334,8 @@ def fixed_ranges(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def cached_weights(model: nn.Module) -> Iterator[None]:
     """A context in which weights that have not changed are not quantized again: evaluation, gradient accumulation.
+
+    Of layers that multiply codes, the codes and what is made of them are kept.
 
     Results and gradients are the same bits. A weight is quantized again after everything that leaves a trace: a step of
     any torch optimizer, operations in place (`copy_`, `load_state_dict`), another tensor or other memory in its place

@@ -120,12 +120,12 @@ def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]
     """
     if not torch.is_grad_enabled():
         found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)
-        return None if found.has_nan else (_stand_in(x), found.codes)
+        return None if found.has_nan else (stand_in(x), found.codes)
     if _needs_grad_of(params):
-        stand_in, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
+        zeros, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
     else:
-        stand_in, codes, has_nan = _EagerCodes.apply(x, spec, params)
-    return None if has_nan else (stand_in, codes)
+        zeros, codes, has_nan = _EagerCodes.apply(x, spec, params)
+    return None if has_nan else (zeros, codes)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -227,7 +227,7 @@ class _EagerCodes(torch.autograd.Function):
         found = backend.encode(x, params, spec, mask=spec.gradient is not Gradient.IDENTITY)
         ctx.save_for_backward(found.mask)
         ctx.mark_non_differentiable(found.codes)
-        return _stand_in(x), found.codes, found.has_nan
+        return stand_in(x), found.codes, found.has_nan
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
@@ -246,14 +246,14 @@ class _EagerLearnedCodes(torch.autograd.Function):
         found = backend.encode(x, params_of(*params), spec, mask=needs_mask)
         ctx.save_for_backward(found.mask, x, *params)
         ctx.mark_non_differentiable(found.codes)
-        return _stand_in(x), found.codes, found.has_nan
+        return stand_in(x), found.codes, found.has_nan
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         return _EagerLearned.backward(ctx, grad_outputs[0])
 
 
-def _stand_in(x: Tensor) -> Tensor:
+def stand_in(x: Tensor) -> Tensor:
     """A tensor of the shape of x that takes no memory."""
     return x.new_zeros(()).expand(x.shape)
 
