@@ -12,6 +12,7 @@ from fakequant.benchmark import ATEN, COPY, DOUBLED, Case, Function, Prepared, R
 from . import kinds
 from .calibration import BINS, FORWARD, LOOPS, METHODS, Search, WholeModel, fewer
 from .peers import PEERS
+from .sensitivity import SENSITIVITY, WHOLE_PASSES
 from .torch_ao import ROUTED, TORCH_AO
 from .training import (
     BLOCK,
@@ -172,6 +173,12 @@ LIMITS: tuple[Limit, ...] = (
         tuple(WholeModel(method) for method in ("max", *METHODS)),
         FORWARD,
         1.3,
+    ),
+    Limit(
+        "sensitivity of the demo's network, codes multiplied: time over a simulated pass for each layer",
+        (SENSITIVITY,),
+        WHOLE_PASSES,
+        0.6,
     ),
 )
 

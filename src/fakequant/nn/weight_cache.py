@@ -63,7 +63,7 @@ class WeightCache:
         return None if entry is None else give(x, entry.kept)
 
     def encode(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> tuple[Tensor, Tensor, QParams] | None:
-        """What `library.encode` returns, and the parameters, without them those that its range gives; None if not kept."""
+        """What `library.encode` returns, and the parameters, by default those that x gives; None if not kept."""
         entry = self._entry_of(x, params, spec, codes=True)
         if entry is None or entry.params is None:
             return None
