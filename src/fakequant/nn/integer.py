@@ -98,15 +98,17 @@ class IntegerProduct(ABC):
 
     quantizers: ClassVar[tuple[str, str]] = ("_input_quantizer", "_weight_quantizer")
     """The layer's attributes that hold those of the factors."""
+    fewest_axes: ClassVar[int] = 1
+    """Of each factor."""
 
     def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """The output of a layer for its factors, or None where it is to be simulated."""
         ready = self.ready(layer)
         if ready.reason is not None or library.is_watched(x, other, bias):
             return None
-        if x.dtype not in DTYPES or other.dtype not in DTYPES or not x.numel() or not other.numel():
-            return None
         of_x, of_other = (layer._modules[name] for name in self.quantizers)
+        if not self.fits(x, other, (of_x.spec, of_other.spec)):
+            return None
         coded = encode(of_x, x)
         coded_other = None if coded is None else encode(of_other, other)
         if coded is None or coded_other is None:  # NaN, which is to be seen in the output
@@ -134,6 +136,10 @@ class IntegerProduct(ABC):
         weight = layer.weight
         return weight.dtype, weight.device, weight.shape
 
+    def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec]) -> bool:
+        """Whether factors can be multiplied by what only they tell: dtypes and sizes."""
+        return x.dtype in DTYPES and other.dtype in DTYPES and x.numel() > 0 and other.numel() > 0
+
     @abstractmethod
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
         """Why a layer whose factors are quantized so is simulated, or None: whatever its input."""
@@ -145,6 +151,14 @@ class IntegerProduct(ABC):
     @abstractmethod
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         """The product in float32."""
+
+    @abstractmethod
+    def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
+        """The product of the factors' values."""
+
+    def empty_result(self, x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor that lies in memory as the product does."""
+        return x.new_empty(shape, dtype=dtype)
 
     @abstractmethod
     def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.nn.integer import DTYPES, CodedTensor, Gradients, IntegerProduct, Ready, cannot_multiply
@@ -13,6 +14,8 @@ from fakequant.numerics.granularity import PerChannel, PerTensor, PerToken
 from fakequant.numerics.products import Places
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import products
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class LinearProduct(IntegerProduct):
@@ -28,6 +31,9 @@ class LinearProduct(IntegerProduct):
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         return products.linear(x.factor, other.factor, bias)
+
+    def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
+        return F.linear(x, other, bias)
 
     def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
         rows = dy.reshape(-1, dy.shape[-1])
@@ -53,17 +59,20 @@ class ConvolutionProduct(IntegerProduct):
         padding = [0] * len(layer.kernel_size) if isinstance(layer.padding, str) else list(layer.padding)
         return Places(list(layer.stride), padding, list(layer.dilation), layer.groups)
 
-    def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        if x.dim() == other.dim():
-            return super().__call__(layer, x, other, bias)
-        y = super().__call__(layer, x.unsqueeze(0), other, bias)
-        return None if y is None else y.squeeze(0)
-
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         packed, codes = ready.packed, other.codes
         if packed is None or (packed[0] is not codes and not torch.equal(packed[0], codes)):
             ready.packed = packed = codes, products.pack_weight(codes, ready.places, x.codes.shape)
         return products.convolution(x.factor, packed[1], other.params.scale, bias, ready.places)
+
+    def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
+        return _CONVOLUTIONS[x.dim() - 2](x, other, bias, *places)
+
+    def empty_result(self, x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if x.is_contiguous():
+            return x.new_empty(shape, dtype=dtype)
+        images, channels, *places = shape
+        return x.new_empty((images, *places, channels), dtype=dtype).movedim(-1, 1)
 
     def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
         form = places.stride, places.padding, places.dilation, False, [0] * len(places.stride), places.groups
@@ -76,6 +85,7 @@ class MatMulProduct(IntegerProduct):
     """Input [..., n, k] times other input [..., k, m]."""
 
     quantizers = ("_input_quantizer", "_other_quantizer")
+    fewest_axes = 2
 
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
         return (
@@ -87,16 +97,16 @@ class MatMulProduct(IntegerProduct):
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
         return ()
 
-    def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        if x.dim() < 2 or other.dim() < 2 or products.linear_unavailable(x.device.type) is not None:
-            return None
-        quantizers = [layer._modules[name] for name in self.quantizers]
-        if None not in quantizers and x.shape[-1] > _most(*(quantizer.spec for quantizer in quantizers)):
-            return None
-        return super().__call__(layer, x, other)
+    def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec]) -> bool:
+        enough_axes = x.dim() >= 2 and other.dim() >= 2
+        known = enough_axes and products.linear_unavailable(x.device.type) is None
+        return known and super().fits(x, other, specs) and x.shape[-1] <= _most(*specs)
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         return products.matmul(x.factor, other.factor)
+
+    def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
+        return torch.matmul(x, other)
 
     def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
         inner = x.shape[-1]

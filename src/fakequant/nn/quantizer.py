@@ -109,7 +109,7 @@ class Quantizer(PreciseModule):
             if self._cache is not None and (kept := self._cache.quantize(x, fixed, self.spec)) is not None:
                 return kept
             return library.fake_quantize(x, fixed, self.spec)
-        if self._follows_input and not self.needs_calibration:
+        if self.follows_input and not self.needs_calibration:
             if self._cache is not None and (kept := self._cache.quantize(x, None, self.spec)) is not None:
                 return kept
             return library.fake_quantize_dynamic(x, self.spec)
@@ -133,7 +133,7 @@ class Quantizer(PreciseModule):
         return self._fitted(fixed, x)
 
     @property
-    def _follows_input(self) -> bool:
+    def follows_input(self) -> bool:
         """Whether the range is that of every tensor."""
         return self.dynamic or not self.calibrated
 
@@ -151,7 +151,7 @@ class Quantizer(PreciseModule):
                 f"the quantizer {self.name or self} has not been calibrated; "
                 "call fakequant.calibrate(model, batches), or load a checkpoint"
             )
-        if self._follows_input:
+        if self.follows_input:
             return choose_qparams_of(x, self.spec)
         return self._fitted(self._current(self._elements(x)), x)
 
