@@ -240,6 +240,10 @@ def demo_bars(path: Path = DEMO) -> list[Bar]:
         Bar("digits: INT8, best calibrator", "within 0.3 points", f"{int8:.2f} %", round(start - int8, 6) <= 0.3),
         Bar("digits: INT4 after fine-tuning", "within 1 point", f"{int4:.2f} %", round(start - int4, 6) <= 1.0),
     ]
+    codes = found["by_codes"]
+    otherwise, images = codes["differing"] - codes["ties"], codes["images"]
+    what = "digits: images read otherwise by integer products than simulated, but for ties of logits"
+    bars.append(Bar(what, "none", f"{otherwise} of {images}; {codes['ties']} ties", otherwise == 0))
     for name, model in found["models"].items():
         what = f"{name}.onnx in ONNX Runtime against torch, {model['elements']:,} elements of Q/DQ nodes"
         bar = nothing_differs(what, model["differing"])

@@ -13,6 +13,7 @@ from . import kinds
 from .calibration import BINS, FORWARD, LOOPS, METHODS, Search, WholeModel, fewer
 from .ir import EAGER, GRAPH_STEPS
 from .peers import PEERS
+from .sensitivity import SENSITIVITY, WHOLE_PASSES
 from .torch_ao import ROUTED, TORCH_AO
 from .training import (
     BLOCK,
@@ -174,6 +175,12 @@ LIMITS: tuple[Limit, ...] = (
         tuple(WholeModel(method) for method in ("max", *METHODS)),
         FORWARD,
         1.3,
+    ),
+    Limit(
+        "sensitivity of the demo's network, codes multiplied: time over a simulated pass for each layer",
+        (SENSITIVITY,),
+        WHOLE_PASSES,
+        0.6,
     ),
 )
 
