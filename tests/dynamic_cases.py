@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from cases import GranularityCase, neighbour
+from cases import GRANULARITIES, GranularityCase, neighbour
 from torch import Tensor
 
 import fakequant as fq
@@ -26,6 +26,13 @@ FORMATS = [
     *("int8", "int4", "int1", "int8_narrow", "uint8", "uint4", "int[-100,37]", "int16", "uint16"),
     *("float8_e4m3fn", "float8_e5m2", "float6_e2m3fn", "float4_e2m1fn", "nf4"),
 ]
+RUNS = {
+    **GRANULARITIES,
+    "block_16": GranularityCase(fq.PerBlock({-1: 16}), (3, 5, 112), (1, 1, 16)),
+    "many_blocks_32": GranularityCase(fq.PerBlock({-1: 32}), (67, 96), (1, 32)),
+    "many_tokens": GranularityCase(fq.PerToken(), (1031, 7), (1, 7)),
+    "long_token": GranularityCase(fq.PerToken(), (3, 5003), (1, 5003)),
+}
 
 
 def specs(name: str, granularity: fq.Granularity) -> Iterator[fq.QuantSpec]:

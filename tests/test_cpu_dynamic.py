@@ -7,8 +7,8 @@ import cases
 import pytest
 import torch
 from bits import assert_same_bits
-from cases import DTYPES, GRANULARITIES, LAYOUTS
-from dynamic_cases import FORMATS, SCALES, WHOLE, hostile, specs
+from cases import DTYPES, LAYOUTS
+from dynamic_cases import FORMATS, RUNS, SCALES, WHOLE, hostile, specs
 
 import fakequant as fq
 from fakequant.numerics import qparams, reference
@@ -55,15 +55,6 @@ def _poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-RUNS = {
-    **GRANULARITIES,
-    "block_16": cases.GranularityCase(fq.PerBlock({-1: 16}), (3, 5, 112), (1, 1, 16)),
-    "many_blocks_32": cases.GranularityCase(fq.PerBlock({-1: 32}), (67, 96), (1, 32)),
-    "many_tokens": cases.GranularityCase(fq.PerToken(), (1031, 7), (1, 7)),
-    "long_token": cases.GranularityCase(fq.PerToken(), (3, 5003), (1, 5003)),
-}
 
 
 @needs_kernels
@@ -210,7 +201,7 @@ def test_what_the_kernels_do_not_serve_is_composed(caplog):
     caplog.set_level(logging.DEBUG, "fakequant.backend")
     nested = ScaleSpec("uint8", granularity=fq.PerBlock({-1: 2}))
     large = ScaleSpec(BEYOND_2_64, granularity=WHOLE)
-    where = GRANULARITIES["block_32"]
+    where = RUNS["block_32"]
     for scale, reason in (
         (nested, "its scales share scales per_block(-1:2)"),
         (large, "the kernels round scales up to 2**64"),
