@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.benchmark import ATEN, CannotRunError, Function, Prepared
+from fakequant.ops import products
 
 from .exactness import by_int64, by_the_reference, differing
 
@@ -153,6 +154,8 @@ class Step:
     def prepare(self, against: str) -> Prepared:
         if against != FLOAT:
             raise CannotRunError(f"{against} has no such step")
+        if self.execution != "simulate" and (reason := products.linear_unavailable(torch.device(self.device).type)):
+            raise CannotRunError(reason)
         torch.compiler.reset()
         quantized, plain = (descent(model, compiled=self.compiled) for model in self.models())
         batches = self.batches()
