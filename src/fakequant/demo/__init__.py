@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, calibrators
@@ -49,7 +48,9 @@ from fakequant.report import (
     verification,
     write_report,
 )
-from fakequant.report.terminal import print_report
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def quantized(
@@ -153,6 +154,11 @@ def run(out: str | os.PathLike[str], *, epochs: int = 40, console: Console | Non
         OutputError: the folder cannot be written; found before training.
     """
     started = time.perf_counter()
+    # Not before it runs: the networks of this package are also measured where rich is not installed.
+    from rich.console import Console
+
+    from fakequant.report.terminal import print_report
+
     folder, console = writable_folder(out), console or Console()
     training, held_out = load_digits()
     measured = Measurements(held_out, console)
