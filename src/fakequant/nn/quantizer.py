@@ -272,7 +272,7 @@ class Quantizer(PreciseModule):
         with self._named_errors():
             if self.calibrator is None:
                 raise CalibrationError("in mode OBSERVE without a calibrator; call fakequant.calibrate")
-            self.calibrator.observe(x.detach())
+            self.calibrator.observe(x)
 
     def observed_range(self) -> Range:
         """The range that the calibrator finds for what it was shown."""
