@@ -17,7 +17,10 @@ import fakequant as fq
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.tables import TableFormat
 from fakequant.ops.cpu.backend import load_kernels
+from fakequant.ops.dispatch import backends
 
+# Those that serve tensors of the CPU, the reference among them.
+ON_CPU = [backend for backend in backends() if backend.device_type in (None, "cpu")]
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,

@@ -1,12 +1,13 @@
 """What holds for every test: fixed seeds, and one thread per process (tests of threads ask for more themselves)."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-# Scripts of users, which tests start as programs of their own.
-collect_ignore = ["scripts"]
+# Scripts of users, and the tests in triton's interpreter, which tests start as programs of their own.
+collect_ignore = ["scripts"] if os.environ.get("TRITON_INTERPRET") == "1" else ["scripts", "interpreted"]
 
 
 @pytest.fixture(autouse=True)

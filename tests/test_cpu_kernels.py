@@ -7,15 +7,15 @@ import cases
 import pytest
 import torch
 from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
+from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, ON_CPU, hostile_gradient
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.dispatch import REFERENCE, backends, unpack_bits
+from fakequant.ops.dispatch import REFERENCE, unpack_bits
 
-BACKENDS = [backend for backend in backends() if backend.name != "reference"]
+BACKENDS = [backend for backend in ON_CPU if backend.name != "reference"]
 GRADIENTS = [g for g in fq.Gradient if g is not fq.Gradient.IDENTITY]  # which needs no mask: see test_library.py
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 

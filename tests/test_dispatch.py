@@ -34,6 +34,14 @@ def test_the_reference_comes_last_and_serves_everything():
     assert len({backend.name for backend in backends()}) == len(backends())
 
 
+def test_backends_refuse_other_devices_than_their_own():
+    for backend in backends():
+        x = torch.ones(1, device="meta")
+        found = backend.unsupported(x, fq.QuantSpec("int8"), codes=False)
+        assert found == (None if backend.device_type is None else "the tensor is on meta")
+        assert not backend.compiles_as_node or backend.device_type in dispatch.node_devices
+
+
 def test_the_list_is_a_copy():
     backends().clear()
     assert backends()

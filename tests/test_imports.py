@@ -175,5 +175,24 @@ def test_importing_the_package_imports_nothing_optional():
     assert loaded & OPTIONAL == modules_after("import torch") & OPTIONAL
 
 
+def test_triton_is_imported_by_its_kernels_alone():
+    """Asking the backends, and printing what they say, imports no triton."""
+    asked = "from fakequant.ops.dispatch import backends, choose\nimport fakequant as fq, torch\n"
+    asked += "print(*[b.unavailable() for b in backends()], file=__import__('sys').stderr)\n"
+    asked += (
+        "fq.fake_quantize(torch.ones(3), 'int8', scale=0.1); choose(torch.ones(3, device='meta'), fq.QuantSpec('int8'))"
+    )
+    assert "triton" not in modules_after(asked)
+    kernels = PACKAGE / "ops" / "triton"
+    allowed = {kernels / "launch.py", *(kernels / "kernels").glob("*.py")}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ("fakequant", *path.relative_to(PACKAGE).with_suffix("").parts)
+        tree = ast.parse(path.read_text())
+        at_start = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = [name for node in at_start for _, name in imported_modules(node, module)]
+        launched = [name for name in names if name.startswith(("triton", "fakequant.ops.triton.kernels"))]
+        assert not launched or path in allowed, f"{path} imports {launched} when it is imported"
+
+
 def test_the_optional_package_check_can_fail():
     assert modules_after("import safetensors") & OPTIONAL == {"safetensors"}

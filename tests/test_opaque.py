@@ -6,7 +6,7 @@ from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.numerics.qparams import QParams
-from fakequant.ops import library
+from fakequant.ops import dispatch, library
 from fakequant.ops.opaque import Opaque
 
 SPECS = [
@@ -77,3 +77,59 @@ def test_results_lie_in_memory_like_the_input():
         for where, x in laid_out((2, 3, 4, 5)):
             if where != "every second":
                 assert fq.fake_quantize(x, text).stride() == x.stride(), (text, where)
+
+
+def _with_gradients(function, x, params, spec):
+    """The result, and the gradients of all that may be learned."""
+    leaf = x.detach().requires_grad_()
+    scale = params.scale.detach().requires_grad_()
+    zero_point = None if params.zero_point is None else params.zero_point.float().requires_grad_()
+    y = function(leaf, scale, zero_point, params.range)
+    y.square().sum().backward()
+    return y, leaf.grad, scale.grad, None if zero_point is None else zero_point.grad
+
+
+@pytest.mark.parametrize("text", [*SPECS[:6], "float8_e4m3fn per_channel(0) multiplier"])
+def test_compiled_as_a_node_where_a_backend_asks_for_it(monkeypatch, text):
+    """As on devices whose compilers divide approximately: the graph has one node, and the eager bits and gradients."""
+    torch._dynamo.reset()
+    spec, x, graphs = fq.QuantSpec.parse(text), torch.randn(2, 3, 4, 5) * 3, []
+
+    def given(x, scale, zero_point, measured):
+        return library.fake_quantize(x, QParams(scale, zero_point, measured), spec)
+
+    def dynamic(x):
+        return library.fake_quantize_dynamic(x, spec)
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    params = fq.choose_qparams(x * 0.5, spec)
+    eager = _with_gradients(given, x, params, spec)
+    monkeypatch.setattr(dispatch, "node_devices", frozenset({"cpu"}))
+    compiled = _with_gradients(torch.compile(given, backend="aot_eager", fullgraph=True), x, params, spec)
+    for one, other in zip(compiled, eager, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_same_bits(one, other)
+    for leaf in (x, x.clone().requires_grad_()):
+        assert_same_bits(torch.compile(dynamic, backend=backend, fullgraph=True)(leaf), dynamic(leaf))
+    assert "fakequant.opaque" in str(graphs[0])
+    assert not any("aten" in target or "round" in target for graph in graphs for target in graph)
+
+
+def test_specifications_are_read_after_a_change_of_numbers(monkeypatch):
+    """A compiler takes a number that was another one the last time for one that varies."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(dispatch, "node_devices", frozenset({"cpu"}))
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return library.fake_quantize_dynamic(x, self.spec)
+
+    layer, x = Layer(), torch.randn(64)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for text in ("int8", "int4", "uint4", "float8_e4m3fn", "float8_e5m2", "int8"):
+        layer.spec = fq.QuantSpec.parse(text)
+        assert_same_bits(compiled(x), library.fake_quantize_dynamic(x, layer.spec), text)

@@ -12,6 +12,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.nn import Kind, Mode, Quantizer, cached_weights
+from fakequant.ops import direct
 from fakequant.ops.dispatch import backends
 
 SPECS = ["int8 per_channel(0)", "uint4 per_tensor", "float8_e4m3fn per_block(-1:4)", "int8 per_tensor identity"]
@@ -45,6 +46,8 @@ def quantized(monkeypatch):
     for backend in backends():
         for name in ("fake_quantize", "fake_quantize_dynamic"):
             monkeypatch.setattr(backend, name, counted(getattr(backend, name)))
+        monkeypatch.setattr(backend, "direct", lambda *_: None)  # which would not be counted
+    monkeypatch.setattr(direct, "_found", {})
     return calls
 
 

@@ -11,6 +11,7 @@ from .numerics.qparams import QParams, Range, compute_dtype, has_values
 from .numerics.qparams import choose_qparams as _choose_qparams
 from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
+from .ops.direct import fake_quantize_directly
 
 Number = float | int | Tensor
 
@@ -70,7 +71,10 @@ def fake_quantize(
     tensor([0., 1., 0., 0., 0., 0., 1., 0.])
     """
     spec = as_spec(spec)
-    if scale is None and zero_point is None and amax is None:
+    if isinstance(scale, Tensor) and amax is None and seed is None and not isinstance(zero_point, (float, int)):
+        if (y := fake_quantize_directly(x, spec, scale, zero_point)) is not None:
+            return y
+    elif scale is None and zero_point is None and amax is None:
         _check_tensor("x", x)
         return library.fake_quantize_dynamic(x, spec, _resolve_seed(seed, spec))
     params, watched = _resolve(x, spec, scale, zero_point, amax, seed)

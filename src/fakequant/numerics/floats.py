@@ -97,7 +97,7 @@ class FloatFormat(Format):
         pattern = (magnitude / spacing) + binades * 2.0**self.mantissa_bits
         sign = torch.signbit(code) & ((code != 0) | self.grid.negative_zero)
         pattern = pattern + sign * 2.0 ** (self.bits - 1)
-        stored = torch.where(code.isnan(), float(self._nan_pattern), pattern).to(torch.int32)
+        stored = torch.where(code.isnan(), float(self.nan_pattern), pattern).to(torch.int32)
         if self.bits > 8:
             return stored.to(torch.int16)
         return stored.to(torch.uint8).view(self.storage)
@@ -121,7 +121,7 @@ class FloatFormat(Format):
         return value.to(dtype)
 
     @property
-    def _nan_pattern(self) -> int:
+    def nan_pattern(self) -> int:
         """The bit pattern of NaN; of the lowest code where there is none."""
         sign = 1 << self.bits - 1
         return {

@@ -122,6 +122,7 @@ class QuantSpec:
         }.items():
             object.__setattr__(self, name, value)
         self._check()
+        str(self)
 
     def _check(self) -> None:
         if not isinstance(self.granularity, Granularity):
@@ -156,6 +157,10 @@ class QuantSpec:
         """Without the hash, which differs between processes."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        str(self)
+
     def replace(self, **changes: Any) -> QuantSpec:
         """The same specification with some fields changed.
 
@@ -165,6 +170,14 @@ class QuantSpec:
         return replace(self, **changes)
 
     def __str__(self) -> str:
+        # Kept from the start, because compilers read it, which take the numbers that it depends on for varying ones.
+        kept = getattr(self, "_text", None)
+        if kept is None:
+            kept = self._to_words()
+            object.__setattr__(self, "_text", kept)
+        return kept
+
+    def _to_words(self) -> str:
         words = [str(self.format), str(self.granularity)]
         if self.symmetric != _symmetric_by_default(self.format, self.arithmetic):
             words.append("symmetric" if self.symmetric else "asymmetric")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -28,10 +29,33 @@ class Encoded(NamedTuple):
     has_nan: bool
 
 
+class Direct(NamedTuple):
+    """How tensors of one kind are quantized by one operator for each direction, with given parameters.
+
+    Attributes:
+        values: from (x, scale, zero_point, form) to the quantized values; None if a parameter is not valid.
+        values_and_mask: the same, with the packed mask of `Gradient.CODE_RANGE`.
+        grad_input: from (dy, mask) to the gradient, for dy that lies in memory as x does.
+        form: what follows from the specification and the kind of tensor.
+    """
+
+    values: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor | None]
+    values_and_mask: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor | None, Tensor | None]]
+    grad_input: Callable[[Tensor, Tensor], Tensor]
+    form: Tensor
+
+
 class Backend(ABC):
     """What serves the operator; a mask is opaque outside the backend that made it: one bit per element."""
 
     name: ClassVar[str]
+    device_type: str | None = None
+    """The only type of device whose tensors it serves; None: any."""
+    compiles_as_node: ClassVar[bool] = False
+    """Whether compiled graphs of its device hold the operator whole, because compilers compute the definition with
+    other bits there: with approximate division, or a product and a sum rounded once."""
+    rectifies: ClassVar[bool] = False
+    """Whether `fake_quantize_relu` is there."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -49,6 +73,12 @@ class Backend(ABC):
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
 
+    def fake_quantize_relu(
+        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `fake_quantize`, of torch.relu(x) in one pass; the mask is where gradients pass both, for IDENTITY too."""
+        raise NotImplementedError(f"the backend {self.name} has no ReLU; ask its `rectifies`")
+
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -58,6 +88,15 @@ class Backend(ABC):
         """
         params = choose_qparams(self.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return self.fake_quantize(x, params._replace(seed=seed), spec, mask=mask)
+
+    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
+        """How `fake_quantize` is done by one operator, which checks the parameters too; None if it is not.
+
+        Args:
+            x: of x, its type, dtype, device, shape and strides matter.
+            scale: contiguous; of it, its dtype and shape. A zero point has the same shape, and its dtype or int32.
+        """
+        return None
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
         """The range of the finite values of every group, see `numerics.qparams.measure`."""

@@ -19,6 +19,7 @@ from fakequant.numerics.spec import QuantSpec
 
 from .backend import Backend, Encoded
 from .cpu.backend import CpuBackend
+from .triton.backend import TritonBackend
 
 log = logging.getLogger("fakequant.backend")
 if "backend" in os.environ.get("FAKEQUANT_LOG", "").split(","):
@@ -75,7 +76,9 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
 
 
 REFERENCE = ReferenceBackend()
-_backends: tuple[Backend, ...] = (CpuBackend(), REFERENCE)
+_backends: tuple[Backend, ...] = (CpuBackend(), TritonBackend(), REFERENCE)
+# Read while compilers trace, which know sets of strings and no backends.
+node_devices = frozenset(backend.device_type for backend in _backends if backend.compiles_as_node)
 _chosen: dict[Hashable, Backend] = {}
 
 

@@ -96,7 +96,7 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     full = not any(padding(shape, blocks))
     tiles = fit_tiles([shape[a] for a in order], [blocks[a] for a in order]) if full else None
     if tiles is not None:
-        return Layout(shape, blocks, shape, order, True, packed, result, tiles, group_shape, order)
+        return Layout(shape, blocks, shape, order, True, result, result, tiles, group_shape, order)
     # A last block is not full, or groups and blocks alternate too often for [g0, b0, g1, b1]: a padded copy with all
     # groups first, then all that lies in a block.
     split: list[int] = []

@@ -24,7 +24,9 @@ from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_d
 from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
+from . import dispatch
 from .dispatch import Backend, choose
+from .opaque import Opaque
 from .traced import Grads, Traced, Transformed, params_of, tensors_of
 
 
@@ -43,6 +45,8 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool 
         if torch.compiler.is_exporting():
             seed = () if params.seed is None else (params.seed,)
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
+        if _is_compiled_as_node(x):
+            return Opaque(spec)(x, params, params.seed)
         traced = Traced if torch.compiler.is_compiling() else Transformed
         return traced.apply(x, *tensors_of(params), spec)
     if not torch.is_grad_enabled():
@@ -91,6 +95,8 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
         if torch.compiler.is_exporting() and spec.symmetric:
             scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
             return fake_quantize(x, QParams(scale, seed=seed), spec)
+        if _is_compiled_as_node(x):
+            return Opaque(spec)(x, None, seed)
         params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return fake_quantize(x, params._replace(seed=seed), spec)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -120,12 +126,12 @@ def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]
     """
     if not torch.is_grad_enabled():
         found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)
-        return None if found.has_nan else (_stand_in(x), found.codes)
+        return None if found.has_nan else (stand_in(x), found.codes)
     if _needs_grad_of(params):
-        stand_in, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
+        zeros, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
     else:
-        stand_in, codes, has_nan = _EagerCodes.apply(x, spec, params)
-    return None if has_nan else (stand_in, codes)
+        zeros, codes, has_nan = _EagerCodes.apply(x, spec, params)
+    return None if has_nan else (zeros, codes)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -146,6 +152,10 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
 @lru_cache
 def _any_spec(granularity: Granularity) -> QuantSpec:
     return QuantSpec("int8", granularity)
+
+
+def _is_compiled_as_node(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.device.type in dispatch.node_devices
 
 
 def _needs_grad(x: Tensor, params: QParams) -> bool:
@@ -213,7 +223,7 @@ class _EagerLearned(torch.autograd.Function):
         mask, x, *params = ctx.saved_tensors
         dy, wants = grad_outputs[0], (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         backend, spec, _ = ctx.call
-        scale_grad, zero_point_grad = _grad_params(backend, dy, x, params_of(*params), spec, wants)
+        scale_grad, zero_point_grad = _grad_params_by(backend, dy, x, params_of(*params), spec, wants)
         return through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
@@ -227,7 +237,7 @@ class _EagerCodes(torch.autograd.Function):
         found = backend.encode(x, params, spec, mask=spec.gradient is not Gradient.IDENTITY)
         ctx.save_for_backward(found.mask)
         ctx.mark_non_differentiable(found.codes)
-        return _stand_in(x), found.codes, found.has_nan
+        return stand_in(x), found.codes, found.has_nan
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
@@ -246,14 +256,14 @@ class _EagerLearnedCodes(torch.autograd.Function):
         found = backend.encode(x, params_of(*params), spec, mask=needs_mask)
         ctx.save_for_backward(found.mask, x, *params)
         ctx.mark_non_differentiable(found.codes)
-        return _stand_in(x), found.codes, found.has_nan
+        return stand_in(x), found.codes, found.has_nan
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         return _EagerLearned.backward(ctx, grad_outputs[0])
 
 
-def _stand_in(x: Tensor) -> Tensor:
+def stand_in(x: Tensor) -> Tensor:
     """A tensor of the shape of x that takes no memory."""
     return x.new_zeros(()).expand(x.shape)
 
@@ -272,13 +282,20 @@ def through(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
     return backend.grad_input(dy, mask, spec, x_stride)
 
 
-def _grad_params(
+def _grad_params_by(
     backend: Backend, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     # Grad mode as in `through`: torch operations can be differentiated again, and give the same bits.
     if torch.is_grad_enabled() or is_watched(dy, x, params.scale, params.zero_point):
         return reference.grad_params(dy, x, params, spec, wants)
     return backend.grad_params(dy, x, params, spec, wants)
+
+
+def grad_params(
+    dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of scale and zero point of `fake_quantize`, if they are wanted."""
+    return _grad_params_by(choose(x, spec), dy, x, params, spec, wants)
 
 
 class _MaskedGradient(torch.autograd.Function):
@@ -337,7 +354,7 @@ def _exported_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | No
     wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
     scale_grad = zero_point_grad = None
     if any(wants):
-        scale_grad, zero_point_grad = _grad_params(choose(x, ctx.spec), dy, x, params, ctx.spec, wants)
+        scale_grad, zero_point_grad = _grad_params_by(choose(x, ctx.spec), dy, x, params, ctx.spec, wants)
     return reference.grad_input(dy, reference.passes(x, params, ctx.spec)), scale_grad, zero_point_grad, None, None
 
 

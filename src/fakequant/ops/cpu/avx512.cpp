@@ -103,20 +103,30 @@ struct Loop {
   }
 
   // Division it is: on a Zen 5, x r and two FMA that correct it (Markstein 1990) take longer.
-  template <typename T, typename L>
-  FAKEQUANT_LANES void step(const T* from, T* to, const Uniform& p, L lanes) {
-    const __m512 x = load_lanes(from, lanes);
+  FAKEQUANT_LANES Rounded rounded(__m512 x, const Uniform& p) const {
     const __m512 scaled = A == Arithmetic::kDivide       ? _mm512_div_ps(x, p.scale)
                           : A == Arithmetic::kReciprocal ? _mm512_mul_ps(x, p.reciprocal)
                                                          : _mm512_mul_ps(x, p.scale);
-    const Rounded rounded = rounding.round(scaled, x, p.zero_point);
-    if constexpr (kMasked) bits.append(inside(x, rounded, p), lanes);
-    store_lanes(to, value(rounded.code, p), lanes);
+    return rounding.round(scaled, x, p.zero_point);
+  }
+
+  template <typename T, typename L>
+  FAKEQUANT_LANES void step(const T* from, T* to, const Uniform& p, L lanes) {
+    const __m512 x = load_lanes(from, lanes);
+    const Rounded found = rounded(x, p);
+    if constexpr (kMasked) bits.append(inside(x, found, p), lanes);
+    store_lanes(to, value(found.code, p), lanes);
   }
 
   template <typename T, typename P>
   FAKEQUANT_LANES void run(const T* x, T* y, int64_t n, const P& p) {
     int64_t i = 0;
+    if constexpr (!kMasked && std::is_same_v<T, NormalBFloat16> && std::is_same_v<P, Uniform>) {
+      for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        const BFloat16Pairs v = load_pairs(x + i);
+        store_pairs(y + i, {value(rounded(v.even, p).code, p), value(rounded(v.odd, p).code, p)});
+      }
+    }
     for (; i + kLanes <= n; i += kLanes) step(x + i, y + i, p.at(i, AllLanes{}), AllLanes{});
     if (i < n) step(x + i, y + i, p.at(i, FirstLanes{n - i}), FirstLanes{n - i});
   }
@@ -146,11 +156,10 @@ struct Loop {
   }
 };
 
-// The elements [first, first + n) of the tiles.
+// The elements [first, first + n) of the tiles; x, y and mask point to the first.
 template <typename T, Arithmetic A, bool kMasked, typename Rounding>
 FAKEQUANT_AVX512 void quantize_by(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  Loop<A, kMasked, Rounding> loop(call, mask ? mask + first / 8 : nullptr);
-  x += first, y += first;
+  Loop<A, kMasked, Rounding> loop(call, mask);
   for (int64_t i = 0, piece; i < n; i += piece) {
     const Cursor at(call.tiles, first + i);
     const Params<float> p = after(call.params, at.group);

@@ -4,7 +4,6 @@
 #include "call.h"
 
 #ifdef FAKEQUANT_X86
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -12,7 +11,7 @@
 #include "convert.h"
 #include "rounding.h"
 
-// avx512bf16 is there for one conversion alone, which runs only where the processor has it.
+// avx512bf16 is there for its conversions alone, which run only where the processor has them.
 #define FAKEQUANT_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 #define FAKEQUANT_LANES FAKEQUANT_AVX512 __attribute__((always_inline)) inline
 
@@ -78,7 +77,23 @@ FAKEQUANT_LANES __m512 with_sign_of(__m512 signed_one, __m512 magnitude) {
 struct NormalBFloat16 : BFloat16 {};
 template <typename L>
 FAKEQUANT_LANES void store_lanes(NormalBFloat16* y, __m512 v, L lanes) {
-  store_words(y, std::bit_cast<__m256i>(_mm512_cvtneps_pbh(v)), lanes);
+  store_words(y, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)), lanes);
+}
+
+// Two registers, of the words at even and at odd places: a shift and an AND spread 32 words where widening them takes a
+// shuffle for each 16, and one conversion serves both.
+struct BFloat16Pairs {
+  __m512 even, odd;
+};
+FAKEQUANT_LANES BFloat16Pairs load_pairs(const NormalBFloat16* x) {
+  const __m512i words = _mm512_loadu_si512(x), high = _mm512_set1_epi32(INT32_MIN >> 15);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), _mm512_castsi512_ps(_mm512_and_si512(words, high))};
+}
+alignas(64) constexpr uint16_t kInterleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+FAKEQUANT_LANES void store_pairs(NormalBFloat16* y, const BFloat16Pairs& v) {
+  const __m512i words = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v.odd, v.even));
+  _mm512_storeu_si512(y, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), words));
 }
 
 // A code within the bounds of its format, and whether it was before it was brought there.

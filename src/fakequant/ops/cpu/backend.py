@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import Backend, Encoded
+from fakequant.ops.backend import Backend, Direct, Encoded
 from fakequant.ops.layout import Layout, layout_of
-
-from .rules import LARGEST, cannot_choose, cannot_draw, grid_fields, scale_rule
+from fakequant.ops.rules import cannot_choose, cannot_draw, cannot_round, grid_fields, scale_rule, table_fields
 
 # The numbers by which call.h knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
@@ -46,6 +43,8 @@ class CpuBackend(Backend):
     """C++ kernels on LibTorch's stable ABI."""
 
     name = "cpu"
+    device_type = "cpu"
+    rectifies = True
 
     def unavailable(self) -> str | None:
         return load_kernels()
@@ -55,11 +54,10 @@ class CpuBackend(Backend):
             return f"the tensor is on {x.device}"
         if type(x) not in (Tensor, torch.nn.Parameter):
             return f"{type(x).__name__} is no plain tensor"
-        grid = spec.format.grid
         if codes and not spec.format.has_zero_point:
             return f"the kernels read and write integer codes only, not those of {spec.format}"
-        if grid.mantissa_bits is not None and grid.quant_max > LARGEST and x.dtype != torch.float64:
-            return f"the kernels round floats up to 2**64, {spec.format} reaches {grid.quant_max:g}"
+        if reason := cannot_round(spec.format, x.dtype):
+            return reason
         return cannot_draw(spec.format, x.dtype) if spec.rounding is Rounding.STOCHASTIC else None
 
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
@@ -70,6 +68,27 @@ class CpuBackend(Backend):
         random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
         # The overload itself: finding it anew costs a Python function.
         y, bits = torch.ops.fakequant_cpu.fake_quantize.default(packed, *tensors, plan.form, kind, random)
+        return y if plan.as_it_is else plan.layout.unpack(y), bits
+
+    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
+        shapes = spec.granularity.scale_shapes(x.shape)
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        groups = [axis for axis in plan.layout.group_order if plan.layout.group_shape[axis] > 1]
+        takes = plan.as_it_is and groups == sorted(groups)
+        if not takes or scale.dtype != plan.dtype or scale.shape not in shapes or spec.rounding is Rounding.STOCHASTIC:
+            return None
+        ops = torch.ops.fakequant_cpu
+        return Direct(ops.checked.default, ops.checked_with_mask.default, ops.mask_gradient.default, plan.form)
+
+    def fake_quantize_relu(
+        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        packed = x if plan.as_it_is else plan.layout.pack(x)
+        kind = plan.mask if mask else _NO_MASK
+        tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
+        random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
+        y, bits = torch.ops.fakequant_cpu.fake_quantize_relu.default(packed, *tensors, plan.form, kind, mask, random)
         return y if plan.as_it_is else plan.layout.unpack(y), bits
 
     def fake_quantize_dynamic(
@@ -177,24 +196,7 @@ def _plan(spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: t
     layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
     apart = cannot_choose(spec, dtype, layout.group_shape)
     rule = scale_rule(spec, dtype) if apart is None else None
-    table = _table(spec.format, computed)
+    table = table_fields(spec.format, computed)
     fields = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], *table
     form = torch.tensor(fields, dtype=torch.float64)
     return _Plan(layout, stride == layout.packed_stride, computed, form, rule, _MASK[spec.gradient], apart)
-
-
-@lru_cache
-def _table(fmt: Format, dtype: torch.dtype) -> tuple[float, ...]:
-    """The values of a table format, then from which number of a dtype on each but the first is reached."""
-    table = fmt.grid.table
-    if table is None:
-        return ()
-    kind = np.float64 if dtype == torch.float64 else np.float32
-    reached_from = []
-    for code, middle in enumerate(table.middles, start=1):
-        number = kind(middle)
-        # From a middle the even code is reached; an odd one only from the next number on.
-        while float(number) < middle or (float(number) == middle and code % 2):
-            number = np.nextafter(number, kind(np.inf))
-        reached_from.append(float(number))
-    return *table.values, *reached_from

@@ -173,7 +173,7 @@ void quantize_piece(const Job<T, C>& job, const PatternOf<T>* measured, C whole,
   choose(job.rule, job.call.grid, low, high, whole, count, chosen);
   Call<C> call = job.with(chosen, {count, length, 1, 1});
   call.draw.before = element;
-  quantize_span(call, job.x + element, job.y + element, job.mask ? job.mask + element / 8 : nullptr, 0, count * length);
+  quantize_span(call, job.x + element, job.y + element, bits_from(job.mask, element), 0, count * length);
 }
 
 // All parameters are chosen before the first element is quantized.
@@ -226,7 +226,7 @@ void quantize_by_own_range(const Job<T, C>& job) {
   quantize_measured(job, low, high, whole);
 }
 
-// The fields of ops/cpu/rules.py, `ScaleRule`, in their order there.
+// The fields of ops/rules.py, `ScaleRule`, in their order there.
 enum RuleField {
   kKind, kBound, kLimit, kDivisor, kOffset, kUpFrom, kDownAt, kLowest, kHighest, kSmallest, kQuantMin, kQuantMax,
   kMantissaBits, kMinExponent, kNegativeZero, kRuleFields

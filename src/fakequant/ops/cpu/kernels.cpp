@@ -14,15 +14,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "apply_mask.h"
 #include "call.h"
 #include "chunks.h"
 #include "convert.h"
 #include "gradients.h"
+#include "rectify.h"
 #include "rounding.h"
 #include "runs.h"
 
@@ -203,6 +207,83 @@ std::tuple<Tensor, std::optional<Tensor>> fake_quantize(const Tensor& x, FAKEQUA
   return {y, mask};
 }
 
+// Of the ReLU of x. The mask that is asked for holds the ReLU's, whatever the kind of the other.
+std::tuple<Tensor, std::optional<Tensor>> fake_quantize_relu(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
+                                                             int64_t mask_kind, bool masked,
+                                                             const std::optional<Tensor>& random) {
+  Tensor y = made_like(x);
+  std::optional<Tensor> mask = made_mask(x, masked);
+  with_float_type(x, [&](auto t, auto c) {
+    using T = decltype(t);
+    const auto call = make_call<decltype(c)>(scale, zero_point, lo, hi, form, mask_kind, random);
+    const auto* in = static_cast<const T*>(x.data_ptr());
+    auto* out = static_cast<T*>(y.data_ptr());
+    for_each_span(x.numel(), [&](int64_t first, int64_t n) {
+      quantize_rectified_span(call, in + first, out + first, bits_from(bits_of(mask), first), first, n);
+    });
+  });
+  return {y, mask};
+}
+
+template <typename C>
+const C* converted(const std::optional<Tensor>& zero_point, std::vector<C>& memory) {
+  if (!zero_point.has_value()) return nullptr;
+  if (zero_point->scalar_type() != ScalarType::Int) return static_cast<const C*>(zero_point->data_ptr());
+  const auto* codes = static_cast<const int32_t*>(zero_point->data_ptr());
+  memory.assign(codes, codes + zero_point->numel());
+  return memory.data();
+}
+
+// Whether every scale is positive and finite, with a finite reciprocal where that is used, and every zero point a code.
+template <typename C>
+bool is_valid(const Call<C>& call) {
+  constexpr C kLargest = std::numeric_limits<C>::max();
+  const bool inverted = call.arithmetic == Arithmetic::kReciprocal;
+  const int64_t groups = call.tiles.g0 * call.tiles.g1;
+  int valid = 1;
+  for (int64_t g = 0; g < groups; ++g) {
+    const C scale = call.params.scale[g];
+    valid &= (scale > 0) & (scale <= kLargest) & (!inverted | (C(1) / scale <= kLargest));
+  }
+  if (const C* zero_point = call.params.zero_point) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const double z = zero_point[g];
+      valid &= (z >= call.grid.quant_min) & (z <= call.grid.quant_max) & (z == std::nearbyint(z));
+    }
+  }
+  return valid != 0;
+}
+
+// `fake_quantize` with fewer arguments, each of which costs time, of a tensor in the order of its tiles: without a
+// range and random numbers. Nothing is returned where a parameter is not valid.
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> quantize_checked(const Tensor& x, const Tensor& scale,
+                                                                          const std::optional<Tensor>& zero_point,
+                                                                          const Tensor& form, Mask kind) {
+  std::optional<Tensor> y, mask;
+  with_float_type(x, [&](auto t, auto c) {
+    using T = decltype(t);
+    using C = decltype(c);
+    std::vector<C> memory;
+    Call<C> call = call_of<C>(form, static_cast<int64_t>(kind), std::nullopt);
+    call.params = {static_cast<const C*>(scale.data_ptr()), converted(zero_point, memory), nullptr, nullptr};
+    if (!is_valid(call)) return;
+    y = made_like(x), mask = made_mask(x, static_cast<int64_t>(kind));
+    quantize_all(call, static_cast<const T*>(x.data_ptr()), static_cast<T*>(y->data_ptr()), bits_of(mask));
+  });
+  return {y, mask};
+}
+
+std::optional<Tensor> checked(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point,
+                              const Tensor& form) {
+  return std::get<0>(quantize_checked(x, scale, zero_point, form, Mask::kNone));
+}
+
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> checked_with_mask(const Tensor& x, const Tensor& scale,
+                                                                           const std::optional<Tensor>& zero_point,
+                                                                           const Tensor& form) {
+  return quantize_checked(x, scale, zero_point, form, Mask::kCodeRange);
+}
+
 std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form, Tensor codes,
                                                  int64_t mask_kind, const std::optional<Tensor>& random) {
   std::optional<Tensor> mask = made_mask(x, mask_kind);
@@ -268,6 +349,10 @@ void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tens
 
 STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("fake_quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "int mask_kind, Tensor? random=None) -> (Tensor, Tensor?)");
+  m.def("fake_quantize_relu(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
+        "int mask_kind, bool masked, Tensor? random=None) -> (Tensor, Tensor?)");
+  m.def("checked(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> Tensor?");
+  m.def("checked_with_mask(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> (Tensor?, Tensor?)");
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
   m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y) -> ()");
@@ -278,6 +363,9 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
   m.impl("fake_quantize", TORCH_BOX(&fakequant::fake_quantize));
+  m.impl("fake_quantize_relu", TORCH_BOX(&fakequant::fake_quantize_relu));
+  m.impl("checked", TORCH_BOX(&fakequant::checked));
+  m.impl("checked_with_mask", TORCH_BOX(&fakequant::checked_with_mask));
   m.impl("quantize", TORCH_BOX(&fakequant::quantize));
   m.impl("dequantize", TORCH_BOX(&fakequant::dequantize));
   m.impl("mask_gradient", TORCH_BOX(&fakequant::mask_gradient));

@@ -1,4 +1,4 @@
-"""How the dynamic kernels find scales: the formulas of a specification as numbers, and what they do not serve."""
+"""What kernels know of a specification as numbers: grids, tables and formulas of scales; and what they do not serve."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ LARGEST = 2.0**64
 _SMALLEST_STEP = 2.0**-126
 _NO_MANTISSA = -1
 # The numbers by which scales.h knows the kinds of scales.
-_FLOAT, _MULTIPLIER, _ASYMMETRIC, _POWER_OF_TWO, _UNDER_A_SCALE = range(5)
+FLOAT, MULTIPLIER, ASYMMETRIC, POWER_OF_TWO, UNDER_A_SCALE = range(5)
 _NEVER = 2.0  # mantissas end below 1
 
 
@@ -29,6 +30,30 @@ def grid_fields(grid: Grid) -> tuple[float, float, int, int, bool]:
     """What the kernels know of a format without a table, in their order."""
     mantissa_bits = _NO_MANTISSA if grid.mantissa_bits is None else grid.mantissa_bits
     return grid.quant_min, grid.quant_max, mantissa_bits, grid.min_exponent, grid.negative_zero
+
+
+@lru_cache
+def table_fields(fmt: Format, dtype: torch.dtype) -> tuple[float, ...]:
+    """The values of a table format, then from which number of a dtype on each but the first is reached."""
+    table = fmt.grid.table
+    if table is None:
+        return ()
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    reached_from = []
+    for code, middle in enumerate(table.middles, start=1):
+        number = kind(middle)
+        # From a middle the even code is reached; an odd one only from the next number on.
+        while float(number) < middle or (float(number) == middle and code % 2):
+            number = np.nextafter(number, kind(np.inf))
+        reached_from.append(float(number))
+    return *table.values, *reached_from
+
+
+def cannot_round(fmt: Format, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not round to a format in a dtype, or None."""
+    if fmt.grid.mantissa_bits is not None and fmt.quant_max > LARGEST and dtype != torch.float64:
+        return f"the kernels round floats up to 2**64, {fmt} reaches {fmt.quant_max:g}"
+    return None
 
 
 def cannot_choose(spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...]) -> str | None:
@@ -78,29 +103,29 @@ class ScaleRule(NamedTuple):
 @lru_cache
 def scale_rule(spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """The ScaleRule for tensors of a dtype [15]."""
-    return torch.tensor(_rule(spec, dtype), dtype=torch.float64)
+    return torch.tensor(rule_of(spec, dtype), dtype=torch.float64)
 
 
-def _rule(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
-    """See numerics/qparams.py for the formulas."""
+def rule_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
+    """The rule by which tensors of a dtype get their scales; see numerics/qparams.py for the formulas."""
     fmt, info = spec.format, torch.finfo(compute_dtype(dtype))
     largest = torch.finfo(dtype).max * (1.0 - info.eps)
     if not spec.symmetric:
-        return ScaleRule(_ASYMMETRIC, fmt.quant_max - fmt.quant_min, largest)
+        return ScaleRule(ASYMMETRIC, fmt.quant_max - fmt.quant_min, largest)
     limit = largest / max(-fmt.quant_min, fmt.quant_max)
     if spec.arithmetic is Arithmetic.MULTIPLIER:
-        return ScaleRule(_MULTIPLIER, fmt.bound, limit)
+        return ScaleRule(MULTIPLIER, fmt.bound, limit)
     if isinstance(spec.scale.format, ExponentFormat):
         return _power_of_two(spec, spec.scale.format.exponent_bias, limit)
     if spec.scale.format is None:
-        return ScaleRule(_FLOAT, fmt.bound, limit)
+        return ScaleRule(FLOAT, fmt.bound, limit)
     return _under_a_scale(fmt.bound, spec.scale, limit)
 
 
 def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> ScaleRule:
     rounding, bound = spec.scale.rounding, spec.format.bound
     rule = ScaleRule(
-        _POWER_OF_TWO,
+        POWER_OF_TWO,
         bound,
         limit,
         divisor=1.0,
@@ -118,5 +143,5 @@ def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> ScaleRule:
 def _under_a_scale(bound: float, scale: ScaleSpec, limit: float) -> ScaleRule:
     fmt = scale.format
     assert fmt is not None, "only scales with a format have a scale of their own"
-    rule = ScaleRule(_UNDER_A_SCALE, bound, limit, divisor=fmt.quant_max * bound, smallest=fmt.smallest)
+    rule = ScaleRule(UNDER_A_SCALE, bound, limit, divisor=fmt.quant_max * bound, smallest=fmt.smallest)
     return ScaleRule(*rule[:10], *grid_fields(fmt.grid))

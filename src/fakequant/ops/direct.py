@@ -1,0 +1,113 @@
+"""The shortest way from Python to a kernel, for plain tensors and given parameters.
+
+Copying 65,536 elements takes 4 us. Checking parameters, choosing a backend and planning its call take 10 us as Python
+functions: here a backend answers once for each kind of tensor, and its kernel checks the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fakequant.numerics.spec import Gradient, QuantSpec
+
+from . import dispatch
+from .backend import Direct
+from .library import through
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_MOST = 4096  # kinds of tensors that are remembered
+_found: dict[Hashable, Direct | None] = {}
+_Call = tuple[Direct, QuantSpec, Tensor, Tensor | None]
+
+
+def fake_quantize_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Tensor | None:
+    """`library.fake_quantize` with parameters that nobody checked yet; None where one operator does not do.
+
+    That is: where something watches (`library.is_watched`) or is no plain tensor; where a parameter gets a gradient, is
+    not valid, or has another shape or dtype than kernels read; and where no backend offers it. The general way then
+    serves, or says what is wrong.
+    """
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or type(scale) not in _PLAIN:
+        return None
+    if x.layout is not torch.strided or not scale.is_contiguous() or forward_ad._current_level >= 0:
+        return None
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    key = dispatch._backends, spec, x.dtype, x.device, x.shape, x.stride(), scale.dtype, scale.device, scale.shape
+    try:
+        direct = _found[key]
+    except KeyError:
+        direct = _find(key, x, spec, scale)
+    if direct is None or (zero_point is not None and not _fits(zero_point, scale, spec)):
+        return None
+    if torch.is_grad_enabled():
+        if scale.requires_grad or (zero_point is not None and zero_point.requires_grad):
+            return None
+        if x.requires_grad:
+            return _with_gradient(x, (direct, spec, scale, zero_point))
+    return direct.values(x, scale, zero_point, direct.form)
+
+
+def _with_gradient(x: Tensor, call: _Call) -> Tensor | None:
+    if call[1].gradient is not Gradient.CODE_RANGE:
+        return None
+    try:
+        return _apply(x, call)
+    except _NotValidError:
+        return None
+
+
+def _find(key: Hashable, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
+    fits = x.is_floating_point() and scale.device == x.device
+    direct = dispatch.choose(x, spec).direct(x, spec, scale) if fits else None
+    if len(_found) >= _MOST:
+        _found.clear()
+    _found[key] = direct
+    return direct
+
+
+def _fits(zero_point: Tensor, scale: Tensor, spec: QuantSpec) -> bool:
+    return (
+        type(zero_point) in _PLAIN
+        and not spec.symmetric
+        and zero_point.shape == scale.shape
+        and (zero_point.dtype == scale.dtype or zero_point.dtype == torch.int32)
+        and zero_point.device == scale.device
+        and zero_point.is_contiguous()
+    )
+
+
+class _NotValidError(Exception):
+    """A scale or a zero point is not valid; the general way says which."""
+
+
+class _Direct(torch.autograd.Function):
+    """Every argument costs time at each call: the parameters, which get no gradient, come as one that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
+        direct, _, scale, zero_point = call
+        y, mask = direct.values_and_mask(x, scale, zero_point, direct.form)
+        if y is None:
+            raise _NotValidError
+        ctx.call = direct.grad_input, x.stride(), call[1]
+        ctx.save_for_backward(mask)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (mask,), (dy,) = ctx.saved_tensors, grad_outputs
+        grad_input, stride, spec = ctx.call
+        # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
+        if dy.stride() == stride and not torch.is_grad_enabled():
+            return grad_input(dy, mask), None
+        return through(dy, mask, (dispatch.choose(dy, spec), spec, stride)), None
+
+
+# Without what `Function.apply` asks and does for function transforms, which were asked for above.
+_apply: Any = super(torch.autograd.Function, _Direct).apply  # pyright: ignore[reportAttributeAccessIssue]

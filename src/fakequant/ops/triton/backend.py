@@ -1,0 +1,291 @@
+"""The Triton backend: hands CUDA tensors to the kernels in memory order; triton is imported with the first of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant.numerics.format import Format
+from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.philox import random_words
+from fakequant.numerics.qparams import QParams, Range, compute_dtype
+from fakequant.numerics.reference import input_range, seed_of
+from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
+from fakequant.ops.backend import Backend, Encoded
+from fakequant.ops.layout import Layout, layout_of
+from fakequant.ops.rules import cannot_choose, cannot_draw, cannot_round, table_fields
+
+from .call import Place, call_of, dynamic_call_of
+
+# Bytes of a block of elements: 16 loads of 16 bytes for each thread of 4 warps leave enough in flight to fill the bus.
+_BLOCK_BYTES = 8192
+# The first generation with an instruction that rounds float32 to bfloat16; triton serves none before it.
+_FIRST_CAPABILITY = (8, 0)
+log = logging.getLogger("fakequant.backend")
+# Scales of these dtypes imply a range that the kernel finds as the definition does; torch rounds others otherwise.
+_COMPUTED = (torch.float32, torch.float64)
+
+
+class Exclusion(NamedTuple):
+    """What the kernels do not serve, and why; the reference serves it."""
+
+    what: str
+    reason: str
+    applies: Callable[[Tensor, QuantSpec, bool], bool]
+
+
+EXCLUSIONS = (
+    Exclusion(
+        "float formats beyond 2**64, but for values of float64 tensors",
+        "rounding adds 2**(e + 23 - mantissa_bits), which must stay a float32",
+        lambda x, spec, codes: cannot_round(spec.format, torch.float32 if codes else x.dtype) is not None,
+    ),
+    Exclusion(
+        "stochastic rounding to float formats with steps below 2**-126, but for float64 tensors",
+        "the kernels find the step by its exponent field, which subnormal numbers have not",
+        lambda x, spec, codes: spec.rounding is Rounding.STOCHASTIC and cannot_draw(spec.format, x.dtype) is not None,
+    ),
+)
+
+
+class TritonBackend(Backend):
+    """Triton kernels for NVIDIA GPUs; in triton's interpreter they run anywhere.
+
+    Args:
+        device_type: of the tensors that are served; "cpu" is for the interpreter, TRITON_INTERPRET=1.
+        block: elements of a program, a power of two of at least 8; None chooses by the dtype.
+    """
+
+    name = "triton"
+    compiles_as_node = True
+
+    def __init__(self, device_type: str = "cuda", block: int | None = None) -> None:
+        self.device_type = device_type
+        self._block = block
+
+    def unavailable(self) -> str | None:
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        if self.device_type != "cuda":
+            return None
+        if torch.version.hip is not None:
+            return "the kernels are proven for GPUs of NVIDIA, and this torch is built for AMD's"
+        return None if torch.cuda.is_available() else "there is no GPU that torch can use"
+
+    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
+        if x.device.type != self.device_type:
+            return f"the tensor is on {x.device}"
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            return f"{type(x).__name__} is no plain tensor"
+        if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) < _FIRST_CAPABILITY:
+            return f"the kernels need a GPU of compute capability 8.0, {x.device} has {capability[0]}.{capability[1]}"
+        for what, reason, applies in EXCLUSIONS:
+            if applies(x, spec, codes):
+                return f"{what}: {reason}"
+        return None
+
+    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        plan = self._plan(spec, x)
+        packed = plan.layout.pack(x)
+        y = torch.empty_like(packed)
+        bits = _made_mask(packed) if mask else None
+        _quantize(plan, packed, params, _Outputs(y, bits))
+        return plan.layout.unpack(y), bits
+
+    def fake_quantize_dynamic(
+        self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        plan = self._plan(spec, x)
+        reason = cannot_choose(spec, x.dtype, plan.layout.group_shape) if x.numel() else "it is empty"
+        if reason is not None:
+            log.debug("triton measures %s on %s apart: %s", spec, tuple(x.shape), reason)
+            return super().fake_quantize_dynamic(x, spec, mask=mask, seed=seed)
+        from . import launch
+
+        packed = plan.layout.pack(x)
+        y = torch.empty_like(packed)
+        bits = _made_mask(packed) if mask else None
+        call = dynamic_call_of(spec, x.dtype, mask=mask)
+        assert call.rule is not None
+        table, random = _table_on(x.device, spec.format, compute_dtype(x.dtype)), plan.random(seed, packed)
+        if plan.place.is_in_one_pass(call.rule):
+            launch.quantize_runs(packed, (y, bits), (table, *random), plan.place, call)
+        else:
+            low, high, whole = _magnitudes(packed, plan.place, signed=not spec.symmetric)
+            whole = whole if call.rule.kind == "under_a_scale" else None
+            launch.quantize(packed, (y, bits, None), (whole, None, low, high, table, *random), plan.place, call)
+        return plan.layout.unpack(y), bits
+
+    def measure(self, x: Tensor, granularity: Granularity) -> Range:
+        layout = layout_of(granularity, x.shape, x.stride())
+        place = Place.of(layout.tiles, self._block_of(x.dtype))
+        low, high, _ = _magnitudes(layout.pack(x), place, signed=True)
+        assert low is not None
+        return Range(layout.unpack_groups(0.0 - low), layout.unpack_groups(high))
+
+    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
+        from . import launch
+
+        layout = layout_of(spec.granularity, dy.shape, x_stride)
+        packed = layout.pack(dy)
+        dx = torch.empty_like(packed)
+        launch.mask_gradient(packed, mask, dx, self._block_of(dy.dtype))
+        return layout.unpack(dx)
+
+    def grad_params(
+        self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not x.numel():
+            return super().grad_params(dy, x, params, spec, wants)
+        from . import launch
+
+        # Sums of four digits take the registers of four times as many elements.
+        plan = _plan_of(spec, x.shape, x.stride(), x.dtype, max(self._block_of(x.dtype) // 4, 8))
+        packed = plan.layout.pack(x)
+        table, random = _table_on(x.device, spec.format, compute_dtype(x.dtype)), plan.random(params.seed, packed)
+        shifted, clips = params.zero_point is not None, spec.gradient is Gradient.CLIP
+        wanted = params.scale if wants[0] else None, params.zero_point if wants[1] else None
+        sums = torch.zeros(2, 6, plan.place.groups, dtype=torch.int64, device=x.device)
+        by_scale, by_zero_point = (None if p is None else s for p, s in zip(wanted, sums, strict=True))
+        given = (*plan.params(params), table, *random)
+        call = call_of(spec, x.dtype, zero_point=shifted, mask=clips)
+        launch.sum_gradients(plan.layout.pack(dy), packed, (by_scale, by_zero_point), given, plan.place, call)
+        return plan.total(by_scale, wanted[0]), plan.total(by_zero_point, wanted[1])
+
+    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+        plan = self._plan(spec, x)
+        packed = plan.layout.pack(x)
+        codes = torch.empty_like(packed, dtype=_stored_in(spec.format))
+        _quantize(plan, packed, params, _Outputs(codes, emit="code"))
+        return plan.layout.unpack(codes).view(spec.format.storage)
+
+    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
+        plan = self._plan(spec, x)
+        packed = plan.layout.pack(x)
+        codes = torch.empty_like(packed, dtype=_stored_in(spec.format))
+        bits = _made_mask(packed) if mask else None
+        odd = torch.zeros(1, dtype=torch.int32, device=x.device)
+        _quantize(plan, packed, params, _Outputs(codes, bits, odd, emit="code"))
+        # The caller asks on the host whether something was NaN, and waits for the answer.
+        return Encoded(plan.layout.unpack(codes).view(spec.format.storage), bits, bool(odd))
+
+    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+        from . import launch
+
+        plan = self._plan(spec, codes, dtype)
+        packed = plan.layout.pack(codes.view(_stored_in(spec.format)))
+        y = torch.empty_like(packed, dtype=dtype)
+        table = _table_on(codes.device, spec.format, compute_dtype(dtype))
+        call = call_of(spec, dtype, zero_point=params.zero_point is not None)
+        launch.dequantize(packed, y, (*plan.params(params), table), plan.place, call)
+        return plan.layout.unpack(y)
+
+    def _block_of(self, dtype: torch.dtype) -> int:
+        return self._block or _BLOCK_BYTES // dtype.itemsize
+
+    def _plan(self, spec: QuantSpec, x: Tensor, dtype: torch.dtype | None = None) -> _Plan:
+        return _plan_of(spec, x.shape, x.stride(), dtype or x.dtype, self._block_of(dtype or x.dtype))
+
+
+class _Outputs(NamedTuple):
+    """What a quantization writes: values or codes, the packed mask, and whether something was NaN."""
+
+    y: Tensor
+    bits: Tensor | None = None
+    odd: Tensor | None = None
+    emit: str = "value"
+
+
+def _quantize(plan: _Plan, packed: Tensor, params: QParams, out: _Outputs) -> None:
+    from . import launch
+
+    shifted = params.zero_point is not None
+    call = call_of(plan.spec, packed.dtype, zero_point=shifted, mask=out.bits is not None, emit=out.emit)
+    given = plan.params(params, with_range=call.mask == "input")
+    table = _table_on(packed.device, plan.spec.format, compute_dtype(packed.dtype))
+    random = plan.random(params.seed, packed)
+    launch.quantize(packed, (out.y, out.bits, out.odd), (*given, table, *random), plan.place, call)
+
+
+def _magnitudes(packed: Tensor, place: Place, *, signed: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Magnitudes of the lowest and highest values of groups [groups], or of the farthest alone; the largest of all."""
+    from . import launch
+
+    dtype = compute_dtype(packed.dtype)
+    integer = torch.int64 if dtype == torch.float64 else torch.int32
+    patterns = torch.zeros((1 + signed) * place.groups + 1, dtype=integer, device=packed.device)
+    high, low = patterns[: place.groups], patterns[place.groups : -1] if signed else None
+    launch.measure(packed, (low, high, patterns[-1:]), place)
+    return None if low is None else low.view(dtype), high.view(dtype), patterns[-1:].view(dtype)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from a specification and the form of a tensor alone: found once for each, then looked up."""
+
+    spec: QuantSpec
+    layout: Layout
+    place: Place
+
+    def params(self, params: QParams, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
+        """Scale, zero point and range [groups], each in its own dtype; no range where the kernel finds it itself."""
+        low = high = None
+        if with_range and (params.range is not None or params.scale.dtype not in _COMPUTED):
+            low, high = (self._pack(end) for end in input_range(params, self.spec))
+        zero_point = None if params.zero_point is None else self._pack(params.zero_point)
+        return self._pack(params.scale), zero_point, low, high
+
+    def _pack(self, values: Tensor) -> Tensor:
+        return self.layout.pack_groups(values, values.dtype)
+
+    def total(self, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+        """The gradient of a parameter."""
+        if sums is None or parameter is None:
+            return None
+        from . import launch
+
+        dtype = parameter.dtype if parameter.dtype in _COMPUTED else torch.float64
+        result = torch.empty(self.place.groups, dtype=dtype, device=sums.device)
+        launch.total(sums, result)
+        return self.layout.unpack_groups(result).to(parameter.dtype)
+
+    def random(self, seed: Tensor | None, packed: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+        """What stochastic rounding draws from: words in the kernel's order, or a seed on the device, or a number."""
+        seed = seed_of(seed, self.spec)
+        if seed is None:
+            return None, None, 0
+        if not self.layout.row_major:
+            words = random_words(seed, torch.empty(self.layout.shape, dtype=torch.uint8, device=packed.device))
+            return self.layout.pack(words.to(torch.int32)), None, 0
+        if seed.device.type == "cpu":
+            return None, None, int(seed)
+        return None, seed, 0
+
+
+@lru_cache(maxsize=4096)
+def _plan_of(spec: QuantSpec, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, block: int) -> _Plan:
+    layout = layout_of(spec.granularity, shape, stride)
+    return _Plan(spec, layout, Place.of(layout.tiles, block))
+
+
+@lru_cache
+def _table_on(device: torch.device, fmt: Format, dtype: torch.dtype) -> Tensor | None:
+    """The fields of a table format on a device."""
+    fields = table_fields(fmt, dtype)
+    return torch.tensor(fields, dtype=dtype, device=device) if fields else None
+
+
+def _stored_in(fmt: Format) -> torch.dtype:
+    """The integers that codes are to the kernels; torch cannot pad its 8-bit floats."""
+    return torch.uint8 if fmt.storage.is_floating_point else fmt.storage
+
+
+def _made_mask(packed: Tensor) -> Tensor:
+    return torch.empty((packed.numel() + 7) // 8, dtype=torch.uint8, device=packed.device)

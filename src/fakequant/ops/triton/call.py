@@ -1,0 +1,296 @@
+"""What the kernels know at compile time, as values; imports no triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from fakequant.numerics.floats import FloatFormat, Specials
+from fakequant.numerics.format import Format
+from fakequant.numerics.granularity import Tiles
+from fakequant.numerics.qparams import compute_dtype
+from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
+from fakequant.ops.rules import UNDER_A_SCALE, grid_fields, rule_of, table_fields
+
+# Adding and subtracting 1.5 * 2**23 rounds to an integer while |v| < 2**22; beyond that v stays about itself, which
+# saturates all the same where codes and zero points stay below 2**21.
+_PLAIN_BITS = 20
+LARGEST_INT32 = 2**31 - 1
+# Of a run that a program holds at once: 32 elements for each thread of 8 warps.
+LONGEST_RUN = 8192
+# Runs shorter than this are reduced with those of other rows of memory, which lie side by side in it.
+_SHORT = 16
+# By the numbers of ops/rules.py.
+_KINDS = ("float", "multiplier", "asymmetric", "power_of_two", "under_a_scale")
+_MASKS = {Gradient.CODE_RANGE: "code", Gradient.INPUT_RANGE: "input", Gradient.CLIP: "clip"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How scales are found from ranges: `ops.rules.ScaleRule`, with numbers as the compute dtype has them."""
+
+    kind: str
+    bound: float
+    limit: float
+    least_multiplier: float
+    largest_multiplier: float
+    largest_number: float
+    divisor: float
+    offset: int
+    up_from: float
+    down_at: float
+    lowest: int
+    highest: int
+    smallest: float
+    scales: Call | None  # how scales are rounded to their format, where they have one that is rounded to
+
+
+@dataclass(frozen=True)
+class Call:
+    """How one element becomes a code and a value; a different one is compiled anew."""
+
+    arithmetic: str
+    has_zero_point: bool
+    family: str  # "integer", "float" or "table"
+    plain: bool  # integers so small that two additions round them, and no sign of zero to keep
+    has_offset: bool  # whether codes are integers, which have no negative zero
+    quant_min: float
+    quant_max: float
+    bound: float
+    symmetric: bool
+    mantissa_bits: int
+    min_exponent: int
+    negative_zero: bool
+    smallest_normal: float  # of a float format: where its subnormals end
+    step: float  # of a float format: the spacing just above 1
+    steps_in_one: float  # of a float format: 1 over the spacing of its subnormals; 0 where float32 has no such number
+    table_size: int
+    code_bits: int
+    nan_pattern: int  # of a float format: the stored code of NaN
+    infinity_pattern: int  # the stored code of infinity, or -1
+    stochastic: bool
+    mask: str  # where gradients pass: "none", "code", "input" or "clip"
+    emit: str  # "value" or "code"
+    rule: Choice | None  # by which scales are found, where they are not given
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the elements of a block find their groups.
+
+    Attributes:
+        kind: "single": there is one group. "whole": a block lies in one run of memory that a scale covers. "long": in
+            two at most. "eights": each eight elements lie in one run. "any": each element finds its own.
+        run: the length of runs where that is a power of two and they are "eights", else 0.
+        columns: the number of groups side by side, if that is a power of two and each is one element wide; else 0.
+        one_row: whether runs and groups are numbered alike.
+        one_plane: whether the groups of a row are all groups.
+        wide: whether positions need 64 bits.
+    """
+
+    kind: str
+    run: int
+    columns: int
+    one_row: bool
+    one_plane: bool
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """Tiles as runs of memory, each under one scale, and how blocks of elements meet them.
+
+    Attributes:
+        run: elements of a run.
+        columns: groups side by side, one run each.
+        period: runs from where the groups begin anew to where they are others.
+    """
+
+    elements: int
+    groups: int
+    run: int
+    columns: int
+    period: int
+    block: int
+    tiling: Tiling
+
+    @staticmethod
+    def of(tiles: Tiles, block: int) -> Place:
+        """That of tiles and blocks of so many elements, a power of two of at least 8."""
+        g0, b0, g1, b1 = tiles
+        # Groups that are runs of memory are one row of columns.
+        run, columns, period = (b0, g0, g0) if g1 == 1 and b1 == 1 else (b1, g1, b0 * g1)
+        tiling = _tiling(Place(tiles.elements, tiles.groups, run, columns, period, block, _NO_TILING))
+        return Place(tiles.elements, tiles.groups, run, columns, period, block, tiling)
+
+    def is_in_one_pass(self, rule: Choice) -> bool:
+        """Whether a program holds whole groups, and whole bytes of the mask, so that it finds their scales itself."""
+        runs_are_groups = self.columns == self.period and self.groups * self.run == self.elements
+        return runs_are_groups and self.run % 8 == 0 and self.run <= LONGEST_RUN and rule.kind != "under_a_scale"
+
+
+_NO_TILING = Tiling("single", 0, 0, False, False, False)
+
+
+def _tiling(place: Place) -> Tiling:
+    one_plane = place.period * place.run >= place.elements
+    kind, run, columns = "any", 0, 0
+    if place.groups <= 1:
+        kind = "single"
+    elif place.run >= place.block:
+        kind = "long" if place.run % place.block else "whole"
+    elif place.run % 8 == 0:
+        kind, run = "eights", place.run if is_power_of_two(place.run) else 0
+    elif place.run == 1 and one_plane and is_power_of_two(place.columns):
+        columns = place.columns
+    wide = place.elements + place.block > LARGEST_INT32
+    return Tiling(kind, run, columns, place.columns == place.period, one_plane, wide)
+
+
+def is_power_of_two(n: int) -> bool:
+    """Whether a positive number is a power of two."""
+    return n & (n - 1) == 0
+
+
+@lru_cache(maxsize=4096)
+def call_of(
+    spec: QuantSpec,
+    dtype: torch.dtype,
+    *,
+    zero_point: bool = False,
+    mask: bool = False,
+    emit: str = "value",
+) -> Call:
+    """The call for tensors of a dtype by given parameters; `mask`: whether it is written."""
+    fmt = spec.format
+    stochastic = spec.rounding is Rounding.STOCHASTIC
+    keeps_sign = spec.arithmetic is Arithmetic.MULTIPLIER or stochastic
+    return Call(
+        arithmetic=spec.arithmetic.value,
+        has_zero_point=zero_point,
+        plain=_family(fmt) == "integer" and fmt.bits <= _PLAIN_BITS and not keeps_sign,
+        symmetric=spec.symmetric,
+        stochastic=stochastic,
+        mask=_MASKS.get(spec.gradient, "none") if mask else "none",
+        emit=emit,
+        rule=None,
+        **_fields(fmt, dtype),
+    )
+
+
+@lru_cache(maxsize=4096)
+def dynamic_call_of(spec: QuantSpec, dtype: torch.dtype, *, mask: bool) -> Call:
+    """The call for tensors of a dtype by the range of groups."""
+    call, rule = call_of(spec, dtype, zero_point=not spec.symmetric, mask=mask), _choice_of(spec, dtype)
+    # Dividing by a power of two is multiplying by its reciprocal, bit for bit, where that exists: from 2**-127 on.
+    exact = rule.kind == "power_of_two" and rule.lowest >= -127 and spec.arithmetic is Arithmetic.DIVIDE
+    return replace(call, rule=rule, arithmetic=Arithmetic.RECIPROCAL.value if exact else call.arithmetic)
+
+
+def _family(fmt: Format) -> str:
+    if fmt.grid.table is not None:
+        return "table"
+    return "integer" if fmt.grid.mantissa_bits is None else "float"
+
+
+def _fields(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
+    """What the grid of a format says."""
+    quant_min, quant_max, mantissa_bits, min_exponent, negative_zero = grid_fields(fmt.grid)
+    return {
+        "family": _family(fmt),
+        "has_offset": fmt.has_zero_point,
+        "quant_min": float(quant_min),
+        "quant_max": float(quant_max),
+        "bound": float(fmt.bound),
+        "mantissa_bits": mantissa_bits,
+        "min_exponent": min_exponent,
+        "negative_zero": negative_zero,
+        "smallest_normal": 2.0**min_exponent,
+        "step": 2.0**-mantissa_bits,
+        "steps_in_one": 2.0 ** (mantissa_bits - min_exponent) if mantissa_bits - min_exponent < 128 else 0.0,
+        "code_bits": fmt.bits,
+        "nan_pattern": fmt.nan_pattern if isinstance(fmt, FloatFormat) else 0,
+        "infinity_pattern": _infinity_pattern(fmt),
+        "table_size": (len(table_fields(fmt, compute_dtype(dtype))) + 1) // 2,
+    }
+
+
+def _infinity_pattern(fmt: Format) -> int:
+    """All bits of the exponent, if that is infinity."""
+    if not isinstance(fmt, FloatFormat) or fmt.specials is not Specials.IEEE:
+        return -1
+    return ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits
+
+
+def _choice_of(spec: QuantSpec, dtype: torch.dtype) -> Choice:
+    rule, computed = rule_of(spec, dtype), compute_dtype(dtype)
+    number, info = (np.float64 if computed == torch.float64 else np.float32), torch.finfo(computed)
+    scales = None
+    if rule.kind == UNDER_A_SCALE:
+        assert spec.scale.format is not None
+        scales = replace(call_of(QuantSpec("int8"), dtype), plain=False, **_fields(spec.scale.format, dtype))
+    return Choice(
+        kind=_KINDS[rule.kind],
+        bound=float(number(rule.bound)),
+        limit=float(number(rule.limit)),
+        least_multiplier=float(number(1.0 / rule.limit)),
+        largest_multiplier=float(number(1.0 / info.tiny)),
+        largest_number=float(info.max),
+        divisor=float(number(rule.divisor)),
+        offset=rule.offset,
+        up_from=float(number(rule.up_from)),
+        down_at=float(number(rule.down_at)),
+        lowest=rule.lowest,
+        highest=rule.highest,
+        smallest=float(number(rule.smallest)),
+        scales=scales,
+    )
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How programs go over all groups to reduce them.
+
+    Attributes:
+        across: whether rows of memory hold one element, or a few, of every group, and are reduced with each other;
+            otherwise rows are runs, and each is reduced in itself.
+        rows: rows of a block.
+        width: elements of a row in a block; a power of two.
+        steps: how many blocks a program takes, of a run or of rows.
+        programs: how many there are.
+    """
+
+    across: bool
+    rows: int
+    width: int
+    steps: int
+    programs: int
+
+    @staticmethod
+    def of(place: Place, most_steps: int = 8) -> Sweep:
+        """That of a place, in blocks of its size."""
+        if place.run < _SHORT and place.period > place.columns:
+            row = place.columns * place.run
+            rows, planes = place.period // place.columns, place.groups // place.columns
+            width = min(next_power_of_two(row), max(place.block // 16, 8))
+            height = place.block // width
+            steps = min(most_steps, ceiling(rows, height))
+            return Sweep(True, height, width, steps, planes * ceiling(rows, height * steps) * ceiling(row, width))
+        width = min(next_power_of_two(place.run), place.block)
+        height, steps = place.block // width, min(most_steps, ceiling(place.run, width))
+        runs = place.elements // place.run
+        return Sweep(False, height, width, steps, ceiling(runs, height) * ceiling(place.run, width * steps))
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (n - 1).bit_length()
+
+
+def ceiling(n: int, by: int) -> int:
+    """n / by, rounded up."""
+    return -(-n // by)

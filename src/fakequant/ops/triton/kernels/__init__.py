@@ -1,0 +1,1 @@
+"""The kernels, in triton's language; importing them imports triton."""

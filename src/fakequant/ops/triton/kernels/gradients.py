@@ -1,0 +1,216 @@
+"""The gradients of scale and zero point: sums of dy times slope that come out the same in any order.
+
+numerics/sums.py explains the digits. Integers are added by atomic operations, which is exact, so that the order of
+programs changes nothing. Two passes over memory, because the first digit depends on the largest product of a group.
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import encode, in_code_range, load_params
+from .ranges import places_of_sweep
+from .rounding import clamp, computable, divide
+from .stochastic import draw_word, load_seed
+
+
+@triton.jit
+def slopes_of(v, scaled, code, params, CALL: tl.constexpr):
+    """The derivatives of y by scale and zero point: reference.py, `_slopes`."""
+    s, _, z, lo, hi = params
+    offset = z if CALL.has_zero_point else tl.zeros_like(s)
+    if CALL.mask == "clip":
+        low, high = v <= lo, v >= hi
+        outside = low | high
+        slope = tl.where(low, CALL.quant_min - offset, tl.where(high, CALL.quant_max - offset, 0.0))
+    else:
+        inside = in_code_range(code, CALL)
+        outside = inside == 0
+        slope = tl.where(inside, code - offset - scaled, clamp(code, CALL) - offset)
+    if CALL.arithmetic == "multiplier":
+        slope = divide(-slope, s * s)
+    return slope, tl.where(outside, -s, 0.0)
+
+
+@triton.jit
+def product_of(dy, slope, there):
+    """In float64, in which products of float32 are exact; zero where the slope is zero, whatever dy is."""
+    finite = tl.abs(dy) < float("inf")
+    return tl.where(there & ((slope != 0) | finite), dy.to(tl.float64) * slope.to(tl.float64), 0.0)
+
+
+@triton.jit
+def params_of_sweep(
+    scale, zero_point, low, high, n, run, columns, period, CALL: tl.constexpr, SWEEP: tl.constexpr,
+    TILING: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The parameters of the groups of a sweep, shaped to meet its blocks."""
+    _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
+    s, inverse, z, lo, hi = load_params(scale, zero_point, low, high, group, there, COMPUTE, CALL)
+    if SWEEP.across:
+        return s[None, :], inverse[None, :], z[None, :], lo[None, :], hi[None, :]
+    else:
+        return s[:, None], inverse[:, None], z[:, None], lo[:, None], hi[:, None]
+
+
+@triton.jit
+def products_of_step(
+    step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, CALL: tl.constexpr,
+    SWEEP: tl.constexpr, TILING: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The products of the elements of a block, with the slopes by scale and by zero point."""
+    position, there, _, _ = places_of_sweep(step, n, run, columns, period, SWEEP, TILING)
+    v = computable(tl.load(x + position, mask=there, other=0.0), COMPUTE)
+    gradient = computable(tl.load(dy + position, mask=there, other=0.0), COMPUTE)
+    drawn = None
+    if CALL.stochastic:
+        if words is not None:
+            drawn = tl.load(words + position, mask=there, other=0).to(tl.uint32, bitcast=True)
+        else:
+            drawn = draw_word(position, load_seed(seed, seed_value))
+    scaled, code = encode(v, params, table, drawn, CALL)
+    by_scale, by_zero_point = slopes_of(v, scaled, code, params, CALL)
+    return product_of(gradient, by_scale, there), product_of(gradient, by_zero_point, there)
+
+
+@triton.jit
+def kinds_of(product):
+    """The exponent field of finite products, and which kinds of others there are: 1 inf, 2 -inf, 4 NaN."""
+    pattern = product.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    field = tl.where(pattern < 0x7FF0000000000000, pattern >> 52, 0)
+    kind = tl.where(product == float("inf"), 1, 0) | tl.where(product == -float("inf"), 2, 0)
+    return field, (kind | tl.where(product != product, 4, 0)).to(tl.int64)
+
+
+@triton.jit
+def raise_largest(sums, field, kind, group, there, groups, REDUCED: tl.constexpr):
+    """Of sums [6, groups]: row 0, the largest exponent field; row 5, the kinds of what is not finite."""
+    tl.atomic_max(sums + group, tl.max(field, axis=REDUCED), mask=there, sem="relaxed")
+    kinds = tl.max(kind & 1, axis=REDUCED) | tl.max(kind & 2, axis=REDUCED) | tl.max(kind & 4, axis=REDUCED)
+    tl.atomic_or(sums + 5 * groups + group, kinds, mask=there & (kinds != 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["seed_value"])
+def largest_kernel(
+    dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value, groups,
+    n, run, columns, period, CALL: tl.constexpr, SWEEP: tl.constexpr, TILING: tl.constexpr,
+):  # fmt: skip
+    """The first pass: what the digits count from."""
+    COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    REDUCED: tl.constexpr = 0 if SWEEP.across else 1
+    params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE)
+    field0 = tl.zeros((SWEEP.rows, SWEEP.width), tl.int64)
+    kind0, field1, kind1 = field0, field0, field0
+    for step in range(SWEEP.steps):
+        p0, p1 = products_of_step(
+            step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE
+        )
+        if by_scale is not None:
+            field, kind = kinds_of(p0)
+            field0, kind0 = tl.maximum(field0, field), kind0 | kind
+        if by_zero_point is not None:
+            field, kind = kinds_of(p1)
+            field1, kind1 = tl.maximum(field1, field), kind1 | kind
+    _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
+    if by_scale is not None:
+        raise_largest(by_scale, field0, kind0, group, there, groups, REDUCED)
+    if by_zero_point is not None:
+        raise_largest(by_zero_point, field1, kind1, group, there, groups, REDUCED)
+
+
+@triton.jit
+def power_of(field):
+    """The power of 2**30 above numbers of an exponent field; 1020 is added so that the division rounds down."""
+    return (field - 1022 + 29 + 1020) // 30 - 34
+
+
+@triton.jit
+def power_of_two(exponent):
+    return ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def halved_scale(sums, group, there, SWEEP: tl.constexpr):
+    """What the products of groups are scaled by, twice, to get their first digit before the point."""
+    half = power_of_two((1 - power_of(tl.load(sums + group, mask=there, other=0))) * 15)
+    if SWEEP.across:
+        return half[None, :]
+    else:
+        return half[:, None]
+
+
+@triton.jit
+def with_digits(digits, product, half):
+    """The sums of digits with those of products."""
+    d0, d1, d2, d3 = digits
+    finite = tl.abs(product) < float("inf")
+    rest = tl.where(finite, product, 0.0) * half * half
+    digit = rest.to(tl.int64)
+    d0 += digit
+    rest = (rest - digit.to(tl.float64)) * 1073741824.0
+    digit = rest.to(tl.int64)
+    d1 += digit
+    rest = (rest - digit.to(tl.float64)) * 1073741824.0
+    digit = rest.to(tl.int64)
+    d2 += digit
+    rest = (rest - digit.to(tl.float64)) * 1073741824.0
+    return d0, d1, d2, d3 + rest.to(tl.int64)
+
+
+@triton.jit
+def add_digits(sums, digits, group, there, groups, REDUCED: tl.constexpr):
+    """To rows 1 to 4 of sums [6, groups]."""
+    d0, d1, d2, d3 = digits
+    tl.atomic_add(sums + groups + group, tl.sum(d0, axis=REDUCED), mask=there, sem="relaxed")
+    tl.atomic_add(sums + 2 * groups + group, tl.sum(d1, axis=REDUCED), mask=there, sem="relaxed")
+    tl.atomic_add(sums + 3 * groups + group, tl.sum(d2, axis=REDUCED), mask=there, sem="relaxed")
+    tl.atomic_add(sums + 4 * groups + group, tl.sum(d3, axis=REDUCED), mask=there, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["seed_value"])
+def digits_kernel(
+    dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value, groups,
+    n, run, columns, period, CALL: tl.constexpr, SWEEP: tl.constexpr, TILING: tl.constexpr,
+):  # fmt: skip
+    """The second pass: the sums of digits."""
+    COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    REDUCED: tl.constexpr = 0 if SWEEP.across else 1
+    params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE)
+    _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
+    zeros = tl.zeros((SWEEP.rows, SWEEP.width), tl.int64)
+    digits0, digits1 = (zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros)
+    if by_scale is not None:
+        half0 = halved_scale(by_scale, group, there, SWEEP)
+    if by_zero_point is not None:
+        half1 = halved_scale(by_zero_point, group, there, SWEEP)
+    for step in range(SWEEP.steps):
+        p0, p1 = products_of_step(
+            step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE
+        )
+        if by_scale is not None:
+            digits0 = with_digits(digits0, p0, half0)
+        if by_zero_point is not None:
+            digits1 = with_digits(digits1, p1, half1)
+    if by_scale is not None:
+        add_digits(by_scale, digits0, group, there, groups, REDUCED)
+    if by_zero_point is not None:
+        add_digits(by_zero_point, digits1, group, there, groups, REDUCED)
+
+
+@triton.jit
+def total_kernel(sums, total, groups, BLOCK: tl.constexpr):
+    """The number of summed digits, by carrying over until each is within half the base."""
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = group < groups
+    number = tl.zeros((BLOCK,), tl.float64)
+    carry = tl.zeros((BLOCK,), tl.int64)
+    for k in tl.static_range(3):
+        digit = tl.load(sums + (4 - k) * groups + group, mask=there, other=0) + carry
+        carry = (digit + 536870912) >> 30
+        number = (number + (digit - (carry << 30)).to(tl.float64)) * 9.313225746154785e-10
+    number = number + (tl.load(sums + groups + group, mask=there, other=0) + carry).to(tl.float64)
+    back = power_of_two((power_of(tl.load(sums + group, mask=there, other=0)) - 1) * 15)
+    kinds = tl.load(sums + 5 * groups + group, mask=there, other=0)
+    others = tl.where(kinds == 1, float("inf"), tl.where(kinds == 2, -float("inf"), float("nan")))
+    number = number * back * back
+    number = tl.where(kinds == 0, number, others)
+    tl.store(total + group, number.to(total.dtype.element_ty), mask=there)

@@ -1,0 +1,94 @@
+"""Starts the kernels on torch's current stream of the tensor's device."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import call as _call
+from .call import Call, Place, Sweep, ceiling, next_power_of_two
+from .kernels.backward import mask_kernel
+from .kernels.codes import dequantize_kernel
+from .kernels.dynamic import quantize_runs_kernel
+from .kernels.forward import quantize_kernel
+from .kernels.gradients import digits_kernel, largest_kernel, total_kernel
+from .kernels.ranges import measure_kernel
+
+Given = tuple[Tensor | int | None, ...]
+_WARPS = 4
+# Elements of rows that take twice the warps.
+_WIDE_ROW = 4096
+# Of a program that finds the totals of groups.
+_GROUPS = 256
+_SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _start(
+    kernel: Any, programs: int, x: Tensor, *rest: Tensor | int | None, warps: int = _WARPS, **fixed: Any
+) -> None:
+    """Starts a kernel on the device of its first tensor; triton takes the current one, whatever it is given."""
+    current = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    with contextlib.nullcontext() if current else torch.cuda.device(x.device):
+        # A product and a sum must not become one operation with one rounding.
+        kernel[(programs,)](x, *rest, **fixed, enable_fp_fusion=False, num_warps=warps)
+
+
+def _shape(place: Place) -> tuple[int, int, int, int]:
+    return place.elements, place.run, place.columns, place.period
+
+
+def quantize(x: Tensor, outputs: Given, given: Given, place: Place, call: Call) -> None:
+    """`quantize_kernel` over all of x; outputs are y, bits and odd; given goes from scale to seed_value."""
+    if place.elements:
+        fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
+        _start(quantize_kernel, ceiling(place.elements, place.block), x, *outputs, *given, *_shape(place), **fixed)
+
+
+def dequantize(codes: Tensor, y: Tensor, given: Given, place: Place, call: Call) -> None:
+    """`dequantize_kernel` over all codes; given goes from scale to table."""
+    if place.elements:
+        fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
+        _start(dequantize_kernel, ceiling(place.elements, place.block), codes, y, *given, *_shape(place), **fixed)
+
+
+def quantize_runs(x: Tensor, outputs: Given, given: Given, place: Place, call: Call) -> None:
+    """`quantize_runs_kernel` over all runs; outputs are y and bits; given goes from table to seed_value."""
+    width = max(next_power_of_two(place.run), 8)
+    rows = max(place.block // width, 1)
+    wide = place.elements + rows * width > _call.LARGEST_INT32
+    fixed = {"CALL": call, "WIDE": wide, "ROWS": rows, "WIDTH": width}
+    warps = 2 * _WARPS if width >= _WIDE_ROW else _WARPS
+    programs = ceiling(place.groups, rows)
+    _start(quantize_runs_kernel, programs, x, *outputs, *given, place.groups, place.run, warps=warps, **fixed)
+
+
+def measure(x: Tensor, patterns: Given, place: Place) -> None:
+    """`measure_kernel` over all of x; patterns are low, high and whole."""
+    if place.elements:
+        sweep = Sweep.of(place)
+        _start(measure_kernel, sweep.programs, x, *patterns, *_shape(place), SWEEP=sweep, TILING=place.tiling)
+
+
+def mask_gradient(dy: Tensor, bits: Tensor, dx: Tensor, block: int) -> None:
+    """`mask_kernel` over all of dy."""
+    n, integer = dy.numel(), _SAME_SIZE_INTEGER[dy.element_size()]
+    if n:
+        wide = n + block > _call.LARGEST_INT32
+        _start(mask_kernel, ceiling(n, block), dy.view(integer), bits, dx.view(integer), n, WIDE=wide, BLOCK=block)
+
+
+def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: Place, call: Call) -> None:
+    """Both passes over dy and x that add to sums [6, groups]; given goes from scale to seed_value."""
+    sweep = Sweep.of(place, most_steps=16)
+    fixed = {"CALL": call, "SWEEP": sweep, "TILING": place.tiling}
+    for kernel in (largest_kernel, digits_kernel):
+        _start(kernel, sweep.programs, dy, x, *sums, *given, place.groups, *_shape(place), **fixed)
+
+
+def total(sums: Tensor, result: Tensor) -> None:
+    """`total_kernel` over all groups."""
+    block = min(_GROUPS, next_power_of_two(result.numel()))
+    _start(total_kernel, ceiling(result.numel(), block), sums, result, result.numel(), BLOCK=block)

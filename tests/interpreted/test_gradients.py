@@ -1,0 +1,111 @@
+"""The gradients of scale and zero point equal the definition in every bit."""
+
+import cases
+import pytest
+import torch
+from bits import assert_same_bits
+from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from test_cpu_kernels import compare_grad_params, hostile_gradient
+
+import fakequant as fq
+from fakequant.numerics import reference
+from fakequant.ops.triton.backend import TritonBackend
+
+GRADIENTS = (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP)
+TURNS = ["int8", "uint8_affine", "float8_e4m3fn", "int16", "nf4", "odd_range_affine", "float8_e5m2fnuz"]
+
+
+def compare(name, where_name, dtype, arithmetic, gradient, block=2048):
+    case, where = FORMATS[name], GRANULARITIES[where_name]
+    numbers = cases.hostile(case, where, arithmetic, dtype)
+    laid = cases.Numbers(LAYOUTS[list(LAYOUTS)[len(where_name) % len(LAYOUTS)]](numbers.x), numbers.params)
+    spec = case.spec(where.granularity, arithmetic, gradient=gradient)
+    compare_grad_params(TritonBackend("cpu", block), laid, spec, f"{where_name} {spec}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_granularity(dtype):
+    for turn, where_name in enumerate(GRANULARITIES):
+        turn += list(DTYPES.values()).index(dtype)
+        name = TURNS[turn % len(TURNS)]
+        arithmetics = FORMATS[name].arithmetics()
+        compare(name, where_name, dtype, arithmetics[turn % len(arithmetics)], GRADIENTS[turn % 2])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format(name):
+    for turn, arithmetic in enumerate(FORMATS[name].arithmetics()):
+        compare(name, "channel_1", torch.float32, arithmetic, GRADIENTS[turn % 2])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_combination(name, dtype):
+    for where_name in GRANULARITIES:
+        for arithmetic in FORMATS[name].arithmetics():
+            for gradient in GRADIENTS:
+                compare(name, where_name, dtype, arithmetic, gradient)
+
+
+@pytest.mark.parametrize("where_name", ["tensor", "channel_1", "channel_last", "tiles"])
+def test_several_programs_share_a_group(where_name):
+    compare("uint8_affine", where_name, torch.float32, fq.Arithmetic.DIVIDE, fq.Gradient.CODE_RANGE, block=128)
+
+
+def test_stochastic_rounding():
+    for where_name, layout in (("channel_1", "contiguous"), ("tensor", "transposed")):
+        where = GRANULARITIES[where_name]
+        numbers = cases.hostile(FORMATS["int8"], where, fq.Arithmetic.DIVIDE, torch.float32)
+        spec = fq.QuantSpec("int8", where.granularity, rounding=fq.Rounding.STOCHASTIC)
+        params = numbers.params._replace(seed=torch.tensor(2**40 + 3))
+        laid = cases.Numbers(LAYOUTS[layout](numbers.x), params)
+        compare_grad_params(TritonBackend("cpu", 2048), laid, spec, where_name)
+
+
+def test_what_is_wanted():
+    """Learned parameters may have another dtype than the input."""
+    where, backend = GRANULARITIES["channel_1"], TritonBackend("cpu", 2048)
+    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
+    params = fq.QParams(numbers.params.scale, numbers.params.zero_point.half())
+    spec, dy = fq.QuantSpec("uint8", where.granularity), hostile_gradient(numbers.x)
+    both = reference.grad_params(dy, numbers.x, params, spec, (True, True))
+    for wants in ((True, True), (True, False), (False, True)):
+        actual = backend.grad_params(dy, numbers.x, params, spec, wants)
+        for one, other, wanted in zip(actual, both, wants, strict=True):
+            assert (one is not None) == wanted
+            if wanted:
+                assert_same_bits(one, other)
+
+
+def test_sums_of_every_magnitude():
+    """Of scale 1, slopes are whole numbers: products of all exponents, of which the lowest digits are cut off."""
+    x = torch.full((6, 300), 1e4, dtype=torch.float64)
+    spec, params = fq.QuantSpec("int8", fq.PerChannel(0)), fq.QParams(torch.ones(6, 1, dtype=torch.float64))
+    exponents = torch.linspace(-1074, 1000, 300, dtype=torch.float64)
+    dy = torch.ldexp(torch.randn(6, 300, dtype=torch.float64), exponents)
+    dy[1:] *= torch.tensor([1e-300, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)[:, None]
+    dy[3, 7], dy[4, 7], dy[5, 7], dy[5, 8] = float("inf"), -float("inf"), float("inf"), -float("inf")
+    right = reference.grad_params(dy, x, params, spec, (True, False))[0]
+    found = TritonBackend("cpu", 2048).grad_params(dy, x, params, spec, (True, False))[0]
+    assert_same_bits(found, right)
+    assert found[3].isposinf()
+    assert found[4].isneginf()
+    assert found[5].isnan()
+
+
+def test_empty():
+    spec, params = fq.QuantSpec("int8"), fq.QParams(torch.ones(1))
+    found = TritonBackend("cpu").grad_params(torch.empty(0), torch.empty(0), params, spec, (True, False))
+    assert_same_bits(found[0], torch.zeros(1))
+
+
+def test_the_checker_can_fail():
+    class Off(TritonBackend):
+        def grad_params(self, *given):
+            scale, zero_point = super().grad_params(*given)
+            return scale.nextafter(torch.full_like(scale, 1e300)), zero_point
+
+    numbers = cases.hostile(FORMATS["int8"], GRANULARITIES["channel_0"], fq.Arithmetic.DIVIDE, torch.float32)
+    with pytest.raises(AssertionError, match="gradient of the scale"):
+        compare_grad_params(Off("cpu", 2048), numbers, fq.QuantSpec("int8", fq.PerChannel(0)), "")

@@ -1,0 +1,204 @@
+"""The shortest way to a kernel gives the reference's bits, and leaves to the general way what it must not do."""
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+from bits import assert_same_bits
+from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from torch import nn
+
+import fakequant as fq
+from fakequant.nn import Quantizer
+from fakequant.numerics import reference
+from fakequant.ops import direct, dispatch
+from fakequant.ops.backend import Direct
+from fakequant.ops.cpu.backend import load_kernels
+from fakequant.ops.direct import fake_quantize_directly
+
+needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
+INT8 = fq.QuantSpec("int8")
+AFFINE = fq.QuantSpec("int8", symmetric=False)
+X = torch.tensor([[0.3, -1.0], [64.0, float("nan")]])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_found_before(monkeypatch):
+    monkeypatch.setattr(direct, "_found", {})
+
+
+def compare(case, granularity, arithmetic, dtype, layout):
+    """How many of the four comparisons of one input were served."""
+    spec = case.spec(granularity.granularity, arithmetic)
+    numbers = cases.hostile(case, granularity, arithmetic, dtype)
+    x, (scale, zero_point, *_) = LAYOUTS[layout](numbers.x), numbers.params
+    params = fq.QParams(scale, zero_point)
+    served = 0
+    for leaf in (x, x.detach().requires_grad_()):
+        y = fake_quantize_directly(leaf, spec, scale, zero_point)
+        if y is None:
+            continue
+        assert_same_bits(y, reference.fake_quantize(x, params, spec), f"{spec} {dtype} {layout}")
+        assert y.stride() == x.stride()
+        served += 1
+        if not leaf.requires_grad:
+            continue
+        for dy in (torch.randn_like(x), torch.ones((), dtype=dtype).expand(x.shape)):
+            (dx,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
+            wanted = reference.grad_input(dy, reference.passes(x, params, spec))
+            assert_same_bits(dx, wanted, f"{spec} {dtype} {layout} dx")
+            served += 1
+    return served
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_are_those_of_the_reference(name, dtype):
+    case, served = FORMATS[name], 0
+    for granularity in GRANULARITIES.values():
+        for arithmetic in case.arithmetics():
+            for layout in ("contiguous", "channels_last", "transposed", "sliced", "offset"):
+                served += compare(case, granularity, arithmetic, dtype, layout)
+    unsupported = dispatch.backends()[0].unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=False)
+    assert (served > 0) == (unsupported is None), unsupported
+
+
+@needs_kernels
+@pytest.mark.parametrize("granularity", ["tensor", "channel_0", "channel_last", "token", "block_32", "tiles"])
+def test_dense_tensors_are_served(granularity):
+    case = GRANULARITIES[granularity]
+    assert (
+        fake_quantize_directly(
+            torch.ones(case.shape), fq.QuantSpec("int8", case.granularity), torch.ones(case.groups), None
+        )
+        is not None
+    )
+
+
+def learned(value: float) -> torch.Tensor:
+    return torch.tensor(value, requires_grad=True)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "a subclass": (X.as_subclass(Subclass), INT8, torch.tensor(0.5)),
+    "integers": (torch.ones(2, dtype=torch.int64), INT8, torch.tensor(0.5)),
+    "a sparse tensor": (X.to_sparse(), INT8, torch.tensor(0.5)),
+    "a meta tensor": (X.to("meta"), INT8, torch.tensor(0.5)),
+    "a tensor with gaps": (X[:, ::2], INT8, torch.tensor(0.5)),
+    "a learned scale": (X, INT8, learned(0.5)),
+    "a learned zero point": (X, AFFINE, torch.tensor(0.5), learned(3.0)),
+    "a scale of another dtype": (X, INT8, torch.tensor(0.5, dtype=torch.float64)),
+    "a scale with gaps": (X, fq.QuantSpec("int8", fq.PerChannel(0)), torch.ones(4)[::2]),
+    "a scale of another shape": (X, INT8, torch.ones(2)),
+    "scales in another order than groups": (
+        torch.rand(3, 2).t(),
+        fq.QuantSpec("int8", fq.PerChannel(0, 1)),
+        torch.rand(2, 3) + 1,
+    ),
+    "a zero point of another shape": (X, AFFINE, torch.tensor(0.5), torch.ones(1)),
+    "a zero point of a symmetric specification": (X, INT8, torch.tensor(0.5), torch.tensor(1.0)),
+    "a zero point of another dtype": (X, AFFINE, torch.tensor(0.5), torch.tensor(1, dtype=torch.int64)),
+    "stochastic rounding": (X, INT8.replace(rounding=fq.Rounding.STOCHASTIC), torch.tensor(0.5)),
+    "the mask of another gradient": (
+        X.clone().requires_grad_(),
+        INT8.replace(gradient=fq.Gradient.INPUT_RANGE),
+        torch.tensor(0.5),
+    ),
+    **{
+        f"the scale {value}": (X, INT8, torch.tensor(value))
+        for value in (0.0, -0.0, -1.0, float("nan"), float("inf"), -float("inf"))
+    },
+    "no reciprocal": (X, INT8.replace(arithmetic=fq.Arithmetic.RECIPROCAL), torch.tensor(2.0**-128)),
+    "the last scale": (X, fq.QuantSpec("int8", fq.PerChannel(0)), torch.tensor([1.0, 0.0])),
+    **{
+        f"the zero point {value}": (X, AFFINE, torch.tensor(0.5), torch.tensor(value))
+        for value in (-129, 128, 0.5, float("nan"), -129.0)
+    },
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("why", REFUSED)
+def test_refused(why):
+    x, spec, scale, *zero_point = REFUSED[why]
+    for tensor in (x, x.detach().requires_grad_() if x.is_floating_point() else x):
+        assert fake_quantize_directly(tensor, spec, scale, zero_point[0] if zero_point else None) is None
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("spec", "scale", "zero_point"),
+    [
+        (INT8.replace(arithmetic=fq.Arithmetic.RECIPROCAL), 2.0**-128 + 2.0**-149, None),
+        (INT8, 2.0**-149, None),
+        (INT8, torch.finfo(torch.float32).max, None),
+        (AFFINE, 0.5, torch.tensor(-128.0)),
+        (AFFINE, 0.5, torch.tensor(127, dtype=torch.int32)),
+    ],
+)
+def test_the_last_valid_parameters_are_served(spec, scale, zero_point):
+    assert fake_quantize_directly(X, spec, torch.tensor(scale), zero_point) is not None
+
+
+@needs_kernels
+def test_nothing_is_served_while_something_watches():
+    scale = torch.tensor(0.5)
+    assert fake_quantize_directly(X, INT8, scale, None) is not None
+    with torch.autograd.forward_ad.dual_level():
+        assert fake_quantize_directly(X, INT8, scale, None) is None
+    seen = []
+    torch.func.vmap(lambda row: seen.append(fake_quantize_directly(row, INT8, scale, None)) or row)(X)
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        seen.append(fake_quantize_directly(X, INT8, scale, None))
+    torch.compile(lambda x: seen.append(fake_quantize_directly(x, INT8, scale, None)) or x + 1, backend="eager")(X)
+    assert seen == [None, None, None]
+
+
+@needs_kernels
+def test_function_and_module_take_it(monkeypatch):
+    for backend in dispatch.backends():
+        monkeypatch.setattr(backend, "fake_quantize", None)
+    quantizer = Quantizer(AFFINE)
+    quantizer.set_range(fq.Range(torch.tensor([[-1.0]]), torch.tensor([[1.5]])))
+    for x in (X, X.clone().requires_grad_(), nn.Parameter(X)):
+        assert fq.fake_quantize(x, "int8", scale=torch.tensor(0.5)).tolist()[0] == [0.5, -1.0]
+        assert quantizer(x).shape == x.shape
+
+
+@needs_kernels
+def test_the_gradient_has_a_gradient():
+    x = X.nan_to_num(100.0).double().requires_grad_()
+    weight = torch.ones_like(x, requires_grad=True)
+    (dx,) = torch.autograd.grad(
+        fake_quantize_directly(x, INT8, torch.tensor(0.5).double(), None), x, weight, create_graph=True
+    )
+    (twice,) = torch.autograd.grad(dx.sum(), weight)
+    assert twice.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
+@needs_kernels
+def test_few_kinds_are_remembered(monkeypatch):
+    monkeypatch.setattr(direct, "_MOST", 3)
+    for n in range(1, 10):
+        assert fake_quantize_directly(torch.ones(n), INT8, torch.tensor(1.0), None) is not None
+        assert len(direct._found) <= 3
+
+
+def test_without_kernels_nothing_is_served(monkeypatch):
+    monkeypatch.setattr(dispatch, "_backends", (dispatch.REFERENCE,))
+    assert fake_quantize_directly(X, INT8, torch.tensor(0.5), None) is None
+    assert_same_bits(fq.fake_quantize(X, INT8, scale=torch.tensor(0.5))[0], torch.tensor([0.5, -1.0]))
+
+
+def test_wrong_bits_would_be_seen(monkeypatch):
+    case, granularity = FORMATS["int8"], GRANULARITIES["tensor"]
+    right = Direct(*4 * (None,))._replace(values=lambda x, scale, zero_point, form: x + 1)
+    monkeypatch.setattr(direct, "_find", lambda *args: right)
+    with pytest.raises(AssertionError, match="elements differ"):
+        compare(case, granularity, fq.Arithmetic.DIVIDE, torch.float32, "contiguous")

@@ -1,0 +1,91 @@
+"""The kernels for GPUs, in triton's interpreter: bit for bit the reference. And what is true of them without a GPU.
+
+The interpreter is chosen when triton is imported, for the whole process, in which torch.compile needs the other triton.
+So the tests in `interpreted/` run in processes of their own, whatever runs beside them.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import fakequant as fq
+from fakequant.numerics.formats import FloatFormat, Specials
+from fakequant.ops.triton.backend import EXCLUSIONS, TritonBackend
+
+TESTS = Path(__file__).parent
+INTERPRETED = sorted(path.name for path in (TESTS / "interpreted").glob("test_*.py"))
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; it is for Linux")
+
+
+def run_interpreted(*options, env=None):
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *options]
+    return subprocess.run(
+        command, cwd=TESTS / "interpreted", env=variables, capture_output=True, text=True, check=False
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_equals_the_reference(name):
+    found = run_interpreted("-m", "not exhaustive", name)
+    assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
+    assert " passed" in found.stdout
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_equals_the_reference_in_every_combination(name):
+    found = run_interpreted("-m", "exhaustive", name)
+    # 5: the file has no exhaustive tests.
+    assert found.returncode in (0, 5), found.stdout[-5000:] + found.stderr[-2000:]
+
+
+@needs_triton
+def test_a_failure_in_the_interpreter_is_a_failure():
+    """Without the interpreter, its tests refuse to run."""
+    found = run_interpreted("test_forward.py", env={"TRITON_INTERPRET": "0"})
+    assert found.returncode != 0
+    assert "start with TRITON_INTERPRET=1" in found.stdout + found.stderr
+
+
+# For each exclusion, a call that it is for.
+EXCLUDED = (
+    (fq.QuantSpec(FloatFormat("wide", 8, 7, Specials.IEEE)), torch.float32, False),
+    (
+        fq.QuantSpec(FloatFormat("fine", 8, 3, Specials.IEEE, bias=127), rounding=fq.Rounding.STOCHASTIC),
+        torch.float32,
+        False,
+    ),
+)
+
+
+def test_every_exclusion_has_a_call_and_a_line_in_the_documentation():
+    page = (TESTS.parent / "docs" / "gpu.md").read_text()
+    assert len(EXCLUDED) == len(EXCLUSIONS)
+    for (what, reason, applies), (spec, dtype, codes) in zip(EXCLUSIONS, EXCLUDED, strict=True):
+        x = torch.ones(4, dtype=dtype)
+        assert f"| {what} | {reason} |" in page
+        assert applies(x, spec, codes)
+        assert TritonBackend("cpu").unsupported(x, spec, codes=codes) is not None
+        assert TritonBackend("cpu").unsupported(x, fq.QuantSpec("int8"), codes=codes) is None
+
+
+def test_says_why_it_cannot_serve(monkeypatch):
+    backend, x = TritonBackend(), torch.ones(2)
+    assert backend.unsupported(x, fq.QuantSpec("int8"), codes=False) == "the tensor is on cpu"
+    plain, subclass = TritonBackend("cpu"), torch.nn.Buffer(x).as_subclass(type("Own", (torch.Tensor,), {}))
+    assert plain.unsupported(subclass, fq.QuantSpec("int8"), codes=False) == "Own is no plain tensor"
+    monkeypatch.setattr("fakequant.ops.triton.backend.find_spec", lambda name: None)
+    assert backend.unavailable() == "triton is not installed"
+    monkeypatch.setattr("fakequant.ops.triton.backend.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend.unavailable() == "there is no GPU that torch can use"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "AMD" in backend.unavailable()
