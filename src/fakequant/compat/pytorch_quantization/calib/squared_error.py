@@ -83,9 +83,11 @@ class SquaredError:
             if stride == 1:
                 return tried[self._at_least(error[tried]) <= limit]
             stride = max(1, stride // _FINER)
-            gaps = np.flatnonzero(self._at_least(self._chords(amaxes[tried], error[tried])) <= limit)
-            inside = np.concatenate([np.arange(tried[i] + 1, tried[i + 1]) for i in gaps] or [new[:0]])
-            new = inside[inside % stride == 0]
+            # Of a threshold that was tried: whether there may be a better one between it and the next.
+            open = np.append(self._at_least(self._chords(amaxes[tried], error[tried])) <= limit, False)
+            new = np.arange(0, len(amaxes), stride)
+            new = new[open[np.searchsorted(tried, new, side="right") - 1]]
+            new = new[np.isinf(error[new])]
 
     def _of_real_numbers(self, amaxes: np.ndarray) -> np.ndarray:
         index = np.multiply.outer(amaxes / self.width, self.between)
