@@ -4,9 +4,11 @@ import pytest
 import torch
 from bits import assert_same_bits
 
+from fakequant.calibration import make_calibrator
+from fakequant.numerics.qparams import Range
 from fakequant.ops import histogram
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.histogram import Bins, observe, observe_by_definition
+from fakequant.ops.histogram import Bins, observe, observe_by_definition, take_in
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no kernels: {load_kernels()}")
 
@@ -77,3 +79,76 @@ def test_numbers_at_the_ends(dtype):
 def test_the_kernel_serves(monkeypatch):
     monkeypatch.setattr(histogram, "observe_by_definition", None)
     observe(torch.randn(2, 5).T.contiguous().T, Bins(torch.ones(2, dtype=torch.float64), 16))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_takes_in_what_the_definition_finds(dtype, shape, threads):
+    values, before = hostile(shape, dtype), torch.get_num_threads()
+    bins = Bins(2.0 ** (torch.arange(shape[0], dtype=torch.float64) % 3 + 3), 4096)
+    wanted = observe_by_definition(values, bins)
+    assert wanted.counts is not None
+    torch.set_num_threads(threads)
+    try:
+        for kept in (wanted.counts.clone(), None):
+            seen = Range(*(torch.zeros_like(end) for end in wanted.range))
+            assert take_in(values, seen, bins, kept)
+            assert_same_bits(seen.lo, wanted.range.lo.clamp(max=0.0) + 0.0)
+            assert_same_bits(seen.hi, wanted.range.hi.clamp(min=0.0))
+            assert kept is None or torch.equal(kept, 2 * wanted.counts)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 16.0, -16.0])
+@pytest.mark.parametrize("place", [0, 1023, 1024, 199_999])
+def test_takes_in_all_or_nothing(odd, place):
+    values = torch.rand(2, 200_000)
+    bins = Bins(torch.ones(2, dtype=torch.float64), 16)
+    seen, counts = Range(torch.zeros(2), torch.zeros(2)), torch.zeros(2, 2, 16, dtype=torch.int64)
+    values[1, place] = 15.9
+    assert take_in(values, seen, bins, counts)
+    before = counts.clone()
+    values[1, place] = odd
+    assert not take_in(values, seen, bins, counts)
+    assert torch.equal(counts, before)
+    assert seen.hi[1] == torch.tensor(15.9)
+    # What was given up in the middle leaves nothing behind for the next.
+    values[1, place] = 0.0
+    assert take_in(values, seen, bins, counts)
+    assert counts.sum() == 2 * values.numel()
+
+
+def test_zeros_alone_have_one_bin_and_anything_else_none():
+    bins = Bins(torch.zeros(1, dtype=torch.float64), 16)
+    seen, counts = Range(torch.zeros(1), torch.zeros(1)), torch.zeros(1, 2, 16, dtype=torch.int64)
+    assert take_in(torch.tensor([[0.0, -0.0]]), seen, bins, counts)
+    assert not take_in(torch.tensor([[0.0, 1e-45]]), seen, bins, counts)
+    assert counts.flatten().tolist() == [0] * 16 + [2] + [0] * 15
+
+
+@pytest.mark.parametrize("method", ["max", "percentile"])
+@pytest.mark.parametrize("spec", ["int8", "int8 per_channel(1)", "int8 per_token"])
+def test_calibrators_see_the_same_without_the_kernel(method, spec, monkeypatch):
+    torch.manual_seed(0)
+    batches = [torch.randn(6, 4, 8) * scale for scale in (0.0, 1.0, 1.1, 5.0, 0.1, 5.0)]
+    batches += [batches[1].transpose(0, 1).contiguous().transpose(0, 1), batches[2].half(), batches[3].double() * 9]
+    fast, slow = make_calibrator(method, spec), make_calibrator(method, spec)
+    for batch in batches:
+        fast.observe(batch)
+    monkeypatch.setattr("fakequant.calibration.extrema.take_in", lambda *_: False)
+    for batch in batches:
+        slow.observe(batch)
+    for name, value in slow.state_dict().items():
+        assert_same_bits(fast.state_dict()[name], value)
+
+
+def test_a_merged_calibrator_does_not_share_what_it_saw():
+    first, second = make_calibrator("percentile", "int8"), make_calibrator("percentile", "int8")
+    second.observe(torch.tensor([1.0]))
+    first.merge(second)
+    for _ in range(2):
+        first.observe(torch.tensor([1.5]))
+    assert second.compute_range().hi == 1.0
+    assert second.state_dict()["counts"].sum() == 1

@@ -10,11 +10,16 @@ from fakequant.compat.pytorch_quantization.specification import NumBits, integer
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
 from fakequant.numerics.integers import IntegerFormat
 
-# Thresholds times cells, or times bins, that are looked at together: 8 MiB of float64, 16 MiB of float32.
-_CELLS, _VALUES = 1 << 20, 1 << 22
-# Closer divergences (in nats), and closer errors (relative), are computed again one by one: sums in another order
-# differ by less.
-_SAME_DIVERGENCE, _SAME_ERROR = 1e-10, 1e-4
+from .squared_error import SquaredError
+
+# Thresholds times cells that are looked at together: 512 KiB of float64, which stay in the cache.
+_CELLS = 1 << 16
+# Thresholds times bins that are evaluated together: 512 KiB of float32.
+_VALUES = 1 << 17
+# Closer divergences (in nats) are computed again one by one: sums in another order differ by less.
+_SAME_DIVERGENCE = 1e-10
+# So many thresholds tell how small a divergence can be.
+_SAMPLE = 64
 
 
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
@@ -36,12 +41,13 @@ def mse_amax(
     candidates = centers[start_bin::stride]
     _check_candidates(len(candidates), len(centers), start_bin)
     fmt = _integers(num_bits, unsigned)
-    rows = max(1, _VALUES // len(centers))
-    errors = torch.cat(
-        [(fake_quantize(centers, part[:, None], fmt) - centers).square_() @ weights for part in candidates.split(rows)]
-    )
-    near = (errors <= errors.min() * (1 + _SAME_ERROR)).nonzero()[:, 0]
-    exact = [((fake_quantize(centers, candidates[i], fmt) - centers) ** 2 * weights).mean().item() for i in near]
+    error = SquaredError(weights, centers, int(fmt.bound), lambda x, amax: fake_quantize(x, amax, fmt))
+    near = torch.from_numpy(error.nearly_least(candidates))
+    exact: list[float] = []
+    for part in candidates[near].split(max(1, _VALUES // len(centers))):
+        errors = fake_quantize(centers.expand(len(part), -1), part[:, None], fmt).sub_(centers).square_().mul_(weights)
+        # Row by row, as one sum each: torch may sum the rows of a matrix in another order.
+        exact += [row.mean().item() for row in errors]
     return candidates[near[int(np.argmin(exact))]].clone()
 
 
@@ -62,8 +68,9 @@ def entropy_amax(
     divergence = _Divergence(counts, int(_integers(num_bits, unsigned).bound) + 1)
     kept = np.arange(start_bin, len(counts) + 1, stride)
     _check_candidates(len(kept), len(counts), start_bin)
-    rows = max(1, _CELLS // divergence.cells)
-    found = np.concatenate([divergence.of_all(kept[i : i + rows]) for i in range(0, len(kept), rows)])
+    least = divergence.of_all(kept[:: -(-len(kept) // _SAMPLE)]).min()
+    kept = kept[divergence.at_least(kept) <= least + _SAME_DIVERGENCE]
+    found = divergence.of_all(kept)
     near = kept[found <= found.min() + _SAME_DIVERGENCE]
     exact = np.array([divergence.of_one(int(n)) for n in near])
     best = near[len(near) - 1 - int(np.argmin(exact[::-1]))]
@@ -83,7 +90,25 @@ class _Divergence:
         self.filled = _from_zero(np.cumsum(self.counts > 0))
         self.information = _from_zero(np.cumsum(_x_log_x(values)))
 
+    def at_least(self, kept: np.ndarray) -> np.ndarray:
+        """The divergence of what is left if all bins but the last are merged; -inf where nothing is known.
+
+        To merge outcomes never increases a divergence (Cover and Thomas, Elements of Information Theory, section 2.7).
+        """
+        start = np.ceil((self.cells - 1) * (kept / self.cells)).astype(np.int64)
+        inside, last = self.mass[kept], self.counts[kept - 1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            p = (last + self.mass[-1] - inside) / self.mass[-1]
+            q = (inside - self.mass[start]) / (self.filled[kept] - self.filled[start]) / inside
+            found = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+        return np.where((last > 0) & np.isfinite(found), found, -np.inf)
+
     def of_all(self, kept: np.ndarray) -> np.ndarray:
+        """The divergence for every number of bins kept, a part at a time."""
+        rows = max(1, _CELLS // self.cells)
+        return np.concatenate([self._of_many(kept[i : i + rows]) for i in range(0, len(kept), rows)])
+
+    def _of_many(self, kept: np.ndarray) -> np.ndarray:
         """The divergence for every number of bins kept, but for the last digits, from cumulative sums.
 
         With N counts in all, C of them kept and T clipped, r = the counts of P and a cell of S counts in n bins:

@@ -1,0 +1,106 @@
+"""The bounds that spare the mse search most thresholds never spare it the one that all evaluations would find."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.compat_rules import entropy_by_loops
+from fakequant.compat.pytorch_quantization.calib import squared_error
+from fakequant.compat.pytorch_quantization.calib.search import entropy_amax, mse_amax
+from fakequant.compat.pytorch_quantization.calib.squared_error import SquaredError
+from fakequant.compat.pytorch_quantization.specification import integer_format
+from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
+
+
+def at(bins, **counts):
+    found = np.zeros(bins, dtype=np.int64)
+    for place, count in counts.items():
+        found[{"first": 0, "middle": bins // 2, "last": bins - 1}[place]] = count
+    return found
+
+
+def bell(bins):
+    return (1e6 * np.exp(-12.5 * (np.arange(bins) / bins) ** 2)).astype(np.int64)
+
+
+HISTOGRAMS = {
+    "empty": lambda bins: at(bins),
+    "zeros alone": lambda bins: at(bins, first=7),
+    "one bin": lambda bins: at(bins, middle=7),
+    "the last bin": lambda bins: at(bins, last=1),
+    "huge zeros and an outlier": lambda bins: at(bins, first=2**60, last=1),
+    "outlier": lambda bins: np.where(np.arange(bins) < bins // 4, 1000, 0) + at(bins, last=1),
+    "bell": bell,
+    "gaps": lambda bins: bell(bins) * (np.arange(bins) % 7 == 0),
+    "flat": lambda bins: np.ones(bins, dtype=np.int64),
+    "comb": lambda bins: 5 * (np.arange(bins) % max(1, bins // 16) == 0),
+    "beyond 2**53": lambda bins: np.random.default_rng(0).integers(0, 2**55, bins),
+    "sparse": lambda bins: np.random.default_rng(0).integers(0, 3, bins),
+}
+# Of the middles' errors: usual, near float32's ends (squares overflow), below the smallest amax that has a scale.
+UNITS = [1.0, 0.37, 3e-9, 1e18, 1e-12]
+
+
+def edges_of(bins, unit):
+    return (np.arange(bins + 1) * (5.0 * unit / bins)).astype(np.float32)
+
+
+def by_every_threshold(counts, edges, num_bits, unsigned, stride, start_bin):
+    weights, ends = torch.from_numpy(counts).float(), torch.from_numpy(edges)
+    centers, fmt = (ends[1:] + ends[:-1]) / 2, integer_format(num_bits, unsigned)
+    candidates = centers[start_bin::stride]
+    errors = [((fake_quantize(centers, amax, fmt) - centers) ** 2 * weights).mean().item() for amax in candidates]
+    return candidates[int(np.argmin(errors))].item()
+
+
+@pytest.mark.parametrize("few", [0, 1 << 16])
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_mse_finds_what_every_threshold_finds(name, unit, few, monkeypatch):
+    monkeypatch.setattr(squared_error, "_FEW", few)
+    for bins in (1, 2, 3, 131):
+        counts, edges = HISTOGRAMS[name](bins), edges_of(bins, unit)
+        for num_bits, unsigned in ((8, False), (8, True), (2, False)):
+            for start_bin, stride in ((0, 1), (5, 3)):
+                if start_bin >= bins:
+                    continue
+                given = counts, edges, num_bits, unsigned
+                found = mse_amax(*given, stride=stride, start_bin=start_bin).item()
+                assert found == by_every_threshold(*given, stride, start_bin), (bins, num_bits, start_bin)
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_irregular_middles_make_it_slow_and_not_wrong(name):
+    counts = HISTOGRAMS[name](200)
+    edges = np.cumsum(np.random.default_rng(1).random(201)).astype(np.float32)
+    found = mse_amax(counts, edges, 8, False, start_bin=3).item()
+    assert found == by_every_threshold(counts, edges, 8, False, 1, 3)
+
+
+def test_few_thresholds_are_near_and_the_best_among_them():
+    counts, edges = torch.from_numpy(bell(2048)), torch.from_numpy(edges_of(2048, 1.0))
+    centers, fmt = (edges[1:] + edges[:-1]) / 2, integer_format(8, False)
+    asked = []
+
+    def rounded(x, amax):
+        asked.append(x.numel())
+        return fake_quantize(x, amax, fmt)
+
+    error = SquaredError(counts.float(), centers, 127, rounded)
+    near = error.nearly_least(centers[128:])
+    assert 1 <= len(near) < 40
+    assert sum(asked) < 40 * 4 * 128
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+@pytest.mark.parametrize("bins", [16, 129, 258])
+def test_entropy_finds_what_the_loops_find(name, bins):
+    pytest.importorskip("scipy", reason="the loops of the original call scipy.stats.entropy")
+    counts = np.minimum(HISTOGRAMS[name](bins), 2**40)
+    edges = edges_of(bins, 1.0)
+    if not counts[1:].any():
+        pytest.skip("bin 0 counts as bin 1, so that nothing is left: the loops divide by 0")
+    for num_bits in (4, 8):
+        for start_bin, stride in ((2, 1), (5, 3)):
+            found = entropy_amax(counts, edges, num_bits, False, stride=stride, start_bin=start_bin).item()
+            assert found == entropy_by_loops(counts, edges, num_bits, False, stride, start_bin), (num_bits, start_bin)
