@@ -6,6 +6,8 @@ import pytest
 import torch
 from bits import assert_same_bits
 from test_integer import assert_integer, factor, hostile
+from test_integer import expected as expected_of_layer
+from test_integer import prepared as prepared_layer
 from torch import nn
 
 import fakequant as fq
@@ -81,6 +83,33 @@ def test_a_product_is_the_definition(shape, input, other):
         transposed = x.mT.contiguous().mT, y.mT.contiguous().mT
         assert_same_bits(model(*transposed), expected(model[0], x, y))
     assert_same_bits(model(x.requires_grad_(), y).detach(), expected(model[0], x.detach(), y))
+
+
+@pytest.mark.parametrize("other", SPECS)
+@pytest.mark.parametrize("input", SPECS)
+def test_where_only_whole_blocks_of_signed_codes_are_multiplied(input, other, monkeypatch):
+    """As on CUDA, whose `torch._int_mm` refuses other sizes and dtypes."""
+    multiply = torch._int_mm
+
+    def particular(a, b):
+        assert a.dtype == b.dtype == torch.int8
+        assert a.shape[0] > 16
+        assert not [size for size in (a.shape[1], *b.shape) if size % 8]
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch, "_int_mm", particular)
+    monkeypatch.setattr(products, "_is_particular", lambda device: True)
+    monkeypatch.setattr(products, "_SMALL", 0)
+    assert products.linear_unavailable.__wrapped__("cpu") is None
+    model, _ = prepared(input, other)
+    for shape in SHAPES.values():
+        x, y = factors(shape)
+        with torch.no_grad():
+            assert_same_bits(model(x, y), expected(model[0], x, y))
+    linear, _ = prepared_layer(nn.Linear(33, 21), input)
+    with torch.no_grad():
+        for shape in ((17, 33), (2, 3, 33), (33,)):
+            assert_same_bits(linear(hostile(*shape)), expected_of_layer(linear[0], hostile(*shape)))
 
 
 def test_sums_that_float32_does_not_hold():
