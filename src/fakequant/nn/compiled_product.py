@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fakequant.functional import choose_qparams
 from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Ready
+from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.products import Places
 from fakequant.numerics.qparams import QParams
@@ -32,6 +33,9 @@ _TENSORS = (
 _LIBRARY = torch.library.Library("fakequant", "FRAGMENT")
 _LIBRARY.define(f"product({_TENSORS}, str form, ScalarType dtype) -> Tensor")
 _LIBRARY.define(f"product_backward(Tensor dy, {_TENSORS}, str form, bool[] wants) -> Tensor[]")
+
+# Called when a graph is made, instead of being traced.
+torch.compiler.assume_constant_result(QuantizedLayer.product_form)
 
 _products: dict[str, IntegerProduct] = {}
 

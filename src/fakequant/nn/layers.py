@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
-from fakequant.nn.compiled_product import form_of, multiply
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.quantizer import Quantizer
@@ -75,13 +74,18 @@ class QuantizedLayer(nn.Module):
         if self.execution is Execution.SIMULATE or self.product is None:
             return None
         if torch.compiler.is_compiling():
-            # Exporters are shown the simulated layer.
-            return None if torch.compiler.is_exporting() else multiply(self.product, self, x, other, bias)
+            if torch.compiler.is_exporting():  # exporters are shown the simulated layer
+                return None
+            # Imported here, because it imports torch's compiler.
+            from fakequant.nn.compiled_product import multiply
+
+            return multiply(self.product, self, x, other, bias)
         return self.product(self, x, other, bias)
 
-    @torch.compiler.assume_constant_result
     def product_form(self) -> str:
         """The product as text for compiled graphs, see `compiled_product.form_of`."""
+        from fakequant.nn.compiled_product import form_of
+
         return "" if self.product is None else form_of(self, self.product)
 
     def why_simulated(self) -> str | None:
