@@ -5,7 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
 
-.PHONY: setup demo test test-exhaustive lint bench bars docs clean
+# For what runs on a GPU, with torch and numpy alone: $(PYTHON) if it is given, else the first of these with CUDA.
+GPU_PYTHONS = $(wildcard $(BIN)/python) python3
+HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$(1)")' 2>/dev/null)
+GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
+	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
+
+.PHONY: setup demo test test-exhaustive test-gpu lint bench bench-gpu bars docs clean
 
 setup: $(STAMP)
 
@@ -26,6 +32,10 @@ test: setup lint
 test-exhaustive: setup
 	$(BIN)/pytest -n 2 -m exhaustive
 
+# `make test-gpu ONLY="int8 launches"` makes only the comparisons and checks with one of these texts.
+test-gpu:
+	PYTHONPATH=src:tests:.:$$PYTHONPATH $(GPU_PYTHON) -m gpu $(ONLY)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,6 +49,10 @@ bench: setup $(PEERS)
 $(PEERS): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt 'fakequant[bench]'
 	touch $@
+
+# As `make bench`, on a GPU; COMMIT names what is measured where there is no git.
+bench-gpu:
+	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu $(ONLY) $(if $(COMMIT),--commit $(COMMIT))
 
 bars: setup
 	$(BIN)/python -m benchmarks.bars

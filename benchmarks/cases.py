@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,12 @@ class Entry:
     def of_process(self, number: int) -> tuple[str, ...]:
         """What is timed in a process."""
         return self.often + self.once if number == 0 else self.often
+
+
+def chosen(case: Timed, against: Iterable[str], only: Sequence[str]) -> tuple[str, ...]:
+    """What a case is timed beside if texts choose: one of them stands in its line. No texts choose everything."""
+    line = f"{case.name}, {case.direction}, {case.dtype_name}, {case.elements}"
+    return tuple(name for name in against if not only or any(text in f"{line}, {name}" for text in only))
 
 
 def merged(entries: Iterable[Entry]) -> list[Entry]:

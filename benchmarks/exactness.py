@@ -41,15 +41,28 @@ def unequal(actual: Tensor, expected: Tensor) -> int:
 
 @contextmanager
 def by_int64() -> Iterator[None]:
-    """A context in which products of codes are those of the definition; for layers that have not multiplied yet."""
+    """A context in which products of codes are those of the definition; for layers that have not multiplied yet.
+
+    They are found on the CPU: elsewhere torch multiplies no int64.
+    """
+
+    def on_cpu(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.cpu()
+
+    def factor(given: definition.Factor) -> definition.Factor:
+        return definition.Factor(given.codes.cpu(), given.scale.cpu(), on_cpu(given.zero_point))
+
+    def linear(x: definition.Factor, weight: definition.Factor, bias: Tensor | None) -> Tensor:
+        return definition.linear(factor(x), factor(weight), on_cpu(bias)).to(x.codes.device)
 
     def convolution(
         x: definition.Factor, codes: Tensor, scale: Tensor, bias: Tensor | None, places: definition.Places
     ) -> Tensor:
-        return definition.convolution(x, definition.Factor(codes, scale), bias, places)
+        weight = factor(definition.Factor(codes, scale))
+        return definition.convolution(factor(x), weight, on_cpu(bias), places).to(x.codes.device)
 
     with mock.patch.multiple(
-        products, linear=definition.linear, convolution=convolution, pack_weight=lambda codes, places, shape: codes
+        products, linear=linear, convolution=convolution, pack_weight=lambda codes, places, shape: codes
     ):
         yield
 

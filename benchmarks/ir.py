@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant import ir
-from fakequant.benchmark import Effort, Function, ratio
+from fakequant.benchmark import CannotRunError, Effort, Prepared, measure, ratio
 
 from .networks import NETWORKS, PRESETS, Cnn, quantized
+from .training import CNN, Step
 
-_BATCH, _SIDE = 256, 16
+_EFFORT = Effort(5.0)
 
 
 class Differing(NamedTuple):
@@ -118,19 +120,53 @@ def _more(found: Steps, distance: Tensor) -> Steps:
     return Steps(found.elements + steps.numel(), found.moved + moved, max(found.farthest, int(steps.max())))
 
 
-def step_ratios(effort: Effort | None = None) -> dict[str, float]:
-    """The time of a training step of the compiled INT8 CNN over that of the eager one, in turns; the median."""
-    torch.manual_seed(0)
-    model, x = Cnn(_SIDE).eval(), torch.randn(_BATCH, 1, _SIDE, _SIDE)
-    fq.prepare(model, fq.presets.INT8)
-    fq.calibrate(model, [x], progress=False)
-    graph = ir.capture(model, x)
-    compiled: dict[str, Any] = {"exact": graph.compile(), "inductor": graph.compile(exact=False)}
+@dataclass(frozen=True)
+class GraphStep(Step):
+    """A training step of the compiled graph of a model with INT8 weights and activations."""
 
-    def stepped(function: Callable[[Tensor], Tensor]) -> Function:
-        return lambda x: step(function, model, x)
+    @property
+    def direction(self) -> str:
+        return "training step of the compiled graph"
 
-    return {name: ratio(stepped(found), stepped(model), [x], effort).p50 for name, found in compiled.items()}
+    def captured(self) -> tuple[nn.Module, ir.Graph]:
+        """The model, quantized and calibrated, as evaluation runs it, and its graph."""
+        torch.manual_seed(0)
+        model = fq.prepare(self.make().eval(), fq.presets.INT8)
+        fq.calibrate(model, self.batches(), progress=False)
+        return model, ir.capture(model, self.batches(1)[0])
+
+    def differing(self) -> int:
+        """Elements of the output and of all gradients that differ from those of the eager model."""
+        model, graph = self.captured()
+        (x,) = self.batches(1)
+        return _sum(step(graph.compile(), model, x), step(model, model, x)).differing
+
+    def prepare(self, against: str) -> Prepared:
+        if against != EAGER:
+            raise CannotRunError(f"{against} has no graph")
+        model, graph = self.captured()
+        return self.timed(graph.compile(), model)
+
+    def timed(self, compiled: Callable[[Tensor], Tensor], model: nn.Module) -> Prepared:
+        """A compiled graph beside its eager model, which have the same parameters."""
+        return Prepared(lambda x: step(compiled, model, x), lambda x: step(model, model, x), self.batches())
+
+
+EAGER = "the eager model"
+GRAPH_STEPS = (
+    GraphStep("CNN of 2 convolutions, 256 images", lambda: Cnn(16), (256, 1, 16, 16)),
+    GraphStep(CNN.name, CNN.make, CNN.shape),
+)
+
+
+def inductor_ratios(effort: Effort | None = None) -> dict[str, float]:
+    """The time of a training step of graphs that Inductor compiled over that of their eager models; the median."""
+    found = {}
+    for case in GRAPH_STEPS:
+        model, graph = case.captured()
+        prepared = case.timed(graph.compile(exact=False), model)
+        found[case.name] = ratio(prepared.ours, prepared.theirs, prepared.inputs, effort).p50
+    return found
 
 
 def main() -> None:
@@ -139,7 +175,10 @@ def main() -> None:
         for preset in PRESETS:
             print(network, preset, exact_differences(network, preset))
             print(network, preset, folded_steps(network, preset))
-    print(step_ratios())
+    for case in GRAPH_STEPS:
+        for result in measure(case, [EAGER], _EFFORT):
+            print(case.name, result.outcome, result.ratio)
+    print("by Inductor", inductor_ratios(_EFFORT))
 
 
 if __name__ == "__main__":

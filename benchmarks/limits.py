@@ -11,7 +11,9 @@ from fakequant.benchmark import ATEN, COPY, DOUBLED, Case, Function, Prepared, R
 
 from . import kinds
 from .calibration import BINS, FORWARD, LOOPS, METHODS, Search, WholeModel, fewer
+from .ir import EAGER, GRAPH_STEPS
 from .peers import PEERS
+from .sensitivity import SENSITIVITY, WHOLE_PASSES
 from .torch_ao import ROUTED, TORCH_AO
 from .training import (
     BLOCK,
@@ -150,6 +152,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("quantizer module, 256 elements, forward and backward: time over ATen's operator", (MODULE,), ATEN, 1.6),
     Limit("training step, INT8 weights and activations: time over the float step", (CNN, BLOCK), FLOAT, 1.08),
     Limit("the same under torch.compile: time over the compiled float step", _COMPILED, FLOAT, 1.05, slow=True),
+    Limit("training step, INT8, of the compiled graph: time over the eager model", GRAPH_STEPS, EAGER, 1.0),
     Limit("Linear, codes multiplied, forward: time over `F.linear`", (LINEAR_BY_CODES,), FLOAT, 0.4),
     Limit("3x3 convolution, codes multiplied, forward: time over `F.conv2d`", (CONVOLUTION_BY_CODES,), FLOAT, 0.5),
     Limit("evaluation, INT8, codes multiplied: time over the float model", EVALUATIONS_BY_CODES, FLOAT, 0.5),
@@ -172,6 +175,12 @@ LIMITS: tuple[Limit, ...] = (
         tuple(WholeModel(method) for method in ("max", *METHODS)),
         FORWARD,
         1.3,
+    ),
+    Limit(
+        "sensitivity of the demo's network, codes multiplied: time over a simulated pass for each layer",
+        (SENSITIVITY,),
+        WHOLE_PASSES,
+        0.6,
     ),
 )
 

@@ -33,7 +33,9 @@ class Cnn(nn.Module):
         return self.head(x.flatten(1))
 
 
-class _Block(nn.Module):
+class ResidualBlock(nn.Module):
+    """Two convolutions with batch normalisation, added to their input [n, channels, h, w]."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.first, self.first_norm = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
@@ -51,7 +53,7 @@ class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, 8, 3, padding=1)
-        self.blocks = nn.Sequential(_Block(8), _Block(8))
+        self.blocks = nn.Sequential(ResidualBlock(8), ResidualBlock(8))
         self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 10)
 
     def forward(self, x: Tensor) -> Tensor:

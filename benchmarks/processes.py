@@ -20,7 +20,7 @@ import torch
 from fakequant.benchmark import Effort, Result, Timed, measure
 from fakequant.files import write_whole
 
-from .cases import LISTS, Entry
+from .cases import LISTS, chosen
 from .limits import missed
 from .record import ROOT
 
@@ -46,14 +46,9 @@ class Plan:
 
     def entries(self, process: int) -> list[tuple[Timed, tuple[str, ...]]]:
         """The cases of one process, each with what it is timed beside there."""
-        found = [(entry.case, self._chosen(entry, process)) for entry in LISTS[self.cases]()]
+        every = [(entry.case, entry.of_process(process)) for entry in LISTS[self.cases]()]
+        found = [(case, chosen(case, against, self.only)) for case, against in every]
         return [(case, against) for case, against in found if against]
-
-    def _chosen(self, entry: Entry, process: int) -> tuple[str, ...]:
-        case, against = entry.case, entry.of_process(process)
-        texts = [f"{case.name}, {case.direction}, {case.dtype_name}, {case.elements}, {name}" for name in against]
-        chosen = zip(against, texts, strict=True)
-        return tuple(name for name, text in chosen if not self.only or any(part in text for part in self.only))
 
 
 def run(plan: Plan, measure_process: Measure | None = None) -> list[Result]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterable
 from functools import cache
@@ -23,13 +24,19 @@ _IDENTITY = ("case", "direction", "spec", "elements", "dtype", "against")
 @cache
 def machine() -> dict[str, str]:
     """Where the figures come from."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
     return {
         **benchmark.machine(),
         "fakequant": fq.__version__,
-        "commit": commit.strip() + ("+changes" if changed.strip() else ""),
+        "commit": (commit or "unknown") + ("+changes" if changed else ""),
     }
+
+
+def _git(*command: str) -> str:
+    """What git says; nothing where there is no git, or no repository."""
+    if shutil.which("git") is None:
+        return ""
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
@@ -37,9 +44,14 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     write_whole(path, (json.dumps(results, indent=2) + "\n").encode())
 
 
-def lines_of(results: Iterable[benchmark.Result]) -> list[Line]:
-    """Results as lines: where they come from, what was timed beside what, and percentiles of the ratio if it was."""
-    where = machine()
+def lines_of(results: Iterable[benchmark.Result], where: dict[str, str] | None = None) -> list[Line]:
+    """Results as lines: where they come from, what was timed beside what, and percentiles of the ratio if it was.
+
+    Args:
+        results: of one run.
+        where: by default `machine()`.
+    """
+    where = where or machine()
     lines = []
     for result in results:
         found = result.ratio

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.benchmark import ATEN, CannotRunError, Function, Prepared
+from fakequant.ops import products
 
 from .exactness import by_int64, by_the_reference, differing
 
@@ -101,6 +102,7 @@ class Step:
         shape: of a batch.
         compiled: whether both models run under torch.compile.
         execution: of the quantized model, see `fakequant.set_execution`.
+        device: where the models are.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Step:
     shape: tuple[int, ...]
     compiled: bool = False
     execution: str = "simulate"
+    device: str = "cpu"
     dtype_name: str = "float32"
     text: str = "INT8"
 
@@ -122,31 +125,37 @@ class Step:
 
     def batches(self, count: int = 4) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        return [torch.randn(self.shape, generator=generator) for _ in range(count)]
+        return [torch.randn(self.shape, generator=generator).to(self.device) for _ in range(count)]
 
     def models(self) -> tuple[nn.Module, nn.Module]:
         """Quantized and calibrated, and in float."""
         torch.manual_seed(0)
-        model = self.make()
+        model = self.make().to(self.device)
         quantized = fq.prepare(copy.deepcopy(model), fq.presets.INT8)
         fq.calibrate(quantized, self.batches(), progress=False)
         return fq.set_execution(quantized, self.execution), model
 
     def differing(self) -> int:
-        """Elements of the parameters after some eager steps that differ from those after steps by the reference."""
+        """Elements of the parameters after some eager steps that differ from those after steps by the reference.
+
+        Both on the same device: in which order it sums products, its libraries decide.
+        """
         ours, _ = self.models()
         rights = copy.deepcopy(ours)
         step, right = descent(ours), descent(rights)
-        for batch in self.batches(_STEPS_COMPARED):
-            step(batch)
-            with by_the_reference(), by_int64():
-                right(batch)
+        with torch.backends.cudnn.flags(deterministic=True):
+            for batch in self.batches(_STEPS_COMPARED):
+                step(batch)
+                with by_the_reference(), by_int64():
+                    right(batch)
         pairs = zip(ours.parameters(), rights.parameters(), strict=True)
         return sum(differing(mine.detach(), other.detach()) for mine, other in pairs)
 
     def prepare(self, against: str) -> Prepared:
         if against != FLOAT:
             raise CannotRunError(f"{against} has no such step")
+        if self.execution != "simulate" and (reason := products.linear_unavailable(torch.device(self.device).type)):
+            raise CannotRunError(reason)
         torch.compiler.reset()
         quantized, plain = (descent(model, compiled=self.compiled) for model in self.models())
         batches = self.batches()

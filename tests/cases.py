@@ -240,6 +240,15 @@ def hostile(
     return Numbers(x, fq.QParams(scale, zero_point))
 
 
+def hostile_gradient(x: Tensor) -> Tensor:
+    """Of the output: every magnitude; NaN and inf in the last quarter alone, so that most groups have finite sums."""
+    dy = torch.randn(x.shape) * 2.0 ** torch.randint(-14, 15, x.shape)
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    pick = torch.randint(0, 40, (x.numel(),))
+    late = (torch.arange(x.numel()) > 0.75 * x.numel()) & (pick < len(special))
+    return torch.where(late.view(x.shape), special[pick.clamp(max=len(special) - 1)].view(x.shape), dy).to(x.dtype)
+
+
 def each_way():
     """The ways through the C++ kernels, each while it serves: AVX-512 if it is there, and the portable one."""
     if load_kernels():

@@ -9,8 +9,9 @@ from fakequant.errors import ConfigError
 from fakequant.model import presets
 from fakequant.model.analysis import layer_sqnr, sensitivity
 from fakequant.model.config import Rule, TensorConfig
+from fakequant.model.execution import set_execution
 from fakequant.model.prepare import calibrate, prepare
-from fakequant.nn import Mode, quantizers
+from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
 
 WORST = presets.INT8.with_rule(Rule("branch", TensorConfig("int2"), TensorConfig("int2 per_channel(0)")))
 
@@ -76,5 +77,15 @@ def test_modes_and_hooks_are_left_as_they_were() -> None:
 def test_errors() -> None:
     with pytest.raises(ConfigError, match="needs a prepared model"):
         sensitivity(small_net(), [images()])
-    with pytest.raises(ConfigError, match="give a list or a loader, not an iterator"):
-        sensitivity(calibrated(), iter([images()]))
+
+
+def test_batches_are_passed_over_once() -> None:
+    model, batches = calibrated(WORST), [images(), images(seed=5)]
+    assert sensitivity(model, iter(batches)) == sensitivity(model, batches)
+
+
+def test_ratios_of_quantizers_are_those_of_the_simulated_model() -> None:
+    model = calibrated()
+    wanted = layer_sqnr(model, [images()])
+    assert layer_sqnr(set_execution(model, "auto"), [images()]) == wanted
+    assert all(layer.execution is Execution.AUTO for layer in model.modules() if isinstance(layer, QuantizedLayer))

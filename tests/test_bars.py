@@ -238,9 +238,11 @@ def test_rows_of_the_demo(tmp_path):
     percent = {"float32": 98.5, "int8_best": 98.2, "int4_finetuned": 97.4}
     models = {"int8": {"elements": 1000, "differing": 0, "exact": True}}
     path = tmp_path / "results.json"
-    path.write_text(json.dumps({"percent": percent, "models": models}))
+    codes = {"images": 599, "differing": 3, "ties": 2}
+    path.write_text(json.dumps({"percent": percent, "models": models, "by_codes": codes}))
     rows = bars.demo_bars(path)
-    assert [row.ok for row in rows] == [True, True, False, True]
+    assert [row.ok for row in rows] == [True, True, False, False, True]
+    assert rows[3].measured == "1 of 599; 2 ties"
 
 
 def study_file(folder, recovered=0.6, of_control=0.55, split="held_out"):

@@ -116,8 +116,9 @@ def test_tables_take_text_for_text(capsys: pytest.CaptureFixture[str]) -> None:
         (("--preset", "int9"), ("unknown preset 'int9'", "INT8")),
         (("--method", "entropie"), ("unknown calibrator 'entropie'", "did you mean entropy?")),
         (("--style", "standart"), ("unknown style 'standart'", "did you mean standard?")),
+        (("--execution", "fast"), ("execution must be one of 'simulate', 'auto', 'integer', got 'fast'",)),
     ],
-    ids=["preset", "method", "style"],
+    ids=["preset", "method", "style", "execution"],
 )
 def test_unknown_names_are_found_before_the_recipe_runs(recipe, tmp_path: Path, options, parts) -> None:
     path = recipe(RECIPE + MARK)
@@ -167,6 +168,26 @@ def test_quantize_writes_checkpoint_model_and_report(done: tuple[Path, Path, Res
     for text in ("float32", "entropy", "mse", "percentile", "max, then fine-tuned", "Exact: 0 of", "<svg"):
         assert text in page
     assert "Missing:" not in page
+
+
+def test_quantize_measures_by_codes(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fakequant as fq
+    from fakequant.ops import products
+
+    multiplied, linear = [], products.linear
+    monkeypatch.setattr(products, "linear", lambda *given: multiplied.append(1) or linear(*given))
+    path, out = recipe(RECIPE + EVALUATE + TRAIN), tmp_path / "out"
+    result = invoke("quantize", path, "--out", out, "--method", "max", "--execution", "auto")
+    assert result.exit_code == 0, result.output
+    assert len(multiplied) >= 4, "two layers, measured after calibration and after training"
+    page = (out / "report.html").read_text()
+    assert "Measured with integer products in 2 of 2 layers." in page
+    assert "Exact: 0 of" in page
+    model = fq.load(load_recipe(path).model(), out / "checkpoint")
+    assert [layer.execution.value for layer in (model[0], model[2])] == ["auto", "auto"]
+    refused = invoke("quantize", path, "--out", out, "--preset", "fp8", "--execution", "integer")
+    assert refused.exit_code == 1
+    assert "0: its input: codes of float8_e4m3fn are no integers" in refused.output
 
 
 def test_quantize_saves_the_model_after_training(done: tuple[Path, Path, Result]) -> None:

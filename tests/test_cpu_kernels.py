@@ -7,7 +7,7 @@ import cases
 import pytest
 import torch
 from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, ON_CPU
+from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, ON_CPU, hostile_gradient
 
 import fakequant as fq
 from fakequant.numerics import reference
@@ -42,15 +42,6 @@ def test_cpu_kernels_are_there_where_a_compiler_is():
 def test_poison_works():
     assert torch.empty(3).isnan().all()
     assert (torch.empty_like(torch.ones(3, dtype=torch.uint8)) == 255).all()
-
-
-def hostile_gradient(x):
-    """Of the output: every magnitude; NaN and inf in the last quarter alone, so that most groups have finite sums."""
-    dy = torch.randn(x.shape) * 2.0 ** torch.randint(-14, 15, x.shape)
-    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
-    pick = torch.randint(0, 40, (x.numel(),))
-    late = (torch.arange(x.numel()) > 0.75 * x.numel()) & (pick < len(special))
-    return torch.where(late.view(x.shape), special[pick.clamp(max=len(special) - 1)].view(x.shape), dy).to(x.dtype)
 
 
 def compare_grad_params(backend, numbers, spec, label):

@@ -13,7 +13,9 @@ from rich.console import Console
 import fakequant as fq
 from fakequant import demo
 from fakequant.demo import digits
+from fakequant.demo.codes import by_codes, compare
 from fakequant.errors import OutputError, RecipeError
+from fakequant.nn import QuantizedLayer
 
 
 def run_quickly(out: Path) -> dict[str, Any]:
@@ -36,9 +38,9 @@ def test_everything_is_written(done: tuple[Path, dict[str, Any]]) -> None:
 
 def test_results_have_the_documented_keys(done: tuple[Path, dict[str, Any]]) -> None:
     _, results = done
-    assert set(results) == {"accuracy", "percent", "exported_method", "models", "environment", "seconds"}
+    assert set(results) == {"accuracy", "percent", "exported_method", "models", "environment", "by_codes", "seconds"}
     tuned = {f"int{bits}_{state}" for bits in (2, 4) for state in ("calibrated", "finetuned")}
-    assert set(results["percent"]) == {"float32", "int8_best", "int8_exported", "fp8"} | tuned
+    assert set(results["percent"]) == {"float32", "int8_best", "int8_exported", "int8_by_codes", "fp8"} | tuned
     keys = {"file", "bytes", "elements", "differing", "exact", "export", "verification"}
     assert {name: set(model) for name, model in results["models"].items()} == {"int8": keys, "int4": keys}
     assert results["percent"]["int8_best"] == max(
@@ -56,6 +58,30 @@ def test_every_calibrator_is_measured(done: tuple[Path, dict[str, Any]]) -> None
 def test_two_epochs_already_read_most_digits(done: tuple[Path, dict[str, Any]]) -> None:
     assert done[1]["percent"]["float32"] > 80
     assert done[1]["percent"]["int8_best"] > 80
+
+
+def test_integer_products_read_every_image_alike(done: tuple[Path, dict[str, Any]]) -> None:
+    out, results = done
+    found = results["by_codes"]
+    assert found["images"] == 599
+    assert found["differing"] == found["ties"]
+    assert found["largest_difference"] < 0.05
+    _, held_out = digits.load_digits()
+    model = fq.load(digits.Net(), out / "int8-checkpoint").eval()
+    coded, again = by_codes(model, held_out.images)
+    products = [layer for layer in coded.modules() if isinstance(layer, QuantizedLayer) and layer.product is not None]
+    assert len(products) == 5
+    assert all(layer.why_simulated() is None for layer in products)
+    assert (again.differing, again.images) == (found["differing"], 599)
+    assert digits.percent_right(coded, held_out) == results["percent"]["int8_by_codes"]
+
+
+def test_a_digit_read_otherwise_is_a_tie_only_if_its_logits_are() -> None:
+    simulated = torch.tensor([[5.0, 1.0, 0.0], [2.0, 2.00001, 0.0], [2.0, 2.1, 0.0]])
+    found = torch.tensor([[5.0, 1.0, 0.0], [2.00001, 2.0, 0.0], [2.1, 2.0, 0.0]])
+    compared = compare(simulated, found)
+    assert (compared.images, compared.differing, compared.ties) == (3, 2, 1)
+    assert compared.largest_difference == pytest.approx(0.02, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

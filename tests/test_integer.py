@@ -244,7 +244,6 @@ def test_watched_calls_are_simulated():
     model, simulated = prepared(nn.Linear(8, 4))
     x = hostile(3, 8).clamp(-9, 9)
     assert_same_bits(torch.func.vmap(model)(x).detach(), torch.func.vmap(simulated)(x).detach())
-    assert_same_bits(torch.compile(model, backend="eager")(x).detach(), simulated(x).detach())
     assert model.to("meta")(x.to("meta")).shape == (3, 4)
 
 

@@ -106,11 +106,13 @@ def test_more_variants_than_torch_counts():
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_whole_recurrent_layer_runs_but_is_not_compiled(layer):
+def test_a_whole_recurrent_layer_is_compiled_exactly_alone(layer):
     model, x = layer(4, 3), torch.randn(5, 2, 4)
     graph = ir.capture(model, x)
-    assert_same_bits(graph.run(x)[0], model(x)[0])
-    assert_same_bits(graph.to_torch()(x)[0], model(x)[0])
-    for function in (graph.compile, graph.backward):
+    compiled = graph.compile()
+    for function in (graph.run, graph.to_torch(), compiled):
+        assert_same_bits(function(x)[0], model(x)[0])
+    assert_same_step(*(step(lambda x, f=f: f(x)[0], model, x) for f in (compiled, model)))
+    for function in (lambda: graph.compile(exact=False), graph.backward):
         with pytest.raises(GraphError, match="write the layer as a loop of nn"):
             function()

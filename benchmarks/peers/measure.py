@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -43,12 +43,14 @@ class PeerCase:
         elements: of the tensors.
         backward: whether the gradient is computed too.
         dtype_name: of them.
+        device: where they are.
     """
 
     call: Call
     elements: int
     backward: bool = False
     dtype_name: str = "float32"
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -62,7 +64,8 @@ class PeerCase:
     def case(self) -> Case:
         """Ours."""
         spec, kind = fq.QuantSpec.parse(self.call.spec), self.call.kind
-        return Case(kind.name, spec, square(self.elements), backward=self.backward, dynamic=kind.dynamic)
+        case = Case(kind.name, spec, square(self.elements), backward=self.backward, dynamic=kind.dynamic)
+        return replace(case, device=self.device)
 
     @property
     def direction(self) -> str:
@@ -124,7 +127,7 @@ class PeerCase:
     def _timed(self, run: Quantize) -> Function:
         if not self.backward:
             return torch.no_grad()(run)
-        dy = torch.ones(self.case.shape)
+        dy = torch.ones(self.case.shape, device=self.device)
         return lambda x: torch.autograd.grad(run(x), x, dy)
 
 

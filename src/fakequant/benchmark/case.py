@@ -16,6 +16,7 @@ from fakequant.functional import fake_quantize
 from fakequant.numerics import qparams, reference
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.spec import Arithmetic, QuantSpec
+from fakequant.ops.traced import Traced, tensors_of
 
 COPY, DOUBLED = "x.clone()", "x * 2"
 ATEN, COMPILED = "ATen", "torch.compile"
@@ -54,6 +55,7 @@ class Case:
         backward: whether the gradient is computed too.
         dynamic: whether the scales are taken from the input; else they are given.
         learned: whether the scales get a gradient too.
+        device: where the tensors are.
 
     >>> case = Case("int8 per tensor", QuantSpec("int8"), square(4096))
     >>> case.direction, case.elements, case.dtype_name, case.differing()
@@ -67,6 +69,7 @@ class Case:
     backward: bool = False
     dynamic: bool = False
     learned: bool = False
+    device: str = "cpu"
 
     @property
     def direction(self) -> str:
@@ -90,7 +93,7 @@ class Case:
             bytes_of_one = self.elements * self.dtype.itemsize
             buffers = 8 if self.elements < _PATTERN else max(4, _CACHES // bytes_of_one)
         repeats = -(-self.elements // _PATTERN)
-        one = _pattern().to(self.dtype).repeat(repeats)[: self.elements].view(self.shape)
+        one = _pattern().to(self.device, self.dtype).repeat(repeats)[: self.elements].view(self.shape)
         return [one.clone().requires_grad_(self.backward) for _ in range(buffers)]
 
     def scale(self) -> Tensor | None:
@@ -98,7 +101,8 @@ class Case:
         if self.dynamic:
             return None
         scale = 1 / _SCALE if self.spec.arithmetic is Arithmetic.MULTIPLIER else _SCALE
-        return torch.full(self.spec.granularity.group_shape(self.shape), scale).requires_grad_(self.learned)
+        groups = self.spec.granularity.group_shape(self.shape)
+        return torch.full(groups, scale, device=self.device).requires_grad_(self.learned)
 
     def run(self) -> Function:
         """The call of this package."""
@@ -120,9 +124,9 @@ class Case:
         return Prepared(self.run(), theirs, inputs)
 
     def differing(self) -> int:
-        """Elements of the result and of the gradients whose bits differ from the reference's, on hostile numbers too.
+        """Elements of the result and of the gradients whose bits differ from the reference's on the CPU.
 
-        First of the numbers that are timed; then of ties, where scales are given, and of what is no number.
+        Of the numbers that are timed; then of ties, where scales are given, and of what is no number.
         """
         return sum(self._differing_of(x) for x in self._compared())
 
@@ -132,15 +136,15 @@ class Case:
             measured = qparams.measure(x, spec.granularity)
             params = qparams.choose_qparams(measured, spec, largest=torch.finfo(x.dtype).max)
         else:
-            params = qparams.QParams(scale.detach().to(qparams.compute_dtype(x.dtype)))
-        leaf = x.clone().requires_grad_(self.backward)
+            params = qparams.QParams(scale.detach().to("cpu", qparams.compute_dtype(x.dtype)))
+        leaf = x.clone().to(self.device).requires_grad_(self.backward)
         y = fake_quantize(leaf, spec, scale=scale)
         wrong = _differing(y.detach(), reference.fake_quantize(x, params, spec))
         if not self.backward:
             return wrong
         dy = torch.ones_like(x)
         learned = (scale,) if self.learned and scale is not None else ()
-        found = torch.autograd.grad(y, (leaf, *learned), dy)
+        found = torch.autograd.grad(y, (leaf, *learned), dy.to(self.device))
         wrong += _differing(found[0], reference.grad_input(dy, reference.passes(x, params, spec)))
         if learned:
             expected, _ = reference.grad_params(dy, x, params, spec, (True, False))
@@ -149,7 +153,7 @@ class Case:
         return wrong
 
     def _compared(self) -> list[Tensor]:
-        x = self.inputs(1)[0].detach()
+        x = self.inputs(1)[0].detach().cpu()
         hostile = x.clone()
         flat = hostile.view(-1)
         if not self.dynamic:
@@ -162,7 +166,7 @@ class Case:
     def _timed(self, function: Callable[[Tensor], Tensor], scale: Tensor | None = None) -> Function:
         if not self.backward:
             return function
-        dy = torch.ones(self.shape, dtype=self.dtype)
+        dy = torch.ones(self.shape, dtype=self.dtype, device=self.device)
         if scale is None or not scale.requires_grad:
             return lambda x: torch.autograd.grad(function(x), x, dy)
         return lambda x: torch.autograd.grad(function(x), (x, scale), dy)
@@ -170,8 +174,16 @@ class Case:
     def _compiled(self) -> Function:
         """The definition, traced: what torch's compiler makes of the plain formula."""
         spec, scale = self.spec, self.scale()
+
+        def formula(x: Tensor) -> Tensor:
+            if scale is not None:
+                return Traced.apply(x, *tensors_of(qparams.QParams(scale)), spec)
+            measured = qparams.measure(x, spec.granularity)
+            params = qparams.choose_qparams(measured, spec, largest=torch.finfo(x.dtype).max)
+            return Traced.apply(x, *tensors_of(params), spec)
+
         torch.compiler.reset()
-        compiled: Any = torch.compile(lambda x: fake_quantize(x, spec, scale=scale))
+        compiled: Any = torch.compile(formula)
         return self._timed(compiled, scale)
 
     def _aten(self) -> Function:
@@ -187,7 +199,7 @@ class Case:
             raise CannotRunError("takes no scales from the input")
         low, high = int(fmt.quant_min), int(fmt.quant_max)
         if isinstance(granularity, PerTensor) and self.learned:
-            zero_point = torch.zeros(1)
+            zero_point = torch.zeros(1, device=self.device)
             given = scale.detach().reshape(1).requires_grad_()
             learnable: Any = torch._fake_quantize_learnable_per_tensor_affine
             return self._timed(lambda x: learnable(x, given, zero_point, low, high, 1.0), given)
@@ -195,7 +207,7 @@ class Case:
             return self._timed(lambda x: torch.fake_quantize_per_tensor_affine(x, _SCALE, 0, low, high))
         if isinstance(granularity, PerChannel) and len(granularity.axes) == 1 and not self.learned:
             axis, of_channels = granularity.axes[0], scale.reshape(-1)
-            zero_point = torch.zeros(of_channels.shape, dtype=torch.int32)
+            zero_point = torch.zeros(of_channels.shape, dtype=torch.int32, device=self.device)
             return self._timed(
                 lambda x: torch.fake_quantize_per_channel_affine(x, of_channels, zero_point, axis, low, high)
             )
@@ -210,5 +222,6 @@ def _differing(actual: Tensor, expected: Tensor) -> int:
     if actual.dtype != expected.dtype:
         return expected.numel()
     bits = _BITS[actual.element_size()]
+    actual = actual.to(expected.device)
     same = actual.contiguous().view(bits) == expected.contiguous().view(bits)
     return int((~(same | (actual.isnan() & expected.isnan()))).sum())

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Function = Callable[[Tensor], object]
 Pairs = tuple[tuple[float, float], ...]
 """Seconds of one function and of the other, taken one right after the other."""
 
-# A turn takes at least as long, by repeating a call that is shorter: the clock itself takes 0.1 us.
-_TURN = 2e-4
 # A call that takes as long has nothing to warm up, and is not called again for that.
 _LONG = 2.0
 
@@ -29,11 +28,14 @@ class Effort:
         seconds: for all turns together, about.
         least: turns of each function, however long they take.
         most: turns of each function, however short they are.
+        turn: seconds that a turn takes at least, by repeating a call that is shorter: the clock itself takes 0.1 us. On
+            a GPU, which begins some microseconds after it is told to, 2e-3.
     """
 
     seconds: float = 0.5
     least: int = 5
     most: int = 400
+    turn: float = 2e-4
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,27 @@ def keep_memory() -> bool:
     return mallopt is not None and all(mallopt(option, 1 << 30) for option in (trim_threshold, mmap_threshold))
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """How long one call takes."""
+def seconds(function: Callable[[], object], device_type: str = "cpu") -> float:
+    """How long one call takes, by the clock of the kind of device that it runs on."""
+    return _CLOCKS[device_type](function)
+
+
+def _by_the_processor(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def _by_cuda_events(function: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+_CLOCKS = {"cpu": _by_the_processor, "cuda": _by_cuda_events}
 
 
 def time_pairs(function: Function, other: Function, inputs: Sequence[Tensor], effort: Effort | None = None) -> Pairs:
@@ -116,7 +134,7 @@ def time_pairs(function: Function, other: Function, inputs: Sequence[Tensor], ef
         return (first,)
     turns.seconds(other, 1)
     once = turns.seconds(function, 1), turns.seconds(other, 1)
-    calls = max(1, min(math.ceil(_TURN / max(min(once), 1e-7)), 200))
+    calls = max(1, min(math.ceil(effort.turn / max(min(once), 1e-7)), 200))
     rounds = max(effort.least, min(effort.most, int(effort.seconds / (calls * sum(once)))))
     pairs = []
     for number in range(rounds):
@@ -148,4 +166,4 @@ class _Turns:
             for x in inputs:
                 function(x)
 
-        return seconds(run) / calls
+        return seconds(run, inputs[0].device.type) / calls

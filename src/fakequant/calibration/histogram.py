@@ -171,7 +171,7 @@ class HistogramCalibrator(ExtremaCalibrator):
                     f"shape {list(exponent.shape)}, expected torch.int64 of shape {list(expected)} and {[groups]}; "
                     "load it into a calibrator with the num_bins of the one that made it"
                 )
-            self._seen, self._counts = seen, counts.clone()
+            self._seen, self._counts = seen, counts.clone(memory_format=torch.contiguous_format)
             self._set_exponent(exponent.to(torch.int32, copy=True))
         else:
             super().load_state_dict(state)
@@ -191,6 +191,9 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     def _known_bins(self) -> Bins | None:
         return Bins(self._inverse, self._counts.shape[2]) if self.observed else None
+
+    def _known_counts(self) -> Tensor | None:
+        return self._counts if self.observed else None
 
     def _count(self, batch: Batch) -> None:
         amax = batch.range.amax.reshape(-1)

@@ -57,11 +57,15 @@ def quantize(  # noqa: PLR0913  the command's options
     compare: Annotated[bool, typer.Option(help="calibrate by the other methods too, for the report")] = False,
     static: Annotated[bool, typer.Option(help="export for batches of the first one's size only")] = False,
     style: Annotated[str, typer.Option(help="dialect of the ONNX file: portable, standard or trt")] = "portable",
+    execution: Annotated[
+        str, typer.Option(help="how products are computed for measuring and fine-tuning: simulate, auto or integer")
+    ] = "simulate",
 ) -> None:
     """Quantize the model of a recipe: calibrate, fine-tune, save, export, verify and report."""
     from fakequant.cli.job import Job, run
 
-    run(Job(recipe, preset, method, out, train=train, compare=compare, static=static, style=style), Console())
+    job = Job(recipe, preset, method, out, train, compare, static, style, execution)
+    run(job, Console())
 
 
 @app.command()

@@ -23,9 +23,12 @@ from fakequant.files import writable_folder, write_whole
 from fakequant.ir import capture, to_svg, to_text
 from fakequant.model.analysis import layer_sqnr
 from fakequant.model.checkpoint import load, save
-from fakequant.model.config import Config
+from fakequant.model.config import Config, as_execution
+from fakequant.model.execution import set_execution
 from fakequant.model.prepare import calibrate, evaluating, prepare, run_batch
 from fakequant.model.presets import find_preset
+from fakequant.model.summary import summary
+from fakequant.nn import Execution, cached_weights
 from fakequant.report import (
     Accuracy,
     ReportData,
@@ -55,6 +58,8 @@ class Job:
         compare: whether to calibrate by every other method too, for the report.
         static: whether the exported model takes batches of the first one's size only.
         style: the dialect of the exported file, see `export_onnx`.
+        execution: how the model is measured and fine-tuned: "simulate", "auto" or "integer", see `set_execution`. The
+            checkpoint keeps it; the exported file says the same numbers either way.
     """
 
     recipe: Path
@@ -65,6 +70,7 @@ class Job:
     compare: bool = False
     static: bool = False
     style: str = "portable"
+    execution: str = "simulate"
 
 
 @dataclass
@@ -82,7 +88,7 @@ class _Progress:
         if not self.recipe.offers("evaluate"):
             self.missing[Section.ACCURACY] = f"{self.recipe.path.name} offers no evaluate(model)."
             return
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), cached_weights(model), torch.no_grad():
             value = self.recipe.evaluate(model)
         self.accuracy.append(Accuracy(format, method, value))
         self.console.print(f"{format} {method}: {value:.6g}", highlight=False)
@@ -92,7 +98,8 @@ def run(job: Job, console: Console) -> ReportData:
     """Do a job; what was reported is returned.
 
     Raises:
-        ConfigError: an unknown preset or method; the nearest are offered.
+        ConfigError: an unknown preset, method or execution; the nearest are offered. Or a layer of the model that never
+            can multiply codes, though the execution is "integer".
         ExportError: an unknown style, before any work; or ONNX cannot express the model: checkpoint and report are
             written nevertheless.
         OutputError: the folder cannot be written.
@@ -103,6 +110,7 @@ def run(job: Job, console: Console) -> ReportData:
     if job.method not in calibrators():
         raise ConfigError(f"unknown calibrator {job.method!r}{nearest(job.method, calibrators())}")
     Style.parse(job.style)
+    as_execution(job.execution)
     out = writable_folder(job.out)
     writable_folder(out / CHECKPOINT)
     recipe = load_recipe(job.recipe)
@@ -124,7 +132,10 @@ def run(job: Job, console: Console) -> ReportData:
     files = {CHECKPOINT: out / CHECKPOINT} | ({} if export is None else {ONNX: out / ONNX})
     data = ReportData(
         f"{job.recipe.stem}, quantized to {config.name}",
-        summary=(f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated by {job.method}.",),
+        summary=(
+            f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated by {job.method}.",
+            *_execution_lines(job, model),
+        ),
         metric="evaluate(model)",
         accuracy=progress.accuracy,
         sqnr={config.name: layer_sqnr(model, recipe.calibration_batches())},
@@ -146,6 +157,16 @@ def run(job: Job, console: Console) -> ReportData:
     return data
 
 
+def _execution_lines(job: Job, model: nn.Module) -> list[str]:
+    """For the report: how many layers multiply codes, and why others do not."""
+    if as_execution(job.execution) is Execution.SIMULATE:
+        return []
+    found = summary(model).layers
+    coded = [layer for layer in found if layer.execution == "integer"]
+    simulated = [f"{layer.name} is simulated: {layer.why_simulated}." for layer in found if layer.why_simulated]
+    return [f"Measured with integer products in {len(coded)} of {len(found)} layers.", *simulated]
+
+
 def _write_graph(model: nn.Module, example: Any, name: str, path: Path, progress: _Progress) -> dict[str, str]:
     """The picture of a model's graph, which is written as text too; none if it cannot be captured."""
     try:
@@ -164,7 +185,7 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
     recipe = progress.recipe
     model = recipe.model()
     progress.measure(model, "float32", "")
-    prepare(model, config)
+    set_execution(prepare(model, config), job.execution)
     for method in calibrators():
         if job.compare and method != job.method:
             other = copy.deepcopy(model)

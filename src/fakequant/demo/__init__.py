@@ -10,15 +10,15 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, calibrators
+from fakequant.demo.codes import ByCodes, by_codes
 from fakequant.demo.digits import (
     LEARNING_RATE,
     SEED,
@@ -48,7 +48,9 @@ from fakequant.report import (
     verification,
     write_report,
 )
-from fakequant.report.terminal import print_report
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def quantized(
@@ -98,6 +100,14 @@ def int8_by_every_calibrator(model: nn.Module, training: Split, measured: Measur
     return Int8(models, used, min(losses, key=losses.__getitem__))
 
 
+def multiplied_by_codes(int8: Int8, measured: Measurements) -> ByCodes:
+    """The exported INT8 model with integer products, measured and compared with the simulated one on every image."""
+    coded, compared = by_codes(int8.models[int8.exported], measured.held_out.images)
+    measured.add(coded, "INT8 by codes", int8.exported, str(compared))
+    measured.console.print(f"    {compared}", highlight=False)
+    return compared
+
+
 def finetuned(model: nn.Module, config: Config, training: Split, epochs: int, measured: Measurements) -> nn.Module:
     """A calibrated model, then fine-tuned with fake quantization in its graph; measured before and after."""
     tuned, _ = quantized(model, config, training, "mse", "mse")
@@ -144,6 +154,11 @@ def run(out: str | os.PathLike[str], *, epochs: int = 40, console: Console | Non
         OutputError: the folder cannot be written; found before training.
     """
     started = time.perf_counter()
+    # Not before it runs: the networks of this package are also measured where rich is not installed.
+    from rich.console import Console
+
+    from fakequant.report.terminal import print_report
+
     folder, console = writable_folder(out), console or Console()
     training, held_out = load_digits()
     measured = Measurements(held_out, console)
@@ -152,6 +167,7 @@ def run(out: str | os.PathLike[str], *, epochs: int = 40, console: Console | Non
     measured.add(model, "float32", "")
     console.print("INT8 by every calibrator, FP8, INT4 and INT2 before and after fine-tuning")
     int8 = int8_by_every_calibrator(model, training, measured)
+    compared = multiplied_by_codes(int8, measured)
     measured.add(quantized(model, presets.FP8, training, "max")[0], "FP8", "max")
     int4 = finetuned(model, presets.INT4, training, epochs, measured)
     finetuned(model, INT2, training, epochs, measured)
@@ -161,7 +177,8 @@ def run(out: str | os.PathLike[str], *, epochs: int = 40, console: Console | Non
     data = report_data(training, measured, int8, models, published)
     print_report(console, data)
     write_report(folder / "report.html", data)
-    found = results(data, int8.exported, published) | {"seconds": round(time.perf_counter() - started, 1)}
+    found = results(data, int8.exported, published)
+    found |= {"by_codes": asdict(compared), "seconds": round(time.perf_counter() - started, 1)}
     write_whole(folder / "results.json", json.dumps(found, indent=2).encode())
     console.print(f"{found['seconds']:.0f} seconds. Open {folder / 'report.html'}; the models are beside it:")
     console.print(", ".join(sorted(path.name for path in folder.iterdir())))
@@ -207,11 +224,11 @@ def results(data: ReportData, exported: str, published: Mapping[str, Published])
     Returns:
         "accuracy": a list of {format, method, percent};
         "percent": float32, int8_best (of all calibrators), int8_exported, fp8, int4_calibrated, int4_finetuned,
-        int2_calibrated, int2_finetuned;
+        int2_calibrated, int2_finetuned, int8_by_codes (the exported one);
         "exported_method": the calibrator of the exported INT8 model;
         "models": for int8 and int4 {file, bytes, elements, differing, exact, export, verification}: elements compared
         in Q/DQ nodes and those that differ, then the full reports of export and verification;
-        "environment": versions and machine. `run` adds "seconds".
+        "environment": versions and machine. `run` adds "by_codes", the fields of `ByCodes`, and "seconds".
     """
     found = {(row.format, row.method): row.value for row in data.accuracy}
     int8 = {method: value for (format, method), value in found.items() if format == "INT8"}
@@ -232,6 +249,7 @@ def results(data: ReportData, exported: str, published: Mapping[str, Published])
             "float32": data.accuracy[0].value,
             "int8_best": max(int8.values()),
             "int8_exported": int8[exported],
+            "int8_by_codes": found["INT8 by codes", exported],
             "fp8": found["FP8", "max"],
             "int4_calibrated": found["INT4", "mse"],
             "int4_finetuned": found["INT4", FINETUNED],

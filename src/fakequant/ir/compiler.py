@@ -1,4 +1,4 @@
-"""Graphs compiled by torch.compile, each structure once."""
+"""Graphs as single functions, each structure made once: of kernels that keep every bit, or by Inductor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
 from fakequant.errors import GraphError
 from fakequant.ir.execute import check_inputs, to_torch
-from fakequant.ir.fake_quantization import set_opaque
 from fakequant.ir.graph import Graph
+from fakequant.ir.lower import lower
 from fakequant.ir.ops.products import RECURRENT
 from fakequant.ir.table import repeatable
 
@@ -75,22 +75,23 @@ class CompiledGraph:
 
 
 def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
-    """A graph compiled by torch.compile, forward and backward.
+    """A graph as one function, forward and backward.
 
     Args:
         graph: what to compile; it is checked, and copied.
-        exact: whether every bit of outputs and gradients must be that of `Graph.run`. Then torch.compile records both
-            passes once, and they run as a sequence of torch's own kernels and of this package's, without the modules
-            in between. Otherwise Inductor generates code, which fuses more, compiles for much longer, and rounds sums,
-            exponentials and products in its own way; a last bit that differs there may move a code by one.
+        exact: whether every bit of outputs and gradients must be that of `Graph.run`. Then the function is a sequence
+            of torch's own kernels and of this package's, without the modules in between, and takes those that are
+            fastest: a ReLU and the quantizer after it are one. Otherwise torch.compile has Inductor generate code,
+            which fuses more, takes seconds to minutes to compile, and rounds sums, exponentials and products in its
+            own way; a last bit that differs there may move a code by one.
 
     Returns:
         A function of the graph's inputs. Graphs of equal `hash(constants=False)` share what was compiled; the constants
         are arguments of it, so that no graph can get those of another.
 
     Raises:
-        GraphError: the graph is not valid, or has an operation that torch.compile cannot record: a whole recurrent
-            layer such as nn.LSTM.
+        GraphError: the graph is not valid, or exact is false and it has an operation that torch.compile cannot record:
+            a whole recurrent layer such as nn.LSTM.
 
     >>> from fakequant.ir import IRType
     >>> graph = Graph("example")
@@ -100,10 +101,10 @@ def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
     tensor([ 0.5000, -4.0000])
     """
     for op in graph.check().ops:
-        if op.op_type.startswith(RECURRENT):
+        if op.op_type.startswith(RECURRENT) and not exact:
             raise GraphError(
                 f"{op}{f' of {op.origin}' if op.origin else ''}: torch.compile cannot record a whole recurrent layer; "
-                "run it by graph.run or graph.to_torch, or write the layer as a loop of nn.LSTMCell or nn.GRUCell"
+                "compile with exact=True, or write the layer as a loop of nn.LSTMCell or nn.GRUCell"
             )
     return CompiledGraph(graph.copy(), _cache.find(graph, exact))
 
@@ -132,11 +133,13 @@ class _Function:
 
 
 def _compiled(graph: Graph, exact: bool) -> Callable[..., Any]:
+    if exact:
+        module = to_torch(graph, lifted=True)
+        lower(module, graph)
+        return module.forward
     module = to_torch(_with_unread_draws(graph), lifted=True)
-    set_opaque(module, exact)
     dynamic = any(type.shape.dynamic for type in graph.types().values())
-    backend = "aot_eager_default_partitioner" if exact else "inductor"
-    return _Function(module, fullgraph=True, backend=backend, dynamic=dynamic or None)
+    return _Function(module, fullgraph=True, backend="inductor", dynamic=dynamic or None)
 
 
 def _with_unread_draws(graph: Graph) -> Graph:

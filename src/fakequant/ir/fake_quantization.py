@@ -17,7 +17,9 @@ from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams, compute_dtype, measure
 from fakequant.numerics.spec import Gradient, QuantSpec
 from fakequant.ops import library
+from fakequant.ops.direct import fake_quantize_directly
 from fakequant.ops.opaque import Opaque
+from fakequant.ops.rectified import fake_quantize_relu
 
 MAX_BITS = 32
 # Codes of more bits are not exact in float32, in which specifications compute.
@@ -30,12 +32,13 @@ class FakeQuantize(nn.Module):
     Args:
         spec: how to quantize.
         opaque: whether a compiler sees one node instead of the operations that define it.
+        rectified: whether the ReLU of x is quantized, by given parameters.
     """
 
-    def __init__(self, spec: QuantSpec, *, opaque: bool = False) -> None:
+    def __init__(self, spec: QuantSpec, *, opaque: bool = False, rectified: bool = False) -> None:
         super().__init__()
         self.spec, self._as_node = spec, Opaque(spec)
-        self.opaque = opaque
+        self.opaque, self.rectified = opaque, rectified
 
     def forward(
         self, x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, seed: Tensor | None = None
@@ -43,7 +46,13 @@ class FakeQuantize(nn.Module):
         """x quantized; scale and zero point [groups, axes kept]."""
         learned = any(p is not None and p.requires_grad for p in (scale, zero_point))
         params = None if scale is None else QParams(scale, zero_point, seed=seed)
-        if self.opaque and not learned and not torch.compiler.is_exporting() and _is_traced(x):
+        if self.rectified and params is not None:
+            return fake_quantize_relu(x, params, self.spec)
+        if scale is not None and seed is None:
+            y = fake_quantize_directly(x, self.spec, scale, zero_point)
+            if y is not None:
+                return y
+        if self.opaque and not learned and isinstance(x, FakeTensor):
             return self._as_node(x, params, seed)
         if params is None:
             return library.fake_quantize_dynamic(x, self.spec, seed)
@@ -51,10 +60,6 @@ class FakeQuantize(nn.Module):
 
     def extra_repr(self) -> str:
         return str(self.spec)
-
-
-def _is_traced(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
 class WideFakeQuantize(nn.Module):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
+from fakequant.model.execution import simulated
 from fakequant.model.prepare import Forward, disabled, evaluating, modes, run_batch
 from fakequant.model.progress import track
+from fakequant.model.reuse import ReusedOutputs
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import Mode, Quantizer, quantizers
+from fakequant.nn.quantizer import Mode, Quantizer, cached_weights, quantizers
 
 Metric = Callable[[nn.Module], float]
 
@@ -57,7 +60,8 @@ def layer_sqnr(
 
     hooks = [quantizer.register_forward_hook(watch(name)) for name, quantizer in found.items()]
     try:
-        _run(model, batches, forward or run_batch, progress)
+        with simulated(model):  # products of codes call no quantizer
+            _run(model, batches, forward or run_batch, progress)
     finally:
         for hook in hooks:
             hook.remove()
@@ -89,49 +93,66 @@ def sensitivity(
 ) -> list[Sensitivity]:
     """How much every layer hurts: the model is measured with only that layer quantized. The worst comes first.
 
+    The quantized layer computes as its `execution` says. By the default metric, what of a pass is as in the float model
+    is not computed again: all activations of one batch are held.
+
     Args:
         model: a calibrated model.
-        batches: as for `calibrate`; iterated once per layer, so no one-time iterator. May be empty with a metric.
+        batches: as for `calibrate`, passed over once. May be empty with a metric, which does not see them.
         metric: called as metric(model), larger is better; by default the signal-to-noise ratio in dB of the model's
             outputs against those of the float model.
 
     Raises:
-        ConfigError: the model has no quantized layers, or its batches can be iterated only once.
+        ConfigError: the model has no quantized layers.
     """
-    held = [
-        (name, {id(q) for q in layer.children() if isinstance(q, Quantizer)})
+    held = {
+        name: [quantizer for quantizer in layer.children() if isinstance(quantizer, Quantizer)]
         for name, layer in model.named_modules()
         if isinstance(layer, QuantizedLayer)
-    ]
+    }
     if not held:
         raise ConfigError("sensitivity needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
-    if iter(batches) is batches:
-        raise ConfigError("sensitivity runs the batches once per layer; give a list or a loader, not an iterator")
-    run = forward or run_batch
-    with disabled(model):
-        exact = None if metric else _outputs(model, batches, run)
-        baseline = metric(model) if metric else 0.0
-    found = []
-    for name, own in track(held, "measuring layers", len(held), progress):
-        with modes(model, lambda _, q, own=own: Mode.QUANTIZE if id(q) in own else Mode.OFF):
-            value = metric(model) if metric else _output_sqnr(exact or [], _outputs(model, batches, run))
-        found.append(Sensitivity(name, value, value - baseline))
+    if metric is None:
+        values, baseline = _output_sqnr(model, batches, held, forward or run_batch, progress), 0.0
+    else:
+        values = {}
+        with disabled(model):
+            baseline = metric(model)
+        for name, own in track(held.items(), "measuring layers", len(held), progress):
+            with modes(model, lambda _, q, own=own: Mode.QUANTIZE if q in own else Mode.OFF):
+                values[name] = metric(model)
+    found = [Sensitivity(name, value, value - baseline) for name, value in values.items()]
     return sorted(found, key=lambda s: s.value)
 
 
-def _output_sqnr(exact: list[Tensor], approximate: list[Tensor]) -> float:
-    power = _Power()
-    for a, b in zip(exact, approximate, strict=True):
-        power.add(a, b)
-    return power.decibels()
+def _output_sqnr(
+    model: nn.Module, batches: Iterable[Any], held: dict[str, list[Quantizer]], run: Forward, progress: bool | None
+) -> dict[str, float]:
+    """The signal-to-noise ratio of the outputs with the quantizers of one layer on, by layer."""
+    power, kept = {name: _Power() for name in held}, ReusedOutputs(model)
+    total = len(batches) if isinstance(batches, Sized) else None
+    with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
+        for batch in track(batches, "measuring layers", total, progress):
+            with kept.record():
+                exact = [tensor.clone() for tensor in _tensors(run(model, batch))]
+            for name, own in held.items():
+                with _quantizing(own), kept.reuse():
+                    outputs = _tensors(run(model, batch))
+                for right, approximate in zip(exact, outputs, strict=True):
+                    power[name].add(right, approximate)
+    return {name: value.decibels() for name, value in power.items()}
 
 
-def _outputs(model: nn.Module, batches: Iterable[Any], run: Forward) -> list[Tensor]:
-    outputs: list[Tensor] = []
-    with evaluating(model), torch.no_grad():
-        for batch in batches:
-            outputs += _tensors(run(model, batch))
-    return outputs
+@contextmanager
+def _quantizing(own: list[Quantizer]) -> Iterator[None]:
+    """A context in which quantizers that are off quantize."""
+    try:
+        for quantizer in own:
+            quantizer.mode = Mode.QUANTIZE
+        yield
+    finally:
+        for quantizer in own:
+            quantizer.mode = Mode.OFF
 
 
 def _tensors(output: Any) -> list[Tensor]:

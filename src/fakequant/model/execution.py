@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -50,3 +52,16 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     for layer in found.values():
         layer.execution = execution
     return model
+
+
+@contextmanager
+def simulated(model: nn.Module) -> Iterator[None]:
+    """A context in which every layer is simulated; each layer's own execution comes back."""
+    before = {layer: layer.execution for layer in model.modules() if isinstance(layer, QuantizedLayer)}
+    try:
+        for layer in before:
+            layer.execution = Execution.SIMULATE
+        yield
+    finally:
+        for layer, execution in before.items():
+            layer.execution = execution

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 import torch
@@ -98,7 +99,7 @@ def _check_integer(layer: nn.Module, quantized: type[QuantizedLayer], configs: d
     if quantized.product is None:
         reason: str | None = f"there is no integer product for {quantized.float_class.__name__}"
     else:
-        specs = (configs[n].spec if n in configs else None for n in ("_input_quantizer", "_weight_quantizer"))
+        specs = (configs[n].spec if n in configs else None for n in quantized.product.quantizers)
         reason = quantized.product.cannot(layer, *specs)
     if reason is not None:
         raise ConfigError(f'execution="integer" is not possible: {reason}; use "auto", which simulates such layers')
@@ -133,20 +134,23 @@ def _placed(config: TensorConfig | None, axes: dict[int, int]) -> TensorConfig |
     return TensorConfig(config.spec.replace(granularity=granularity), config.dynamic)
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any] = (),
     method: str = "max",
     *,
     weight_method: str = "max",
     weight_options: dict[str, Any] | None = None,
+    pattern: str = "*",
     forward: Forward | None = None,
     progress: bool | None = None,
     **options: Any,
 ) -> dict[str, Calibrator]:
     """Find the ranges of all static quantizers: of inputs by running batches, of weights from the weights.
 
-    The model runs in float and in eval mode; nothing is changed if anything fails.
+    The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
+    match run quantized where they have ranges, and by codes where they are told to (`set_execution`): so later layers
+    are calibrated on what they will get from earlier ones.
 
     Args:
         model: a prepared model.
@@ -155,6 +159,7 @@ def calibrate(
         method: "max", "percentile", "entropy" or "mse", for inputs.
         weight_method: the same, for weights.
         weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
+        pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch).
         forward: called as forward(model, batch) instead of the model, for other kinds of batches.
         progress: whether to show a progress bar; by default on a terminal.
         options: for the calibrators of the inputs, for example percentile=99.9.
@@ -165,7 +170,7 @@ def calibrate(
     Raises:
         CalibrationError: a batch with NaN or inf (names the quantizer), quantizers that saw no data (names them all),
             or a model without quantizers.
-        ConfigError: an unknown method or option.
+        ConfigError: an unknown method or option, or a pattern that matches no layer with a static quantizer.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(2, 4), torch.full((2, 4), 2.54)], method="max")
@@ -174,9 +179,15 @@ def calibrate(
     """
     if isinstance(batches, Tensor):
         raise ConfigError("calibrate takes batches, and a tensor would be taken row by row; give a list: [tensor]")
-    found = {name: quantizer for name, quantizer in quantizers(model).items() if not quantizer.dynamic}
+    found = {
+        name: quantizer
+        for name, quantizer in quantizers(model).items()
+        if not quantizer.dynamic and fnmatchcase(name.rpartition(".")[0], pattern)
+    }
     if not quantizers(model):
         raise CalibrationError("the model has no quantizers; call fakequant.prepare(model, config) first")
+    if not found and pattern != "*":
+        raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
     inputs = {name: quantizer for name, quantizer in found.items() if quantizer.kind is Kind.INPUT}
     try:
         for name, quantizer in found.items():
@@ -184,7 +195,9 @@ def calibrate(
             quantizer.calibrator = make_calibrator(chosen, quantizer.spec, **chosen_options)
         _observe_weights(model)
         if inputs:
-            _observe_inputs(model, inputs, batches, forward, progress)
+            others = {quantizer for quantizer in quantizers(model).values() if quantizer not in found.values()}
+            with _observing(model, inputs, others if pattern != "*" else set()):
+                _observe_inputs(model, inputs, batches, forward, progress)
         ranges = {name: quantizer.observed_range() for name, quantizer in found.items()}
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     finally:
@@ -254,7 +267,7 @@ def _observe_inputs(
 ) -> None:
     run = forward or run_batch
     total = len(batches) if isinstance(batches, Sized) else None
-    with only_observing(model, inputs), evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         for batch in track(batches, "calibrating", total, progress):
             run(model, batch)
     unseen = [
@@ -280,9 +293,16 @@ def modes(model: nn.Module, choose: Callable[[str, Quantizer], Mode]) -> Iterato
             quantizer.mode = mode
 
 
-def only_observing(model: nn.Module, observing: dict[str, Quantizer]) -> Any:
-    """A context in which some quantizers observe and all others are off: the model computes in float."""
-    return modes(model, lambda name, _: Mode.OBSERVE if name in observing else Mode.OFF)
+def _observing(model: nn.Module, observing: dict[str, Quantizer], quantizing: set[Quantizer]) -> Any:
+    """A context in which some quantizers observe, some quantize that do and have ranges, and all others are off."""
+
+    def mode(name: str, quantizer: Quantizer) -> Mode:
+        if name in observing:
+            return Mode.OBSERVE
+        ready = quantizer in quantizing and (quantizer.dynamic or quantizer.calibrated)
+        return quantizer.mode if ready else Mode.OFF
+
+    return modes(model, mode)
 
 
 def disabled(model: nn.Module) -> Any:

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
-from fakequant.nn.integer import ConvolutionProduct, Execution, IntegerProduct, LinearProduct
+from fakequant.nn.compiled_product import form_of, multiply
+from fakequant.nn.integer import Execution, IntegerProduct
+from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.quantizer import Quantizer
 
 
@@ -62,11 +64,25 @@ class QuantizedLayer(nn.Module):
         quantizer = self._weight_quantizer
         return self.weight if quantizer is None else quantizer(self.weight)
 
-    def integer_product(self, x: Tensor) -> Tensor | None:
-        """The output as a product of codes; None where the layer is to be simulated."""
+    def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """The output as a product of codes, plus bias; None where the layer is to be simulated.
+
+        Args:
+            x: the input.
+            other: the weight, or the other input.
+            bias: of a layer with a weight.
+        """
         if self.execution is Execution.SIMULATE or self.product is None:
             return None
-        return self.product(self, x)
+        if torch.compiler.is_compiling():
+            # Exporters are shown the simulated layer.
+            return None if torch.compiler.is_exporting() else multiply(self.product, self, x, other, bias)
+        return self.product(self, x, other, bias)
+
+    @torch.compiler.assume_constant_result
+    def product_form(self) -> str:
+        """The product as text for compiled graphs, see `compiled_product.form_of`."""
+        return "" if self.product is None else form_of(self, self.product)
 
     def why_simulated(self) -> str | None:
         """Why the layer, if it is told to, does not multiply codes whatever its input; None if it does."""
@@ -122,7 +138,7 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     product = LinearProduct()
 
     def forward(self, input: Tensor) -> Tensor:
-        if (y := self.integer_product(input)) is not None:
+        if (y := self.integer_product(input, self.weight, self.bias)) is not None:
             return y
         return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
@@ -134,8 +150,10 @@ class _QuantConv(QuantizedLayer):
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        if (y := self.integer_product(input)) is not None:
-            return y
+        one = input.dim() < self.weight.dim()  # no batch axis
+        y = self.integer_product(input.unsqueeze(0) if one else input, self.weight, self.bias)
+        if y is not None:
+            return y.squeeze(0) if one else y
         return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
@@ -341,6 +359,12 @@ class QuantMatMul(_QuantPair, MatMul):
     """MatMul of two quantized activations [..., n, k] and [..., k, m]."""
 
     input_reductions = (-1, -2)
+    product = MatMulProduct()
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if (y := self.integer_product(input, other)) is not None:
+            return y
+        return super().forward(input, other)
 
 
 @quantizes(Add)

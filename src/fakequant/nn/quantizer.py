@@ -115,12 +115,18 @@ class Quantizer(PreciseModule):
             if self._cache is not None and (kept := self._cache.quantize(x, fixed, self.spec)) is not None:
                 return kept
             return library.fake_quantize(x, fixed, self.spec)
-        if self._follows_input and not self.needs_calibration:
+        if self.follows_input and not self.needs_calibration:
             if self._cache is not None and (kept := self._cache.quantize(x, None, self.spec)) is not None:
                 return kept
             return library.fake_quantize_dynamic(x, self.spec)
         params, learned = self.qparams(x), self.learned
         return library.fake_quantize(x, params, self.spec) if learned is None else learned.fake_quantize(x, params)
+
+    def kept_codes(self, x: Tensor) -> tuple[Tensor, Tensor, QParams] | None:
+        """What takes the gradient of a weight, its codes and its parameters, if they are kept (`cached_weights`)."""
+        if self._cache is None or self.learned is not None:
+            return None
+        return self._cache.encode(x, self._fixed(x), self.spec)
 
     def _fixed(self, x: Tensor) -> QParams | None:
         """The parameters for x if nothing moves them."""
@@ -133,7 +139,7 @@ class Quantizer(PreciseModule):
         return self._fitted(fixed, x)
 
     @property
-    def _follows_input(self) -> bool:
+    def follows_input(self) -> bool:
         """Whether the range is that of every tensor."""
         return self.dynamic or not self.calibrated
 
@@ -151,7 +157,7 @@ class Quantizer(PreciseModule):
                 f"the quantizer {self.name or self} has not been calibrated; "
                 "call fakequant.calibrate(model, batches), or load a checkpoint"
             )
-        if self._follows_input:
+        if self.follows_input:
             return choose_qparams_of(x, self.spec)
         return self._fitted(self._current(self._elements(x)), x)
 
@@ -266,7 +272,7 @@ class Quantizer(PreciseModule):
         with self._named_errors():
             if self.calibrator is None:
                 raise CalibrationError("in mode OBSERVE without a calibrator; call fakequant.calibrate")
-            self.calibrator.observe(x.detach())
+            self.calibrator.observe(x)
 
     def observed_range(self) -> Range:
         """The range that the calibrator finds for what it was shown."""
@@ -334,6 +340,8 @@ def fixed_ranges(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def cached_weights(model: nn.Module) -> Iterator[None]:
     """A context in which weights that have not changed are not quantized again: evaluation, gradient accumulation.
+
+    Of layers that multiply codes, the codes and what is made of them are kept.
 
     Results and gradients are the same bits. A weight is quantized again after everything that leaves a trace: a step of
     any torch optimizer, operations in place (`copy_`, `load_state_dict`), another tensor or other memory in its place

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fakequant.functional import choose_qparams
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.ops.kept import Kept, give, keep
+from fakequant.ops.kept import Kept, give, give_stand_in, keep, keep_codes
 from fakequant.ops.library import is_watched
 
 _optimizer_steps = 0
@@ -39,10 +40,12 @@ class _Entry(NamedTuple):
     """The tensors and their memory: freed, they could come back with other values at the same address."""
     kept: Kept
     version: int
+    params: QParams | None
+    """By which it was quantized; None if that is not asked for."""
 
 
 class WeightCache:
-    """The quantized values of one parameter, until something changes that torch counts.
+    """The quantized values, or the codes, of one parameter, until something changes that torch counts.
 
     That is: the parameter or its memory is another one, was written to, or an optimizer made a step; or the scale, the
     zero point or the specification changed; or the values given out were written to. Nothing is kept while a compiler
@@ -56,12 +59,23 @@ class WeightCache:
 
     def quantize(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> Tensor | None:
         """What `library.fake_quantize` returns, or `fake_quantize_dynamic` without parameters; None if not kept."""
+        entry = self._entry_of(x, params, spec, codes=False)
+        return None if entry is None else give(x, entry.kept)
+
+    def encode(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> tuple[Tensor, Tensor, QParams] | None:
+        """What `library.encode` returns, and the parameters, by default those that x gives; None if not kept."""
+        entry = self._entry_of(x, params, spec, codes=True)
+        if entry is None or entry.params is None:
+            return None
+        return give_stand_in(x, entry.kept), entry.kept.values, entry.params
+
+    def _entry_of(self, x: Tensor, params: QParams | None, spec: QuantSpec, *, codes: bool) -> _Entry | None:
         tensors = (x,) if params is None else (x, params.scale, params.zero_point)
         if is_watched(*tensors) or not isinstance(x, nn.Parameter) or spec.rounding is not Rounding.NEAREST_EVEN:
             return None
         if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # their writes are not counted
             return None
-        state = (_optimizer_steps, spec, *map(_state, tensors))
+        state = (_optimizer_steps, codes, spec, *map(_state, tensors))
         mask = torch.is_grad_enabled() and x.requires_grad and spec.gradient is not Gradient.IDENTITY
         entry = self._entry
         if (
@@ -70,10 +84,16 @@ class WeightCache:
             or entry.version != entry.kept.values._version
             or (mask and entry.kept.mask is None)
         ):
-            kept = keep(x, params, spec, mask=mask)
+            if codes:
+                params = choose_qparams(x.detach(), spec) if params is None else params
+                kept = keep_codes(x, params, spec, mask=mask)
+            else:
+                kept = keep(x, params, spec, mask=mask)
+            if kept is None:
+                return None
             held = tuple((tensor, tensor.untyped_storage()) for tensor in tensors if tensor is not None)
-            self._entry = entry = _Entry(state, held, kept, kept.values._version)
-        return give(x, entry.kept)
+            self._entry = entry = _Entry(state, held, kept, kept.values._version, params)
+        return entry
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

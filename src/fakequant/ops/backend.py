@@ -54,6 +54,8 @@ class Backend(ABC):
     compiles_as_node: ClassVar[bool] = False
     """Whether compiled graphs of its device hold the operator whole, because compilers compute the definition with
     other bits there: with approximate division, or a product and a sum rounded once."""
+    rectifies: ClassVar[bool] = False
+    """Whether `fake_quantize_relu` is there."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -70,6 +72,12 @@ class Backend(ABC):
     @abstractmethod
     def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
+
+    def fake_quantize_relu(
+        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `fake_quantize`, of torch.relu(x) in one pass; the mask is where gradients pass both, for IDENTITY too."""
+        raise NotImplementedError(f"the backend {self.name} has no ReLU; ask its `rectifies`")
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -48,11 +49,34 @@ def observe(values: Tensor, bins: Bins | None = None) -> Observed:
     return observe_by_definition(values, bins)
 
 
+def take_in(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
+    """Widen a range, in place, to hold these values and add them to the counts; or do nothing and return False.
+
+    One call of a kernel, for the many batches that bring nothing new. It does nothing where a value is not finite or
+    lies beyond the last bin, and where the kernel cannot serve.
+
+    Args:
+        values: ordered by group, as many in every group, without gaps.
+        range: lowest and highest value of every group, in the dtype of computation; it contains 0.0.
+        bins: where to count; None for not at all.
+        counts: int64 [groups, 2, bins], or None.
+    """
+    if load_kernels() is not None or not has_values(values) or not (values.is_cpu and range.lo.is_cpu):
+        return False
+    inverse = _nowhere(range.lo.numel()) if bins is None else bins.inverse
+    return torch.ops.fakequant_cpu.take_in.default(values, inverse, range.lo, range.hi, counts)
+
+
+@lru_cache(maxsize=64)
+def _nowhere(groups: int) -> Tensor:
+    return torch.zeros(groups, dtype=torch.float64)
+
+
 def _observe_by_kernel(values: Tensor, bins: Bins | None) -> Observed:
-    groups, dtype = values.shape[0], compute_dtype(values.dtype)
-    ends = torch.empty(2, groups, dtype=dtype)
+    groups = values.shape[0]
+    ends = torch.empty(2, groups, dtype=compute_dtype(values.dtype))
     counts = None if bins is None else torch.zeros(groups, 2, bins.number, dtype=torch.int64)
-    inverse = torch.zeros(groups, dtype=dtype) if bins is None else bins.inverse_for(values)
+    inverse = _nowhere(groups) if bins is None else bins.inverse.to(values.device)
     torch.ops.fakequant_cpu.observe(values, inverse, ends, counts)
     # 0.0 is added because which of the two zeros comes first depends on the order of the values.
     return Observed(Range(*(ends + 0.0).unbind()), counts)

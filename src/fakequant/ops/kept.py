@@ -1,4 +1,4 @@
-"""Quantized values and their mask, kept to be given out again: a pass over memory less for each time."""
+"""Quantized values or codes and their mask, kept to be given out again: a pass over memory less for each time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from .dispatch import choose
-from .library import BackwardCall, through
+from .library import BackwardCall, stand_in, through
 
 
 class Kept(NamedTuple):
     """A tensor quantized once."""
 
     values: Tensor
+    """The quantized values, or the codes."""
     mask: Tensor | None
     """Where gradients pass, packed by the backend that made it; None if it was not asked for, or they pass anywhere."""
     call: BackwardCall
@@ -35,11 +36,26 @@ def keep(x: Tensor, params: QParams | None, spec: QuantSpec, *, mask: bool) -> K
     return Kept(values, bits, (backend, spec, x.stride()))
 
 
+def keep_codes(x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Kept | None:
+    """The codes of x, as `library.encode` finds them; None if x has NaN."""
+    backend, mask = choose(x, spec, codes=True), mask and spec.gradient is not Gradient.IDENTITY
+    with torch.inference_mode(False), torch.no_grad():
+        found = backend.encode(x, params, spec, mask=mask)
+    return None if found.has_nan else Kept(found.codes, found.mask, (backend, spec, x.stride()))
+
+
 def give(x: Tensor, kept: Kept) -> Tensor:
     """The kept values of x, as its function where gradients are wanted."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Given.apply(x, kept)
     return kept.values.detach()
+
+
+def give_stand_in(x: Tensor, kept: Kept) -> Tensor:
+    """What takes the gradient of the quantized x while its kept codes are multiplied, see `library.encode`."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _StandIn.apply(x, kept)
+    return stand_in(x)
 
 
 class _Given(torch.autograd.Function):
@@ -53,3 +69,10 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return through(grad_outputs[0], ctx.kept.mask, ctx.kept.call), None
+
+
+class _StandIn(_Given):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Kept) -> Tensor:
+        ctx.kept = kept
+        return stand_in(x)

@@ -126,12 +126,12 @@ def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]
     """
     if not torch.is_grad_enabled():
         found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)
-        return None if found.has_nan else (_stand_in(x), found.codes)
+        return None if found.has_nan else (stand_in(x), found.codes)
     if _needs_grad_of(params):
-        stand_in, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
+        zeros, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
     else:
-        stand_in, codes, has_nan = _EagerCodes.apply(x, spec, params)
-    return None if has_nan else (stand_in, codes)
+        zeros, codes, has_nan = _EagerCodes.apply(x, spec, params)
+    return None if has_nan else (zeros, codes)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -223,7 +223,7 @@ class _EagerLearned(torch.autograd.Function):
         mask, x, *params = ctx.saved_tensors
         dy, wants = grad_outputs[0], (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         backend, spec, _ = ctx.call
-        scale_grad, zero_point_grad = _grad_params(backend, dy, x, params_of(*params), spec, wants)
+        scale_grad, zero_point_grad = _grad_params_by(backend, dy, x, params_of(*params), spec, wants)
         return through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
@@ -237,7 +237,7 @@ class _EagerCodes(torch.autograd.Function):
         found = backend.encode(x, params, spec, mask=spec.gradient is not Gradient.IDENTITY)
         ctx.save_for_backward(found.mask)
         ctx.mark_non_differentiable(found.codes)
-        return _stand_in(x), found.codes, found.has_nan
+        return stand_in(x), found.codes, found.has_nan
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
@@ -256,14 +256,14 @@ class _EagerLearnedCodes(torch.autograd.Function):
         found = backend.encode(x, params_of(*params), spec, mask=needs_mask)
         ctx.save_for_backward(found.mask, x, *params)
         ctx.mark_non_differentiable(found.codes)
-        return _stand_in(x), found.codes, found.has_nan
+        return stand_in(x), found.codes, found.has_nan
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         return _EagerLearned.backward(ctx, grad_outputs[0])
 
 
-def _stand_in(x: Tensor) -> Tensor:
+def stand_in(x: Tensor) -> Tensor:
     """A tensor of the shape of x that takes no memory."""
     return x.new_zeros(()).expand(x.shape)
 
@@ -282,13 +282,20 @@ def through(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
     return backend.grad_input(dy, mask, spec, x_stride)
 
 
-def _grad_params(
+def _grad_params_by(
     backend: Backend, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     # Grad mode as in `through`: torch operations can be differentiated again, and give the same bits.
     if torch.is_grad_enabled() or is_watched(dy, x, params.scale, params.zero_point):
         return reference.grad_params(dy, x, params, spec, wants)
     return backend.grad_params(dy, x, params, spec, wants)
+
+
+def grad_params(
+    dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of scale and zero point of `fake_quantize`, if they are wanted."""
+    return _grad_params_by(choose(x, spec), dy, x, params, spec, wants)
 
 
 class _MaskedGradient(torch.autograd.Function):
@@ -347,7 +354,7 @@ def _exported_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | No
     wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
     scale_grad = zero_point_grad = None
     if any(wants):
-        scale_grad, zero_point_grad = _grad_params(choose(x, ctx.spec), dy, x, params, ctx.spec, wants)
+        scale_grad, zero_point_grad = _grad_params_by(choose(x, ctx.spec), dy, x, params, ctx.spec, wants)
     return reference.grad_input(dy, reference.passes(x, params, ctx.spec)), scale_grad, zero_point_grad, None, None
 
 

@@ -1,8 +1,8 @@
 """The operator as one node with one node as its gradient, for compilers that must not look inside.
 
 `fakequant::fake_quantize` is what exporters see; compiled, its gradient would be a dozen of torch's operations. These
-call the backends in the forward and in the backward pass and save one bit per element in between, so that a compiled
-graph has the eager bits at the eager speed.
+call the backends in the forward and in the backward pass and save one bit per element in between, so that a graph of
+gradients has the eager bits at the eager speed.
 """
 
 from __future__ import annotations

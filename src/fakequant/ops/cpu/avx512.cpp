@@ -156,11 +156,10 @@ struct Loop {
   }
 };
 
-// The elements [first, first + n) of the tiles.
+// The elements [first, first + n) of the tiles; x, y and mask point to the first.
 template <typename T, Arithmetic A, bool kMasked, typename Rounding>
 FAKEQUANT_AVX512 void quantize_by(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  Loop<A, kMasked, Rounding> loop(call, mask ? mask + first / 8 : nullptr);
-  x += first, y += first;
+  Loop<A, kMasked, Rounding> loop(call, mask);
   for (int64_t i = 0, piece; i < n; i += piece) {
     const Cursor at(call.tiles, first + i);
     const Params<float> p = after(call.params, at.group);

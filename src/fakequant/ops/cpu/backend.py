@@ -44,6 +44,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     device_type = "cpu"
+    rectifies = True
 
     def unavailable(self) -> str | None:
         return load_kernels()
@@ -78,6 +79,17 @@ class CpuBackend(Backend):
             return None
         ops = torch.ops.fakequant_cpu
         return Direct(ops.checked.default, ops.checked_with_mask.default, ops.mask_gradient.default, plan.form)
+
+    def fake_quantize_relu(
+        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        packed = x if plan.as_it_is else plan.layout.pack(x)
+        kind = plan.mask if mask else _NO_MASK
+        tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
+        random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
+        y, bits = torch.ops.fakequant_cpu.fake_quantize_relu.default(packed, *tensors, plan.form, kind, mask, random)
+        return y if plan.as_it_is else plan.layout.unpack(y), bits
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None

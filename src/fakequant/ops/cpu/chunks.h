@@ -18,7 +18,8 @@ namespace fakequant {
 
 constexpr int64_t kGrainChunks = 32;  // 32,768 elements: below that a second thread costs more than it brings.
 
-// The values of the elements [first, first + n) of the tiles of a call; `inside` gets one byte per element.
+// The values of the elements [first, first + n) of the tiles of a call; x and y point to the first of them, and `inside`
+// gets one byte per element.
 void quantize_chunk(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first, int64_t n);
 void quantize_chunk(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first, int64_t n);
 // The same where call.draw is on, and the codes instead of the values.
@@ -28,7 +29,8 @@ void quantize_chunk_drawn(const Call<double>& call, const double* x, double* y, 
 void encode_chunk_drawn(const Call<float>& call, const float* x, float* codes, int64_t first, int64_t n);
 void encode_chunk_drawn(const Call<double>& call, const double* x, double* codes, int64_t first, int64_t n);
 
-// The same without chunks, where the processor has AVX-512 and the call needs nothing else: avx512.cpp.
+// The same without chunks, where the processor has AVX-512 and the call needs nothing else: avx512.cpp. The mask is
+// packed, and begins with the first element.
 bool serves_avx512(const Call<float>& call);
 void quantize_avx512(const Call<float>& call, const float* x, float* y, uint8_t* mask, int64_t first, int64_t n);
 void quantize_avx512(const Call<float>& call, const Half* x, Half* y, uint8_t* mask, int64_t first, int64_t n);
@@ -101,20 +103,23 @@ void for_each_chunk(int64_t elements, const F& body) {
   for_each_span(elements, [&](int64_t first, int64_t n) { for_each_chunk_of(first, n, body); });
 }
 
-// One chunk of x, y and mask, which point to the first element of the call.
+// The packed mask from an element on that begins a byte; null where there is none.
+inline uint8_t* bits_from(uint8_t* mask, int64_t first) { return mask ? mask + first / 8 : nullptr; }
+
+// One chunk; x, y and mask point to its first element.
 template <typename T, typename C>
 void quantize_chunk_of(const Call<C>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
   alignas(64) uint8_t inside[kChunk];
   if constexpr (std::is_same_v<T, C>) {
-    quantize_chunk(call, x + first, y + first, inside, first, n);
+    quantize_chunk(call, x, y, inside, first, n);
   } else {
     alignas(64) C in[kChunk];
     alignas(64) C out[kChunk];
-    load(x + first, in, n);
+    load(x, in, n);
     quantize_chunk(call, in, out, inside, first, n);
-    store(out, y + first, n);
+    store(out, y, n);
   }
-  if (call.mask != Mask::kNone) pack(inside, mask + first / 8, n);
+  if (call.mask != Mask::kNone) pack(inside, mask, n);
 }
 
 // The same for whole chunks and the last; `first` is where one begins.
@@ -123,14 +128,16 @@ void quantize_span(const Call<C>& call, const T* x, T* y, uint8_t* mask, int64_t
   if constexpr (std::is_same_v<C, float>) {
     if (serves_avx512(call)) return quantize_avx512(call, x, y, mask, first, n);
   }
-  for_each_chunk_of(first, n,
-                    [&](int64_t begin, int64_t length) { quantize_chunk_of(call, x, y, mask, begin, length); });
+  for_each_chunk_of(0, n, [&](int64_t i, int64_t length) {
+    quantize_chunk_of(call, x + i, y + i, bits_from(mask, i), first + i, length);
+  });
 }
 
 template <typename T, typename C>
 void quantize_all(const Call<C>& call, const T* x, T* y, uint8_t* mask) {
-  for_each_span(call.tiles.elements(),
-                [&](int64_t first, int64_t n) { quantize_span(call, x, y, mask, first, n); });
+  for_each_span(call.tiles.elements(), [&](int64_t first, int64_t n) {
+    quantize_span(call, x + first, y + first, bits_from(mask, first), first, n);
+  });
 }
 
 // Calls `body` with a value of the element type of a floating tensor and one of its compute type.

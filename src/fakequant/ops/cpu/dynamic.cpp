@@ -173,7 +173,7 @@ void quantize_piece(const Job<T, C>& job, const PatternOf<T>* measured, C whole,
   choose(job.rule, job.call.grid, low, high, whole, count, chosen);
   Call<C> call = job.with(chosen, {count, length, 1, 1});
   call.draw.before = element;
-  quantize_span(call, job.x + element, job.y + element, job.mask ? job.mask + element / 8 : nullptr, 0, count * length);
+  quantize_span(call, job.x + element, job.y + element, bits_from(job.mask, element), 0, count * length);
 }
 
 // All parameters are chosen before the first element is quantized.

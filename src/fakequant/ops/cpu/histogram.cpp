@@ -2,7 +2,8 @@
 //
 // Positions are found for a chunk at a time by vector code, and then counted. Four tables take turns, because the
 // processor waits for a number that it has just written: values that are often equal, as the zeros of a ReLU, would
-// cost five times as much.
+// cost five times as much. The tables stay with their thread, all 0 between two calls: new memory of their size costs as
+// much as counting 50,000 values.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -91,18 +92,40 @@ FAKEQUANT_CLONES void positions(const double* x, int32_t* position, int64_t n, d
   positions_of(x, position, n, inverse, bins);
 }
 
-FAKEQUANT_CLONES void add_tables(const uint32_t* tables, int64_t* counts, int64_t length) {
-  for (int64_t i = 0; i < length; ++i) {
+// How many bins on either side, from 0 outwards, may have counts.
+struct Used {
+  int64_t negative, positive;
+};
+
+template <typename C>
+Used used_by(const Extent<C>& extent, C inverse, int64_t bins) {
+  if (!extent.finite()) return {bins, bins};
+  const C ends[] = {Ordered<C>::number(extent.lo), Ordered<C>::number(extent.hi)};
+  int32_t position[2];
+  positions(ends, position, 2, inverse, static_cast<int32_t>(bins));
+  return {ends[0] < C(0) ? position[0] + 1 : 0, ends[1] < C(0) ? 0 : position[1] - bins + 1};
+}
+
+// Adds tables of some length to counts, from the first entry on, and clears them.
+FAKEQUANT_CLONES void move_tables(uint32_t* tables, int64_t length, int64_t* counts, int64_t used) {
+  for (int64_t i = 0; i < used; ++i) {
     int64_t sum = 0;
     for (int64_t table = 0; table < kTables; ++table) sum += tables[table * length + i];
     counts[i] += sum;
   }
+  for (int64_t table = 0; table < kTables; ++table) std::fill_n(tables + table * length, used, 0u);
+}
+
+uint32_t* tables_of_thread(int64_t length) {
+  thread_local std::vector<uint32_t> tables;
+  if (tables.size() < static_cast<size_t>(kTables * length)) tables.resize(kTables * length);
+  return tables.data();
 }
 
 // Counts of one group: in tables that take turns, or where so few values come that clearing them would cost more, in
 // place.
 struct Counts {
-  int64_t* line;  // 2 * bins; null where nothing is to be counted
+  int64_t* line;     // 2 * bins; null where nothing is to be counted
   uint32_t* tables;  // enough for 2**34 values, a quarter in each
   int32_t bins;
 
@@ -117,10 +140,35 @@ struct Counts {
       for (int64_t table = 0; table < kTables; ++table) ++tables[table * length + position[i + table]];
     for (; i < n; ++i) ++tables[position[i]];
   }
+  void finish(const Used& used) const {
+    move_tables(tables, 2 * bins, line, used.negative);
+    move_tables(tables + bins, 2 * bins, line + bins, used.positive);
+  }
+};
+
+template <typename C>
+struct Task {
+  int64_t groups, elements;
+  const double* inverse;  // [groups]
+  int64_t* counts;        // [groups, 2, bins], or null
+  int64_t bins;
+  bool all_or_nothing;  // a group with a value that has no bin, or is not finite, is not looked at any further
+
+  C inverse_of(int64_t group) const {
+    // Finite, because 0.0 has to stay in bin 0.
+    return static_cast<C>(std::min<double>(inverse[group], std::numeric_limits<C>::max()));
+  }
+  bool takes(int64_t group, const Extent<C>& extent) const {
+    if (!extent.finite()) return false;
+    if (counts == nullptr) return true;
+    const C amax = std::max(std::abs(Ordered<C>::number(extent.lo)), std::abs(Ordered<C>::number(extent.hi)));
+    const C factor = inverse_of(group);
+    return factor > C(0) ? amax * factor < static_cast<C>(bins) : amax == C(0);
+  }
 };
 
 template <typename T, typename C>
-Extent<C> observe_part(const T* x, int64_t n, C inverse, const Counts& counts) {
+Extent<C> observe_part(const Task<C>& task, int64_t group, const T* x, int64_t n, const Counts& counts) {
   alignas(64) C converted[kChunk];
   alignas(64) int32_t position[kChunk];
   Extent<C> found;
@@ -133,34 +181,33 @@ Extent<C> observe_part(const T* x, int64_t n, C inverse, const Counts& counts) {
       load(x + first, converted, length);
       values = converted;
     }
-    found.join(extent(values, length));
+    const Extent<C> here = extent(values, length);
+    found.join(here);
+    if (task.all_or_nothing && !task.takes(group, here)) break;
     if (counts.line == nullptr) continue;
-    positions(values, position, length, inverse, counts.bins);
+    positions(values, position, length, task.inverse_of(group), counts.bins);
     counts.add(position, length);
   }
   return found;
 }
 
 template <typename T, typename C>
-void observe_all(const Tensor& values, const Tensor& inverse, Tensor& range, int64_t* counts, int64_t bins) {
-  const int64_t groups = values.size(0), elements = values.size(1), line = 2 * bins;
+std::vector<Extent<C>> observe_all(const Task<C>& task, const T* x) {
+  const int64_t elements = task.elements, line = 2 * task.bins;
   const int64_t parts = (elements + kPart - 1) / kPart;
-  const T* x = static_cast<const T*>(values.data_ptr());
-  const C* inverses = static_cast<const C*>(inverse.data_ptr());
-  C* lo = static_cast<C*>(range.data_ptr());
-  const bool in_tables = counts != nullptr && (parts > 1 || elements > kTables * line);
-  std::vector<Extent<C>> found(groups);
+  const bool in_tables = task.counts != nullptr && (parts > 1 || elements > line);
+  std::vector<Extent<C>> found(task.groups);
   std::mutex joining;
   const int64_t grain = std::max<int64_t>(1, kGrainChunks * kChunk / std::max<int64_t>(1, std::min(elements, kPart)));
-  torch::stable::parallel_for(0, groups * parts, grain, [&](int64_t begin, int64_t end) {
-    std::vector<uint32_t> tables(in_tables ? kTables * line : 0);
+  torch::stable::parallel_for(0, task.groups * parts, grain, [&](int64_t begin, int64_t end) {
+    uint32_t* tables = in_tables ? tables_of_thread(line) : nullptr;
     for (int64_t part = begin; part < end;) {
       const int64_t group = part / parts, last = std::min(end, (group + 1) * parts);
-      Counts into{counts == nullptr ? nullptr : counts + group * line, in_tables ? tables.data() : nullptr,
-                  static_cast<int32_t>(bins)};
+      const Counts into{task.counts == nullptr ? nullptr : task.counts + group * line, tables,
+                        static_cast<int32_t>(task.bins)};
       const int64_t first = (part - group * parts) * kPart;
       const int64_t n = std::min((last - group * parts) * kPart, elements) - first;
-      const Extent<C> extent = observe_part(x + group * elements + first, n, inverses[group], into);
+      const Extent<C> extent = observe_part(task, group, x + group * elements + first, n, into);
       part = last;
       if (!in_tables && parts == 1) {
         found[group] = extent;
@@ -168,36 +215,77 @@ void observe_all(const Tensor& values, const Tensor& inverse, Tensor& range, int
       }
       const std::lock_guard<std::mutex> guard(joining);
       found[group].join(extent);
-      if (!in_tables) continue;
-      add_tables(tables.data(), into.line, line);
-      std::fill(tables.begin(), tables.end(), 0u);
+      if (in_tables) into.finish(used_by(extent, task.inverse_of(group), task.bins));
     }
   });
-  for (int64_t group = 0; group < groups; ++group) {
-    const Extent<C>& extent = found[group];
-    const C nan = std::numeric_limits<C>::quiet_NaN();
-    lo[group] = extent.finite() ? Ordered<C>::number(extent.lo) : nan;
-    lo[groups + group] = extent.finite() ? Ordered<C>::number(extent.hi) : nan;
-  }
+  return found;
+}
+
+template <typename C>
+Task<C> task_of(const Tensor& values, const Tensor& inverse, const std::optional<Tensor>& counts) {
+  using torch::headeronly::ScalarType;
+  const int64_t groups = inverse.numel();
+  STD_TORCH_CHECK(values.is_contiguous() && inverse.is_contiguous() && inverse.scalar_type() == ScalarType::Double &&
+                      groups > 0 && values.numel() % groups == 0,
+                  "fakequant_cpu: values [groups, elements] and inverse [groups] in float64, without gaps");
+  Task<C> task{groups, values.numel() / groups, static_cast<const double*>(inverse.data_ptr()), nullptr, 0, false};
+  if (!counts.has_value()) return task;
+  STD_TORCH_CHECK(counts->dim() == 3 && counts->is_contiguous() && counts->size(0) == groups && counts->size(1) == 2 &&
+                      counts->scalar_type() == ScalarType::Long,
+                  "fakequant_cpu: counts are int64 [groups, 2, bins], without gaps");
+  task.counts = static_cast<int64_t*>(counts->data_ptr());
+  task.bins = counts->size(2);
+  return task;
+}
+
+// The ends [groups] that a caller gives, in the type of computation.
+template <typename C>
+C* ends_of(const Tensor& ends, int64_t groups) {
+  using torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(ends.is_contiguous() && ends.numel() == groups &&
+                      ends.scalar_type() == (sizeof(C) == 4 ? ScalarType::Float : ScalarType::Double),
+                  "fakequant_cpu: ends of ranges, one for every group, in the dtype of computation, without gaps");
+  return static_cast<C*>(ends.data_ptr());
 }
 
 // The lowest and highest value of every group [2, groups], NaN where one is not finite; and, if counts [groups, 2, bins]
 // are given, the counts of |x| * inverse are added to them: those of negative x first.
 void observe(const Tensor values, const Tensor inverse, Tensor range, std::optional<Tensor> counts) {
-  STD_TORCH_CHECK(values.dim() == 2 && values.is_contiguous() && inverse.is_contiguous() && range.is_contiguous() &&
-                      inverse.numel() == values.size(0) && range.numel() == 2 * values.size(0),
-                  "fakequant_cpu: values [groups, elements], inverse [groups] and range [2, groups], without gaps");
-  int64_t bins = 0;
-  if (counts.has_value()) {
-    STD_TORCH_CHECK(counts->dim() == 3 && counts->is_contiguous() && counts->size(0) == values.size(0) &&
-                        counts->size(1) == 2 && counts->scalar_type() == torch::headeronly::ScalarType::Long,
-                    "fakequant_cpu: counts are int64 [groups, 2, bins], without gaps");
-    bins = counts->size(2);
-  }
-  int64_t* added = counts.has_value() ? static_cast<int64_t*>(counts->data_ptr()) : nullptr;
   with_float_type(values, [&](auto element, auto computed) {
-    observe_all<decltype(element), decltype(computed)>(values, inverse, range, added, bins);
+    using C = decltype(computed);
+    const Task<C> task = task_of<C>(values, inverse, counts);
+    C* ends = ends_of<C>(range, 2 * task.groups);
+    const std::vector<Extent<C>> found = observe_all(task, static_cast<const decltype(element)*>(values.data_ptr()));
+    for (int64_t group = 0; group < task.groups; ++group) {
+      const C nan = std::numeric_limits<C>::quiet_NaN();
+      ends[group] = found[group].finite() ? Ordered<C>::number(found[group].lo) : nan;
+      ends[task.groups + group] = found[group].finite() ? Ordered<C>::number(found[group].hi) : nan;
+    }
   });
+}
+
+// Widens the ranges lo to hi [groups] to what every group holds and, if counts are given, adds to them; true. Nothing
+// happens, and false, where a value is not finite or lies beyond the last bin.
+bool take_in(const Tensor values, const Tensor inverse, Tensor lo, Tensor hi, std::optional<Tensor> counts) {
+  bool all = true;
+  with_float_type(values, [&](auto element, auto computed) {
+    using C = decltype(computed);
+    Task<C> task = task_of<C>(values, inverse, counts);
+    C *const lowest = ends_of<C>(lo, task.groups), *const highest = ends_of<C>(hi, task.groups);
+    int64_t* const total = task.counts;
+    std::vector<int64_t> added(2 * task.bins * task.groups);
+    if (total != nullptr) task.counts = added.data();
+    task.all_or_nothing = true;
+    const std::vector<Extent<C>> found = observe_all(task, static_cast<const decltype(element)*>(values.data_ptr()));
+    for (int64_t group = 0; group < task.groups; ++group) all &= task.takes(group, found[group]);
+    if (!all) return;
+    for (size_t i = 0; i < added.size(); ++i) total[i] += added[i];
+    for (int64_t group = 0; group < task.groups; ++group) {
+      lowest[group] = std::min(lowest[group], Ordered<C>::number(found[group].lo));
+      highest[group] = std::max(highest[group], Ordered<C>::number(found[group].hi));
+    }
+  });
+  return all;
 }
 
 }  // namespace
@@ -205,6 +293,10 @@ void observe(const Tensor values, const Tensor inverse, Tensor range, std::optio
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) {
   m.def("observe(Tensor values, Tensor inverse, Tensor(a!) range, Tensor(b!)? counts) -> ()");
+  m.def("take_in(Tensor values, Tensor inverse, Tensor(a!) lo, Tensor(b!) hi, Tensor(c!)? counts) -> bool");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) { m.impl("observe", TORCH_BOX(&fakequant::observe)); }
+STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
+  m.impl("observe", TORCH_BOX(&fakequant::observe));
+  m.impl("take_in", TORCH_BOX(&fakequant::take_in));
+}

@@ -1,0 +1,1 @@
+"""Measurements on a GPU: `make bench-gpu`."""

@@ -1,0 +1,174 @@
+"""How each kind of layer multiplies codes, see `integer.py`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fakequant.nn.integer import DTYPES, CodedTensor, Gradients, IntegerProduct, Ready, cannot_multiply
+from fakequant.numerics.granularity import PerChannel, PerTensor, PerToken
+from fakequant.numerics.products import Places
+from fakequant.numerics.spec import QuantSpec
+from fakequant.ops import products
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+class LinearProduct(IntegerProduct):
+    """Input [..., in] times the transposed weight [out, in]."""
+
+    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
+        return (
+            _input_reason(input, PerTensor, PerToken)
+            or _weight_reason(other, layer.weight)
+            or products.linear_unavailable(layer.weight.device.type)
+            or _sum_reason(layer.weight, input, other)
+        )
+
+    def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
+        return products.linear(x.factor, other.factor, bias)
+
+    def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
+        return F.linear(x, other, bias)
+
+    def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dy @ other if wants[0] else None
+        d_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if wants[1] else None
+        return dx, d_weight, rows.sum(0) if wants[2] else None
+
+
+class ConvolutionProduct(IntegerProduct):
+    """Input [n, in, ...] convolved with weight [out, in / groups, ...]."""
+
+    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
+        return (
+            _input_reason(input, PerTensor)
+            or _weight_reason(other, layer.weight)
+            or (f"padding_mode={layer.padding_mode!r} is simulated" if layer.padding_mode != "zeros" else None)
+            or ("padding='same' is simulated" if layer.padding == "same" else None)
+            or products.convolution_unavailable(layer.weight.device.type)
+            or _sum_reason(layer.weight, input, other)
+        )
+
+    def places(self, layer: Any) -> Places:
+        padding = [0] * len(layer.kernel_size) if isinstance(layer.padding, str) else list(layer.padding)
+        return Places(list(layer.stride), padding, list(layer.dilation), layer.groups)
+
+    def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
+        packed, codes = ready.packed, other.codes
+        if packed is None or (packed[0] is not codes and not torch.equal(packed[0], codes)):
+            ready.packed = packed = codes, products.pack_weight(codes, ready.places, x.codes.shape)
+        return products.convolution(x.factor, packed[1], other.params.scale, bias, ready.places)
+
+    def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
+        return _CONVOLUTIONS[x.dim() - 2](x, other, bias, *places)
+
+    def empty_result(self, x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if x.is_contiguous():
+            return x.new_empty(shape, dtype=dtype)
+        images, channels, *places = shape
+        return x.new_empty((images, *places, channels), dtype=dtype).movedim(-1, 1)
+
+    def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
+        form = places.stride, places.padding, places.dilation, False, [0] * len(places.stride), places.groups
+        found = torch.ops.aten.convolution_backward(dy, x, other, [dy.shape[1]], *form, wants)
+        dx, d_weight, d_bias = (grad if wanted else None for grad, wanted in zip(found, wants, strict=True))
+        return dx, d_weight, d_bias
+
+
+class MatMulProduct(IntegerProduct):
+    """Input [..., n, k] times other input [..., k, m]."""
+
+    quantizers = ("_input_quantizer", "_other_quantizer")
+    fewest_axes = 2
+
+    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
+        return (
+            _input_reason(input, PerTensor, PerToken)
+            or _input_reason(other, PerTensor, name="other input")
+            or products.linear_unavailable(_device_type(layer))
+        )
+
+    def depends_on(self, layer: Any) -> tuple[Any, ...]:
+        return ()
+
+    def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec]) -> bool:
+        enough_axes = x.dim() >= 2 and other.dim() >= 2
+        known = enough_axes and products.linear_unavailable(x.device.type) is None
+        return known and super().fits(x, other, specs) and x.shape[-1] <= _most(*specs)
+
+    def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
+        return products.matmul(x.factor, other.factor)
+
+    def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
+        return torch.matmul(x, other)
+
+    def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
+        inner = x.shape[-1]
+        if x.dim() == 2 < other.dim():  # torch multiplies the transposed ones as rows, and rounds so
+            rows = dy.mT.reshape(-1, x.shape[0])
+            dx = rows.t() @ other.mT.reshape(-1, inner) if wants[0] else None
+            d_other = (rows @ x).reshape(other.mT.shape).mT if wants[1] else None
+            return dx, d_other, None
+        dx = (dy @ other.mT).sum_to_size(x.shape) if wants[0] else None
+        if not wants[1]:
+            d_other = None
+        elif other.dim() == 2:
+            d_other = x.reshape(-1, inner).t() @ dy.reshape(-1, dy.shape[-1])
+        else:
+            d_other = (x.mT @ dy).sum_to_size(other.shape)
+        return dx, d_other, None
+
+
+def _input_reason(spec: QuantSpec | None, *granularities: type, name: str = "input") -> str | None:
+    """Why an input has no codes for a product."""
+    if spec is None:
+        return f"its {name} is in float"
+    if reason := cannot_multiply(spec):
+        return f"its {name}: {reason}"
+    if not isinstance(spec.granularity, granularities):
+        return f"its {name}: a sum of products has one scale, not {spec.granularity}"
+    return None
+
+
+def _weight_reason(spec: QuantSpec | None, weight: Tensor) -> str | None:
+    """Why a weight with output channels on axis 0 has no codes for a product."""
+    if spec is None:
+        return "its weight is in float"
+    if reason := cannot_multiply(spec):
+        return f"its weight: {reason}"
+    if not spec.symmetric or spec.format.storage != torch.int8:
+        return "its weight: codes must be signed, without a zero point"
+    granularity = spec.granularity
+    per_output = isinstance(granularity, PerChannel) and [a % weight.dim() for a in granularity.axes] == [0]
+    if not per_output and not isinstance(granularity, PerTensor):
+        return f"its weight: a sum of products has one scale, not {granularity}"
+    return None if weight.dtype in DTYPES else f"its weight is {weight.dtype}"
+
+
+def _sum_reason(weight: Tensor, *specs: QuantSpec | None) -> str | None:
+    """Why the sums of products of a layer may leave int32."""
+    size, most = weight[0].numel(), _most(*(spec for spec in specs if spec is not None))
+    return f"sums of {size:,} products may leave int32; of {most:,} they cannot" if size > most else None
+
+
+@lru_cache
+def _most(input: QuantSpec, other: QuantSpec) -> int:
+    """How many products of codes may be summed."""
+    return products.largest_inner_size(_reach(input), _reach(other))
+
+
+def _reach(spec: QuantSpec) -> int:
+    """How far codes may be from 0, or from a zero point."""
+    lowest, highest = int(spec.format.quant_min), int(spec.format.quant_max)
+    return max(-lowest, highest) if spec.symmetric else highest - lowest
+
+
+def _device_type(layer: Any) -> str:
+    """Where a layer without a weight is: where the scales of its quantizers are."""
+    return next((buffer.device.type for buffer in layer.buffers()), "cpu")

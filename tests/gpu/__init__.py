@@ -1,0 +1,1 @@
+"""What a GPU must do as a CPU does, as a program: `make test-gpu`. It needs torch and numpy, and no pytest."""

@@ -1,0 +1,306 @@
+"""How a device executes: launches, synchronisations, graphs, streams, compilers, sizes beyond 32 bits, whole models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from bits import assert_same_bits
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import fakequant as fq
+from benchmarks import kinds
+from benchmarks.training import BLOCK, CNN, STEPS_BY_CODES, Step, descent
+from fakequant.calibration import calibrators, make_calibrator
+from fakequant.numerics import products as definition
+from fakequant.ops import products
+
+_BATCH = (64, 256)
+_BEYOND_32_BITS = 2**31 + 1
+_PIECE = 1 << 26
+# Quantizers of which each call is one launch; those of a range of the whole tensor need more passes.
+_ONE_LAUNCH = (
+    kinds.INT8_TENSOR,
+    kinds.INT8_CHANNEL,
+    kinds.FP8_TENSOR,
+    kinds.INT8_TOKEN,
+    kinds.INT8_GROUPS,
+    kinds.MXFP4,
+)
+_QUANTIZERS = (*_ONE_LAUNCH, kinds.NVFP4)
+Quantize = Callable[[Tensor], Tensor]
+
+
+class NotHere(Exception):
+    """Why something cannot be tried on this device."""
+
+
+def only_on_cuda(device: str) -> None:
+    """Raise where a check is of CUDA itself.
+
+    Raises:
+        NotHere: on another device.
+    """
+    if torch.device(device).type != "cuda":
+        raise NotHere(f"is of CUDA, and this is {device}")
+
+
+def quantizer(kind: kinds.Kind, device: str) -> fq.nn.Quantizer:
+    """The module of a kind, with scales that fit normal numbers [64, 256]."""
+    made = fq.nn.Quantizer(kind.spec, dynamic=kind.dynamic)
+    if not kind.dynamic:
+        made.set_qparams(fq.choose_qparams(numbers(), kind.spec))
+    return made.to(device)
+
+
+def numbers(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers [64, 256], the last eight of which are none or extreme."""
+    x = torch.randn(_BATCH, generator=torch.Generator().manual_seed(seed))
+    x.view(-1)[-8:] = torch.tensor([0.0, -0.0, 1e-40, -1e-40, torch.inf, -torch.inf, torch.nan, 1e4])
+    return x.to(dtype)
+
+
+def both_ways(quantize: Quantize, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """A result and the gradient of its input."""
+    leaf = x.detach().requires_grad_()
+    y = quantize(leaf)
+    return y.detach(), torch.autograd.grad(y, leaf, dy)[0]
+
+
+def launches(events: Any) -> list[str]:
+    """The names of what a profile shows on the device: kernels, copies and fills."""
+    return [event.name for event in events if event.device_type == DeviceType.CUDA]
+
+
+def one_launch_each(device: str) -> str:
+    """A quantizer's forward is one launch, and so is its backward."""
+    only_on_cuda(device)
+    found = []
+    for kind in _QUANTIZERS:
+        quantize, x = quantizer(kind, device), numbers().to(device).requires_grad_()
+        dy = torch.ones_like(x)
+        for _ in range(3):
+            torch.autograd.grad(quantize(x), x, dy)
+        torch.cuda.synchronize()
+        counts = []
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as of_forward:
+            y = quantize(x)
+            torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as of_backward:
+            torch.autograd.grad(y, x, dy)
+            torch.cuda.synchronize()
+        for profiled in (of_forward, of_backward):
+            names = launches(profiled.events())
+            counts.append(str(len(names)))
+            expected = 1 if kind in _ONE_LAUNCH else len(names)
+            assert len(names) == expected, f"{kind.name}: {len(names)} launches, expected {expected}: {names}"
+        found.append(f"{kind.name} {'/'.join(counts)}")
+    return "forward/backward: " + ", ".join(found)
+
+
+@contextmanager
+def no_synchronisation(device: str) -> Iterator[None]:
+    """Within it, what waits for the device raises."""
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def step_without_synchronisation(device: str) -> str:
+    """A training step never waits for the device: fixed, dynamic, learned, several formats."""
+    only_on_cuda(device)
+    done = []
+    for preset in ("INT8", "INT8_PER_TOKEN", "FP8", "MXFP8", "NVFP4"):
+        for learned in (False, True) if preset == "INT8" else (False,):
+            config = getattr(fq.presets, preset)
+            model = fq.prepare(copy.deepcopy(BLOCK.make()), config)
+            batch = torch.randn(BLOCK.shape)
+            fq.calibrate(model, [batch], progress=False)
+            if learned:
+                for one in fq.nn.quantizer.quantizers(model).values():
+                    if one.calibrated:
+                        one.learn("lsq")
+            step, batch = descent(model.to(device)), batch.to(device)
+            for _ in range(3):  # compiles kernels, makes the optimizer's state
+                step(batch)
+            with no_synchronisation(device):
+                step(batch)
+            done.append(preset + (" learned" if learned else ""))
+    return ", ".join(done)
+
+
+def call_without_synchronisation(device: str) -> str:
+    """Calls of `fake_quantize` never wait for the device, not even to check a scale that is there."""
+    only_on_cuda(device)
+    x = numbers().to(device).requires_grad_()
+    for kind in _QUANTIZERS:
+        spec = fq.QuantSpec.parse(kind.spec)
+        scale = None if kind.dynamic else fq.choose_qparams(x.detach(), spec).scale
+        torch.autograd.grad(fq.fake_quantize(x, spec, scale=scale), x, torch.ones_like(x))
+        with no_synchronisation(device):
+            torch.autograd.grad(fq.fake_quantize(x, spec, scale=scale), x, torch.ones_like(x))
+    return f"{len(_QUANTIZERS)} kinds"
+
+
+def graph_replays(device: str) -> str:
+    """Forward and backward are captured as a CUDA graph, which gives the eager bits of other inputs."""
+    only_on_cuda(device)
+    for kind in _QUANTIZERS:
+        quantize, dy = quantizer(kind, device), torch.randn(_BATCH, device=device)
+        x = numbers().to(device).requires_grad_()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                torch.autograd.grad(quantize(x), x, dy)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = quantize(x)
+            (dx,) = torch.autograd.grad(y, x, dy)
+        for seed in (1, 2):
+            with torch.no_grad():
+                x.copy_(3.0 * numbers(seed).to(device))
+            graph.replay()
+            for name, found, right in zip(("y", "dx"), (y, dx), both_ways(quantize, x, dy), strict=True):
+                assert_same_bits(found.detach(), right, f"{kind.name} {name}")
+    return f"{len(_QUANTIZERS)} kinds"
+
+
+def current_stream(device: str) -> str:
+    """Kernels run in torch's current stream: after what was put there before them, which takes its time."""
+    only_on_cuda(device)
+    for kind in _QUANTIZERS:
+        quantize, dy = quantizer(kind, device), torch.randn(_BATCH, device=device)
+        given, x = numbers(3).to(device), torch.zeros(_BATCH, device=device)
+        right = both_ways(quantize, given, dy)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(50_000_000)
+            x.copy_(given)
+            found = both_ways(quantize, x, dy)
+            torch.cuda.current_stream().synchronize()
+        for name, one, other in zip(("y", "dx"), found, right, strict=True):
+            assert_same_bits(one, other, f"{kind.name} {name}")
+    return f"{len(_QUANTIZERS)} kinds"
+
+
+def beyond_32_bits(device: str, elements: int = _BEYOND_32_BITS, piece: int = _PIECE) -> str:
+    """More float16 elements than 32 bits count, forward and backward: pieces are what they are alone."""
+    need = 2 * 7 * elements  # x, y, dy, dx, and their pieces
+    if torch.device(device).type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < need:
+        raise NotHere(f"needs {need >> 30} GiB of memory, and {free >> 30} are free")
+    pattern = numbers(4, torch.float16).view(-1).to(device)
+    x = pattern.repeat(-(-elements // len(pattern)))[:elements]
+    quantize = quantizer(kinds.INT8_TENSOR, device)
+    y, dx = both_ways(quantize, x, x)
+    first = [piece * number for number in (0, 1, elements // piece // 2, elements // piece - 1)]
+    for start in (*first, max(0, elements - piece)):
+        part = slice(start, start + piece)
+        alone = both_ways(quantize, x[part].clone(), x[part])
+        for name, found, right in zip(("y", "dx"), (y, dx), alone, strict=True):
+            assert_same_bits(found[part], right, f"{name} from {start:,} on")
+    last = both_ways(quantize.cpu(), x[-999:].cpu(), x[-999:].cpu())
+    assert_same_bits(y[-999:].cpu(), last[0], "the last of y, by the CPU")
+    assert_same_bits(dx[-999:].cpu(), last[1], "the last of dx, by the CPU")
+    return f"{elements:,} elements"
+
+
+def compiled_bits(device: str, backend: str = "inductor", many: int = len(_QUANTIZERS)) -> str:
+    """torch.compile gives the eager bits, alone and between operations that it may fuse with."""
+    dtypes = (torch.float32, torch.bfloat16)
+    for kind in _QUANTIZERS[:many]:
+        for dtype in dtypes:
+            quantize = quantizer(kind, device)
+            x, dy = numbers(5, dtype).to(device), numbers(6, dtype).nan_to_num().to(device)
+            for label, function in (("alone", quantize), ("fused", lambda x, q=quantize: q(x.relu()).neg())):
+                torch.compiler.reset()
+                found = both_ways(torch.compile(function, backend=backend), x, dy)
+                for name, one, right in zip(("y", "dx"), found, both_ways(function, x, dy), strict=True):
+                    assert_same_bits(one, right, f"{kind.name} {dtype} {label} {name}")
+    return f"{many} kinds in {len(dtypes)} dtypes"
+
+
+def integer_products(device: str) -> str:
+    """Products of codes are exact."""
+    if reason := products.linear_unavailable(torch.device(device).type):
+        raise NotHere(reason)
+    random = torch.Generator().manual_seed(7)
+    for rows, inner, columns in ((64, 128, 64), (512, 384, 1536), (33, 64, 24), (17, 40, 9), (1, 256, 8)):
+        for zero_point in (None, torch.tensor(3, dtype=torch.int32)):
+            codes = torch.randint(-128, 128, (rows, inner), generator=random, dtype=torch.int8)
+            weight = torch.randint(-127, 128, (columns, inner), generator=random, dtype=torch.int8)
+            factors = (
+                definition.Factor(codes, torch.rand(rows, 1, generator=random), zero_point),
+                definition.Factor(weight, torch.rand(columns, 1, generator=random)),
+            )
+            bias = torch.randn(columns, generator=random)
+            there = [definition.Factor(*(None if t is None else t.to(device) for t in factor)) for factor in factors]
+            found = products.linear(*there, bias.to(device))
+            assert_same_bits(found.cpu(), definition.linear(*factors, bias), f"{rows} x {inner} x {columns}")
+    return "5 shapes, with and without a zero point"
+
+
+def calibrated_ranges(device: str) -> str:
+    """Calibration finds the ranges that it finds on the CPU."""
+    spec = fq.QuantSpec("int8", fq.PerChannel(0))
+    for method in calibrators():
+        here, there = make_calibrator(method, spec), make_calibrator(method, spec)
+        for seed in (8, 9):
+            batch = 3.0 * torch.randn(_BATCH, generator=torch.Generator().manual_seed(seed))
+            here.observe(batch)
+            there.observe(batch.to(device))
+        for name, found, right in zip(("lo", "hi"), there.compute_range(), here.compute_range(), strict=True):
+            assert_same_bits(found.cpu(), right, f"{method} {name}")
+    return ", ".join(calibrators())
+
+
+def training_steps(device: str, smaller: dict[Step, tuple[int, ...]] | None = None) -> str:
+    """Parameters after steps of gradient descent are those of the reference on the same device."""
+    steps = [CNN, BLOCK]
+    if products.linear_unavailable(torch.device(device).type) is None:
+        steps += STEPS_BY_CODES
+    for step in steps:
+        shape = (smaller or {}).get(step, step.shape)
+        wrong = replace(step, device=device, shape=shape).differing()
+        assert not wrong, f"{step.name}, {step.direction}: {wrong:,} parameters differ"
+    return ", ".join(f"{step.name}, {step.direction}" for step in steps)
+
+
+CHECKS: dict[str, Callable[[str], str]] = {
+    "launches": one_launch_each,
+    "no synchronisation in a training step": step_without_synchronisation,
+    "no synchronisation in a call": call_without_synchronisation,
+    "CUDA graphs": graph_replays,
+    "the current stream": current_stream,
+    "torch.compile": compiled_bits,
+    "integer products": integer_products,
+    "calibration": calibrated_ranges,
+    "training steps": training_steps,
+    "beyond 32 bits": beyond_32_bits,
+}
+
+
+def tried(name: str, device: str) -> tuple[str, str]:
+    """("ok", what was found), ("RED", what is wrong) or ("--", why it cannot be tried here)."""
+    torch.manual_seed(0)
+    try:
+        return "ok", CHECKS[name](device)
+    except NotHere as reason:
+        return "--", str(reason)
+    except AssertionError as wrong:
+        return "RED", str(wrong)
+    except Exception as error:  # Whatever is raised is what this is to find, and the other checks are still made.
+        return "RED", f"raises {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,0 +1,163 @@
+"""Kept codes of weights: the bits and gradients of fresh ones, whatever happens to the weight."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from bits import assert_same_bits
+from test_weight_cache import CHANGES, Layer, assert_fresh, cached, fresh
+from torch import nn
+
+import fakequant as fq
+from fakequant.model.config import Config, Rule
+from fakequant.nn import cached_weights
+from fakequant.nn.integer import encode
+from fakequant.ops import products
+from fakequant.ops.dispatch import backends
+
+SPECS = ["int8 per_channel(0)", "int4 per_tensor", "int8 per_tensor identity", "int8 per_tensor input_range"]
+
+
+class Coded(Layer):
+    """The values of the codes of a weight, with its gradient."""
+
+    def forward(self):
+        coded = encode(self.quantizer, self.weight)
+        return coded.stand_in + coded.values(self.weight.dtype)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The shapes of the tensors that a backend has encoded."""
+    shapes = []
+
+    def counted(original):
+        def call(x, *args, **kwargs):
+            shapes.append(tuple(x.shape))
+            return original(x, *args, **kwargs)
+
+        return call
+
+    for backend in backends():
+        monkeypatch.setattr(backend, "encode", counted(backend.encode))
+    return shapes
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("text", SPECS)
+def test_a_weight_is_encoded_once_with_the_same_bits_and_gradients(text, fixed, encoded):
+    layer = Coded(text, fixed=fixed)
+    wanted = fresh(layer)
+    with cached_weights(layer):
+        for _ in range(3):
+            for got, right in zip(cached(layer), wanted, strict=True):
+                assert_same_bits(got, right)
+            with torch.no_grad():
+                assert_same_bits(layer(), wanted[0])
+        assert len(encoded) == 1
+    for _ in range(2):
+        layer()
+    assert len(encoded) == 3
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["grad", "no grad"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change, graph):
+    torch.manual_seed(1)
+    layer = Coded()
+    with cached_weights(layer):
+        cached(layer)
+        CHANGES[change](layer)
+        if graph:
+            assert_fresh(layer)
+        with torch.no_grad():
+            assert_same_bits(layer(), fresh(layer)[0])
+        assert_fresh(layer)
+
+
+def test_values_and_codes_of_one_weight_do_not_mix():
+    layer = Coded()
+    with cached_weights(layer):
+        for _ in range(2):
+            assert_same_bits(layer.quantizer(layer.weight), layer())
+
+
+def test_codes_that_were_written_to_are_made_anew():
+    layer = Coded()
+    with cached_weights(layer), torch.no_grad():
+        encode(layer.quantizer, layer.weight).codes.zero_()
+        assert_same_bits(layer(), fresh(layer)[0])
+
+
+def test_nan_is_never_kept():
+    layer = Coded()
+    with cached_weights(layer), torch.no_grad():
+        layer.weight[0, 0] = torch.nan
+        assert encode(layer.quantizer, layer.weight) is None
+        layer.weight[0, 0] = 1.0
+        assert_same_bits(layer(), fresh(layer)[0])
+
+
+def model():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(36, 5))
+    fq.prepare(net, Config("test", (Rule("*", "uint8", "int8 per_channel(0)", execution="auto"),)))
+    fq.calibrate(net, [torch.rand(8, 2, 7, 7)], progress=False)
+    assert all(layer.why_simulated() is None for layer in (net[0], net[2], net[4]))
+    return net
+
+
+def test_weights_of_layers_are_encoded_and_packed_once(encoded, monkeypatch):
+    net, packed = model(), []
+    pack = products.pack_weight
+    monkeypatch.setattr(products, "pack_weight", lambda *given: packed.append(1) or pack(*given))
+    x = torch.rand(3, 2, 7, 7)
+    with torch.no_grad():
+        wanted = net(x)
+        packed.clear()
+        with cached_weights(net):
+            encoded.clear()
+            for _ in range(3):
+                assert_same_bits(net(x), wanted)
+    weights = {tuple(net[i].weight.shape) for i in (0, 2, 4)}
+    assert sorted(shape for shape in encoded if shape in weights) == sorted(weights)
+    assert not packed
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_with_kept_codes_gives_the_same_weights(fused):
+    nets = model(), model()
+    batches = [torch.rand(4, 2, 7, 7) for _ in range(6)]
+    for net in nets:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9, fused=fused)
+        with cached_weights(net) if net is nets[0] else torch.enable_grad():
+            for i, x in enumerate(batches):
+                net(x).square().mean().backward()
+                if i % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    for got, wanted in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert_same_bits(got.detach(), wanted.detach())
+
+
+def test_copies_pickles_and_checkpoints_while_codes_are_kept():
+    net, x = model(), torch.rand(3, 2, 7, 7)
+    with cached_weights(net), torch.no_grad():
+        wanted = net(x)
+        stream = io.BytesIO()
+        torch.save(net, stream)
+        stream.seek(0)
+        copies = copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(stream, weights_only=False)
+        other = model()
+        other[0].weight.mul_(0.5)
+        net.load_state_dict(other.state_dict())
+        assert_same_bits(net(x), other(x))
+        for again in copies:
+            assert_same_bits(again(x), wanted)
+            again[0].weight.mul_(0.5)
+            again[2].weight.copy_(other[2].weight)
+            again[4].weight.copy_(other[4].weight)
+            again[0]._weight_quantizer.set_qparams(other[0]._weight_quantizer.qparams(other[0].weight))
+            assert_same_bits(again(x), other(x))

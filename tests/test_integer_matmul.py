@@ -1,0 +1,191 @@
+"""Products of two coded activations: bits against int64, gradients against the simulated layer."""
+
+import copy
+
+import pytest
+import torch
+from bits import assert_same_bits
+from test_integer import assert_integer, factor, hostile
+from torch import nn
+
+import fakequant as fq
+from fakequant.errors import ConfigError
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.nn import MatMul
+from fakequant.numerics import products as reference
+from fakequant.ops import products
+
+SPECS = (
+    "int8",
+    "int8_narrow",
+    "int4 per_tensor reciprocal",
+    "int8 per_tensor asymmetric",
+    "uint8 per_tensor symmetric",
+)
+SPECS += ("uint8", "uint4 per_tensor input_range", "int[-3,100] per_tensor asymmetric identity")
+SHAPES = {
+    "matrices": ((17, 33), (33, 21)),
+    "heads": ((2, 3, 17, 33), (2, 3, 33, 21)),
+    "one_other": ((2, 3, 7, 33), (33, 5)),
+    "one_input": ((7, 33), (2, 33, 5)),
+    "broadcast": ((3, 1, 7, 12), (2, 12, 5)),
+    "row": ((4, 1, 33), (4, 33, 21)),
+}
+
+
+class Attention(nn.Sequential):
+    """A model of one product, which is called with both factors."""
+
+    def forward(self, x, other):
+        return self[0](x, other)
+
+
+def prepared(input="int8", other="int8", dynamic=False):
+    """A model of one product with given scales that multiplies codes, and its simulated twin."""
+    rule = Rule("*", TensorConfig(input, dynamic=dynamic), execution="auto")
+    model = fq.prepare(Attention(MatMul()), Config("test", (rule,)))
+    quantizers = model[0]._input_quantizer, model[0]._other_quantizer
+    quantizers[1].spec, quantizers[1].dynamic = fq.QuantSpec.parse(other), False
+    for quantizer, scale, zero_point in zip(quantizers, (1 / 64, 1 / 128), (3, 7), strict=True):
+        if not quantizer.dynamic:
+            given = None if quantizer.spec.symmetric else torch.tensor([zero_point], dtype=torch.int32)
+            quantizer.set_qparams(fq.QParams(torch.tensor([scale]), given))
+    simulated = copy.deepcopy(model)
+    return model, fq.set_execution(simulated, "simulate")
+
+
+def factors(shapes):
+    return hostile(*shapes[0]), hostile(*shapes[1]).flip(-1)
+
+
+def expected(layer, x, other):
+    return reference.matmul(factor(layer._input_quantizer, x), factor(layer._other_quantizer, other))
+
+
+@pytest.fixture(params=["integers", "float"])
+def way(request, monkeypatch):
+    """Matrices one by one as integers, or all at once in float where the sums are exact there."""
+    monkeypatch.setattr(products, "_SMALL", 0 if request.param == "integers" else 2**19)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("other", SPECS)
+@pytest.mark.parametrize("input", SPECS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_is_the_definition(shape, input, other):
+    model, _ = prepared(input, other)
+    assert_integer(model)
+    x, y = factors(SHAPES[shape])
+    with torch.no_grad():
+        assert_same_bits(model(x, y), expected(model[0], x, y))
+        transposed = x.mT.contiguous().mT, y.mT.contiguous().mT
+        assert_same_bits(model(*transposed), expected(model[0], x, y))
+    assert_same_bits(model(x.requires_grad_(), y).detach(), expected(model[0], x.detach(), y))
+
+
+def test_sums_that_float32_does_not_hold():
+    model, _ = prepared("uint8 per_tensor symmetric", "uint8 per_tensor symmetric")
+    for inner in (258, 259, 1031):
+        x, other = torch.full((3, 2, inner), 255 / 64), torch.full((3, inner, 2), 255 / 128)
+        x[:, 1, 0], other[:, 0, 1] = 254 / 64, 253 / 128
+        with torch.no_grad():
+            assert_same_bits(model(x, other), expected(model[0], x, other))
+
+
+def test_scales_of_every_token():
+    model, _ = prepared("int8 per_token", dynamic=True)
+    assert_integer(model)
+    for shape in SHAPES.values():
+        x, other = factors(shape)
+        x = x.clamp(-1e30, 1e30)
+        with torch.no_grad():
+            assert_same_bits(model(x, other), expected(model[0], x, other))
+
+
+def step(model, factors):
+    x, other = (one.clone().clamp(-100, 100).requires_grad_() for one in factors)
+    y = model(x, other)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    return {"x": x.grad, "other": other.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("input", ["int8", "uint4 per_tensor input_range", "int8 per_tensor clip"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_the_simulated_product(shape, input, learn):
+    model, simulated = prepared(input, "int8")
+    for quantizer in (q for m in (model, simulated) for q in m[0].children() if learn):
+        quantizer.learn("lsq" if quantizer.spec.symmetric else "lsq_plus")
+    found, wanted = (step(m, factors(SHAPES[shape])) for m in (model, simulated))
+    assert_integer(model)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert_same_bits(found[name], gradient, name)
+
+
+def test_a_gradient_that_nobody_wants_is_not_computed():
+    model, simulated = prepared()
+    x, other = factors(SHAPES["heads"])
+    x.requires_grad_()
+    (found,), (wanted,) = (torch.autograd.grad(m(x, other).sum(), x) for m in (model, simulated))
+    assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nan_is_not_hidden(place):
+    model, simulated = prepared()
+    given = [one.clamp(-9, 9) for one in factors(SHAPES["heads"])]
+    given[place][0, 0, 0, 1] = torch.nan
+    assert model(*given).isnan().any()
+    assert_same_bits(model(*given), simulated(*given))
+
+
+def test_what_is_simulated(monkeypatch):
+    model, simulated = prepared()
+    for shapes in (((33,), (33, 5)), ((7, 33), (33,)), ((0, 33), (33, 5)), ((3, 0), (0, 5))):
+        x, other = torch.rand(shapes[0]), torch.rand(shapes[1])
+        assert_same_bits(model(x, other), simulated(x, other))
+    x, other = (one.double() for one in factors(SHAPES["heads"]))
+    assert_same_bits(model(x, other), simulated(x, other))
+    monkeypatch.setattr(products, "matmul", lambda *_: pytest.fail("a sum that int32 may not hold"))
+    inner = products.largest_inner_size(128, 128) + 1
+    x, other = torch.ones(1, inner), torch.ones(inner, 1)
+    assert_same_bits(model(x, other), simulated(x, other))
+
+
+REASONS = {
+    "float": (None, "its input is in float"),
+    "float8": ("float8_e4m3fn", "its input: codes of float8_e4m3fn are no integers"),
+    "tokens": ("int8 per_token", "its other input: a sum of products has one scale, not per_token"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_why_a_product_is_simulated(name):
+    input, reason = REASONS[name]
+    config = Config("test", (Rule("*", input, execution="integer"),))
+    if input is not None:
+        with pytest.raises(ConfigError, match=reason):
+            fq.prepare(nn.Sequential(MatMul()), config)
+    model = fq.prepare(nn.Sequential(MatMul()), Config("test", (Rule("*", input or "int8", execution="auto"),)))
+    if input is None:
+        model[0]._modules["_input_quantizer"] = None
+    assert reason in str(fq.summary(model))
+    with pytest.raises(ConfigError, match=reason):
+        fq.set_execution(model, "integer")
+
+
+def test_the_summary_says_which_way_it_goes():
+    model, _ = prepared()
+    assert "integer" in str(fq.summary(model)).splitlines()[2]
+
+
+def test_half_precision_and_autocast():
+    model, simulated = prepared()
+    x, other = factors(SHAPES["heads"])
+    for dtype in (torch.float16, torch.bfloat16):
+        given = x.to(dtype), other.to(dtype)
+        assert model(*given).dtype == simulated(*given).dtype == dtype
+        assert_same_bits(model(*given), expected(model[0], *given).to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(model(x, other), expected(model[0], x, other).bfloat16())
