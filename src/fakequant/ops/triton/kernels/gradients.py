@@ -61,7 +61,7 @@ def products_of_step(
     position, there, _, _ = places_of_sweep(step, n, run, columns, period, SWEEP, TILING)
     v = computable(tl.load(x + position, mask=there, other=0.0), COMPUTE)
     gradient = computable(tl.load(dy + position, mask=there, other=0.0), COMPUTE)
-    drawn = None
+    drawn = v
     if CALL.stochastic:
         if words is not None:
             drawn = tl.load(words + position, mask=there, other=0).to(tl.uint32, bitcast=True)
