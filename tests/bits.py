@@ -14,7 +14,7 @@ def bits_of(x: Tensor) -> Tensor:
         return x.to(torch.uint8)
     patterns = x.contiguous().view(_SAME_SIZE_INTEGER[x.element_size()])
     if x.is_floating_point():
-        nan = torch.full((), float("nan")).to(x.dtype).view(patterns.dtype)
+        nan = torch.full((), float("nan"), device=x.device).to(x.dtype).view(patterns.dtype)
         # torch has no isnan for 8-bit floats.
         patterns = torch.where((x if x.element_size() > 1 else x.float()).isnan(), nan, patterns)
     return patterns

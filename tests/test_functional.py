@@ -207,3 +207,15 @@ def test_a_scale_that_float32_rounds_to_0_is_named_as_given():
 def test_a_sparse_tensor_is_told_how_to_become_dense():
     with pytest.raises(DTypeError, match=r"sparse_coo; convert it first, as by x\.to_dense\(\)"):
         fq.fake_quantize(torch.ones(3).to_sparse(), "int8")
+
+
+def test_parameters_elsewhere_than_on_the_cpu_are_not_read_and_others_are_checked_wherever_x_is():
+    x = torch.ones(4, device="meta")
+    for wrong in ({"scale": -1.0}, {"scale": torch.tensor(float("nan"))}, {"amax": -1.0}):
+        with pytest.raises(fq.errors.QParamsError):
+            fq.fake_quantize(x, "int8", **wrong)
+    spec = fq.QuantSpec("int8", symmetric=False)
+    with pytest.raises(fq.errors.QParamsError, match="zero_point"):
+        fq.fake_quantize(x, spec, scale=1.0, zero_point=0.5)
+    for right in (1.0, torch.ones(1), torch.ones(1, device="meta")):
+        assert fq.fake_quantize(x, spec, scale=right, zero_point=right).is_meta

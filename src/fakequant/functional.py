@@ -165,6 +165,7 @@ def _resolve(
     elif amax is not None:
         limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
         _check_values("amax", limit, _MAGNITUDE, watched=watched)
+        limit = _beside(x, limit)
         params = _choose_qparams(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
     else:
         params = choose_qparams(x, spec)
@@ -204,13 +205,14 @@ def _checked(
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = _fit("scale", _as_tensor("scale", scale, x, dtype), x, spec)
     check_scale(scale, spec.arithmetic, watched=watched)
+    scale = _beside(x, scale)
     if zero_point is None:
         return QParams(scale)
     zero_point = _fit("zero_point", _as_tensor("zero_point", zero_point, x, dtype), x, spec)
     lowest, highest = spec.format.quant_min, spec.format.quant_max
     expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
     _check_values("zero_point", zero_point, (lowest, highest, expected), whole=True, watched=watched)
-    return QParams(scale, zero_point)
+    return QParams(scale, _beside(x, zero_point))
 
 
 def check_scale(scale: Tensor, arithmetic: Arithmetic, *, watched: bool = True) -> None:
@@ -234,12 +236,17 @@ def _check_tensor(name: str, value: object) -> None:
 
 def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
-        return value if value.dtype == dtype and value.device == x.device else value.to(device=x.device, dtype=dtype)
+        return value if value.dtype == dtype else value.to(dtype)
     if not isinstance(value, (int, float)):
         raise QParamsError(f"{name} must be a number or a tensor, got {value!r}")
     if 0 < abs(value) <= _ROUNDED_TO_0 and dtype == torch.float32:
         raise QParamsError(f"{name}={value!r} is 0 in {dtype}, in which tensors of {x.dtype} are quantized")
-    return torch.tensor(value, dtype=dtype, device=x.device)
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _beside(x: Tensor, values: Tensor) -> Tensor:
+    """Checked parameters on the device of x, without a wait for it."""
+    return values if values.device == x.device else values.to(x.device, non_blocking=True)
 
 
 def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
@@ -259,11 +266,13 @@ def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
 def _check_values(name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, watched: bool) -> None:
     """Raise if a parameter is not within bounds in every group. Not while tracing, where values are unknown.
 
+    Nor of a tensor that is not on the CPU: to read it the host would wait for all that its device has to do before.
+
     Most parameters are one number: read, it costs a tenth of comparing and reducing it as a tensor. Behind a tensor
     that has pushed all else out of the caches that difference is as long as copying a million elements.
     """
     number = values.numel()
-    if not number or (watched and not has_values(values)):
+    if not number or values.device.type != "cpu" or (watched and not has_values(values)):
         return
     lowest, highest, expected = bounds
     least, most = (values.item(),) * 2 if number == 1 else (end.item() for end in values.aminmax())

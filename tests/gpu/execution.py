@@ -81,6 +81,11 @@ def launches(events: Any) -> list[str]:
 def one_launch_each(device: str) -> str:
     """A quantizer's forward is one launch, and so is its backward."""
     only_on_cuda(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as of_one:
+        numbers().to(device)
+        torch.cuda.synchronize()
+    if not launches(of_one.events()):
+        raise NotHere("torch's profiler sees nothing of this GPU")
     found = []
     for kind in _QUANTIZERS:
         quantize, x = quantizer(kind, device), numbers().to(device).requires_grad_()
@@ -283,13 +288,14 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "launches": one_launch_each,
     "no synchronisation in a training step": step_without_synchronisation,
     "no synchronisation in a call": call_without_synchronisation,
-    "CUDA graphs": graph_replays,
     "the current stream": current_stream,
     "torch.compile": compiled_bits,
     "integer products": integer_products,
     "calibration": calibrated_ranges,
     "training steps": training_steps,
     "beyond 32 bits": beyond_32_bits,
+    # The last: a capture that fails can leave CUDA of no use.
+    "CUDA graphs": graph_replays,
 }
 
 
