@@ -79,12 +79,14 @@ def test_what_is_wanted():
 
 
 def test_sums_of_every_magnitude():
-    """Of scale 1, slopes are whole numbers: products of all exponents, of which the lowest digits are cut off."""
-    x = torch.full((6, 300), 1e4, dtype=torch.float64)
-    spec, params = fq.QuantSpec("int8", fq.PerChannel(0)), fq.QParams(torch.ones(6, 1, dtype=torch.float64))
+    """Products of all exponents, of which the lowest digits are cut off; and large ones that leave the lowest alone."""
+    x = torch.full((7, 300), 1e4, dtype=torch.float64)
+    spec, params = fq.QuantSpec("int8", fq.PerChannel(0)), fq.QParams(torch.ones(7, 1, dtype=torch.float64))
     exponents = torch.linspace(-1074, 1000, 300, dtype=torch.float64)
-    dy = torch.ldexp(torch.randn(6, 300, dtype=torch.float64), exponents)
-    dy[1:] *= torch.tensor([1e-300, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)[:, None]
+    dy = torch.ldexp(torch.randn(7, 300, dtype=torch.float64), exponents)
+    dy[1:] *= torch.tensor([1e-300, 0.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)[:, None]
+    # The slope is 127: the first two are in the first digit, the others in the fourth.
+    dy[6, :4] = torch.tensor([2.0**100, -(2.0**100), 8.0, 5.0])
     dy[3, 7], dy[4, 7], dy[5, 7], dy[5, 8] = float("inf"), -float("inf"), float("inf"), -float("inf")
     right = reference.grad_params(dy, x, params, spec, (True, False))[0]
     found = TritonBackend("cpu", 2048).grad_params(dy, x, params, spec, (True, False))[0]
@@ -92,6 +94,7 @@ def test_sums_of_every_magnitude():
     assert found[3].isposinf()
     assert found[4].isneginf()
     assert found[5].isnan()
+    assert found[6] == 127 * 13
 
 
 def test_empty():

@@ -26,7 +26,6 @@ from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from . import dispatch
 from .dispatch import Backend, choose
-from .opaque import Opaque
 from .traced import Grads, Traced, Transformed, params_of, tensors_of
 
 
@@ -46,7 +45,7 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool 
             seed = () if params.seed is None else (params.seed,)
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
         if _is_compiled_as_node(x):
-            return Opaque(spec)(x, params, params.seed)
+            return _as_node(x, params, params.seed, spec)
         traced = Traced if torch.compiler.is_compiling() else Transformed
         return traced.apply(x, *tensors_of(params), spec)
     if not torch.is_grad_enabled():
@@ -96,7 +95,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
             scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
             return fake_quantize(x, QParams(scale, seed=seed), spec)
         if _is_compiled_as_node(x):
-            return Opaque(spec)(x, None, seed)
+            return _as_node(x, None, seed, spec)
         params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return fake_quantize(x, params._replace(seed=seed), spec)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -156,6 +155,13 @@ def _any_spec(granularity: Granularity) -> QuantSpec:
 
 def _is_compiled_as_node(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and x.device.type in dispatch.node_devices
+
+
+def _as_node(x: Tensor, params: QParams | None, seed: Tensor | None, spec: QuantSpec) -> Tensor:
+    # Imports torch's compiler, which takes a second, and which is there where this is called.
+    from .opaque import Opaque
+
+    return Opaque(spec)(x, params, seed)
 
 
 def _needs_grad(x: Tensor, params: QParams) -> bool:

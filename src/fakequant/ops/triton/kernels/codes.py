@@ -59,7 +59,9 @@ def float_of_pattern(pattern, CALL: tl.constexpr):
     value = mantissa.to(tl.float64) * ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
     value = tl.where(value > CALL.quant_max, float("nan"), value)
     value = tl.where(magnitude == CALL.infinity_pattern, float("inf"), value)
-    value = tl.where(pattern != magnitude, -value, value)
+    # By its bit, because `-value` is 0 - value in some versions of triton, and +0.0 for 0.0.
+    sign = (pattern >> (CALL.code_bits - 1)).to(tl.int64) << 63
+    value = (value.to(tl.int64, bitcast=True) | sign).to(tl.float64, bitcast=True)
     if not CALL.negative_zero:
         value = tl.where(pattern == (1 << (CALL.code_bits - 1)), float("nan"), value)
     return value

@@ -11,11 +11,9 @@ from .stochastic import draw_words, load_seed
 
 
 @triton.jit
-def words_of_rows(words, seed, seed_value, first, position, there, CALL: tl.constexpr, WIDTH: tl.constexpr):
+def words_of_rows(words, seed, seed_value, first, position, there, WIDTH: tl.constexpr):
     """A random word for every element [rows, width // 8, 8]; `first`: where rows begin, at a multiple of 8."""
-    if not CALL.stochastic:
-        return None
-    elif words is not None:
+    if words is not None:
         return tl.load(words + position, mask=there, other=0).to(tl.uint32, bitcast=True)
     else:
         counter = first[:, None] // 4 + tl.arange(0, WIDTH // 4)[None, :]
@@ -49,7 +47,9 @@ def quantize_runs_kernel(
     params = (
         s[:, None, None], inverse[:, None, None], z[:, None, None], lo[:, None, None], hi[:, None, None]
     )  # fmt: skip
-    drawn = words_of_rows(words, seed, seed_value, number * run, position, there, CALL, WIDTH)
+    drawn = v
+    if CALL.stochastic:
+        drawn = words_of_rows(words, seed, seed_value, number * run, position, there, WIDTH)
     _, unclamped = encode(v, params, table, drawn, CALL)
     value = decode(clamp(unclamped, CALL), params[0], params[2], CALL)
     tl.store(y + position, to_dtype(value, y.dtype.element_ty), mask=there)

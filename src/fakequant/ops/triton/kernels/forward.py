@@ -17,11 +17,9 @@ def pack_bits(inside):
 
 
 @triton.jit
-def words_of_block(words, seed, seed_value, start, position, n, CALL: tl.constexpr, BLOCK: tl.constexpr):
+def words_of_block(words, seed, seed_value, start, position, n, BLOCK: tl.constexpr):
     """A random word for every element: those given, in the kernel's order, or drawn where that is row-major."""
-    if not CALL.stochastic:
-        return None
-    elif words is not None:
+    if words is not None:
         return tl.load(words + position, mask=position < n, other=0).to(tl.uint32, bitcast=True)
     else:
         counter = start // 4 + tl.arange(0, BLOCK // 4)
@@ -39,7 +37,9 @@ def quantize_kernel(
     position = start + lanes(BLOCK)
     v = computable(tl.load(x + position, mask=position < n, other=0.0), COMPUTE)
     params = params_of_block(scale, zero_point, low, high, start, n, run, columns, period, CALL, TILING, BLOCK, COMPUTE)
-    drawn = words_of_block(words, seed, seed_value, start, position, n, CALL, BLOCK)
+    drawn = v
+    if CALL.stochastic:
+        drawn = words_of_block(words, seed, seed_value, start, position, n, BLOCK)
     _, unclamped = encode(v, params, table, drawn, CALL)
     code = clamp(unclamped, CALL)
     if CALL.emit == "value":

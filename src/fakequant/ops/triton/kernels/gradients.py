@@ -61,7 +61,7 @@ def products_of_step(
     position, there, _, _ = places_of_sweep(step, n, run, columns, period, SWEEP, TILING)
     v = computable(tl.load(x + position, mask=there, other=0.0), COMPUTE)
     gradient = computable(tl.load(dy + position, mask=there, other=0.0), COMPUTE)
-    drawn = None
+    drawn = v
     if CALL.stochastic:
         if words is not None:
             drawn = tl.load(words + position, mask=there, other=0).to(tl.uint32, bitcast=True)
@@ -97,8 +97,10 @@ def largest_kernel(
     """The first pass: what the digits count from."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     REDUCED: tl.constexpr = 0 if SWEEP.across else 1
+    ROWS: tl.constexpr = SWEEP.rows
+    WIDTH: tl.constexpr = SWEEP.width
     params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE)
-    field0 = tl.zeros((SWEEP.rows, SWEEP.width), tl.int64)
+    field0 = tl.zeros((ROWS, WIDTH), tl.int64)
     kind0, field1, kind1 = field0, field0, field0
     for step in range(SWEEP.steps):
         p0, p1 = products_of_step(
@@ -174,9 +176,11 @@ def digits_kernel(
     """The second pass: the sums of digits."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     REDUCED: tl.constexpr = 0 if SWEEP.across else 1
+    ROWS: tl.constexpr = SWEEP.rows
+    WIDTH: tl.constexpr = SWEEP.width
     params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE)
     _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
-    zeros = tl.zeros((SWEEP.rows, SWEEP.width), tl.int64)
+    zeros = tl.zeros((ROWS, WIDTH), tl.int64)
     digits0, digits1 = (zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros)
     if by_scale is not None:
         half0 = halved_scale(by_scale, group, there, SWEEP)

@@ -61,8 +61,10 @@ def measure_kernel(
     """Raises patterns [groups] to the magnitudes of highest and lowest values, without `low` of both; `whole` too."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     REDUCED: tl.constexpr = 0 if SWEEP.across else 1
-    lowest = tl.zeros((SWEEP.rows, SWEEP.width), high.dtype.element_ty)
-    highest = tl.zeros((SWEEP.rows, SWEEP.width), high.dtype.element_ty)
+    ROWS: tl.constexpr = SWEEP.rows
+    WIDTH: tl.constexpr = SWEEP.width
+    lowest = tl.zeros((ROWS, WIDTH), high.dtype.element_ty)
+    highest = tl.zeros((ROWS, WIDTH), high.dtype.element_ty)
     for step in range(SWEEP.steps):
         position, there, _, _ = places_of_sweep(step, n, run, columns, period, SWEEP, TILING)
         v = computable(tl.load(x + position, mask=there, other=0.0), COMPUTE)

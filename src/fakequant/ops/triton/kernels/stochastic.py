@@ -37,7 +37,7 @@ def load_seed(seed, seed_value):
     if seed is not None:
         return tl.load(seed)
     else:
-        return tl.to_tensor(seed_value).to(tl.int64)
+        return tl.full((), seed_value, tl.int64)
 
 
 @triton.jit
