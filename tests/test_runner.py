@@ -119,7 +119,8 @@ def test_products_of_codes_are_compared_with_int64_and_wrong_ones_are_counted(ca
 @pytest.mark.parametrize("case", [MODULE, replace(CNN, shape=(2, 3, 8, 8)), *ROUTED[1:]], ids=lambda case: case.name)
 def test_training_is_timed_beside_what_is_promised(case):
     case = replace(case, shape=(1, *case.shape[1:2], 8, 8)) if case is not MODULE else case
-    names = {limit.against for limit in limits.LIMITS for one in limit.cases if (type(one), one.name) == (type(case), case.name)}
+    same = (type(case), case.name)
+    names = {limit.against for limit in limits.LIMITS for one in limit.cases if (type(one), one.name) == same}
     assert names
     for name in names:
         prepared = case.prepare(name)
