@@ -4,7 +4,7 @@ from bits import assert_same_bits
 
 from fakequant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec
 from fakequant.calibration import MaxCalibrator
-from fakequant.calibration.extrema import read_batch
+from fakequant.calibration.extrema import ExtremaCalibrator, read_batch
 from fakequant.numerics.qparams import measure
 
 GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(2), PerChannel(0, 2), PerToken(), PerBlock({0: 2, -1: 3})]
@@ -46,3 +46,23 @@ def test_zero_has_no_sign():
             calibrator.observe(torch.tensor([value]))
         found = calibrator.compute_range()
         assert_same_bits(torch.stack(found), torch.zeros(2, 1))
+
+
+def test_a_subclass_sees_every_batch():
+    class Maxima(ExtremaCalibrator):
+        def __init__(self, spec):
+            super().__init__(spec)
+            self.maxima = []
+
+        def _count(self, batch):
+            self.maxima.append(batch.range.hi.item())
+
+        _add = _count
+
+        def compute_range(self):
+            return self._seen
+
+    calibrator = Maxima("int8")
+    for largest in (4.0, 1.0, 2.0, 100.0, 3.0):
+        calibrator.observe(torch.tensor([0.0, largest]))
+    assert calibrator.maxima == [4.0, 1.0, 2.0, 100.0, 3.0]

@@ -19,7 +19,7 @@ from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import REFERENCE, backends
 from fakequant.ops.rules import cannot_choose
 
-CPU = backends()[0]
+CPU = next(backend for backend in backends() if backend.name == "cpu")
 GRADIENTS = list(fq.Gradient)
 MASKED = [gradient for gradient in GRADIENTS if gradient is not fq.Gradient.IDENTITY]
 needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=str(load_kernels()))

@@ -280,6 +280,19 @@ def test_a_changed_weight_is_multiplied_anew():
             assert_same_bits(model(x), expected(model[0], x))
 
 
+def test_changed_windows_are_those_of_the_product():
+    model, _ = prepared(nn.Conv2d(2, 2, 3, groups=1))
+    x = hostile(2, 2, 9, 9).clamp(-9, 9)
+    changes = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}
+    with torch.no_grad():
+        for name, value in changes.items():
+            model(x)
+            setattr(model[0], name, value)
+            assert_same_bits(model(x), expected(model[0], x))
+        model[0].padding_mode = "reflect"
+        assert "padding_mode" in model[0].why_simulated()
+
+
 def test_copies_pickles_and_checkpoints(tmp_path):
     model, _ = prepared(nn.Conv2d(2, 3, 3))
     x = hostile(2, 2, 5, 5).clamp(-9, 9)

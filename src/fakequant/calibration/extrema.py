@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,10 @@ def join_ranges(seen: Range | None, new: Range) -> Range:
 class ExtremaCalibrator(Calibrator):
     """A calibrator that keeps the exact range seen; what else it keeps of a batch, a subclass adds."""
 
+    keeps_range_and_counts: ClassVar[bool] = False
+    """Whether that is the range and `_known_counts` alone, so that one kernel takes in most batches; `_count` and
+    `_add` then see the others."""
+
     def __init__(self, spec: QuantSpec | str) -> None:
         super().__init__(spec)
         self._seen: Range | None = None
@@ -119,7 +123,7 @@ class ExtremaCalibrator(Calibrator):
             self._observe(x)
 
     def _observe(self, x: Tensor) -> None:
-        if self._takes(x):
+        if self.keeps_range_and_counts and self._takes(x):
             return
         batch = read_batch(x, self.spec.granularity, self._known_bins())
         if batch is None:
@@ -262,6 +266,8 @@ class MaxCalibrator(ExtremaCalibrator):
     >>> calibrator.compute_range()
     Range(lo=tensor([[-3., -5.]]), hi=tensor([[1.0000, 0.2500]]))
     """
+
+    keeps_range_and_counts = True
 
     @torch.inference_mode(False)
     def compute_range(self) -> Range:

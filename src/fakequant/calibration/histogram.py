@@ -99,6 +99,7 @@ class HistogramCalibrator(ExtremaCalibrator):
         ConfigError: a number of bins that is no power of two, or out of bounds.
     """
 
+    keeps_range_and_counts = True
     fewest_bins: int = 128
     """How far the default number of bins may fall."""
 

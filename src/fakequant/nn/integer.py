@@ -132,7 +132,7 @@ class IntegerProduct(ABC):
         return ready
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
-        """What else decides whether a layer can multiply codes."""
+        """What else decides whether a layer can multiply codes, and where its windows are."""
         weight = layer.weight
         return weight.dtype, weight.device, weight.shape
 

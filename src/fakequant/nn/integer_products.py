@@ -45,6 +45,10 @@ class LinearProduct(IntegerProduct):
 class ConvolutionProduct(IntegerProduct):
     """Input [n, in, ...] convolved with weight [out, in / groups, ...]."""
 
+    def depends_on(self, layer: Any) -> tuple[Any, ...]:
+        windows = layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode
+        return *super().depends_on(layer), *windows
+
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
         return (
             _input_reason(input, PerTensor)
