@@ -66,3 +66,14 @@ def test_a_subclass_sees_every_batch():
     for largest in (4.0, 1.0, 2.0, 100.0, 3.0):
         calibrator.observe(torch.tensor([0.0, largest]))
     assert calibrator.maxima == [4.0, 1.0, 2.0, 100.0, 3.0]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_batches_of_two_axes(axis):
+    calibrator = MaxCalibrator(QuantSpec("int8", PerChannel(axis)))
+    batches = [torch.randn(4, 4) * factor for factor in (1.0, 3.0, 0.5)]
+    for batch in batches:
+        calibrator.observe(batch)
+    found, wanted = calibrator.compute_range(), measure(torch.cat(batches, 1 - axis), PerChannel(axis))
+    assert_same_bits(found.lo, wanted.lo)
+    assert_same_bits(found.hi, wanted.hi)

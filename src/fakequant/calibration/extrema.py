@@ -67,7 +67,8 @@ def _group_view(granularity: Granularity, shape: tuple[int, ...], stride: tuple[
 def _by_group(x: Tensor, view: _GroupView, groups: int) -> Tensor:
     if groups == 1 and x.is_contiguous():
         return x.view(1, -1)
-    return blocked(x, view.blocks).permute(view.order).reshape(groups, -1)
+    # A view of two axes in the other order would have gaps.
+    return blocked(x, view.blocks).permute(view.order).reshape(groups, -1).contiguous()
 
 
 def _describe_non_finite(values: Tensor, shape: torch.Size) -> str:

@@ -19,7 +19,7 @@ _VALUES = 1 << 17
 # Closer divergences (in nats) are computed again one by one: sums in another order differ by less.
 _SAME_DIVERGENCE = 1e-10
 # So many thresholds tell how small a divergence can be.
-_SAMPLE = 64
+_SAMPLE = 50
 
 
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
