@@ -280,6 +280,15 @@ def test_a_changed_weight_is_multiplied_anew():
             assert_same_bits(model(x), expected(model[0], x))
 
 
+@pytest.mark.parametrize("piece", [1, 100, 250])
+def test_images_are_convolved_piece_by_piece(piece, monkeypatch):
+    monkeypatch.setattr(products, "_PIECE", piece)
+    model, _ = prepared(nn.Conv2d(2, 3, 3, stride=2, padding=1))
+    x = hostile(7, 2, 9, 9).clamp(-9, 9)
+    with torch.no_grad():
+        assert_same_bits(model(x), expected(model[0], x))
+
+
 def test_changed_windows_are_those_of_the_product():
     model, _ = prepared(nn.Conv2d(2, 2, 3, groups=1))
     x = hostile(2, 2, 9, 9).clamp(-9, 9)
