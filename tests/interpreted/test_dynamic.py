@@ -26,7 +26,7 @@ def assert_dynamic(backend, x, spec, label):
 def compare(name, dtype, each):
     """A format on every granularity, with every arithmetic and scale; gradients and layouts in turn.
 
-    Without `each` on every second granularity, with arithmetics and scales in turn: every two of them meet.
+    Without `each` on every fourth granularity, with arithmetics and scales in turn: every two of them meet.
     """
     turn = FORMATS.index(name) + list(DTYPES.values()).index(dtype)
     for label, where in RUNS.items():
@@ -34,13 +34,13 @@ def compare(name, dtype, each):
             continue
         chosen = list(specs(name, where.granularity))
         turn += 1
-        if not each and turn % 2:
+        if not each and turn % 4:
             continue
         # Of specifications without their number, a step that meets all of them in turn.
-        for spec in chosen if each else [chosen[7 * (turn // 2) % len(chosen)]]:
-            turn += 2 * each
-            x = LAYOUTS[list(LAYOUTS)[turn // 2 % len(LAYOUTS)]](hostile(where, dtype, turn))
-            assert_dynamic(backend_of(turn // 2, x), x, spec.replace(gradient=MASKED[turn // 2 % len(MASKED)]), label)
+        for spec in chosen if each else [chosen[7 * (turn // 4) % len(chosen)]]:
+            turn += 4 * each
+            x = LAYOUTS[list(LAYOUTS)[turn // 4 % len(LAYOUTS)]](hostile(where, dtype, turn))
+            assert_dynamic(backend_of(turn // 4, x), x, spec.replace(gradient=MASKED[turn // 4 % len(MASKED)]), label)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

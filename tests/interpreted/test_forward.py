@@ -15,28 +15,28 @@ from fakequant.ops.triton.backend import TritonBackend
 def compare(name, dtype, each):
     """A format on every granularity, with every arithmetic and gradient; layouts and sizes of programs in turn.
 
-    Without `each` on every second granularity, with arithmetics and gradients in turn: every two of them meet.
+    Without `each` on every fourth granularity, with arithmetics and gradients in turn: every two of them meet.
     """
     case, turn = FORMATS[name], list(FORMATS).index(name) + list(DTYPES.values()).index(dtype)
     for where_name, where in GRANULARITIES.items():
         turn += 1
-        if not each and turn % 2:
+        if not each and turn % 4:
             continue
         arithmetics, gradients = case.arithmetics(), MASKED
         if not each:
             arithmetics, gradients = (
                 [arithmetics[turn // 4 % len(arithmetics)]],
-                [gradients[turn // 2 % len(gradients)]],
+                [gradients[(turn // 4 + turn // 16) % len(gradients)]],
             )
         for arithmetic in arithmetics:
             numbers = cases.hostile(case, where, arithmetic, dtype, seed=turn)
-            x = LAYOUTS[list(LAYOUTS)[turn // 2 % len(LAYOUTS)]](numbers.x)
-            backend = backend_of(turn // 2, x)
+            x = LAYOUTS[list(LAYOUTS)[turn // 4 % len(LAYOUTS)]](numbers.x)
+            backend = backend_of(turn // 4, x)
             for gradient in gradients:
                 spec = case.spec(where.granularity, arithmetic, gradient=gradient)
                 assert backend.unsupported(x, spec, codes=False) is None
                 assert_values(backend, (x, numbers.params), spec, where_name)
-            if (each or turn % 6 == 0) and backend.unsupported(x, spec, codes=True) is None:
+            if (each or turn % 12 == 0) and backend.unsupported(x, spec, codes=True) is None:
                 assert_codes(backend, (x, numbers.params), spec, where_name)
 
 
