@@ -161,11 +161,16 @@ def test_the_branch_checker_can_fail(source):
     assert not format_name_branches("spec = QuantSpec('int8')", Path("x.py"))
 
 
-def modules_after(code):
-    """The top-level modules that a fresh interpreter has loaded after some code."""
-    report = f"{code}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+def loaded_after(code):
+    """The modules that a fresh interpreter has loaded after some code."""
+    report = f"{code}\nimport sys\nprint(*sys.modules)"
     output = subprocess.run([sys.executable, "-c", report], check=True, capture_output=True, text=True)
     return set(output.stdout.split())
+
+
+def modules_after(code):
+    """Their top-level names alone."""
+    return {name.split(".")[0] for name in loaded_after(code)}
 
 
 def test_importing_the_package_imports_nothing_optional():
@@ -173,6 +178,24 @@ def test_importing_the_package_imports_nothing_optional():
     assert {"fakequant", "torch", "numpy"} <= loaded
     assert not loaded & OPTIONAL
     assert loaded & OPTIONAL == modules_after("import torch") & OPTIONAL
+
+
+def rooms_after(code):
+    return {name.split(".")[1] for name in loaded_after(code) if name.startswith("fakequant.")}
+
+
+def test_importing_the_package_imports_no_room_for_models():
+    """Their classes would double its time, and make a collection of all of torch's objects due, of 0.09 s."""
+    work = "import fakequant as fq, torch; fq.fake_quantize(torch.ones(3), 'int8', scale=0.1)"
+    assert rooms_after(work) == {"errors", "functional", "numerics", "ops"}
+    assert "model" in rooms_after("from fakequant import prepare")
+
+
+def test_every_public_name_is_found_when_it_is_asked_for():
+    ask = "import fakequant as fq; assert set(fq.__all__) <= set(dir(fq)); [getattr(fq, name) for name in fq.__all__]"
+    assert {"calibration", "export", "model", "nn"} <= rooms_after(ask)
+    with pytest.raises(AttributeError, match="module 'fakequant' has no attribute 'quantise'"):
+        fq.quantise  # noqa: B018
 
 
 def test_triton_is_imported_by_its_kernels_alone():

@@ -8,18 +8,8 @@ as a graph; `compat` holds other libraries' interfaces.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fakequant import nn
-from fakequant.calibration import register_calibrator
 from fakequant.errors import FakeQuantError
 from fakequant.functional import choose_qparams, dequantize, fake_quantize, quantize
-from fakequant.model import presets, qat
-from fakequant.model.analysis import layer_sqnr, sensitivity
-from fakequant.model.checkpoint import load, save
-from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.execution import set_execution
-from fakequant.model.operations import unquantized
-from fakequant.model.prepare import calibrate, disabled, fold, prepare, recalibrate
-from fakequant.model.summary import summary
 from fakequant.numerics.floats import Specials
 from fakequant.numerics.formats import FloatFormat, Format, IntegerFormat, formats, parse_format, register_format
 from fakequant.numerics.granularity import (
@@ -38,7 +28,17 @@ from fakequant.numerics.tables import TableFormat
 if TYPE_CHECKING:
     from fakequant import compat as compat
     from fakequant import ir as ir
+    from fakequant import nn
+    from fakequant.calibration import register_calibrator
     from fakequant.export import export_onnx, verify_onnx
+    from fakequant.model import presets, qat
+    from fakequant.model.analysis import layer_sqnr, sensitivity
+    from fakequant.model.checkpoint import load, save
+    from fakequant.model.config import Config, Rule, TensorConfig
+    from fakequant.model.execution import set_execution
+    from fakequant.model.operations import unquantized
+    from fakequant.model.prepare import calibrate, disabled, fold, prepare, recalibrate
+    from fakequant.model.summary import summary
 
 __version__ = "0.1.0"
 
@@ -93,15 +93,38 @@ __all__ = [
     "verify_onnx",
 ]
 
-_EXPORT = ("export_onnx", "verify_onnx")
+# Imported when it is first asked for: who calls the functions on tensors does not wait for what works on models.
+_MODULES = {
+    "compat": "fakequant.compat",
+    "ir": "fakequant.ir",
+    "nn": "fakequant.nn",
+    "presets": "fakequant.model.presets",
+    "qat": "fakequant.model.qat",
+}
+_MEMBERS = {
+    "fakequant.calibration": ("register_calibrator",),
+    "fakequant.export": ("export_onnx", "verify_onnx"),
+    "fakequant.model.analysis": ("layer_sqnr", "sensitivity"),
+    "fakequant.model.checkpoint": ("load", "save"),
+    "fakequant.model.config": ("Config", "Rule", "TensorConfig"),
+    "fakequant.model.execution": ("set_execution",),
+    "fakequant.model.operations": ("unquantized",),
+    "fakequant.model.prepare": ("calibrate", "disabled", "fold", "prepare", "recalibrate"),
+    "fakequant.model.summary": ("summary",),
+}
+_PLACES = {member: module for module, members in _MEMBERS.items() for member in members}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a room when it is first asked for: that of the exporter is a third of the package's import time."""
-    if name in ("compat", "ir"):
-        return import_module(f"fakequant.{name}")
-    if name not in _EXPORT:
+    if name in _MODULES:
+        value = import_module(_MODULES[name])
+    elif name in _PLACES:
+        value = getattr(import_module(_PLACES[name]), name)
+    else:
         raise AttributeError(f"module 'fakequant' has no attribute {name!r}")
-    from fakequant import export
+    globals()[name] = value
+    return value
 
-    return getattr(export, name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_PLACES})
