@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fakequant as fq
 from fakequant.numerics import products as definition
-from fakequant.ops import dispatch, products
+from fakequant.ops import convolutions, dispatch, products
 
 ELEMENTS = 10_000_000
 _CHUNK = 1_000_000
@@ -56,14 +56,13 @@ def by_int64() -> Iterator[None]:
         return definition.linear(factor(x), factor(weight), on_cpu(bias)).to(x.codes.device)
 
     def convolution(
-        x: definition.Factor, codes: Tensor, scale: Tensor, bias: Tensor | None, places: definition.Places
+        x: definition.Factor, packed: convolutions.PackedWeight, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        weight = factor(definition.Factor(codes, scale))
-        return definition.convolution(factor(x), weight, on_cpu(bias), places).to(x.codes.device)
+        weight = factor(definition.Factor(packed.codes, scale))
+        return definition.convolution(factor(x), weight, on_cpu(bias), packed.places).to(x.codes.device)
 
-    with mock.patch.multiple(
-        products, linear=linear, convolution=convolution, pack_weight=lambda codes, places, shape: codes
-    ):
+    by_definition = mock.patch.object(convolutions, "convolution", convolution)
+    with mock.patch.object(products, "linear", linear), by_definition:
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,10 +192,12 @@ class Evaluation(Step):
 
 
 def evaluation(model: nn.Module) -> Function:
-    """A forward pass of a batch without gradients."""
+    """A forward pass of a batch without gradients, one of many: weights are quantized with the first."""
     model.eval()
+    held = contextlib.ExitStack()  # for as long as the function is
+    held.enter_context(fq.nn.cached_weights(model))
 
-    def run(x: Tensor) -> Tensor:
+    def run(x: Tensor, held: contextlib.ExitStack = held) -> Tensor:
         with torch.no_grad():
             return model(x)
 

@@ -206,8 +206,8 @@ def test_steps_that_differ_are_red(monkeypatch):
     smaller = {execution.CNN: (2, 3, 8, 8), execution.BLOCK: (4, 384)}
     smaller |= dict(zip(execution.STEPS_BY_CODES, smaller.values(), strict=True))
     assert "transformer's block" in execution.training_steps("cpu", smaller)
-    right = products._scaled
-    monkeypatch.setattr(products, "_scaled", lambda *given, **options: 2.0 * right(*given, **options))
+    right = products.scaled
+    monkeypatch.setattr(products, "scaled", lambda *given, **options: 2.0 * right(*given, **options))
     with pytest.raises(AssertionError, match=r"codes multiplied: .* parameters differ"):
         execution.training_steps("cpu", smaller)
     assert execution.tried("integer products", "cpu")[0] == "RED"

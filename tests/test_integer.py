@@ -15,7 +15,7 @@ from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.nn import Execution
 from fakequant.numerics import products as reference
 from fakequant.numerics.products import Factor, Places
-from fakequant.ops import products
+from fakequant.ops import convolutions, products
 
 INPUTS = (
     "int8",
@@ -280,15 +280,6 @@ def test_a_changed_weight_is_multiplied_anew():
             assert_same_bits(model(x), expected(model[0], x))
 
 
-@pytest.mark.parametrize("piece", [1, 100, 250])
-def test_images_are_convolved_piece_by_piece(piece, monkeypatch):
-    monkeypatch.setattr(products, "_PIECE", piece)
-    model, _ = prepared(nn.Conv2d(2, 3, 3, stride=2, padding=1))
-    x = hostile(7, 2, 9, 9).clamp(-9, 9)
-    with torch.no_grad():
-        assert_same_bits(model(x), expected(model[0], x))
-
-
 def test_changed_windows_are_those_of_the_product():
     model, _ = prepared(nn.Conv2d(2, 2, 3, groups=1))
     x = hostile(2, 2, 9, 9).clamp(-9, 9)
@@ -380,6 +371,8 @@ def test_without_kernels_the_same_bits(monkeypatch):
     x, images = hostile(5, 33), hostile(2, 2, 5, 5)
     before = model(x).detach(), convolution(images).detach()
     monkeypatch.setattr(products, "load_kernels", lambda: "not here")
+    monkeypatch.setattr(convolutions, "load_kernels", lambda: "not here")
+    monkeypatch.setattr(convolutions, "_has_kernel", lambda: False)
     assert_same_bits(model(x).detach(), before[0])
     assert_same_bits(convolution(images).detach(), before[1])
 

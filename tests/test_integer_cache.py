@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.model.config import Config, Rule
 from fakequant.nn import cached_weights
 from fakequant.nn.integer import encode
-from fakequant.ops import products
+from fakequant.ops import convolutions
 from fakequant.ops.dispatch import backends
 
 SPECS = ["int8 per_channel(0)", "int4 per_tensor", "int8 per_tensor identity", "int8 per_tensor input_range"]
@@ -111,8 +111,8 @@ def model():
 
 def test_weights_of_layers_are_encoded_and_packed_once(encoded, monkeypatch):
     net, packed = model(), []
-    pack = products.pack_weight
-    monkeypatch.setattr(products, "pack_weight", lambda *given: packed.append(1) or pack(*given))
+    pack = convolutions.PackedWeight
+    monkeypatch.setattr(convolutions, "PackedWeight", lambda *given: packed.append(1) or pack(*given))
     x = torch.rand(3, 2, 7, 7)
     with torch.no_grad():
         wanted = net(x)

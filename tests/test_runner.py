@@ -110,9 +110,9 @@ def test_training_is_compared_with_the_reference_and_a_wrong_gradient_is_counted
 )
 def test_products_of_codes_are_compared_with_int64_and_wrong_ones_are_counted(case, monkeypatch):
     assert case.differing() == 0
-    right = products._scaled
+    right = products.scaled
 
-    monkeypatch.setattr(products, "_scaled", lambda *given, **options: 2.0 * right(*given, **options))
+    monkeypatch.setattr(products, "scaled", lambda *given, **options: 2.0 * right(*given, **options))
     assert case.differing() > 0
 
 

@@ -20,6 +20,7 @@ from fakequant.numerics.products import Factor, Places
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library, products
+from fakequant.ops.convolutions import PackedWeight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -86,8 +87,8 @@ class Ready:
 
     def __init__(self, state: tuple[Any, ...], reason: str | None, places: Places) -> None:
         self.state, self.reason, self.places = state, reason, places
-        self.packed: tuple[Tensor, Tensor] | None = None
-        """What oneDNN made of the codes of the weight, after the codes: they tell whether it is still theirs."""
+        self.packed: PackedWeight | None = None
+        """The weight of a convolution; its codes tell whether it is still that."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

@@ -13,7 +13,7 @@ from fakequant.nn.integer import DTYPES, CodedTensor, Gradients, IntegerProduct,
 from fakequant.numerics.granularity import PerChannel, PerTensor, PerToken
 from fakequant.numerics.products import Places
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops import products
+from fakequant.ops import convolutions, products
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -55,7 +55,7 @@ class ConvolutionProduct(IntegerProduct):
             or _weight_reason(other, layer.weight)
             or (f"padding_mode={layer.padding_mode!r} is simulated" if layer.padding_mode != "zeros" else None)
             or ("padding='same' is simulated" if layer.padding == "same" else None)
-            or products.convolution_unavailable(layer.weight.device.type)
+            or convolutions.convolution_unavailable(layer.weight.device.type)
             or _sum_reason(layer.weight, input, other)
         )
 
@@ -65,9 +65,9 @@ class ConvolutionProduct(IntegerProduct):
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         packed, codes = ready.packed, other.codes
-        if packed is None or (packed[0] is not codes and not torch.equal(packed[0], codes)):
-            ready.packed = packed = codes, products.pack_weight(codes, ready.places, x.codes.shape)
-        return products.convolution(x.factor, packed[1], other.params.scale, bias, ready.places)
+        if packed is None or (packed.codes is not codes and not torch.equal(packed.codes, codes)):
+            ready.packed = packed = convolutions.PackedWeight(codes, ready.places)
+        return convolutions.convolution(x.factor, packed, other.params.scale, bias)
 
     def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
         return _CONVOLUTIONS[x.dim() - 2](x, other, bias, *places)

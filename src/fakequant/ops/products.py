@@ -1,7 +1,7 @@
 """Products of codes on integer units, with the bits of numerics/products.py.
 
-The operators of torch that compute them are internal ones: `torch._int_mm`, and those of oneDNN that Inductor uses.
-Each is tried once per process on numbers that show saturating or inexact sums, and is used only if it passes; what it
+The operators of torch that compute them are internal ones: `torch._int_mm`, and in convolutions.py that of oneDNN. Each
+is tried once per process on numbers that show saturating or inexact sums, and is used only if it passes; what it
 cannot do is said as a reason, and the layer is simulated then.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.numerics import products
-from fakequant.numerics.products import Factor, Places
+from fakequant.numerics.products import Factor
 
 from .cpu.backend import load_kernels
 
@@ -27,9 +27,6 @@ _EXACT_IN_FLOAT32 = 2**24 // 255**2
 # Matrices of so many products are multiplied faster all at once in float than one by one: 64 of 64x64 by 64x64 take
 # 0.24 and 0.38 ms, 32 of 128x64 by 64x128 take 0.40 and 0.25 ms.
 _SMALL = 2**19
-# Sums of a convolution at a time: 16 MiB. In pieces of 512 KiB, which stay in the cache, each with a call of its own,
-# evaluation of six convolutions took a quarter more time.
-_PIECE = 2**22
 
 
 def largest_inner_size(x_magnitude: int, weight_magnitude: int) -> int:
@@ -55,31 +52,13 @@ def linear_unavailable(device_type: str) -> str | None:
         return a.cpu().long() @ others.cpu().long()
 
     given = (codes,) if _is_particular(device_type) else (codes, unsigned)
-    return _trial("torch._int_mm", lambda a: _int_mm(a, others), given, exact)
+    return trial("torch._int_mm", lambda a: _int_mm(a, others), given, exact)
 
 
-@cache
-def convolution_unavailable(device_type: str) -> str | None:
-    """Why `convolution` cannot be used on a kind of device, or None."""
-    if device_type != "cpu":
-        return f"integer convolutions are for CPU, not for {device_type}"
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_prepack"):
-        return "this build of torch has no integer convolution of oneDNN"
-    codes = torch.tensor([255, 254, 0, 255], dtype=torch.uint8).repeat(16, 25).reshape(2, 32, 5, 5)
-    weight = torch.tensor([127, -128, 127, 126], dtype=torch.int8).repeat(8, 72).reshape(8, 32, 3, 3)
-    places = Places([1, 1], [1, 1], [1, 1], 1)
-    packed = pack_weight(weight, places, codes.shape)
-
-    def exact(x: Tensor) -> Tensor:
-        one = torch.ones(())
-        return products.convolution(Factor(x, one, torch.tensor(3)), Factor(weight, torch.ones(8)), None, places)
-
-    return _trial("onednn.qconv_pointwise", lambda x: _sums(x, 3, packed, places), (codes,), exact)
-
-
-def _trial(
+def trial(
     name: str, compute: Callable[[Tensor], Tensor], given: tuple[Tensor, ...], exact: Callable[[Tensor], Tensor]
 ) -> str | None:
+    """Why an operator that sums codes exactly, or so it is said, cannot be used, or None."""
     try:
         wrong = [
             codes.dtype for codes in given if not torch.equal(compute(codes).cpu().double(), exact(codes).double())
@@ -98,7 +77,7 @@ def linear(x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
         # In int32, which wraps around and comes back, because the centred sum fits.
         of_ones = weight.codes.sum(1, dtype=torch.int32)
         sums -= x.zero_point.to(torch.int32).reshape(-1, 1) * of_ones
-    y = _scaled(sums, x.scale, weight.scale, bias)
+    y = scaled(sums, x.scale, weight.scale, bias)
     return y if len(axes) == 1 else y.reshape(*axes, weight.codes.shape[0])
 
 
@@ -117,7 +96,7 @@ def matmul(x: Factor, other: Factor) -> Tensor:
     else:
         sums = _integer_sums(x, other)
     row_scale = x.scale if x.scale.numel() == 1 else x.scale.expand(*sums.shape[:-1], 1)
-    return _scaled(sums, row_scale, other.scale, None)
+    return scaled(sums, row_scale, other.scale, None)
 
 
 def _centred(x: Factor) -> Tensor:
@@ -179,61 +158,7 @@ def _matrix_products(x: Tensor, other: Tensor) -> Tensor:
     return sums.reshape(*batch, rows, columns)
 
 
-def pack_weight(codes: Tensor, places: Places, shape: torch.Size) -> Tensor:
-    """Codes of a weight, int8 [out, in / groups, ...], as oneDNN wants them for inputs of about that shape."""
-    ones, _ = _ones_and_zeros(codes.shape[0])
-    return torch.ops.onednn.qconv_prepack(codes, ones, 1.0, 0, *places, list(shape))
-
-
-def convolution(x: Factor, packed: Tensor, scale: Tensor, bias: Tensor | None, places: Places) -> Tensor:
-    """`products.convolution` with a weight of `pack_weight`.
-
-    Args:
-        x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
-        packed: the weight.
-        scale: of the weight [out] or [1], other axes kept or not.
-        bias: [out].
-        places: where the windows are, as lists.
-    """
-    zero_point = 0 if x.zero_point is None else int(x.zero_point)
-    codes = x.codes
-    if codes.dtype == torch.int8:
-        codes, zero_point = codes.view(torch.uint8) ^ 128, zero_point + 128
-    if codes.is_contiguous() and load_kernels() is None:
-        return _in_pieces(codes, zero_point, packed, (x.scale, scale), bias, places)
-    sums = _sums(codes, zero_point, packed, places).movedim(1, -1).contiguous()
-    y = _scaled(sums, x.scale, scale, bias).movedim(-1, 1)
-    return y.contiguous() if codes.is_contiguous() else y  # a result lies in memory as its input does
-
-
-def _in_pieces(
-    codes: Tensor, zero_point: int, packed: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, places: Places
-) -> Tensor:
-    """A convolution [n, out, ...], so many images at a time that their sums take little memory."""
-    kernel = packed.shape[-len(places.stride) :]  # that of one axis has another before it
-    windows = zip(codes.shape[2:], kernel, *places[:3], strict=True)
-    sizes = [(n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, padding, dilation in windows]
-    y = torch.empty(codes.shape[0], packed.shape[0], *sizes)
-    images = max(1, _PIECE // max(1, y[0].numel()))
-    for some, out in zip(codes.split(images), y.split(images), strict=True):
-        sums = _sums(some, zero_point, packed, places).movedim(1, -1).contiguous()
-        _scale_into(out, sums, scales, bias, channels_first=True)
-    return y
-
-
-def _sums(codes: Tensor, zero_point: int, packed: Tensor, places: Places) -> Tensor:
-    """Exact sums, rounded to float32."""
-    ones, zeros = _ones_and_zeros(packed.shape[0])
-    given = codes, 1.0, zero_point, packed, ones, zeros, None
-    return torch.ops.onednn.qconv_pointwise(*given, *places, 1.0, 0, torch.float32, "none", [], "")
-
-
-@cache
-def _ones_and_zeros(channels: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(channels), torch.zeros(channels, dtype=torch.int64)
-
-
-def _scaled(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None) -> Tensor:
+def scaled(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None) -> Tensor:
     """`products.scaled` of sums [..., columns], in one pass where there are kernels.
 
     Args:
@@ -244,17 +169,17 @@ def _scaled(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor 
     """
     if sums.device.type == "cpu" and load_kernels() is None:
         y = torch.empty(sums.shape)
-        _scale_into(y, sums, (row_scale, column_scale), bias)
+        scale_into(y, sums, (row_scale, column_scale), bias)
         return y
     columns = sums.shape[-1]
     scale = row_scale.reshape(-1, 1) * column_scale.reshape(-1).expand(columns)
     return products.scaled(sums.reshape(-1, columns), scale, bias).reshape(sums.shape)
 
 
-def _scale_into(
+def scale_into(
     y: Tensor, sums: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, *, channels_first: bool = False
 ) -> None:
-    """`_scaled` by the kernels, into y [..., columns], or into y [n, columns, ...] of sums [n, ..., columns]."""
+    """`scaled` by the kernels, into y [..., columns], or into y [n, columns, ...] of sums [n, ..., columns]."""
     columns = sums.shape[-1]
     row_scale, column_scale = (scale.reshape(-1) for scale in scales)
     if column_scale.numel() != columns:

@@ -1,0 +1,148 @@
+"""Convolutions of codes on integer units, with the bits of numerics/products.py.
+
+Contiguous inputs go to the kernel of cpu/convolution.cpp where the processor has AVX-512 VNNI. Inputs that lie
+channels-last, groups and other processors go to an internal operator of torch, that of oneDNN which Inductor uses; it
+is tried once per process, see products.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fakequant.numerics import products
+from fakequant.numerics.products import Factor, Places
+
+from .cpu.backend import load_kernels
+from .products import scale_into, scaled, trial
+
+# Input and output channels that the kernel multiplies at a time.
+_DEPTH, _ROWS = 4, 8
+
+
+@cache
+def convolution_unavailable(device_type: str) -> str | None:
+    """Why `convolution` cannot be used on a kind of device, or None."""
+    if device_type != "cpu":
+        return f"integer convolutions are for CPU, not for {device_type}"
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_prepack"):
+        return "this build of torch has no integer convolution of oneDNN"
+    codes = torch.tensor([255, 254, 0, 255], dtype=torch.uint8).repeat(16, 25).reshape(2, 32, 5, 5)
+    weight = torch.tensor([127, -128, 127, 126], dtype=torch.int8).repeat(8, 72).reshape(8, 32, 3, 3)
+    places = Places([1, 1], [1, 1], [1, 1], 1)
+    packed = PackedWeight(weight, places)
+
+    def exact(x: Tensor) -> Tensor:
+        one = torch.ones(())
+        return products.convolution(Factor(x, one, torch.tensor(3)), Factor(weight, torch.ones(8)), None, places)
+
+    return trial("onednn.qconv_pointwise", lambda x: _sums(x, 3, packed), (codes,), exact)
+
+
+class PackedWeight:
+    """Codes of a weight, int8 [out, in / groups, ...], and what each way to convolve makes of them, once it is needed.
+
+    Args:
+        codes: signed, without a zero point.
+        places: where the windows are, as lists.
+    """
+
+    def __init__(self, codes: Tensor, places: Places) -> None:
+        self.codes, self.places = codes, places
+        self._of_onednn: Tensor | None = None
+
+    @cached_property
+    def of_kernel(self) -> KernelWeight:
+        """Weights in the order in which the kernel reads them, filled up with zeros, and where the windows are."""
+        outputs, channels, *kernel = self.codes.shape
+        missing = 0, 0, 0, -channels % _DEPTH, 0, -outputs % _ROWS
+        filled = F.pad(self.codes.reshape(outputs, channels, -1), missing)
+        blocks = filled.reshape(filled.shape[0] // _ROWS, _ROWS, -1, _DEPTH, filled.shape[2])
+        windows = torch.tensor([kernel, *(list(numbers) for numbers in self.places[:3])])
+        sums = filled.sum((1, 2), dtype=torch.int32)
+        return KernelWeight(blocks.permute(0, 2, 4, 1, 3).contiguous(), sums, windows)
+
+    def of_onednn(self, shape: torch.Size) -> Tensor:
+        """As oneDNN wants them for inputs of about the shape of the first."""
+        packed = self._of_onednn
+        if packed is None:
+            ones, _ = _ones_and_zeros(self.codes.shape[0])
+            given = self.codes, ones, 1.0, 0, *self.places, list(shape)
+            packed = self._of_onednn = torch.ops.onednn.qconv_prepack(*given)
+        return packed
+
+
+class KernelWeight(NamedTuple):
+    """What the kernel reads of a weight.
+
+    Attributes:
+        codes: int8 [out / 8, in / 4, taps, 8, 4].
+        sums: of the codes of each output channel, int32 [out].
+        windows: int64 [4, axes], the sizes of the kernel, stride, padding and dilation.
+    """
+
+    codes: Tensor
+    sums: Tensor
+    windows: Tensor
+
+
+def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`products.convolution` with a packed weight; the result lies in memory as the input does.
+
+    Args:
+        x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
+        weight: the other factor.
+        scale: of the weight [out] or [1], other axes kept or not.
+        bias: [out].
+    """
+    zero_point = 0 if x.zero_point is None else int(x.zero_point)
+    if x.codes.is_contiguous() and weight.places.groups == 1 and _has_kernel():
+        return _by_kernel(x, zero_point, weight, scale, bias)
+    codes = x.codes
+    if codes.dtype == torch.int8:
+        codes, zero_point = codes.view(torch.uint8) ^ 128, zero_point + 128
+    sums = _sums(codes, zero_point, weight).movedim(1, -1).contiguous()
+    if not codes.is_contiguous():
+        return scaled(sums, x.scale, scale, bias).movedim(-1, 1)
+    if load_kernels() is not None:
+        return scaled(sums, x.scale, scale, bias).movedim(-1, 1).contiguous()
+    images, *sizes, outputs = sums.shape
+    y = torch.empty(images, outputs, *sizes)
+    scale_into(y, sums, (x.scale, scale), bias, channels_first=True)
+    return y
+
+
+@cache
+def _has_kernel() -> bool:
+    return load_kernels() is None and torch.ops.fakequant_cpu.convolves()
+
+
+def _by_kernel(x: Factor, zero_point: int, weight: PackedWeight, scale: Tensor, bias: Tensor | None) -> Tensor:
+    codes, sums, windows = weight.of_kernel
+    outputs, channels, *kernel = weight.codes.shape
+    places = zip(x.codes.shape[2:], kernel, *weight.places[:3], strict=True)
+    sizes = [(n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, padding, dilation in places]
+    if min(sizes) < 1 or x.codes.shape[1] != channels:  # torch says what is wrong
+        return products.convolution(x, Factor(weight.codes, scale), bias, weight.places)
+    y = torch.empty(x.codes.shape[0], outputs, *sizes)
+    scale = scale.reshape(-1).expand(outputs).contiguous()
+    bias = None if bias is None else bias.to(torch.float32).contiguous()
+    torch.ops.fakequant_cpu.convolve(x.codes, zero_point, codes, sums, windows, x.scale, scale, bias, y)
+    return y
+
+
+def _sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor:
+    """Exact sums by oneDNN, rounded to float32."""
+    packed = weight.of_onednn(codes.shape)
+    ones, zeros = _ones_and_zeros(packed.shape[0])
+    given = codes, 1.0, zero_point, packed, ones, zeros, None
+    return torch.ops.onednn.qconv_pointwise(*given, *weight.places, 1.0, 0, torch.float32, "none", [], "")
+
+
+@cache
+def _ones_and_zeros(channels: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(channels), torch.zeros(channels, dtype=torch.int64)

@@ -1,0 +1,101 @@
+"""Convolutions of codes, by the kernel and by oneDNN: bit for bit the definition in int64."""
+
+import random
+
+import pytest
+import torch
+from bits import assert_same_bits
+
+from fakequant.numerics import products as reference
+from fakequant.numerics.products import Factor, Places
+from fakequant.ops import convolutions
+from fakequant.ops.convolutions import PackedWeight, convolution
+from fakequant.ops.products import largest_inner_size
+
+needs_kernel = pytest.mark.skipif(
+    not convolutions._has_kernel(), reason="the kernel needs a processor with AVX-512 VNNI"
+)
+WAYS = [pytest.param(True, id="kernel", marks=needs_kernel), pytest.param(False, id="onednn")]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    monkeypatch.setattr(convolutions, "_has_kernel", lambda: request.param)
+
+
+def codes(dtype, *shape):
+    ends = torch.iinfo(dtype)
+    found = torch.randint(ends.min, ends.max + 1, shape, dtype=dtype)
+    found.view(-1)[::3] = ends.max
+    found.view(-1)[1::5] = ends.min
+    return found
+
+
+def compare(x, weight, places, zero_point=None, bias=None):
+    scale = torch.rand(weight.shape[0]) + 0.1
+    given = Factor(x, torch.tensor([0.013]), zero_point)
+    found = convolution(given, PackedWeight(weight, places), scale, bias)
+    assert_same_bits(found, reference.convolution(given, Factor(weight, scale), bias, places))
+    return found
+
+
+def drawn(numbers):
+    """Sizes and windows of one to three axes, even and odd ones, rows shorter and longer than a register."""
+    axes = numbers.choice([1, 2, 2, 3])
+    kernel = [numbers.choice([1, 2, 3]) for _ in range(axes)]
+    windows = [[numbers.choice(some) for _ in range(axes)] for some in ((1, 1, 2, 3), (0, 1, 3), (1, 1, 2))]
+    sizes = [numbers.choice([7, 8, 16, 17, 33] if axes < 3 else [7, 9, 17]) for _ in range(axes)]
+    x = numbers.choice([1, 2, 5]), numbers.choice([1, 3, 4, 9]), *sizes
+    return x, (numbers.choice([1, 7, 8, 17]), x[1], *kernel), Places(*windows, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("number", range(40))
+def test_is_the_definition(number, dtype, way):
+    numbers = random.Random(number)
+    shape, weight_shape, places = drawn(numbers)
+    zero_point = torch.tensor(numbers.randrange(*((-128, 128) if dtype == torch.int8 else (256,))))
+    bias = torch.randn(weight_shape[0]) if number % 2 else None
+    compare(codes(dtype, *shape), codes(torch.int8, *weight_shape), places, zero_point, bias)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("images", [1, 3, 8])
+def test_threads_share_images_and_output_channels(images, threads, way):
+    torch.set_num_threads(threads)
+    compare(codes(torch.uint8, images, 5, 9, 18), codes(torch.int8, 45, 5, 3, 3), Places([1, 1], [1, 1], [1, 1], 1))
+
+
+@pytest.mark.parametrize("extreme", [(127, -128), (-128, -128), (-128, 127)], ids=str)
+def test_sums_at_the_end_of_int32(extreme, way):
+    """Counted from -128, as processors multiply, the sums leave int32 and come back."""
+    channels = largest_inner_size(128, 128) // 9
+    x = torch.full((1, channels, 3, 3), extreme[0], dtype=torch.int8)
+    weight = torch.full((2, channels, 3, 3), extreme[1], dtype=torch.int8)
+    compare(x, weight, Places([1, 1], [1, 1], [1, 1], 1))
+
+
+def test_groups_and_channels_last_lie_as_they_came(way):
+    x, weight = codes(torch.int8, 2, 8, 6, 7), codes(torch.int8, 6, 4, 3, 3)
+    assert compare(x, weight, Places([1, 1], [1, 1], [1, 1], 2)).is_contiguous()
+    last = x.to(memory_format=torch.channels_last)
+    found = compare(last, codes(torch.int8, 6, 8, 3, 3), Places([2, 1], [1, 1], [1, 1], 1))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_one_scale_and_any_bias(way):
+    x, weight = codes(torch.uint8, 2, 3, 6, 7), codes(torch.int8, 6, 3, 3, 3)
+    places, bias = Places([1, 1], [0, 0], [1, 1], 1), torch.randn(12)[::2].double()
+    given = Factor(x, torch.tensor([[[[0.5]]]]))
+    found = convolution(given, PackedWeight(weight, places), torch.tensor([[[[0.25]]]]), bias)
+    assert_same_bits(found, reference.convolution(given, Factor(weight, torch.full((6,), 0.25)), bias.float(), places))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [((2, 4, 6, 7), "3 channels, but got 4"), ((2, 3, 2, 7), "greater than actual input size")]
+)
+@needs_kernel
+def test_what_does_not_fit_is_refused_in_the_words_of_torch(shape, message):
+    packed = PackedWeight(codes(torch.int8, 6, 3, 3, 3), Places([1, 1], [0, 0], [1, 1], 1))
+    with pytest.raises(RuntimeError, match=message):
+        convolution(Factor(codes(torch.uint8, *shape), torch.ones(1)), packed, torch.ones(6), None)
