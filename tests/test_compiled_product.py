@@ -1,6 +1,8 @@
 """Layers that multiply codes under torch.compile, autocast and DistributedDataParallel: the bits of the eager layer."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -152,6 +154,80 @@ def test_what_changes_after_compilation_is_seen(counted):
     fq.set_execution(net, "auto")
     net[0]._input_quantizer.spec = fq.QuantSpec.parse("int4")
     check(2)
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Weak references to what was packed, and to the codes that it was made of."""
+    products.convolution_unavailable("cpu")  # which packs once per process
+    found, pack = [], products.pack_weight
+
+    def packing(codes, *given):
+        made = pack(codes, *given)
+        found.append((weakref.ref(codes), weakref.ref(made)))
+        return made
+
+    monkeypatch.setattr(products, "pack_weight", packing)
+    return found
+
+
+def compiled_twins(name):
+    net, x = model(name)
+    nets = [net, copy.deepcopy(net)]
+    return nets, [torch.compile(one, fullgraph=True, backend="aot_eager") for one in nets], x
+
+
+@torch.no_grad()
+def test_weights_are_packed_once_also_where_layers_are_named_alike(packed):
+    nets, compiled, x = compiled_twins("convolution")
+    nets[1][0].weight.mul_(-0.5)
+    for _ in range(3):
+        found = [run(x) for run in compiled]
+    assert len(packed) == 4
+    for net, y in zip(nets, found, strict=True):
+        assert_same_bits(y, net(x))
+
+
+@torch.no_grad()
+def test_one_weight_of_two_layers_is_packed_for_each(packed):
+    net, x = model("alike")
+    net[2].weight, net[2].stride = net[0].weight, (2,)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        found = compiled(x)
+    assert len(packed) == 2
+    assert_same_bits(found, net(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["in place", "through data", "memory", "parameter"])
+def test_a_changed_weight_is_packed_anew(change, packed):
+    net, x = model("convolution")
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    compiled(x)
+    weight = net[0].weight
+    values = weight * -0.5
+    changes = {
+        "in place": lambda: weight.copy_(values),
+        "through data": lambda: weight.data.copy_(values),
+        "memory": lambda: setattr(weight, "data", values),
+        "parameter": lambda: setattr(net[0], "weight", nn.Parameter(values)),
+    }
+    changes[change]()
+    found = compiled(x)
+    assert len(packed) == 3
+    assert_same_bits(found, net(x))
+
+
+def test_nothing_is_kept_of_a_model_that_is_gone(packed):
+    nets, compiled, x = compiled_twins("convolution")
+    for net, run in zip(nets, compiled, strict=True):
+        step(net, run, x)
+    assert len(packed) == 4
+    assert all(made() is not None for _, made in packed)
+    del nets, compiled, net, run
+    gc.collect()
+    assert [reference() for pair in packed for reference in pair] == [None] * 8
 
 
 def test_shapes_that_change():
