@@ -156,6 +156,35 @@ def test_what_changes_after_compilation_is_seen(counted):
     check(2)
 
 
+CHANGES = {
+    "stride": (0, "stride", (2, 1), (1, 2)),
+    "padding": (0, "padding", (0, 2), (0, 0)),
+    "dilation": (0, "dilation", (1, 2), (2, 1)),
+    "same": (2, "padding", "same", (2, 2)),
+    "reflect": (0, "padding_mode", "reflect", "circular"),
+    "format": (0, "spec", *map(fq.QuantSpec.parse, ("int4", "int[-128,100]"))),
+    "gradient": (2, "spec", *map(fq.QuantSpec.parse, ("int8 per_tensor identity", "int4 per_tensor clip"))),
+}
+
+
+@pytest.mark.parametrize(("change", "dynamic"), [*((change, None) for change in CHANGES), ("stride", True)])
+def test_a_change_of_what_is_no_tensor_is_compiled_anew(change, dynamic):
+    net, x = model("convolution")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, fullgraph=True, backend=counter, dynamic=dynamic)
+    i, attribute, *values = CHANGES[change]
+    changed = net[i]._input_quantizer if attribute == "spec" else net[i]
+    wanted = step(net, net, x)
+    assert_equal_steps(step(net, compiled, x), wanted)
+    for times, value in enumerate(values, 2):
+        before = wanted
+        setattr(changed, attribute, value)
+        wanted = step(net, net, x)
+        assert not all(map(torch.equal, wanted[:2], before[:2])), "nothing changed: the case shows nothing"
+        assert_equal_steps(step(net, compiled, x), wanted)
+        assert counter.frame_count == times
+
+
 @pytest.fixture
 def packed(monkeypatch):
     """Weak references to what was packed, and to the codes that it was made of."""

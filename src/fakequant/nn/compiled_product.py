@@ -59,7 +59,10 @@ def multiply(product: IntegerProduct, layer: Any, x: Tensor, other: Tensor, bias
         return None
     if min(x.dim(), other.dim()) < product.fewest_axes or x.numel() == 0 or other.numel() == 0:
         return None
-    if x.dtype not in DTYPES or other.dtype not in DTYPES or not (form := layer.product_form()):
+    if x.dtype not in DTYPES or other.dtype not in DTYPES:
+        return None
+    # Compilers guard on arguments, and so on all that the form is made of.
+    if not (form := layer.product_form([str(q.spec) for q in quantizers], product.windows(layer))):
         return None
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

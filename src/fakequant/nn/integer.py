@@ -136,6 +136,10 @@ class IntegerProduct(ABC):
         weight = layer.weight
         return weight.dtype, weight.device, weight.shape
 
+    def windows(self, layer: Any) -> tuple[Any, ...]:
+        """The attributes of a layer that say where its windows are; none of other layers than convolutions."""
+        return ()
+
     def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec]) -> bool:
         """Whether factors can be multiplied by what only they tell: dtypes and sizes."""
         return x.dtype in DTYPES and other.dtype in DTYPES and x.numel() > 0 and other.numel() > 0

@@ -46,8 +46,10 @@ class ConvolutionProduct(IntegerProduct):
     """Input [n, in, ...] convolved with weight [out, in / groups, ...]."""
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
-        windows = layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode
-        return *super().depends_on(layer), *windows
+        return *super().depends_on(layer), *self.windows(layer)
+
+    def windows(self, layer: Any) -> tuple[Any, ...]:
+        return layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode
 
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
         return (
