@@ -23,7 +23,6 @@ from fakequant.ops import library, products
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
