@@ -228,6 +228,10 @@ def test_changed_windows_are_those_of_the_product():
             model(x)
             setattr(model[0], name, value)
             assert_same_bits(model(x), expected(model[0], x))
+        model[0].stride, model[0].padding, model[0].dilation = (2, 2), (1, 1), (3, 3)
+        y = model(x)
+        model[0].stride, model[0].padding, model[0].dilation = 2, 1, 3  # as F.conv2d takes them too
+        assert_same_bits(model(x), y)
         model[0].padding_mode = "reflect"
         assert "padding_mode" in model[0].why_simulated()
 

@@ -62,8 +62,13 @@ class ConvolutionProduct(IntegerProduct):
         )
 
     def places(self, layer: Any) -> Places:
-        padding = [0] * len(layer.kernel_size) if isinstance(layer.padding, str) else list(layer.padding)
-        return Places(list(layer.stride), padding, list(layer.dilation), layer.groups)
+        padding = 0 if isinstance(layer.padding, str) else layer.padding
+        # Layers are made with a number for each axis, but may be given one number for all of them later.
+        stride, padding, dilation = (
+            [value] * len(layer.kernel_size) if isinstance(value, int) else list(value)
+            for value in (layer.stride, padding, layer.dilation)
+        )
+        return Places(stride, padding, dilation, layer.groups)
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         packed, codes = ready.packed, other.codes
