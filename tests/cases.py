@@ -58,16 +58,7 @@ FORMATS = {
     "odd_range_affine": FormatCase("int[-100,37]", oracle.Integers(-100, 37), symmetric=False),
     "uint16_affine": FormatCase("uint16", oracle.Integers(0, 65535), symmetric=False),
     "int16": FormatCase("int16", oracle.Integers(-32768, 32767)),
-    "float8_e4m3fn": FormatCase("float8_e4m3fn", oracle.E4M3FN),
-    "float8_e5m2": FormatCase("float8_e5m2", oracle.E5M2),
-    "float8_e4m3fnuz": FormatCase("float8_e4m3fnuz", oracle.E4M3FNUZ),
-    "float8_e5m2fnuz": FormatCase("float8_e5m2fnuz", oracle.E5M2FNUZ),
-    "float8_e4m3b11fnuz": FormatCase("float8_e4m3b11fnuz", oracle.E4M3B11FNUZ),
-    "float8_e4m3": FormatCase("float8_e4m3", oracle.E4M3),
-    "float8_e3m4": FormatCase("float8_e3m4", oracle.E3M4),
-    "float6_e3m2fn": FormatCase("float6_e3m2fn", oracle.E3M2FN),
-    "float6_e2m3fn": FormatCase("float6_e2m3fn", oracle.E2M3FN),
-    "float4_e2m1fn": FormatCase("float4_e2m1fn", oracle.E2M1FN),
+    **{name: FormatCase(name, found) for name in fq.formats() if (found := oracle.small_float(name)) is not None},
     "nf4": FormatCase("nf4", oracle.NF4),
     # Not registered: formats are values, and the kernels know only their fields.
     "three_values": FormatCase(TableFormat("three", (-1.0, 0.0, 0.75)), oracle.Values((-1.0, 0.0, 0.75))),
@@ -79,22 +70,24 @@ FORMATS = {
 _LARGEST_SMALL = 8
 
 
-def _small_formats() -> dict[str, FormatCase]:
-    """Every registered format of at most 8 bits that tensors can have; one without an oracle is a KeyError."""
-    small = {name: fmt for name, fmt in fq.formats().items() if fmt.bits <= _LARGEST_SMALL and fmt.has_zero}
-    integers = {name: re.fullmatch(r"(u?)int(\d)", name) for name in small}
+def small_formats() -> list[str]:
+    """Every registered format of at most 8 bits that tensors can have."""
+    return [name for name, fmt in fq.formats().items() if fmt.bits <= _LARGEST_SMALL and fmt.has_zero]
+
+
+def _known_to_the_oracle(names: list[str]) -> dict[str, FormatCase]:
     found = {}
-    for name, match in integers.items():
-        if match:
+    for name in names:
+        if match := re.fullmatch(r"(u?)int(\d)", name):
             codes = 2 ** int(match[2])
             low = 0 if match[1] else -codes // 2
             found[name] = FormatCase(name, oracle.Integers(low, low + codes - 1), symmetric=True)
-        else:
+        elif name in FORMATS:
             found[name] = FORMATS[name]
     return found
 
 
-SMALL_FORMATS = _small_formats()
+SMALL_FORMATS = _known_to_the_oracle(small_formats())
 
 
 @dataclass(frozen=True)

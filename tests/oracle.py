@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,18 +64,28 @@ class SmallFloat:
         return -number if sign else number
 
 
-E4M3FN = SmallFloat(4, 3, finite_codes=0x7F)
-E5M2 = SmallFloat(5, 2, finite_codes=0x7C)
-E4M3FNUZ = SmallFloat(4, 3, finite_codes=0x80, bias=8, one_zero=True)
-E5M2FNUZ = SmallFloat(5, 2, finite_codes=0x80, bias=16, one_zero=True)
-E4M3B11FNUZ = SmallFloat(4, 3, finite_codes=0x80, bias=11, one_zero=True)
-E4M3 = SmallFloat(4, 3, finite_codes=0x78)
-E3M4 = SmallFloat(3, 4, finite_codes=0x70)
-E3M2FN = SmallFloat(3, 2, finite_codes=0x20)
-E2M3FN = SmallFloat(2, 3, finite_codes=0x20)
-E2M1FN = SmallFloat(2, 1, finite_codes=0x08)
 FLOAT16 = SmallFloat(5, 10, finite_codes=0x7C00)
 BFLOAT16 = SmallFloat(8, 7, finite_codes=0x7F80)
+
+
+def small_float(name: str) -> SmallFloat | None:
+    """The float of at most 8 bits that has a name as in ml_dtypes, such as float8_e4m3fn; None of another name.
+
+    `fn` has no infinity, and NaN in the last code of 8 bits only; `uz` has one zero, with NaN in place of the other,
+    and a bias larger by one; without them it is as IEEE 754 has it.
+    """
+    match = re.fullmatch(r"float([4-8])_e(\d)m(\d)(?:b(\d+))?(?:(fn)(uz)?)?", name)
+    if match is None:
+        return None
+    bits, exponent_bits, mantissa_bits = (int(digits) for digits in match.groups()[:3])
+    if bits != 1 + exponent_bits + mantissa_bits:
+        return None
+    codes = 2 ** (bits - 1)
+    if match[6]:
+        bias = int(match[4]) if match[4] else 2 ** (exponent_bits - 1)
+        return SmallFloat(exponent_bits, mantissa_bits, codes, bias, one_zero=True)
+    not_finite = 2**mantissa_bits if not match[5] else int(bits == 8)
+    return SmallFloat(exponent_bits, mantissa_bits, codes - not_finite, int(match[4]) if match[4] else None)
 
 
 @dataclass(frozen=True)

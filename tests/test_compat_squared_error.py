@@ -69,6 +69,36 @@ def test_mse_finds_what_every_threshold_finds(name, unit, few, monkeypatch):
                 assert found == by_every_threshold(*given, stride, start_bin), (bins, num_bits, start_bin)
 
 
+# What rounds; the slacks that are 0 because they would do in place of the one for it; filled bins and their counts, the
+# width of bins, the number of bits. A threshold that has a code for every filled bin has no error but by rounding.
+NEARLY_EQUAL = {
+    "prefix sums": ((), {12: 470, 37: 113}, 1.551025547514857, 3),
+    "prefix sums, 8 bits": ((), {15: 460397166, 30: 586433499}, 1.8954114385660839, 8),
+    "values": (("_ROUNDED",), {12: 165041860484}, 2.0, 5),
+    "values, 8 bits": (("_ROUNDED",), {7: 1206691464}, 2.0, 8),
+}
+
+
+@pytest.mark.parametrize("few", [0, 1 << 16])
+@pytest.mark.parametrize("name", NEARLY_EQUAL)
+def test_thresholds_of_nearly_equal_errors_are_kept(name, few, monkeypatch):
+    zero, filled, width, num_bits = NEARLY_EQUAL[name]
+    for slack in ("_FEW", *zero):
+        monkeypatch.setattr(squared_error, slack, few if slack == "_FEW" else 0.0)
+    counts, edges = np.zeros(64, dtype=np.int64), (np.arange(65) * width).astype(np.float32)
+    counts[list(filled)] = list(filled.values())
+    found = mse_amax(counts, edges, num_bits, False, start_bin=0).item()
+    assert found == by_every_threshold(counts, edges, num_bits, False, 1, 0)
+
+
+@pytest.mark.parametrize("unit", [0.495, 0.54, 0.605, 0.635, 0.945, 1.08, 1.27, 1.485])
+def test_sums_of_float32_decide_between_nearly_equal_errors(unit, monkeypatch):
+    """In real numbers the thresholds 199 and 200 are equally good."""
+    monkeypatch.setattr(squared_error, "_FEW", 0)
+    given = np.ones(300, dtype=np.int64), edges_of(300, unit), 2, False
+    assert mse_amax(*given, start_bin=0).item() == by_every_threshold(*given, 1, 0)
+
+
 @pytest.mark.parametrize("name", HISTOGRAMS)
 def test_irregular_middles_make_it_slow_and_not_wrong(name):
     counts = HISTOGRAMS[name](200)

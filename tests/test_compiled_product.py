@@ -1,6 +1,8 @@
 """Layers that multiply codes under torch.compile, autocast and DistributedDataParallel: the bits of the eager layer."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fakequant as fq
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.nn import MatMul
-from fakequant.ops import products
+from fakequant.ops import convolutions, products
 
 
 class Attention(nn.Module):
@@ -76,8 +78,8 @@ def counted(monkeypatch):
     def counting(original):
         return lambda *given: calls.append(1) or original(*given)
 
-    for name in ("linear", "convolution", "matmul"):
-        monkeypatch.setattr(products, name, counting(getattr(products, name)))
+    for module, name in ((products, "linear"), (convolutions, "convolution"), (products, "matmul")):
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
     return calls
 
 
@@ -154,6 +156,109 @@ def test_what_changes_after_compilation_is_seen(counted):
     check(2)
 
 
+CHANGES = {
+    "stride": (0, "stride", (2, 1), (1, 2)),
+    "padding": (0, "padding", (0, 2), (0, 0)),
+    "dilation": (0, "dilation", (1, 2), (2, 1)),
+    "same": (2, "padding", "same", (2, 2)),
+    "reflect": (0, "padding_mode", "reflect", "circular"),
+    "format": (0, "spec", *map(fq.QuantSpec.parse, ("int4", "int[-128,100]"))),
+    "gradient": (2, "spec", *map(fq.QuantSpec.parse, ("int8 per_tensor identity", "int4 per_tensor clip"))),
+}
+
+
+@pytest.mark.parametrize(("change", "dynamic"), [*((change, None) for change in CHANGES), ("stride", True)])
+def test_a_change_of_what_is_no_tensor_is_compiled_anew(change, dynamic):
+    net, x = model("convolution")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, fullgraph=True, backend=counter, dynamic=dynamic)
+    i, attribute, *values = CHANGES[change]
+    changed = net[i]._input_quantizer if attribute == "spec" else net[i]
+    wanted = step(net, net, x)
+    assert_equal_steps(step(net, compiled, x), wanted)
+    for times, value in enumerate(values, 2):
+        before = wanted
+        setattr(changed, attribute, value)
+        wanted = step(net, net, x)
+        assert not all(map(torch.equal, wanted[:2], before[:2])), "nothing changed: the case shows nothing"
+        assert_equal_steps(step(net, compiled, x), wanted)
+        assert counter.frame_count == times
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Weak references to what was packed, and to the codes that it was made of."""
+    convolutions.convolution_unavailable("cpu")  # which packs once per process
+    found, pack = [], convolutions.PackedWeight
+
+    def packing(codes, *given):
+        made = pack(codes, *given)
+        found.append((weakref.ref(codes), weakref.ref(made)))
+        return made
+
+    monkeypatch.setattr(convolutions, "PackedWeight", packing)
+    return found
+
+
+def compiled_twins(name):
+    net, x = model(name)
+    nets = [net, copy.deepcopy(net)]
+    return nets, [torch.compile(one, fullgraph=True, backend="aot_eager") for one in nets], x
+
+
+@torch.no_grad()
+def test_weights_are_packed_once_also_where_layers_are_named_alike(packed):
+    nets, compiled, x = compiled_twins("convolution")
+    nets[1][0].weight.mul_(-0.5)
+    for _ in range(3):
+        found = [run(x) for run in compiled]
+    assert len(packed) == 4
+    for net, y in zip(nets, found, strict=True):
+        assert_same_bits(y, net(x))
+
+
+@torch.no_grad()
+def test_one_weight_of_two_layers_is_packed_for_each(packed):
+    net, x = model("alike")
+    net[2].weight, net[2].stride = net[0].weight, (2,)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        found = compiled(x)
+    assert len(packed) == 2
+    assert_same_bits(found, net(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["in place", "through data", "memory", "parameter"])
+def test_a_changed_weight_is_packed_anew(change, packed):
+    net, x = model("convolution")
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    compiled(x)
+    weight = net[0].weight
+    values = weight * -0.5
+    changes = {
+        "in place": lambda: weight.copy_(values),
+        "through data": lambda: weight.data.copy_(values),
+        "memory": lambda: setattr(weight, "data", values),
+        "parameter": lambda: setattr(net[0], "weight", nn.Parameter(values)),
+    }
+    changes[change]()
+    found = compiled(x)
+    assert len(packed) == 3
+    assert_same_bits(found, net(x))
+
+
+def test_nothing_is_kept_of_a_model_that_is_gone(packed):
+    nets, compiled, x = compiled_twins("convolution")
+    for net, run in zip(nets, compiled, strict=True):
+        step(net, run, x)
+    assert len(packed) == 4
+    assert all(made() is not None for _, made in packed)
+    del nets, compiled, net, run
+    gc.collect()
+    assert [reference() for pair in packed for reference in pair] == [None] * 8
+
+
 def test_shapes_that_change():
     net, x = model("linear")
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -192,6 +297,9 @@ def _train(rank, processes, folder, results):
         wrapped(x[rank::processes] * (i + 1)).square().sum().backward()
         optimizer.step()
     torch.save(net.state_dict(), f"{folder}/{results}{rank}")
+    # The last reference to the group must be Python's own, which ends its threads without the GIL.
+    del wrapped, optimizer
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 

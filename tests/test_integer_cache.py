@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from bits import assert_same_bits
-from test_weight_cache import CHANGES, Layer, assert_fresh, cached, fresh
+from test_weight_cache import CHANGES, Layer, assert_change_is_seen, assert_made_once, fresh, recorded
 from torch import nn
 
 import fakequant as fq
@@ -15,7 +15,6 @@ from fakequant.model.config import Config, Rule
 from fakequant.nn import cached_weights
 from fakequant.nn.integer import encode
 from fakequant.ops import convolutions
-from fakequant.ops.dispatch import backends
 
 SPECS = ["int8 per_channel(0)", "int4 per_tensor", "int8 per_tensor identity", "int8 per_tensor input_range"]
 
@@ -31,50 +30,20 @@ class Coded(Layer):
 @pytest.fixture
 def encoded(monkeypatch):
     """The shapes of the tensors that a backend has encoded."""
-    shapes = []
-
-    def counted(original):
-        def call(x, *args, **kwargs):
-            shapes.append(tuple(x.shape))
-            return original(x, *args, **kwargs)
-
-        return call
-
-    for backend in backends():
-        monkeypatch.setattr(backend, "encode", counted(backend.encode))
-    return shapes
+    return recorded(monkeypatch, "encode")
 
 
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("text", SPECS)
 def test_a_weight_is_encoded_once_with_the_same_bits_and_gradients(text, fixed, encoded):
-    layer = Coded(text, fixed=fixed)
-    wanted = fresh(layer)
-    with cached_weights(layer):
-        for _ in range(3):
-            for got, right in zip(cached(layer), wanted, strict=True):
-                assert_same_bits(got, right)
-            with torch.no_grad():
-                assert_same_bits(layer(), wanted[0])
-        assert len(encoded) == 1
-    for _ in range(2):
-        layer()
-    assert len(encoded) == 3
+    assert_made_once(Coded(text, fixed=fixed), encoded)
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["grad", "no grad"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change, graph):
     torch.manual_seed(1)
-    layer = Coded()
-    with cached_weights(layer):
-        cached(layer)
-        CHANGES[change](layer)
-        if graph:
-            assert_fresh(layer)
-        with torch.no_grad():
-            assert_same_bits(layer(), fresh(layer)[0])
-        assert_fresh(layer)
+    assert_change_is_seen(Coded(), change, graph=graph)
 
 
 def test_values_and_codes_of_one_weight_do_not_mix():

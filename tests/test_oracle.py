@@ -8,22 +8,17 @@ import numpy as np
 import oracle
 import pytest
 
-SMALL_FLOATS = {
-    "e4m3fn": (oracle.E4M3FN, ml_dtypes.float8_e4m3fn, np.uint8),
-    "e5m2": (oracle.E5M2, ml_dtypes.float8_e5m2, np.uint8),
-    "e4m3fnuz": (oracle.E4M3FNUZ, ml_dtypes.float8_e4m3fnuz, np.uint8),
-    "e5m2fnuz": (oracle.E5M2FNUZ, ml_dtypes.float8_e5m2fnuz, np.uint8),
-    "e4m3b11fnuz": (oracle.E4M3B11FNUZ, ml_dtypes.float8_e4m3b11fnuz, np.uint8),
-    "e4m3": (oracle.E4M3, ml_dtypes.float8_e4m3, np.uint8),
-    "e3m4": (oracle.E3M4, ml_dtypes.float8_e3m4, np.uint8),
-    "e3m2fn": (oracle.E3M2FN, ml_dtypes.float6_e3m2fn, np.uint8),
-    "e2m3fn": (oracle.E2M3FN, ml_dtypes.float6_e2m3fn, np.uint8),
-    "e2m1fn": (oracle.E2M1FN, ml_dtypes.float4_e2m1fn, np.uint8),
-}
+NAMES = [name for name in dir(ml_dtypes) if oracle.small_float(name) is not None]
+SMALL_FLOATS = {name: (oracle.small_float(name), getattr(ml_dtypes, name), np.uint8) for name in NAMES}
 FLOATS = SMALL_FLOATS | {
     "float16": (oracle.FLOAT16, np.float16, np.uint16),
     "bfloat16": (oracle.BFLOAT16, ml_dtypes.bfloat16, np.uint16),
 }
+
+
+def test_floats_are_known_by_their_names():
+    assert len(NAMES) == len([name for name in dir(ml_dtypes) if "float" in name]) - 2  # bfloat16 and float8_e8m0fnu
+    assert [oracle.small_float(name) for name in ("float8_e4m2", "float8_e8m0fnu", "float8", "nf4")] == [None] * 4
 
 
 @pytest.mark.parametrize("name", FLOATS)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from cases import SMALL_FORMATS, small_formats
 
 import fakequant as fq
 from fakequant.numerics import reference
@@ -21,6 +22,14 @@ EXAMPLES = {
 
 def test_every_granularity_has_an_example() -> None:
     assert set(EXAMPLES) == set(granularities())
+
+
+def test_every_format_is_known_to_the_oracle() -> None:
+    unknown = sorted(set(small_formats()) - set(SMALL_FORMATS))
+    assert not unknown, (
+        f"{unknown}: floats are found by their names if those are as in ml_dtypes (`small_float` in tests/oracle.py); "
+        "describe others there, and add them to FORMATS in tests/cases.py"
+    )
 
 
 def hostile(fmt: fq.Format) -> torch.Tensor:

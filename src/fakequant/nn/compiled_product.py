@@ -8,12 +8,13 @@ factors as they are, which compiled graphs hold anyway, and the gradient encodes
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fakequant.functional import choose_qparams
 from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Ready
@@ -47,9 +48,8 @@ def form_of(layer: Any, product: IntegerProduct) -> str:
         return ""
     kind = type(product).__name__
     _products[kind] = product
-    quantizers = [layer._modules[name] for name in product.quantizers]
-    # The name keeps packed weights of alike layers apart.
-    return json.dumps([kind, [q.spec.to_text() for q in quantizers], list(ready.places), quantizers[1].name])
+    specs = [layer._modules[name].spec.to_text() for name in product.quantizers]
+    return json.dumps([kind, specs, list(ready.places)])
 
 
 def multiply(product: IntegerProduct, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -59,7 +59,10 @@ def multiply(product: IntegerProduct, layer: Any, x: Tensor, other: Tensor, bias
         return None
     if min(x.dim(), other.dim()) < product.fewest_axes or x.numel() == 0 or other.numel() == 0:
         return None
-    if x.dtype not in DTYPES or other.dtype not in DTYPES or not (form := layer.product_form()):
+    if x.dtype not in DTYPES or other.dtype not in DTYPES:
+        return None
+    # Compilers guard on arguments, and so on all that the form is made of.
+    if not (form := layer.product_form([str(q.spec) for q in quantizers], product.windows(layer))):
         return None
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -77,13 +80,17 @@ def _params(quantizer: Quantizer, x: Tensor) -> tuple[Tensor | None, Tensor | No
 class _Form(NamedTuple):
     product: IntegerProduct
     specs: tuple[QuantSpec, QuantSpec]
-    ready: Ready
+    places: Places
 
 
 @lru_cache(maxsize=1024)
 def _read(form: str) -> _Form:
-    kind, (x, other), places, _ = json.loads(form)
-    return _Form(_products[kind], (QuantSpec.parse(x), QuantSpec.parse(other)), Ready((), None, Places(*places)))
+    kind, (x, other), places = json.loads(form)
+    return _Form(_products[kind], (QuantSpec.parse(x), QuantSpec.parse(other)), Places(*places))
+
+
+# Of each weight, by form: what its product keeps, as long as the weight lives. Its codes tell whether that is outdated.
+_ready: MutableMapping[Tensor, dict[str, Ready]] = WeakTensorKeyDictionary()
 
 
 class _Factor(NamedTuple):
@@ -106,14 +113,15 @@ def _factors(x: Tensor, other: Tensor, params: Sequence[Tensor | None], form: _F
 def _forward(x: Tensor, other: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     *params, text, dtype = rest
     form = _read(text)
-    product, specs, ready = form
+    product, specs, places = form
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         factors = _factors(x, other, params, form)
         coded = [_coded(factor) for factor in factors] if product.fits(x, other, specs) else [None, None]
         if coded[0] is None or coded[1] is None:  # NaN, which is to be seen in the output, or too large a sum
             values = [library.fake_quantize(*factor).to(dtype) for factor in factors]
-            y = product.in_float(values[0], values[1], None if bias is None else bias.to(dtype), ready.places)
+            y = product.in_float(values[0], values[1], None if bias is None else bias.to(dtype), places)
         else:
+            ready = _ready.setdefault(other, {}).setdefault(text, Ready((), None, places))
             y = product.multiply(ready, coded[0], coded[1], bias).to(dtype)
         return _laid(y, product.empty_result(x, y.shape, dtype))
 
@@ -126,8 +134,8 @@ def _coded(factor: _Factor) -> CodedTensor | None:
 @torch.library.register_fake("fakequant::product", lib=_LIBRARY)
 def _(x: Tensor, other: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     *_, text, dtype = rest
-    product, _, ready = _read(text)
-    y = product.in_float(x.to(torch.float32), other.to(torch.float32), None, ready.places)
+    product, _, places = _read(text)
+    y = product.in_float(x.to(torch.float32), other.to(torch.float32), None, places)
     return product.empty_result(x, y.shape, dtype)
 
 
@@ -154,7 +162,7 @@ def _gradients(dy: Tensor, factors: tuple[_Factor, _Factor], form: _Form, wants:
         pairs = zip((kept[0], kept[1]), factors, strict=True)
         values = [library.dequantize(one.values, factor.params, factor.spec, dy.dtype) for one, factor in pairs]
     inner = [wants[0] or any(wants[3:5]), wants[1] or any(wants[5:7]), wants[2]]
-    *of_values, of_bias = form.product.gradients(dy, values[0], values[1], inner, form.ready.places)
+    *of_values, of_bias = form.product.gradients(dy, values[0], values[1], inner, form.places)
     found: list[Tensor | None] = []
     of_params: list[Tensor | None] = []
     for d, one, factor, wanted in zip(of_values, kept, factors, (wants[3:5], wants[5:7]), strict=True):

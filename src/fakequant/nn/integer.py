@@ -24,7 +24,6 @@ from fakequant.ops.convolutions import PackedWeight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -136,6 +135,10 @@ class IntegerProduct(ABC):
         """What else decides whether a layer can multiply codes, and where its windows are."""
         weight = layer.weight
         return weight.dtype, weight.device, weight.shape
+
+    def windows(self, layer: Any) -> tuple[Any, ...]:
+        """The attributes of a layer that say where its windows are; none of other layers than convolutions."""
+        return ()
 
     def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec]) -> bool:
         """Whether factors can be multiplied by what only they tell: dtypes and sizes."""

@@ -46,8 +46,10 @@ class ConvolutionProduct(IntegerProduct):
     """Input [n, in, ...] convolved with weight [out, in / groups, ...]."""
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
-        windows = layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode
-        return *super().depends_on(layer), *windows
+        return *super().depends_on(layer), *self.windows(layer)
+
+    def windows(self, layer: Any) -> tuple[Any, ...]:
+        return layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode
 
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
         return (
@@ -60,8 +62,13 @@ class ConvolutionProduct(IntegerProduct):
         )
 
     def places(self, layer: Any) -> Places:
-        padding = [0] * len(layer.kernel_size) if isinstance(layer.padding, str) else list(layer.padding)
-        return Places(list(layer.stride), padding, list(layer.dilation), layer.groups)
+        padding = 0 if isinstance(layer.padding, str) else layer.padding
+        # Layers are made with a number for each axis, but may be given one number for all of them later.
+        stride, padding, dilation = (
+            [value] * len(layer.kernel_size) if isinstance(value, int) else list(value)
+            for value in (layer.stride, padding, layer.dilation)
+        )
+        return Places(stride, padding, dilation, layer.groups)
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         packed, codes = ready.packed, other.codes

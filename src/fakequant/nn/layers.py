@@ -82,8 +82,14 @@ class QuantizedLayer(nn.Module):
             return multiply(self.product, self, x, other, bias)
         return self.product(self, x, other, bias)
 
-    def product_form(self) -> str:
-        """The product as text for compiled graphs, see `compiled_product.form_of`."""
+    def product_form(self, specs: list[str], windows: tuple[Any, ...]) -> str:
+        """The product as text for compiled graphs, see `compiled_product.form_of`.
+
+        Args:
+            specs: of its quantizers, as text.
+            windows: see `IntegerProduct.windows`. The layer tells both, but only what is given as an argument is
+                guarded: a graph is compiled again when it changes.
+        """
         from fakequant.nn.compiled_product import form_of
 
         return "" if self.product is None else form_of(self, self.product)

@@ -1,0 +1,68 @@
+"""Which layers multiply codes and which are simulated, with the reasons, and how that is chosen."""
+
+import copy
+
+import pytest
+from bits import assert_same_bits
+from test_integer import assert_integer, hostile, prepared
+from torch import nn
+
+import fakequant as fq
+from fakequant.errors import ConfigError
+from fakequant.model.config import Config, Rule
+from fakequant.nn import Execution
+
+REASONS = {
+    "float8": (nn.Linear(4, 4), "float8_e4m3fn", "int8", "no integers"),
+    "float_input": (nn.Linear(4, 4), None, "int8", "input is in float"),
+    "float_weight": (nn.Linear(4, 4), "int8", None, "weight is in float"),
+    "int16": (nn.Linear(4, 4), "int16", "int8", "do not fit 8 bits"),
+    "multiplier": (nn.Linear(4, 4), "int8 per_tensor multiplier", "int8", "MULTIPLIER"),
+    "stochastic": (nn.Linear(4, 4), "int8 per_tensor stochastic", "int8", "stochastic"),
+    "blocks": (nn.Linear(4, 4), "int8 per_block(-1:2)", "int8", "one scale"),
+    "weight_blocks": (nn.Linear(4, 4), "int8", "int8 per_block(-1:2)", "one scale"),
+    "weight_inner": (nn.Linear(4, 4), "int8", "int8 per_channel(1)", "one scale"),
+    "unsigned_weight": (nn.Linear(4, 4), "int8", "uint8", "signed"),
+    "tokens_of_images": (nn.Conv2d(4, 4, 1), "int8 per_token", "int8", "one scale"),
+    "reflect": (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "int8", "int8", "padding_mode"),
+    "same": (nn.Conv2d(4, 4, 3, padding="same"), "int8", "int8", "padding='same'"),
+    "embedding": (nn.Embedding(4, 4), None, "int8", "no integer product for Embedding"),
+    "transposed": (nn.ConvTranspose2d(4, 4, 3), "int8", "int8", "no integer product for ConvTranspose2d"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_why_a_layer_is_simulated(name):
+    layer, input, weight, reason = REASONS[name]
+    rule = Rule("*", input, weight, execution="integer")
+    with pytest.raises(ConfigError, match=reason):
+        fq.prepare(nn.Sequential(copy.deepcopy(layer)), Config("test", (rule,)))
+    model = fq.prepare(
+        nn.Sequential(copy.deepcopy(layer)), Config("test", (Rule("*", input, weight, execution="auto"),))
+    )
+    assert reason in str(model[0].why_simulated())
+    assert reason in str(fq.summary(model))
+    with pytest.raises(ConfigError, match=reason):
+        fq.set_execution(model, "integer")
+
+
+def test_set_execution_refuses_whole_or_not_at_all():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4)), Config("w", (Rule("*", "int8", "int8"),)))
+    with pytest.raises(ConfigError, match="1: there is no integer product"):
+        fq.set_execution(model, "integer")
+    assert model[0].execution is Execution.SIMULATE
+    fq.set_execution(model, "integer", pattern="0")
+    assert [m.execution.value for m in model] == ["integer", "simulate"]
+    with pytest.raises(ConfigError, match="no quantized layer matches 'x'"):
+        fq.set_execution(model, "auto", pattern="x")
+    with pytest.raises(ConfigError, match="'simulate', 'auto', 'integer', got 'fast'"):
+        fq.set_execution(model, "fast")
+
+
+def test_a_quantizer_that_is_off_leaves_its_layer_to_simulation():
+    model, simulated = prepared(nn.Linear(8, 4))
+    x = hostile(3, 8).clamp(-9, 9)
+    with fq.disabled(model), fq.disabled(simulated):
+        assert_same_bits(model(x).detach(), simulated(x).detach())
+        assert "mode off" in str(model[0].why_simulated())
+    assert_integer(model)

@@ -1,0 +1,78 @@
+"""Gradients of layers that multiply codes: those of the simulated layer, and what is kept for them."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+from test_integer import assert_integer, hostile, prepared
+from torch import nn
+
+from fakequant.errors import ConfigError
+
+
+def step(model, x, *, learn=""):
+    if learn:
+        for quantizer in (model[0]._input_quantizer, model[0]._weight_quantizer):
+            quantizer.freeze(model[0].weight) if not quantizer.calibrated else None
+            quantizer.learn(learn)
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    return {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(24, 9), (7, 24)),
+    "tokens": (lambda: nn.Linear(24, 9, bias=False), (2, 3, 24)),
+    "convolution": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 7, 5)),
+    "grouped": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2, bias=False), (2, 4, 7, 5)),
+    "one_axis": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 11)),
+}
+
+
+@pytest.mark.parametrize("learn", ["", "lsq"])
+@pytest.mark.parametrize("input", ["int8", "uint8", "int4 per_tensor input_range", "int8 per_tensor clip"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_are_those_of_the_simulated_layer(kind, input, learn):
+    if learn and input != "int8":
+        learn = "lsq_plus" if input == "uint8" else learn
+    torch.manual_seed(0)
+    make, shape = LAYERS[kind]
+    model, simulated = prepared(make(), input)
+    x = hostile(*shape).clamp(-100, 100)
+    found, wanted = step(model, x, learn=learn), step(simulated, x, learn=learn)
+    assert_integer(model)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert_same_bits(found[name], gradient, name)
+
+
+def test_gradients_of_nothing_and_of_parts():
+    model, simulated = prepared(nn.Linear(8, 4))
+    for m in (model, simulated):
+        m[0].weight.requires_grad_(False)
+    x = hostile(3, 8).clamp(-9, 9)
+    found, wanted = step(model, x), step(simulated, x)
+    assert found["0.weight"] is None
+    assert_same_bits(found["x"], wanted["x"])
+
+
+def test_twice_differentiated_is_refused():
+    model, _ = prepared(nn.Linear(8, 4))
+    x = hostile(3, 8).clamp(-9, 9).requires_grad_()
+    with pytest.raises(ConfigError, match="through simulated layers only"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+def test_saved_bytes_per_element():
+    model, _ = prepared(nn.Linear(1024, 8, bias=False))
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel() * t.element_size()) or t, lambda t: t
+    )
+    x = torch.randn(512, 1024)
+    with hooks:
+        y = model(x)
+    # Codes are attributes of the nodes, which the hooks do not see.
+    codes = y.grad_fn.factors[0].codes
+    assert codes.dtype == torch.int8
+    assert sum(kept) + codes.numel() < 1.25 * x.numel()
