@@ -230,8 +230,7 @@ class _EagerLearned(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         mask, x, *params = ctx.saved_tensors
         dy, wants = grad_outputs[0], (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        backend, spec, _ = ctx.call
-        scale_grad, zero_point_grad = _grad_params_by(backend, dy, x, params_of(*params), spec, wants)
+        scale_grad, zero_point_grad = grad_params(dy, x, params_of(*params), ctx.call[1], wants)
         return through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
@@ -290,20 +289,14 @@ def through(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
     return backend.grad_input(dy, mask, spec, x_stride)
 
 
-def _grad_params_by(
-    backend: Backend, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    # Grad mode as in `through`: torch operations can be differentiated again, and give the same bits.
-    if torch.is_grad_enabled() or is_watched(dy, x, params.scale, params.zero_point):
-        return reference.grad_params(dy, x, params, spec, wants)
-    return backend.grad_params(dy, x, params, spec, wants)
-
-
 def grad_params(
     dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of scale and zero point of `fake_quantize`, if they are wanted."""
-    return _grad_params_by(choose(x, spec), dy, x, params, spec, wants)
+    # Grad mode as in `through`: torch operations can be differentiated again, and give the same bits.
+    if torch.is_grad_enabled() or is_watched(dy, x, params.scale, params.zero_point):
+        return reference.grad_params(dy, x, params, spec, wants)
+    return choose(x, spec).grad_params(dy, x, params, spec, wants)
 
 
 class _MaskedGradient(torch.autograd.Function):
@@ -362,7 +355,7 @@ def _exported_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | No
     wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
     scale_grad = zero_point_grad = None
     if any(wants):
-        scale_grad, zero_point_grad = _grad_params_by(choose(x, ctx.spec), dy, x, params, ctx.spec, wants)
+        scale_grad, zero_point_grad = grad_params(dy, x, params, ctx.spec, wants)
     return reference.grad_input(dy, reference.passes(x, params, ctx.spec)), scale_grad, zero_point_grad, None, None
 
 
