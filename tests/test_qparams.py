@@ -127,7 +127,11 @@ def test_has_values():
     assert not has_values(torch.ones(1, device="meta"))
     seen = []
     torch.func.vmap(lambda x: (seen.append(has_values(x)), x)[1])(torch.ones(2))
-    assert seen == [False]
+    x = torch.ones(2, requires_grad=True)
+    doubled = 2 * x
+    doubled.register_hook(lambda dy: seen.append(has_values(dy)))
+    torch.autograd.grad(doubled, x, torch.eye(2), is_grads_batched=True)
+    assert seen == [False, False]
 
 
 def test_two_dimensional_tiles_have_their_own_ranges():

@@ -9,6 +9,7 @@ from test_cpu_kernels import compare_grad_params, hostile_gradient
 
 import fakequant as fq
 from fakequant.numerics import reference
+from fakequant.ops import dispatch
 from fakequant.ops.triton.backend import TritonBackend
 
 GRADIENTS = (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP)
@@ -112,3 +113,18 @@ def test_the_checker_can_fail():
     numbers = cases.hostile(FORMATS["int8"], GRANULARITIES["channel_0"], fq.Arithmetic.DIVIDE, torch.float32)
     with pytest.raises(AssertionError, match="gradient of the scale"):
         compare_grad_params(Off("cpu", 2048), numbers, fq.QuantSpec("int8", fq.PerChannel(0)), "")
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_batched_gradients(monkeypatch, learned):
+    """Kernels cannot read the batches that torch makes of gradients."""
+    monkeypatch.setattr(dispatch, "_backends", (TritonBackend("cpu", 128), dispatch.REFERENCE))
+    x, scale = torch.randn(4, 6, requires_grad=True), torch.tensor(0.01, requires_grad=learned)
+    y, leaves = fq.fake_quantize(x, "int8", scale=scale), (x, scale) if learned else (x,)
+    dys = torch.randn(3, 4, 6)
+    single = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in dys]
+    batched = torch.autograd.grad(y, leaves, dys, retain_graph=True, is_grads_batched=True)
+    mapped = torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
+    for found in (batched, mapped):
+        for got, wanted in zip(found, zip(*single, strict=True), strict=True):
+            assert_same_bits(got, torch.stack(wanted))

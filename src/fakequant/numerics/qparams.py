@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from fakequant.errors import CalibrationError, DTypeError
 
 from .granularity import Granularity, block_axes, blocked
 from .spec import Arithmetic, QuantSpec
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -61,7 +63,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def has_values(*tensors: object) -> bool:
     """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
 
-    Not while a compiler, an exporter, a function transform or a dispatch mode watches, nor for subclasses.
+    Not while a compiler, an exporter, a function transform or a dispatch mode watches, nor for subclasses, nor for the
+    batches of `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor such a transform's.
     """
     if (
         torch.compiler.is_compiling()
@@ -71,7 +74,9 @@ def has_values(*tensors: object) -> bool:
         return False
     # No generator expression: every call of the operator comes here, and its frames cost more than the loop.
     for x in tensors:
-        if x is not None and isinstance(x, Tensor) and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
+        if x is None or not isinstance(x, Tensor):
+            continue
+        if type(x) not in _PLAIN or x.is_meta or is_legacy_batchedtensor(x):
             return False
     return True
 

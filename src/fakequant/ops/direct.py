@@ -17,7 +17,7 @@ from fakequant.numerics.spec import Gradient, QuantSpec
 
 from . import dispatch
 from .backend import Direct
-from .library import through
+from .library import is_watched, through
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _MOST = 4096  # kinds of tensors that are remembered
@@ -104,7 +104,7 @@ class _Direct(torch.autograd.Function):
         (mask,), (dy,) = ctx.saved_tensors, grad_outputs
         grad_input, stride, spec = ctx.call
         # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
-        if dy.stride() == stride and not torch.is_grad_enabled():
+        if dy.stride() == stride and not torch.is_grad_enabled() and not is_watched(dy):
             return grad_input(dy, mask), None
         return through(dy, mask, (dispatch.choose(dy, spec), spec, stride)), None
 
