@@ -13,7 +13,8 @@ from fakequant.errors import CalibrationError, DTypeError
 from .granularity import Granularity, block_axes, blocked
 from .spec import Arithmetic, QuantSpec
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+# Types of tensors that kernels may read; others change what an operation does.
+PLAIN = (Tensor, torch.nn.Parameter)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -60,23 +61,28 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def has_values(*tensors: object) -> bool:
-    """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
-
-    Not while a compiler, an exporter, a function transform or a dispatch mode watches, nor for subclasses, nor for the
-    batches of `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor such a transform's.
-    """
-    if (
+def runs_eagerly() -> bool:
+    """Whether torch's operations just run: no compiler, exporter, function transform or dispatch mode watches them."""
+    return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
-    ):
+    )
+
+
+def has_values(*tensors: object) -> bool:
+    """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
+
+    Not where something watches (`runs_eagerly`), nor for subclasses, nor for the batches of
+    `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor a function transform's.
+    """
+    if not runs_eagerly():
         return False
     # No generator expression: every call of the operator comes here, and its frames cost more than the loop.
     for x in tensors:
         if x is None or not isinstance(x, Tensor):
             continue
-        if type(x) not in _PLAIN or x.is_meta or is_legacy_batchedtensor(x):
+        if type(x) not in PLAIN or x.is_meta or is_legacy_batchedtensor(x):
             return False
     return True
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams, Range, compute_dtype
+from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import Backend, Direct, Encoded
@@ -52,7 +52,7 @@ class CpuBackend(Backend):
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         if x.device.type != "cpu":
             return f"the tensor is on {x.device}"
-        if type(x) not in (Tensor, torch.nn.Parameter):
+        if type(x) not in PLAIN:
             return f"{type(x).__name__} is no plain tensor"
         if codes and not spec.format.has_zero_point:
             return f"the kernels read and write integer codes only, not those of {spec.format}"
