@@ -87,6 +87,15 @@ def has_values(*tensors: object) -> bool:
     return True
 
 
+def is_at_hand(values: Tensor, *, watched: bool = True) -> bool:
+    """Whether values may be looked at without waiting for an accelerator, which has all else before them to do first.
+
+    Args:
+        watched: false if `has_values` is known to be true.
+    """
+    return values.device.type == "cpu" and (not watched or has_values(values))
+
+
 def measure(x: Tensor, granularity: Granularity) -> Range:
     """The range of the finite values of every group, extended to contain 0.0.
 
@@ -135,7 +144,7 @@ def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = Non
     tensor([0.0157])
     """
     lo, hi = range
-    if has_values(lo) and lo.device.type == "cpu" and bool((lo > hi).any()):
+    if is_at_hand(lo) and bool((lo > hi).any()):
         raise CalibrationError(
             f"a range with lo > hi (lo={lo.max().item()}, hi={hi.min().item()}): no data was observed"
         )
