@@ -275,6 +275,11 @@ class Sweep:
     steps: int
     programs: int
 
+    @property
+    def reduced(self) -> int:
+        """The axis of a block [rows, width] along which the elements of a group lie."""
+        return 0 if self.across else 1
+
     @staticmethod
     def of(place: Place, most_steps: int = 8) -> Sweep:
         """That of a place, in blocks of its size."""
