@@ -5,7 +5,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from test_cpu_kernels import compare_grad_params, hostile_gradient
+from test_cpu_kernels import compare_grad_params, compare_wanted_grad_params
 
 import fakequant as fq
 from fakequant.numerics import reference
@@ -65,18 +65,7 @@ def test_stochastic_rounding():
 
 
 def test_what_is_wanted():
-    """Learned parameters may have another dtype than the input."""
-    where, backend = GRANULARITIES["channel_1"], TritonBackend("cpu", 2048)
-    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
-    params = fq.QParams(numbers.params.scale, numbers.params.zero_point.half())
-    spec, dy = fq.QuantSpec("uint8", where.granularity), hostile_gradient(numbers.x)
-    both = reference.grad_params(dy, numbers.x, params, spec, (True, True))
-    for wants in ((True, True), (True, False), (False, True)):
-        actual = backend.grad_params(dy, numbers.x, params, spec, wants)
-        for one, other, wanted in zip(actual, both, wants, strict=True):
-            assert (one is not None) == wanted
-            if wanted:
-                assert_same_bits(one, other)
+    compare_wanted_grad_params(TritonBackend("cpu", 2048))
 
 
 def test_sums_of_every_magnitude():
