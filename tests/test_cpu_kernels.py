@@ -59,6 +59,23 @@ def compare_grad_params(backend, numbers, spec, label):
             assert_same_bits(actual[1], right[1], f"{label} gradient of the zero point")
 
 
+def compare_wanted_grad_params(backend):
+    """Those of either parameter, and of both; learned parameters may have another dtype than the input."""
+    where = GRANULARITIES["channel_1"]
+    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
+    x, given = numbers.x, numbers.params
+    spec, dy = fq.QuantSpec("uint8", where.granularity), hostile_gradient(x)
+    for scale in (given.scale, given.scale.double()):
+        params = fq.QParams(scale, given.zero_point.half())
+        both = reference.grad_params(dy, x, params, spec, (True, True))
+        for wants in ((True, True), (True, False), (False, True)):
+            actual = backend.grad_params(dy, x, params, spec, wants)
+            for one, other, wanted in zip(actual, both, wants, strict=True):
+                assert (one is not None) == wanted
+                if wanted:
+                    assert_same_bits(one, other)
+
+
 def compare(backend, numbers, spec, label):
     """All operations of a backend on one input; the number of comparisons that the backend could serve."""
     x, params = numbers.x, numbers.params
@@ -286,18 +303,7 @@ def test_gradients_of_parameters_of_large_tensors(backend, granularity, shape):
 @each_backend
 def test_gradients_of_parameters_that_are_wanted(backend):
     skip_unavailable(backend)
-    where = GRANULARITIES["channel_1"]
-    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
-    # Learned parameters may have another dtype than the input.
-    params = fq.QParams(numbers.params.scale.double(), numbers.params.zero_point.half())
-    spec, dy = fq.QuantSpec("uint8", where.granularity), hostile_gradient(numbers.x)
-    both = reference.grad_params(dy, numbers.x, params, spec, (True, True))
-    for wants in ((True, True), (True, False), (False, True)):
-        actual = backend.grad_params(dy, numbers.x, params, spec, wants)
-        for one, other, wanted in zip(actual, both, wants, strict=True):
-            assert (one is not None) == wanted
-            if wanted:
-                assert_same_bits(one, other)
+    compare_wanted_grad_params(backend)
 
 
 @each_backend

@@ -7,14 +7,14 @@ import cases
 import pytest
 import torch
 from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fakequant as fq
 from fakequant.numerics import reference
-from fakequant.ops import library
+from fakequant.ops import dispatch, library
 
 INT8_IN_CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))
 
@@ -204,6 +204,94 @@ def test_func_grad_and_vmap_of_grad():
     assert_same_bits(torch.func.vmap(torch.func.grad(loss))(x), leaf.grad)
     diagonal = torch.func.hessian(loss)(x[0]).diagonal()
     assert_same_bits(diagonal, torch.where((x[0] >= -1.28) & (x[0] <= 1.27), 2.0, 0.0))
+
+
+# What is given, beside x of shape [4, 5, 6], to a specification per channel.
+PARAMETERS = {
+    "from the range": dict,
+    "as a magnitude": lambda: {"amax": torch.full((5,), 3.0)},
+    "as a scale": lambda: {"scale": torch.full((5,), 0.02)},
+    "learned": lambda: {"scale": torch.full((5,), 0.02, requires_grad=True)},
+    "both learned": lambda: {
+        "scale": torch.full((5,), 0.02, requires_grad=True),
+        "zero_point": torch.full((5,), 3.0, requires_grad=True),
+    },
+}
+
+
+def _function_of(name, gradient, layout="contiguous"):
+    """A function of the leaves, which it has as a list of tensors: x, and what of the parameters is learned."""
+    spec = fq.QuantSpec("int8", fq.PerChannel(1), gradient=gradient, symmetric=name != "both learned")
+    where = cases.GranularityCase(spec.granularity, (4, 5, 6), (1, 5, 1))
+    numbers = cases.hostile(FORMATS["int8"], where, fq.Arithmetic.DIVIDE, torch.float32)
+    x, given = LAYOUTS[layout](numbers.x).detach().requires_grad_(), PARAMETERS[name]()
+    learned = [key for key, value in given.items() if value.requires_grad]
+    leaves = [x, *(given[key] for key in learned)]
+
+    def function(x, *values):
+        return fq.fake_quantize(x, spec, **{**given, **dict(zip(learned, values, strict=True))})
+
+    return function, leaves
+
+
+@pytest.mark.parametrize("backends", ["all", "the reference"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_batched_gradients_are_those_of_a_loop(monkeypatch, name, gradient, layout, backends):
+    if backends == "the reference":
+        monkeypatch.setattr(dispatch, "_backends", (dispatch.REFERENCE,))
+    function, leaves = _function_of(name, gradient, layout)
+    y = function(*leaves)
+    dys = torch.stack([hostile_gradient(leaves[0]), torch.randn(y.shape), torch.zeros(y.shape)])
+    single = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in dys]
+    for create_graph in (False, True):
+        options = {"retain_graph": True, "create_graph": create_graph}
+        batched = torch.autograd.grad(y, leaves, dys, is_grads_batched=True, **options)
+        for got, wanted in zip(batched, zip(*single, strict=True), strict=True):
+            assert_same_bits(got, torch.stack(wanted), create_graph)
+    mapped = torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
+    for got, wanted in zip(mapped, zip(*single, strict=True), strict=True):
+        assert_same_bits(got, torch.stack(wanted), "torch.vmap")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_vectorized_jacobians_and_their_gradients_are_those_of_a_loop(name):
+    function, leaves = _function_of(name, fq.Gradient.CODE_RANGE)
+    leaves[0] = leaves[0].detach().nan_to_num(0.0, 3.0, -3.0)[:2].clone().requires_grad_()
+    results = []
+    for vectorize in (False, True):
+        jacobians = torch.autograd.functional.jacobian(
+            lambda *leaves: function(*leaves) ** 3, tuple(leaves), create_graph=True, vectorize=vectorize
+        )
+        total = sum(j.double().square().sum() for j in jacobians)
+        hessian = torch.autograd.functional.hessian(
+            lambda x: function(x, *leaves[1:]).square().sum(), leaves[0], vectorize=vectorize
+        )
+        results.append((*jacobians, torch.autograd.grad(total, leaves[0])[0], hessian))
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_transforms_see_how_a_gradient_depends_on_its_gradient(name):
+    """Gradients are linear in what comes from above: the tangent of dx is the dx of the tangent."""
+    function, leaves = _function_of(name, fq.Gradient.CODE_RANGE)
+    y = function(*leaves)
+    dy, tangent = torch.randn(2, *y.shape)
+
+    def gradients(dy):
+        return torch.autograd.grad(y, leaves, dy, retain_graph=True, create_graph=True)
+
+    wanted = gradients(tangent)[0]
+    assert_same_bits(torch.func.jvp(gradients, (dy,), (tangent,))[1][0], wanted)
+    _, pull = torch.func.vjp(lambda dy: gradients(dy)[0], dy)
+    assert_same_bits(pull(tangent)[0], wanted)
+    for create_graph in (False, True):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(dy, tangent)
+            (dx, *_) = torch.autograd.grad(y, leaves, dual, retain_graph=True, create_graph=create_graph)
+            assert_same_bits(forward_ad.unpack_dual(dx).tangent, wanted, create_graph)
 
 
 def test_forward_mode_over_the_input():

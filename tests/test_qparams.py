@@ -7,7 +7,7 @@ from cases import FORMATS, GRANULARITIES
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, DTypeError
-from fakequant.numerics.qparams import choose_qparams, compute_dtype, has_values, measure
+from fakequant.numerics.qparams import choose_qparams, compute_dtype, has_values, is_at_hand, measure
 
 TINY = torch.finfo(torch.float32).tiny
 HUGE = torch.finfo(torch.float32).max
@@ -127,6 +127,19 @@ def test_has_values():
     assert not has_values(torch.ones(1, device="meta"))
     seen = []
     torch.func.vmap(lambda x: (seen.append(has_values(x)), x)[1])(torch.ones(2))
+    x = torch.ones(2, requires_grad=True)
+    doubled = 2 * x
+    doubled.register_hook(lambda dy: seen.append(has_values(dy)))
+    torch.autograd.grad(doubled, x, torch.eye(2), is_grads_batched=True)
+    assert seen == [False, False]
+
+
+def test_what_is_at_hand():
+    assert is_at_hand(torch.ones(1))
+    for watched in (True, False):
+        assert not is_at_hand(torch.ones(1, device="meta"), watched=watched)
+    seen = []
+    torch.func.vmap(lambda x: (seen.append(is_at_hand(x)), x)[1])(torch.ones(2))
     assert seen == [False]
 
 

@@ -38,7 +38,6 @@ _MODELS = (
     Step("residual network of 20 convolutions, 64 images 64x64", residual_network, (64, 3, 64, 64)),
     Step("transformer's block with attention, 8 x 512 tokens", lambda: Block(1024, 16), (8, 512, 1024)),
 )
-_CODES = "auto"
 
 
 def entries(device: str, largest: int = LARGEST) -> list[Entry]:
@@ -88,5 +87,5 @@ def _steps(device: str, largest: int) -> Iterable[Entry]:
     """Training steps; the batches of smaller runs have one example."""
     for model in _MODELS:
         shape = model.shape if largest == LARGEST else (1, *model.shape[1:])
-        for compiled, execution in ((False, "simulate"), (False, _CODES), (True, "simulate")):
+        for compiled, execution in ((False, "simulate"), (False, "auto"), (True, "simulate")):
             yield Entry(replace(model, shape=shape, compiled=compiled, execution=execution, device=device), (FLOAT,))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .errors import DTypeError, QParamsError, ShapeError, SpecError
 from .numerics.philox import draw_seed
-from .numerics.qparams import QParams, Range, compute_dtype, has_values
+from .numerics.qparams import QParams, Range, compute_dtype, is_at_hand
 from .numerics.qparams import choose_qparams as _choose_qparams
 from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
@@ -264,15 +264,13 @@ def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _check_values(name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, watched: bool) -> None:
-    """Raise if a parameter is not within bounds in every group. Not while tracing, where values are unknown.
-
-    Nor of a tensor that is not on the CPU: to read it the host would wait for all that its device has to do before.
+    """Raise if a parameter is not within bounds in every group; not where its values are not `is_at_hand`.
 
     Most parameters are one number: read, it costs a tenth of comparing and reducing it as a tensor. Behind a tensor
     that has pushed all else out of the caches that difference is as long as copying a million elements.
     """
     number = values.numel()
-    if not number or values.device.type != "cpu" or (watched and not has_values(values)):
+    if not number or not is_at_hand(values, watched=watched):
         return
     lowest, highest, expected = bounds
     least, most = (values.item(),) * 2 if number == 1 else (end.item() for end in values.aminmax())

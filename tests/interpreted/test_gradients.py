@@ -5,10 +5,11 @@ import pytest
 import torch
 from bits import assert_same_bits
 from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from test_cpu_kernels import compare_grad_params, hostile_gradient
+from test_cpu_kernels import compare_grad_params, compare_wanted_grad_params
 
 import fakequant as fq
 from fakequant.numerics import reference
+from fakequant.ops import dispatch
 from fakequant.ops.triton.backend import TritonBackend
 
 GRADIENTS = (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP)
@@ -64,18 +65,7 @@ def test_stochastic_rounding():
 
 
 def test_what_is_wanted():
-    """Learned parameters may have another dtype than the input."""
-    where, backend = GRANULARITIES["channel_1"], TritonBackend("cpu", 2048)
-    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
-    params = fq.QParams(numbers.params.scale, numbers.params.zero_point.half())
-    spec, dy = fq.QuantSpec("uint8", where.granularity), hostile_gradient(numbers.x)
-    both = reference.grad_params(dy, numbers.x, params, spec, (True, True))
-    for wants in ((True, True), (True, False), (False, True)):
-        actual = backend.grad_params(dy, numbers.x, params, spec, wants)
-        for one, other, wanted in zip(actual, both, wants, strict=True):
-            assert (one is not None) == wanted
-            if wanted:
-                assert_same_bits(one, other)
+    compare_wanted_grad_params(TritonBackend("cpu", 2048))
 
 
 def test_sums_of_every_magnitude():
@@ -112,3 +102,18 @@ def test_the_checker_can_fail():
     numbers = cases.hostile(FORMATS["int8"], GRANULARITIES["channel_0"], fq.Arithmetic.DIVIDE, torch.float32)
     with pytest.raises(AssertionError, match="gradient of the scale"):
         compare_grad_params(Off("cpu", 2048), numbers, fq.QuantSpec("int8", fq.PerChannel(0)), "")
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_batched_gradients(monkeypatch, learned):
+    """Kernels cannot read the batches that torch makes of gradients."""
+    monkeypatch.setattr(dispatch, "_backends", (TritonBackend("cpu", 128), dispatch.REFERENCE))
+    x, scale = torch.randn(4, 6, requires_grad=True), torch.tensor(0.01, requires_grad=learned)
+    y, leaves = fq.fake_quantize(x, "int8", scale=scale), (x, scale) if learned else (x,)
+    dys = torch.randn(3, 4, 6)
+    single = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in dys]
+    batched = torch.autograd.grad(y, leaves, dys, retain_graph=True, is_grads_batched=True)
+    mapped = torch.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
+    for found in (batched, mapped):
+        for got, wanted in zip(found, zip(*single, strict=True), strict=True):
+            assert_same_bits(got, torch.stack(wanted))

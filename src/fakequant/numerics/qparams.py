@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from fakequant.errors import CalibrationError, DTypeError
 
 from .granularity import Granularity, block_axes, blocked
 from .spec import Arithmetic, QuantSpec
 
+# Types of tensors that kernels may read; others change what an operation does.
+PLAIN = (Tensor, torch.nn.Parameter)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -58,22 +61,39 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def has_values(*tensors: object) -> bool:
-    """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
-
-    Not while a compiler, an exporter, a function transform or a dispatch mode watches, nor for subclasses.
-    """
-    if (
+def runs_eagerly() -> bool:
+    """Whether torch's operations just run: no compiler, exporter, function transform or dispatch mode watches them."""
+    return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
-    ):
+    )
+
+
+def has_values(*tensors: object) -> bool:
+    """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
+
+    Not where something watches (`runs_eagerly`), nor for subclasses, nor for the batches of
+    `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor a function transform's.
+    """
+    if not runs_eagerly():
         return False
     # No generator expression: every call of the operator comes here, and its frames cost more than the loop.
     for x in tensors:
-        if x is not None and isinstance(x, Tensor) and (type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta):
+        if x is None or not isinstance(x, Tensor):
+            continue
+        if type(x) not in PLAIN or x.is_meta or is_legacy_batchedtensor(x):
             return False
     return True
+
+
+def is_at_hand(values: Tensor, *, watched: bool = True) -> bool:
+    """Whether values may be looked at without waiting for an accelerator, which has all else before them to do first.
+
+    Args:
+        watched: false if `has_values` is known to be true.
+    """
+    return values.device.type == "cpu" and (not watched or has_values(values))
 
 
 def measure(x: Tensor, granularity: Granularity) -> Range:
@@ -124,7 +144,7 @@ def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = Non
     tensor([0.0157])
     """
     lo, hi = range
-    if has_values(lo) and lo.device.type == "cpu" and bool((lo > hi).any()):
+    if is_at_hand(lo) and bool((lo > hi).any()):
         raise CalibrationError(
             f"a range with lo > hi (lo={lo.max().item()}, hi={hi.min().item()}): no data was observed"
         )

@@ -76,7 +76,10 @@ class Backend(ABC):
     def fake_quantize_relu(
         self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """As `fake_quantize`, of torch.relu(x) in one pass; the mask is where gradients pass both, for IDENTITY too."""
+        """As `fake_quantize`, of torch.relu(x) in one pass; the mask is where gradients pass both, for IDENTITY too.
+
+        For specifications that round to nearest.
+        """
         raise NotImplementedError(f"the backend {self.name} has no ReLU; ask its `rectifies`")
 
     def fake_quantize_dynamic(

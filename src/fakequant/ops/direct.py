@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fakequant.numerics.qparams import PLAIN, runs_eagerly
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from . import dispatch
 from .backend import Direct
 from .library import through
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _MOST = 4096  # kinds of tensors that are remembered
 _found: dict[Hashable, Direct | None] = {}
 _Call = tuple[Direct, QuantSpec, Tensor, Tensor | None]
@@ -32,11 +32,9 @@ def fake_quantize_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point
     not valid, or has another shape or dtype than kernels read; and where no backend offers it. The general way then
     serves, or says what is wrong.
     """
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN or type(scale) not in _PLAIN:
+    if not runs_eagerly() or forward_ad._current_level >= 0 or type(x) not in PLAIN or type(scale) not in PLAIN:
         return None
-    if x.layout is not torch.strided or not scale.is_contiguous() or forward_ad._current_level >= 0:
-        return None
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0:
+    if x.layout is not torch.strided or not scale.is_contiguous():
         return None
     key = dispatch._backends, spec, x.dtype, x.device, x.shape, x.stride(), scale.dtype, scale.device, scale.shape
     try:
@@ -73,7 +71,7 @@ def _find(key: Hashable, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | 
 
 def _fits(zero_point: Tensor, scale: Tensor, spec: QuantSpec) -> bool:
     return (
-        type(zero_point) in _PLAIN
+        type(zero_point) in PLAIN
         and not spec.symmetric
         and zero_point.shape == scale.shape
         and (zero_point.dtype == scale.dtype or zero_point.dtype == torch.int32)
@@ -104,7 +102,8 @@ class _Direct(torch.autograd.Function):
         (mask,), (dy,) = ctx.saved_tensors, grad_outputs
         grad_input, stride, spec = ctx.call
         # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
-        if dy.stride() == stride and not torch.is_grad_enabled():
+        watched = not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled()
+        if dy.stride() == stride and not watched:
             return grad_input(dy, mask), None
         return through(dy, mask, (dispatch.choose(dy, spec), spec, stride)), None
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
@@ -230,8 +231,7 @@ class _EagerLearned(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         mask, x, *params = ctx.saved_tensors
         dy, wants = grad_outputs[0], (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        backend, spec, _ = ctx.call
-        scale_grad, zero_point_grad = _grad_params_by(backend, dy, x, params_of(*params), spec, wants)
+        scale_grad, zero_point_grad = grad_params(dy, x, params_of(*params), ctx.call[1], wants)
         return through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
@@ -283,27 +283,46 @@ def through(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
     """The gradient of the input of an eager function."""
     if mask is None:
         return dy
+    backend, spec, x_stride = call
+    if is_watched(dy):
+        like_x = mask.new_empty_strided(dy.shape, x_stride)
+        return reference.grad_input(dy, backend.unpack_mask(mask, like_x, spec))
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
     if torch.is_grad_enabled():
         return _MaskedGradient.apply(dy, mask, call)
-    backend, spec, x_stride = call
     return backend.grad_input(dy, mask, spec, x_stride)
-
-
-def _grad_params_by(
-    backend: Backend, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    # Grad mode as in `through`: torch operations can be differentiated again, and give the same bits.
-    if torch.is_grad_enabled() or is_watched(dy, x, params.scale, params.zero_point):
-        return reference.grad_params(dy, x, params, spec, wants)
-    return backend.grad_params(dy, x, params, spec, wants)
 
 
 def grad_params(
     dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of scale and zero point of `fake_quantize`, if they are wanted."""
-    return _grad_params_by(choose(x, spec), dy, x, params, spec, wants)
+    watched = is_watched(dy, x, params.scale, params.zero_point)
+    if watched and is_legacy_batchedtensor(dy):
+        given = *tensors_of(params), spec.to_text(), wants
+        by_scale, by_zero_point = torch.ops.fakequant.grad_params(dy, x, *given)
+        has_zero_point = wants[1] and params.zero_point is not None
+        return by_scale if wants[0] else None, by_zero_point if has_zero_point else None
+    # Grad mode as in `through`: torch operations can be differentiated again, and give the same bits.
+    if watched or torch.is_grad_enabled():
+        return reference.grad_params(dy, x, params, spec, wants)
+    return choose(x, spec).grad_params(dy, x, params, spec, wants)
+
+
+# `is_grads_batched` of torch.autograd lacks many of torch's operations; an operator it calls for one after the other.
+_LIBRARY = torch.library.Library("fakequant", "FRAGMENT")
+_LIBRARY.define(
+    "grad_params(Tensor dy, Tensor x, Tensor scale, Tensor? zero_point, Tensor? lo, Tensor? hi, Tensor? seed, "
+    "str spec, bool[2] wants) -> (Tensor by_scale, Tensor by_zero_point)"
+)
+
+
+@torch.library.impl(_LIBRARY, "grad_params", "CompositeImplicitAutograd")
+def _grad_params(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *params, spec, wants = rest
+    found = grad_params(dy, x, params_of(*params), QuantSpec.parse(spec), wants)
+    by_scale, by_zero_point = (x.new_empty(0) if gradient is None else gradient for gradient in found)
+    return by_scale, by_zero_point
 
 
 class _MaskedGradient(torch.autograd.Function):
@@ -319,7 +338,7 @@ class _MaskedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return _MaskedGradient.apply(grad_outputs[0], mask, ctx.call), None, None
+        return through(grad_outputs[0], mask, ctx.call), None, None
 
 
 @torch.library.custom_op(
@@ -362,7 +381,7 @@ def _exported_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | No
     wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
     scale_grad = zero_point_grad = None
     if any(wants):
-        scale_grad, zero_point_grad = _grad_params_by(choose(x, ctx.spec), dy, x, params, ctx.spec, wants)
+        scale_grad, zero_point_grad = grad_params(dy, x, params, ctx.spec, wants)
     return reference.grad_input(dy, reference.passes(x, params, ctx.spec)), scale_grad, zero_point_grad, None, None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams, Range, compute_dtype
+from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import Backend, Direct, Encoded
@@ -52,7 +52,7 @@ class CpuBackend(Backend):
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         if x.device.type != "cpu":
             return f"the tensor is on {x.device}"
-        if type(x) not in (Tensor, torch.nn.Parameter):
+        if type(x) not in PLAIN:
             return f"{type(x).__name__} is no plain tensor"
         if codes and not spec.format.has_zero_point:
             return f"the kernels read and write integer codes only, not those of {spec.format}"
@@ -60,15 +60,26 @@ class CpuBackend(Backend):
             return reason
         return cannot_draw(spec.format, x.dtype) if spec.rounding is Rounding.STOCHASTIC else None
 
-    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+    def fake_quantize(
+        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, rectified: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         packed = x if plan.as_it_is else plan.layout.pack(x)
         kind = plan.mask if mask else _NO_MASK
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
-        random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
         # The overload itself: finding it anew costs a Python function.
-        y, bits = torch.ops.fakequant_cpu.fake_quantize.default(packed, *tensors, plan.form, kind, random)
+        if rectified:
+            y, bits = torch.ops.fakequant_cpu.fake_quantize_relu.default(packed, *tensors, plan.form, kind, mask)
+        else:
+            random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
+            y, bits = torch.ops.fakequant_cpu.fake_quantize.default(packed, *tensors, plan.form, kind, random)
         return y if plan.as_it_is else plan.layout.unpack(y), bits
+
+    def fake_quantize_relu(
+        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        # What both share stands there: as a function that both call, every call of the other would pay for it.
+        return self.fake_quantize(x, params, spec, mask=mask, rectified=True)
 
     def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
         shapes = spec.granularity.scale_shapes(x.shape)
@@ -79,17 +90,6 @@ class CpuBackend(Backend):
             return None
         ops = torch.ops.fakequant_cpu
         return Direct(ops.checked.default, ops.checked_with_mask.default, ops.mask_gradient.default, plan.form)
-
-    def fake_quantize_relu(
-        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        plan = _plan(spec, x.dtype, x.shape, x.stride())
-        packed = x if plan.as_it_is else plan.layout.pack(x)
-        kind = plan.mask if mask else _NO_MASK
-        tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
-        random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
-        y, bits = torch.ops.fakequant_cpu.fake_quantize_relu.default(packed, *tensors, plan.form, kind, mask, random)
-        return y if plan.as_it_is else plan.layout.unpack(y), bits
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None

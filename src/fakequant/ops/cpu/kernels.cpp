@@ -207,15 +207,14 @@ std::tuple<Tensor, std::optional<Tensor>> fake_quantize(const Tensor& x, FAKEQUA
   return {y, mask};
 }
 
-// Of the ReLU of x. The mask that is asked for holds the ReLU's, whatever the kind of the other.
+// Of the ReLU of x, rounded to nearest. The mask that is asked for holds the ReLU's, whatever the kind of the other.
 std::tuple<Tensor, std::optional<Tensor>> fake_quantize_relu(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
-                                                             int64_t mask_kind, bool masked,
-                                                             const std::optional<Tensor>& random) {
+                                                             int64_t mask_kind, bool masked) {
   Tensor y = made_like(x);
   std::optional<Tensor> mask = made_mask(x, masked);
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
-    const auto call = make_call<decltype(c)>(scale, zero_point, lo, hi, form, mask_kind, random);
+    const auto call = make_call<decltype(c)>(scale, zero_point, lo, hi, form, mask_kind, std::nullopt);
     const auto* in = static_cast<const T*>(x.data_ptr());
     auto* out = static_cast<T*>(y.data_ptr());
     for_each_span(x.numel(), [&](int64_t first, int64_t n) {
@@ -349,8 +348,7 @@ void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tens
 
 STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("fake_quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "int mask_kind, Tensor? random=None) -> (Tensor, Tensor?)");
-  m.def("fake_quantize_relu(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
-        "int mask_kind, bool masked, Tensor? random=None) -> (Tensor, Tensor?)");
+  m.def("fake_quantize_relu(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "int mask_kind, bool masked) -> (Tensor, Tensor?)");
   m.def("checked(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> Tensor?");
   m.def("checked_with_mask(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> (Tensor?, Tensor?)");
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS

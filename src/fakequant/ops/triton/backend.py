@@ -15,7 +15,7 @@ from torch import Tensor
 from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.philox import random_words
-from fakequant.numerics.qparams import QParams, Range, compute_dtype
+from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range, seed_of
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import Backend, Encoded
@@ -82,7 +82,7 @@ class TritonBackend(Backend):
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         if x.device.type != self.device_type:
             return f"the tensor is on {x.device}"
-        if type(x) not in (Tensor, torch.nn.Parameter):
+        if type(x) not in PLAIN:
             return f"{type(x).__name__} is no plain tensor"
         if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) < _FIRST_CAPABILITY:
             return f"the kernels need a GPU of compute capability 8.0, {x.device} has {capability[0]}.{capability[1]}"

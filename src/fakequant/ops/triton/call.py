@@ -147,8 +147,13 @@ def _tiling(place: Place) -> Tiling:
         kind, run = "eights", place.run if is_power_of_two(place.run) else 0
     elif place.run == 1 and one_plane and is_power_of_two(place.columns):
         columns = place.columns
-    wide = place.elements + place.block > LARGEST_INT32
+    wide = is_wide(place.elements + place.block)
     return Tiling(kind, run, columns, place.columns == place.period, one_plane, wide)
+
+
+def is_wide(elements: int) -> bool:
+    """Whether positions among so many elements need 64 bits."""
+    return elements > LARGEST_INT32
 
 
 def is_power_of_two(n: int) -> bool:
@@ -269,6 +274,11 @@ class Sweep:
     width: int
     steps: int
     programs: int
+
+    @property
+    def reduced(self) -> int:
+        """The axis of a block [rows, width] along which the elements of a group lie."""
+        return 0 if self.across else 1
 
     @staticmethod
     def of(place: Place, most_steps: int = 8) -> Sweep:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import call as _call
-from .call import Call, Place, Sweep, ceiling, next_power_of_two
+from .call import Call, Place, Sweep, ceiling, is_wide, next_power_of_two
 from .kernels.backward import mask_kernel
 from .kernels.codes import dequantize_kernel
 from .kernels.dynamic import quantize_runs_kernel
@@ -41,7 +40,7 @@ def _shape(place: Place) -> tuple[int, int, int, int]:
 
 
 def quantize(x: Tensor, outputs: Given, given: Given, place: Place, call: Call) -> None:
-    """`quantize_kernel` over all of x; outputs are y, bits and odd; given goes from scale to seed_value."""
+    """`quantize_kernel` over all of x; outputs are y, bits and odd; given goes from scale_or_whole to seed_value."""
     if place.elements:
         fixed = {"CALL": call, "TILING": place.tiling, "BLOCK": place.block}
         _start(quantize_kernel, ceiling(place.elements, place.block), x, *outputs, *given, *_shape(place), **fixed)
@@ -58,7 +57,7 @@ def quantize_runs(x: Tensor, outputs: Given, given: Given, place: Place, call: C
     """`quantize_runs_kernel` over all runs; outputs are y and bits; given goes from table to seed_value."""
     width = max(next_power_of_two(place.run), 8)
     rows = max(place.block // width, 1)
-    wide = place.elements + rows * width > _call.LARGEST_INT32
+    wide = is_wide(place.elements + rows * width)
     fixed = {"CALL": call, "WIDE": wide, "ROWS": rows, "WIDTH": width}
     warps = 2 * _WARPS if width >= _WIDE_ROW else _WARPS
     programs = ceiling(place.groups, rows)
@@ -76,7 +75,7 @@ def mask_gradient(dy: Tensor, bits: Tensor, dx: Tensor, block: int) -> None:
     """`mask_kernel` over all of dy."""
     n, integer = dy.numel(), _SAME_SIZE_INTEGER[dy.element_size()]
     if n:
-        wide = n + block > _call.LARGEST_INT32
+        wide = is_wide(n + block)
         _start(mask_kernel, ceiling(n, block), dy.view(integer), bits, dx.view(integer), n, WIDE=wide, BLOCK=block)
 
 

@@ -9,10 +9,11 @@ from .stochastic import round_by_words
 
 
 @triton.jit
-def load_params(scale, zero_point, low, high, group, inside, COMPUTE: tl.constexpr, CALL: tl.constexpr):
+def load_params(scale_or_whole, zero_point, low, high, group, inside, COMPUTE: tl.constexpr, CALL: tl.constexpr):
     """Scale, its reciprocal, zero point and range of groups, in the compute dtype; what is not needed is the scale.
 
-    Where `CALL.rule` finds them, `low` and `high` are magnitudes, see ranges.py, and `scale` is the largest of all.
+    `scale_or_whole`: the scales; where `CALL.rule` finds them, the largest magnitude of all, or None. Then `low` and
+    `high` are magnitudes, too, see ranges.py.
     """
     if CALL.rule is not None:
         farthest = tl.load(high + group, mask=inside, other=0.0)
@@ -20,11 +21,11 @@ def load_params(scale, zero_point, low, high, group, inside, COMPUTE: tl.constex
         if low is not None:
             nearest = tl.load(low + group, mask=inside, other=0.0)
         whole = farthest
-        if scale is not None:
-            whole = tl.load(scale)
+        if scale_or_whole is not None:
+            whole = tl.load(scale_or_whole)
         return choose_params(nearest, farthest, whole, CALL)
     else:
-        return load_given(scale, zero_point, low, high, group, inside, COMPUTE, CALL)
+        return load_given(scale_or_whole, zero_point, low, high, group, inside, COMPUTE, CALL)
 
 
 @triton.jit

@@ -28,15 +28,17 @@ def words_of_block(words, seed, seed_value, start, position, n, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["seed_value"])
 def quantize_kernel(
-    x, y, bits, odd, scale, zero_point, low, high, table, words, seed, seed_value, n, run, columns, period,
+    x, y, bits, odd, scale_or_whole, zero_point, low, high, table, words, seed, seed_value, n, run, columns, period,
     CALL: tl.constexpr, TILING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y and, where given, the mask `bits` of x; `odd` is set to 1 if anything is NaN."""
+    """y and, where given, the mask `bits` of x; `odd` is set to 1 if anything is NaN. Parameters: `load_params`."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     start = first_element(BLOCK, TILING)
     position = start + lanes(BLOCK)
     v = computable(tl.load(x + position, mask=position < n, other=0.0), COMPUTE)
-    params = params_of_block(scale, zero_point, low, high, start, n, run, columns, period, CALL, TILING, BLOCK, COMPUTE)
+    params = params_of_block(
+        scale_or_whole, zero_point, low, high, start, n, run, columns, period, CALL, TILING, BLOCK, COMPUTE
+    )
     drawn = v
     if CALL.stochastic:
         drawn = words_of_block(words, seed, seed_value, start, position, n, BLOCK)

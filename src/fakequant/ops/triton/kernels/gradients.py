@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .elements import encode, in_code_range, load_params
-from .ranges import places_of_sweep
+from .ranges import places_of_sweep, zeros_of
 from .rounding import clamp, computable, divide
 from .stochastic import draw_word, load_seed
 
@@ -96,11 +96,8 @@ def largest_kernel(
 ):  # fmt: skip
     """The first pass: what the digits count from."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    REDUCED: tl.constexpr = 0 if SWEEP.across else 1
-    ROWS: tl.constexpr = SWEEP.rows
-    WIDTH: tl.constexpr = SWEEP.width
     params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE)
-    field0 = tl.zeros((ROWS, WIDTH), tl.int64)
+    field0 = zeros_of(SWEEP, tl.int64)
     kind0, field1, kind1 = field0, field0, field0
     for step in range(SWEEP.steps):
         p0, p1 = products_of_step(
@@ -114,9 +111,9 @@ def largest_kernel(
             field1, kind1 = tl.maximum(field1, field), kind1 | kind
     _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
     if by_scale is not None:
-        raise_largest(by_scale, field0, kind0, group, there, groups, REDUCED)
+        raise_largest(by_scale, field0, kind0, group, there, groups, SWEEP.reduced)
     if by_zero_point is not None:
-        raise_largest(by_zero_point, field1, kind1, group, there, groups, REDUCED)
+        raise_largest(by_zero_point, field1, kind1, group, there, groups, SWEEP.reduced)
 
 
 @triton.jit
@@ -175,12 +172,9 @@ def digits_kernel(
 ):  # fmt: skip
     """The second pass: the sums of digits."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    REDUCED: tl.constexpr = 0 if SWEEP.across else 1
-    ROWS: tl.constexpr = SWEEP.rows
-    WIDTH: tl.constexpr = SWEEP.width
     params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE)
     _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
-    zeros = tl.zeros((ROWS, WIDTH), tl.int64)
+    zeros = zeros_of(SWEEP, tl.int64)
     digits0, digits1 = (zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros)
     if by_scale is not None:
         half0 = halved_scale(by_scale, group, there, SWEEP)
@@ -195,9 +189,9 @@ def digits_kernel(
         if by_zero_point is not None:
             digits1 = with_digits(digits1, p1, half1)
     if by_scale is not None:
-        add_digits(by_scale, digits0, group, there, groups, REDUCED)
+        add_digits(by_scale, digits0, group, there, groups, SWEEP.reduced)
     if by_zero_point is not None:
-        add_digits(by_zero_point, digits1, group, there, groups, REDUCED)
+        add_digits(by_zero_point, digits1, group, there, groups, SWEEP.reduced)
 
 
 @triton.jit

@@ -42,22 +42,22 @@ def group_of_element(position, run, columns, period, TILING: tl.constexpr):
 
 @triton.jit
 def params_of_block(
-    scale, zero_point, low, high, start, n, run, columns, period, CALL: tl.constexpr, TILING: tl.constexpr,
+    scale_or_whole, zero_point, low, high, start, n, run, columns, period, CALL: tl.constexpr, TILING: tl.constexpr,
     BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The parameters of the elements of a block: scalars, one per row [BLOCK // 8, 1], or one per element."""
     if TILING.kind == "single":
-        return load_params(scale, zero_point, low, high, 0, start < n, COMPUTE, CALL)
+        return load_params(scale_or_whole, zero_point, low, high, 0, start < n, COMPUTE, CALL)
     elif TILING.kind == "whole":
         group = group_of_run(start // run, columns, period, TILING)
-        return load_params(scale, zero_point, low, high, group, start < n, COMPUTE, CALL)
+        return load_params(scale_or_whole, zero_point, low, high, group, start < n, COMPUTE, CALL)
     elif TILING.kind == "long":
         number = start // run
         group = group_of_run(number, columns, period, TILING)
-        s, inverse, z, lo, hi = load_params(scale, zero_point, low, high, group, start < n, COMPUTE, CALL)
+        s, inverse, z, lo, hi = load_params(scale_or_whole, zero_point, low, high, group, start < n, COMPUTE, CALL)
         after = (number + 1) * run
         group = group_of_run(number + 1, columns, period, TILING)
-        s1, inverse1, z1, lo1, hi1 = load_params(scale, zero_point, low, high, group, after < n, COMPUTE, CALL)
+        s1, inverse1, z1, lo1, hi1 = load_params(scale_or_whole, zero_point, low, high, group, after < n, COMPUTE, CALL)
         before = lanes(BLOCK) < tl.minimum(after - start, BLOCK).to(tl.int32)
         s, inverse, z = tl.where(before, s, s1), tl.where(before, inverse, inverse1), tl.where(before, z, z1)
         return s, inverse, z, tl.where(before, lo, lo1), tl.where(before, hi, hi1)
@@ -66,9 +66,9 @@ def params_of_block(
         number = position // (TILING.run if TILING.run else run)
         group = group_of_run(number, columns, period, TILING)
         # Loaded as a line: of a column, triton takes another layout, and computes each element in both.
-        s, inverse, z, lo, hi = load_params(scale, zero_point, low, high, group, position < n, COMPUTE, CALL)
+        s, inverse, z, lo, hi = load_params(scale_or_whole, zero_point, low, high, group, position < n, COMPUTE, CALL)
         return s[:, None], inverse[:, None], z[:, None], lo[:, None], hi[:, None]
     else:
         position = start + lanes(BLOCK)
         group = group_of_element(position, run, columns, period, TILING)
-        return load_params(scale, zero_point, low, high, group, position < n, COMPUTE, CALL)
+        return load_params(scale_or_whole, zero_point, low, high, group, position < n, COMPUTE, CALL)

@@ -55,16 +55,21 @@ def places_of_sweep(step, n, run, columns, period, SWEEP: tl.constexpr, TILING: 
 
 
 @triton.jit
+def zeros_of(SWEEP: tl.constexpr, DTYPE: tl.constexpr):
+    """Zeros [rows, width]."""
+    ROWS: tl.constexpr = SWEEP.rows
+    WIDTH: tl.constexpr = SWEEP.width
+    return tl.zeros((ROWS, WIDTH), DTYPE)
+
+
+@triton.jit
 def measure_kernel(
     x, low, high, whole, n, run, columns, period, SWEEP: tl.constexpr, TILING: tl.constexpr
 ):  # fmt: skip
     """Raises patterns [groups] to the magnitudes of highest and lowest values, without `low` of both; `whole` too."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    REDUCED: tl.constexpr = 0 if SWEEP.across else 1
-    ROWS: tl.constexpr = SWEEP.rows
-    WIDTH: tl.constexpr = SWEEP.width
-    lowest = tl.zeros((ROWS, WIDTH), high.dtype.element_ty)
-    highest = tl.zeros((ROWS, WIDTH), high.dtype.element_ty)
+    lowest = zeros_of(SWEEP, high.dtype.element_ty)
+    highest = zeros_of(SWEEP, high.dtype.element_ty)
     for step in range(SWEEP.steps):
         position, there, _, _ = places_of_sweep(step, n, run, columns, period, SWEEP, TILING)
         v = computable(tl.load(x + position, mask=there, other=0.0), COMPUTE)
@@ -74,9 +79,9 @@ def measure_kernel(
             pattern = tl.where(negative, 0, pattern)
         highest = tl.maximum(highest, pattern)
     _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
-    found = tl.max(highest, axis=REDUCED)
+    found = tl.max(highest, axis=SWEEP.reduced)
     tl.atomic_max(high + group, found, mask=there, sem="relaxed")
     if low is not None:
-        tl.atomic_max(low + group, tl.max(lowest, axis=REDUCED), mask=there, sem="relaxed")
+        tl.atomic_max(low + group, tl.max(lowest, axis=SWEEP.reduced), mask=there, sem="relaxed")
     if whole is not None:
         tl.atomic_max(whole, tl.max(found, axis=0), sem="relaxed")
