@@ -67,6 +67,8 @@ def encode(quantizer: Quantizer, x: Tensor) -> CodedTensor | None:
     """The codes of a tensor, or None if it holds NaN, which has none."""
     if (kept := quantizer.kept_codes(x)) is not None:
         return CodedTensor(*kept, quantizer.spec)
+    if not torch.is_grad_enabled() and (found := quantizer.direct_codes(x)) is not None:
+        return CodedTensor(found[0], *found, quantizer.spec)
     params = quantizer.qparams(x)
     found = library.encode(x, params, quantizer.spec)
     if found is None:

@@ -21,7 +21,7 @@ from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
-from fakequant.ops.direct import fake_quantize_directly
+from fakequant.ops.direct import encode_directly, fake_quantize_directly
 
 # Asked at every call, and the same for every tensor of a shape.
 _group_shape = lru_cache(maxsize=4096)(Granularity.group_shape)
@@ -127,6 +127,14 @@ class Quantizer(PreciseModule):
         if self._cache is None or self.learned is not None:
             return None
         return self._cache.encode(x, self._fixed(x), self.spec)
+
+    def direct_codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
+        """The codes of x by fixed parameters and these, without gradients, where one operator finds them."""
+        if self.dynamic or (scale := self._buffers["scale"]) is None:
+            return None
+        params = QParams(scale, self._buffers["zero_point"])
+        codes = encode_directly(x, self.spec, scale, params.zero_point)
+        return None if codes is None else (codes, params)
 
     def _fixed(self, x: Tensor) -> QParams | None:
         """The parameters for x if nothing moves them."""

@@ -32,6 +32,27 @@ def fake_quantize_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point
     not valid, or has another shape or dtype than kernels read; and where no backend offers it. The general way then
     serves, or says what is wrong.
     """
+    direct = _direct_of(x, spec, scale, zero_point)
+    if direct is None:
+        return None
+    if torch.is_grad_enabled():
+        if scale.requires_grad or (zero_point is not None and zero_point.requires_grad):
+            return None
+        if x.requires_grad:
+            return _with_gradient(x, (direct, spec, scale, zero_point))
+    return direct.values(x, scale, zero_point, direct.form)
+
+
+def encode_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Tensor | None:
+    """The codes that `library.encode` finds, without gradients; None as in `fake_quantize_directly`, and for NaN."""
+    direct = _direct_of(x, spec, scale, zero_point)
+    if direct is None or direct.codes is None:
+        return None
+    codes = torch.empty_like(x, dtype=spec.format.storage)
+    return codes if direct.codes(x, scale, zero_point, direct.form, codes) else None
+
+
+def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Direct | None:
     if not runs_eagerly() or forward_ad._current_level >= 0 or type(x) not in PLAIN or type(scale) not in PLAIN:
         return None
     if x.layout is not torch.strided or not scale.is_contiguous():
@@ -41,14 +62,7 @@ def fake_quantize_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point
         direct = _found[key]
     except KeyError:
         direct = _find(key, x, spec, scale)
-    if direct is None or (zero_point is not None and not _fits(zero_point, scale, spec)):
-        return None
-    if torch.is_grad_enabled():
-        if scale.requires_grad or (zero_point is not None and zero_point.requires_grad):
-            return None
-        if x.requires_grad:
-            return _with_gradient(x, (direct, spec, scale, zero_point))
-    return direct.values(x, scale, zero_point, direct.form)
+    return direct if direct is None or zero_point is None or _fits(zero_point, scale, spec) else None
 
 
 def _with_gradient(x: Tensor, call: _Call) -> Tensor | None:

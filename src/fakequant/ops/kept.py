@@ -55,7 +55,7 @@ def give_stand_in(x: Tensor, kept: Kept) -> Tensor:
     """What takes the gradient of the quantized x while its kept codes are multiplied, see `library.encode`."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _StandIn.apply(x, kept)
-    return stand_in(x)
+    return kept.values if not torch.is_grad_enabled() else stand_in(x)
 
 
 class _Given(torch.autograd.Function):

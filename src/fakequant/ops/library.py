@@ -123,12 +123,12 @@ def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]
     """What takes the gradient of `fake_quantize(x, params, spec)` in its stead, and the codes; None if x has NaN.
 
     The first is a tensor of zeros, the shape of x, that takes no memory: a product of the codes is a function of it,
-    with the gradient of the product of the quantized values. For integer formats that round to nearest, on plain
+    with the gradient of the product of the quantized values; without gradients, the codes. For integer formats that round to nearest, on plain
     tensors in eager mode.
     """
     if not torch.is_grad_enabled():
         found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)
-        return None if found.has_nan else (stand_in(x), found.codes)
+        return None if found.has_nan else (found.codes, found.codes)
     if _needs_grad_of(params):
         zeros, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
     else:

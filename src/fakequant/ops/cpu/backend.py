@@ -89,7 +89,8 @@ class CpuBackend(Backend):
         if not takes or scale.dtype != plan.dtype or scale.shape not in shapes or spec.rounding is Rounding.STOCHASTIC:
             return None
         ops = torch.ops.fakequant_cpu
-        return Direct(ops.checked.default, ops.checked_with_mask.default, ops.mask_gradient.default, plan.form)
+        codes = ops.checked_codes.default if spec.format.has_zero_point else None
+        return Direct(ops.checked.default, ops.checked_with_mask.default, ops.mask_gradient.default, codes, plan.form)
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None

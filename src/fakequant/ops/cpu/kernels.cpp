@@ -283,6 +283,25 @@ std::tuple<std::optional<Tensor>, std::optional<Tensor>> checked_with_mask(const
   return quantize_checked(x, scale, zero_point, form, Mask::kCodeRange);
 }
 
+// The codes alone, into `codes`; whether the parameters are valid and x has codes: no NaN.
+bool checked_codes(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form,
+                   Tensor codes) {
+  bool found = false;
+  with_float_type(x, [&](auto t, auto c) {
+    using T = decltype(t);
+    using C = decltype(c);
+    std::vector<C> memory;
+    Call<C> call = call_of<C>(form, static_cast<int64_t>(Mask::kNone), std::nullopt);
+    call.params = {static_cast<const C*>(scale.data_ptr()), converted(zero_point, memory), nullptr, nullptr};
+    if (!is_valid(call)) return;
+    with_code_type(codes, [&](auto q) {
+      found = !encode_all(call, static_cast<const T*>(x.data_ptr()), static_cast<decltype(q)*>(codes.data_ptr()),
+                          static_cast<uint8_t*>(nullptr));
+    });
+  });
+  return found;
+}
+
 std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form, Tensor codes,
                                                  int64_t mask_kind, const std::optional<Tensor>& random) {
   std::optional<Tensor> mask = made_mask(x, mask_kind);
@@ -351,6 +370,7 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("fake_quantize_relu(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "int mask_kind, bool masked) -> (Tensor, Tensor?)");
   m.def("checked(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> Tensor?");
   m.def("checked_with_mask(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> (Tensor?, Tensor?)");
+  m.def("checked_codes(Tensor x, Tensor scale, Tensor? zero_point, Tensor form, Tensor(a!) codes) -> bool");
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
   m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y) -> ()");
@@ -364,6 +384,7 @@ STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
   m.impl("fake_quantize_relu", TORCH_BOX(&fakequant::fake_quantize_relu));
   m.impl("checked", TORCH_BOX(&fakequant::checked));
   m.impl("checked_with_mask", TORCH_BOX(&fakequant::checked_with_mask));
+  m.impl("checked_codes", TORCH_BOX(&fakequant::checked_codes));
   m.impl("quantize", TORCH_BOX(&fakequant::quantize));
   m.impl("dequantize", TORCH_BOX(&fakequant::dequantize));
   m.impl("mask_gradient", TORCH_BOX(&fakequant::mask_gradient));
