@@ -15,7 +15,7 @@ from fakequant.numerics import reference
 from fakequant.ops import direct, dispatch
 from fakequant.ops.backend import Direct
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.direct import fake_quantize_directly
+from fakequant.ops.direct import encode_directly, fake_quantize_directly
 
 needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
 INT8 = fq.QuantSpec("int8")
@@ -64,6 +64,34 @@ def test_bits_are_those_of_the_reference(name, dtype):
             served += compare(case, granularity, arithmetic, dtype, layouts[turn % len(layouts)])
     cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
     unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=False)
+    assert (served > 0) == (unsupported is None), unsupported
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_those_of_the_reference(name, dtype):
+    case, served, turn = FORMATS[name], 0, list(FORMATS).index(name)
+    layouts = ("channels_last", "transposed", "contiguous")
+    for granularity in GRANULARITIES.values():
+        for arithmetic in case.arithmetics():
+            turn += 1
+            spec = case.spec(granularity.granularity, arithmetic)
+            numbers = cases.hostile(case, granularity, arithmetic, dtype)
+            scale, zero_point, *_ = numbers.params
+            given = LAYOUTS[layouts[turn % len(layouts)]](numbers.x)
+            x = given.where(~given.isnan(), torch.ones((), dtype=dtype))
+            codes = encode_directly(x, spec, scale, zero_point)
+            if codes is None:
+                continue
+            assert_same_bits(codes, reference.quantize(x, fq.QParams(scale, zero_point), spec), f"{spec} {dtype}")
+            assert codes.stride() == x.stride()
+            if x.numel():
+                x[(-1,) * x.dim()] = torch.nan
+                assert encode_directly(x, spec, scale, zero_point) is None
+            served += 1
+    cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
+    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=True)
     assert (served > 0) == (unsupported is None), unsupported
 
 
