@@ -5,7 +5,7 @@
 // those of the strides: within one, each tap of the kernel is a fixed distance away, so that 16 outputs beside each other
 // are one load for each tap. Registers hold 8 output channels of 3 times 16 outputs, and each step of a tap adds 4
 // channels to all of them. oneDNN's convolution writes its sums channels-last, to be read, scaled and turned around:
-// with all of that a convolution of 64 channels took 0.6 of the time in float, this one takes 0.33.
+// by it a convolution of 64 channels took 0.60 of the time in float, by this 0.36.
 //
 // The bits are those of `convolution` in numerics/products.py. Sums wrap around in int32 and come back, because the
 // centred sum fits.
@@ -52,8 +52,8 @@ using Axes = std::array<int64_t, kAxes>;
 
 // 16 outputs: those of the mask are to be written, one after the other, from one place of the result on.
 struct Strip {
-  int32_t start;  // place of the first within its phase
-  int32_t to;  // place of the first in the result
+  int64_t start;  // place of the first within its phase
+  int64_t to;  // place of the first in the result
   __mmask16 mask;
 };
 
@@ -64,7 +64,7 @@ struct Shape {
   Axes pitch;  // places of a phase
   int64_t phase, phases;  // places of one phase; how many there are
   uint32_t every_step = 0;  // bits 0, stride, 2 * stride, ... of the last axis
-  std::vector<int32_t> taps;  // bytes from a place to where each tap of the kernel reads
+  std::vector<int64_t> taps;  // bytes from a place to where each tap of the kernel reads
   std::vector<Strip> strips;
 
   int64_t group_bytes() const { return phases * phase * kDepth; }
@@ -95,17 +95,17 @@ void find_taps(Shape& s) {
         const int64_t column = w * s.dilation[2];
         const int64_t bytes = s.row_start(d * s.dilation[0], h * s.dilation[1]) +
                               (column % s.stride[2] * s.phase + column / s.stride[2]) * kDepth;
-        s.taps.push_back(static_cast<int32_t>(bytes));
+        s.taps.push_back(bytes);
       }
 }
 
 // Each strip begins at the first output that no strip before it has; what lies between rows is computed and left out.
 void find_strips(Shape& s) {
-  int32_t to = 0;
+  int64_t to = 0;
   for (int64_t d = 0; d < s.out[0]; ++d)
     for (int64_t h = 0; h < s.out[1]; ++h)
       for (int64_t w = 0; w < s.out[2]; ++w, ++to) {
-        const auto place = static_cast<int32_t>((d * s.pitch[1] + h) * s.pitch[2] + w);
+        const int64_t place = (d * s.pitch[1] + h) * s.pitch[2] + w;
         if (s.strips.empty() || place >= s.strips.back().start + kOutputs) s.strips.push_back({place, to, 0});
         s.strips.back().mask |= static_cast<__mmask16>(1u << (place - s.strips.back().start));
       }
@@ -183,7 +183,7 @@ FAKEQUANT_VNNI void sum_strips(const Shape& s, const Operands& o, const uint8_t*
       sums[r][v] = _mm512_set1_epi32(static_cast<int32_t>(static_cast<uint32_t>(-o.zero_point) *
                                                           static_cast<uint32_t>(o.weight_sums[block * kRows + r])));
   const auto taps = static_cast<int64_t>(s.taps.size());
-  const int32_t* tap = s.taps.data();
+  const int64_t* tap = s.taps.data();
   const int8_t* weight = o.weight + block * s.groups * taps * kRows * kDepth;
   for (int64_t group = 0; group < s.groups; ++group, laid += s.group_bytes())
     for (int64_t t = 0; t < taps; ++t, weight += kRows * kDepth) {
