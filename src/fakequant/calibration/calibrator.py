@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -72,6 +73,12 @@ class Calibrator(ABC):
         Raises:
             CalibrationError: nothing was observed.
         """
+
+    @classmethod
+    def compute_ranges(cls, calibrators: Sequence[Calibrator]) -> list[Range] | None:
+        """`compute_range` of several calibrators of this class that have observed something, found together, in less
+        time and with the same bits; None where that gains nothing."""
+        return None
 
     @property
     @abstractmethod
@@ -144,12 +151,18 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
     cls = _registry.get(method)
     if cls is None:
         raise ConfigError(f"unknown calibrator {method!r}{nearest(method, calibrators())}")
-    known = [name for name in inspect.signature(cls).parameters if name != "spec"]
+    known = _options(cls)
     for name in options:
         if name not in known:
             hint = nearest(name, known) if known else "; it has no options"
             raise ConfigError(f"calibrator {method!r} has no option {name!r}{hint}")
     return cls(spec, **options)
+
+
+@cache
+def _options(cls: type[Calibrator]) -> list[str]:
+    """The options of a class; to look them up takes 30 us, for every quantizer of a model."""
+    return [name for name in inspect.signature(cls).parameters if name != "spec"]
 
 
 def check_keys(state: dict[str, Tensor], expected: tuple[str, ...]) -> None:

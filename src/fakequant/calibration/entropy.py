@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fakequant.errors import ConfigError
-from fakequant.numerics.formats import Format
 from fakequant.numerics.spec import QuantSpec
+from fakequant.ops.search import cross_entropies
 
 from .calibrator import register_calibrator
-from .histogram import DEFAULT_BINS, Histogram, HistogramCalibrator
-from .search import cheapest, used_bins
+from .histogram import DEFAULT_BINS, Histogram, HistogramCalibrator, parts_of
+from .search import cheapest, magnitudes, settle, used_bins
 
 _COARSE, _FEWEST_COARSE = 512, 64
 # Thresholds times cells that are looked at together, per group: 1 MiB for each array of float64.
@@ -20,6 +24,8 @@ _TABLE = 1 << 17
 _BINS_PER_CODE = 8
 # Arrays of float64 or int64, one value per threshold and cell, that a search holds at a time.
 _ARRAYS = 8
+# In nats: sums of logarithms in another order differ by less, 44 * 2**-53 for each of them.
+_SAME = 1e-10
 
 
 @register_calibrator("entropy")
@@ -56,7 +62,7 @@ class EntropyCalibrator(HistogramCalibrator):
         super().__init__(spec, num_bins=num_bins)
         self._span = _span(self.spec)
         bins = num_bins or DEFAULT_BINS
-        codes = _magnitudes(self.spec.format, self._span, at_most=bins)
+        codes = magnitudes(self.spec.format, self._span, at_most=bins)
         if codes is None:
             raise ConfigError(
                 f"entropy compares a histogram with its cells, and {self.spec.format} has more codes on a side than "
@@ -73,36 +79,50 @@ class EntropyCalibrator(HistogramCalibrator):
         sides = 1 if self.spec.symmetric else 2
         return 8 * _ARRAYS * sides * (self._coarse + 1) * (self._codes + 1)
 
+    def search_key(self) -> Hashable:
+        """Nothing but the specification and the bins decides."""
+        return ()
+
     def find_clip(self, histogram: Histogram) -> Tensor:
         """Bins up to the threshold with the smallest divergence."""
-        counts = self.magnitudes(histogram)[:, None] if self.spec.symmetric else histogram.counts
+        return self.find_clips([histogram])
+
+    def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
+        """`find_clip` of several histograms, of one group after the other."""
+        joined = Histogram.joined(histograms)
+        counts = self._sides(joined)
         used = used_bins(counts)
-        divergence = _Divergence(counts, used, self._midpoints, self._span, self.spec.symmetric)
+        divergence = self._divergence(counts, used)
         last = used.amax(1)
         first = (divergence.filled.sum(1) < self._codes).sum(1)
-        return cheapest(divergence, torch.minimum(first, last), last, bins=histogram.bins, coarse=self._coarse)
+        exact = list(zip(parts_of(histograms), map(self._lazily, histograms), strict=True))
+
+        def cost(kept: Tensor) -> Tensor:
+            nearly = divergence.nearly(kept)
+            if nearly is None:
+                return torch.cat([of(kept[part]) for part, of in exact])
+            return settle(kept, (nearly - _SAME, nearly + _SAME), exact, alone=False)
+
+        return cheapest(cost, torch.minimum(first, last), last, bins=joined.bins, coarse=self._coarse)
+
+    def _sides(self, histogram: Histogram) -> Tensor:
+        return self.magnitudes(histogram)[:, None] if self.spec.symmetric else histogram.counts
+
+    def _divergence(self, counts: Tensor, used: Tensor) -> _Divergence:
+        return _Divergence(counts, used, self._midpoints, self._span, self.spec.symmetric)
+
+    def _lazily(self, histogram: Histogram) -> Callable[[Tensor], Tensor]:
+        @cache
+        def divergence() -> _Divergence:
+            counts = self._sides(histogram)
+            return self._divergence(counts, used_bins(counts))
+
+        return lambda kept: divergence()(kept)
 
 
 def _span(spec: QuantSpec) -> float:
     """Codes from 0.0 to the threshold, or over both sides where there is a zero point."""
     return spec.format.bound if spec.symmetric else spec.format.quant_max - spec.format.quant_min
-
-
-def _magnitudes(fmt: Format, span: float, *, at_most: int) -> Tensor | None:
-    """The codes of a format from 0 to span, float64; None if they are more than `at_most`."""
-    grid = fmt.grid
-    if grid.mantissa_bits is None:
-        return torch.arange(span + 1, dtype=torch.float64) if span < at_most else None
-    octave = torch.arange(1 << grid.mantissa_bits, dtype=torch.float64)
-    spacing = 2.0 ** (grid.min_exponent - grid.mantissa_bits)
-    # Subnormals have the spacing of the lowest octave.
-    codes = [octave * spacing]
-    while octave.numel() * spacing <= span and sum(map(len, codes)) <= at_most:
-        codes.append((octave + octave.numel()) * spacing)
-        spacing *= 2.0
-    values = torch.cat(codes)
-    values = values[values <= span]
-    return values if values.numel() <= at_most else None
 
 
 def _power_of_two_from(n: int) -> int:
@@ -136,6 +156,13 @@ class _Divergence:
 
     def __call__(self, kept: Tensor) -> Tensor:
         """The divergence for every number of bins kept, float64 [groups, n]."""
+        return self._by(self._cross, kept)
+
+    def nearly(self, kept: Tensor) -> Tensor | None:
+        """The same but for the last digits, by a kernel; None where there is none."""
+        return self._by(self._nearly_cross, kept)
+
+    def _by(self, cross: Callable[[Tensor, Tensor, Tensor], Tensor | None], kept: Tensor) -> Any:
         ends = torch.minimum(kept[:, None], self.used[:, :, None])
         total = self.mass[..., -1].sum(1, keepdim=True)
         inside = self.mass.gather(-1, ends)
@@ -144,7 +171,9 @@ class _Divergence:
         last_count = self.counts.gather(-1, last.clamp(min=0))
         p_log_p = self.self_information.gather(-1, ends) - torch.xlogy(last_count, last_count)
         p_log_p += torch.xlogy(last_count + clipped, last_count + clipped)
-        p_log_q = self._cross(kept, ends, clipped)
+        p_log_q = cross(kept, ends, clipped)
+        if p_log_q is None:
+            return None
         divergence = (p_log_p - p_log_q).sum(1) / total - total.log() + inside.sum(1).log()
         # Counts that are clipped on a side of which nothing is kept: Q has no place for them.
         impossible = ((clipped > 0) & (last < 0)).any(1)
@@ -152,7 +181,7 @@ class _Divergence:
 
     def _cross(self, kept: Tensor, ends: Tensor, clipped: Tensor) -> Tensor:
         """Sum of P log Q, float64 [groups, sides, n]."""
-        width = (kept if self.symmetric else ends.sum(1)).to(torch.float64)
+        width = self._width(kept, ends)
         # A bin belongs to the cell that its middle lies in.
         edges = (self.midpoints * width[..., None] / self.span - 0.5).ceil().to(torch.int64).clamp(min=0)
         edges = torch.minimum(edges[:, None], ends[..., None])
@@ -163,6 +192,13 @@ class _Divergence:
         cells = torch.arange(log_q.shape[-1])
         last = torch.where(cell_mass > 0, cells, 0).amax(-1, keepdim=True)
         return (cell_mass * log_q).sum(-1) + clipped * log_q.gather(-1, last)[..., 0]
+
+    def _nearly_cross(self, kept: Tensor, ends: Tensor, clipped: Tensor) -> Tensor | None:
+        width = self._width(kept, ends)[:, None]
+        return cross_entropies(self.mass, self.filled, self.midpoints, self.span, width, ends, clipped)
+
+    def _width(self, kept: Tensor, ends: Tensor) -> Tensor:
+        return (kept if self.symmetric else ends.sum(1)).to(torch.float64)
 
     @staticmethod
     def _between(cumulative: Tensor, edges: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ counts depend on the set of values seen and on nothing else.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import Bins, observe
 
-from .calibrator import check_keys
+from .calibrator import Calibrator, check_keys
 from .extrema import Batch, ExtremaCalibrator, read_range
 
 DEFAULT_BINS = 4096
@@ -28,6 +29,8 @@ _FEWEST_BINS, _MOST_BINS = 16, 1 << 16
 _STATE_BYTES = 64 * 2**20
 # Small enough that the allocator hands out the same pages again.
 _SEARCH_BYTES = 16 * 2**20
+# Histograms of one group that are searched at a time: 16 MiB of counts.
+_TOGETHER = 64
 
 # Of a group that has seen zeros only: below every exponent a width can have, so that any value replaces it.
 _NO_EXPONENT = -(1 << 14)
@@ -69,11 +72,26 @@ class Histogram(NamedTuple):
         lo, hi = self.range
         return Histogram(self.counts.to(device), self.exponent.to(device), Range(lo.to(device), hi.to(device)))
 
+    @classmethod
+    def joined(cls, histograms: Sequence[Histogram]) -> Histogram:
+        """The histogram of the groups of several, which have the same bins."""
+        if len(histograms) == 1:
+            return histograms[0]
+        counts, exponent, ranges = zip(*histograms, strict=True)
+        lo, hi = zip(*ranges, strict=True)
+        return cls(torch.cat(counts), torch.cat(exponent), Range(torch.cat(lo), torch.cat(hi)))
+
     def split(self, groups: int) -> Iterator[Histogram]:
         """The histogram in parts of at most so many groups."""
         for start in range(0, self.counts.shape[0], groups):
             part = slice(start, start + groups)
             yield Histogram(self.counts[part], self.exponent[part], Range(self.range.lo[part], self.range.hi[part]))
+
+
+def parts_of(histograms: Sequence[Histogram]) -> list[slice]:
+    """Where the groups of each are when they are joined."""
+    ends = list(accumulate((len(histogram.exponent) for histogram in histograms), initial=0))
+    return [slice(first, last) for first, last in pairwise(ends)]
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -118,21 +136,56 @@ class HistogramCalibrator(ExtremaCalibrator):
     def find_clip(self, histogram: Histogram) -> Tensor:
         """How many bins of the magnitude to keep, int64 [groups], of a histogram on the CPU."""
 
+    def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
+        """`find_clip` of several histograms, of one group after the other; equal to that of each by itself."""
+        return torch.cat([self.find_clip(histogram) for histogram in histograms])
+
+    def search_key(self) -> Hashable:
+        """What beside the specification and the bins decides what `find_clip` finds.
+
+        Calibrators of one class with equal keys are searched together; by default each by itself.
+        """
+        return id(self)
+
     def search_bytes(self, bins: int) -> int:
         """Memory that `find_clip` takes for one group, in bytes."""
         return 64 * bins
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def compute_range(self) -> Range:
         """The range seen, clipped at the magnitude that the method finds; see `Calibrator.compute_range`."""
+        return self.compute_ranges([self])[0]
+
+    @classmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def compute_ranges(cls, calibrators: Sequence[Calibrator]) -> list[Range]:
+        """`compute_range` of each; those with the same specification, bins and `search_key` are searched together."""
+        own = [calibrator for calibrator in calibrators if isinstance(calibrator, HistogramCalibrator)]
+        found: dict[HistogramCalibrator, Tensor] = {}
+        for alike in _alike(own):
+            # Sums of floats round differently on other devices; on the CPU the same counts give the same range.
+            histograms = [calibrator._histogram().to("cpu") for calibrator in alike]
+            kept = torch.cat([alike[0].find_clips(some) for some in alike[0]._portions(histograms)])
+            # (bins kept) * width is exact in float64, and in float32 too where the data was.
+            limit = (kept * Histogram.joined(histograms).width).to(alike[0].seen.lo.dtype)
+            found |= zip(alike, limit.split([len(histogram.exponent) for histogram in histograms]), strict=True)
+        return [calibrator._clipped(found[calibrator]) for calibrator in own]
+
+    def _portions(self, histograms: Sequence[Histogram]) -> Iterator[list[Histogram]]:
+        """Histograms that are searched at a time: many of one group, or as much of another as the memory allows."""
+        single = [histogram for histogram in histograms if len(histogram.exponent) == 1]
+        if len(single) == len(histograms):
+            for start in range(0, len(single), _TOGETHER):
+                yield single[start : start + _TOGETHER]
+            return
+        for histogram in histograms:
+            for part in histogram.split(max(1, _SEARCH_BYTES // self.search_bytes(histogram.bins))):
+                yield [part]
+
+    def _clipped(self, limit: Tensor) -> Range:
+        """The range seen, up to a magnitude [groups]."""
         seen = self.seen
-        # Sums of floats round differently on other devices; on the CPU the same counts give the same range everywhere.
-        histogram = self._histogram().to("cpu")
-        parts = histogram.split(max(1, _SEARCH_BYTES // self.search_bytes(histogram.bins)))
-        kept = torch.cat([self.find_clip(part) for part in parts])
-        # (bins kept) * width is exact in float64, and in float32 too where the data was.
-        limit = (kept * histogram.width).reshape(seen.lo.shape).to(seen.lo.device, seen.lo.dtype)
+        limit = limit.reshape(seen.lo.shape).to(seen.lo.device)
         lo = torch.zeros_like(seen.lo) if self.ignores_negative else torch.maximum(seen.lo, -limit)
         return Range(lo + 0.0, torch.minimum(seen.hi, limit))
 
@@ -199,6 +252,12 @@ class HistogramCalibrator(ExtremaCalibrator):
     def _count(self, batch: Batch) -> None:
         amax = batch.range.amax.reshape(-1)
         bins = self._bins(amax.numel())
+        if not self.observed:
+            self._set_exponent(_exponent(amax, bins))
+            counts = observe(batch.values, Bins(self._inverse, bins)).counts
+            assert counts is not None
+            self._counts = counts
+            return
         before = self._exponent
         self._grow(_exponent(amax, bins), bins)
         if batch.counts is None or not torch.equal(self._exponent, before):
@@ -232,6 +291,16 @@ class HistogramCalibrator(ExtremaCalibrator):
         self._exponent = exponent
         # 0.0 for groups that have seen zeros only.
         self._inverse = _power_of_two(-exponent)
+
+
+def _alike(calibrators: Sequence[HistogramCalibrator]) -> Iterable[list[HistogramCalibrator]]:
+    """Those that are searched together."""
+    found: dict[Hashable, list[HistogramCalibrator]] = {}
+    for calibrator in calibrators:
+        seen = calibrator.seen.lo
+        key = type(calibrator), calibrator.spec, calibrator._counts.shape[2], calibrator.search_key(), seen.dtype
+        found.setdefault(key, []).append(calibrator)
+    return found.values()
 
 
 def _exponent(amax: Tensor, bins: int) -> Tensor:

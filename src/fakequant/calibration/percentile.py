@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 
 from torch import Tensor
@@ -42,6 +43,14 @@ class PercentileCalibrator(HistogramCalibrator):
         if not 0 < percentile <= 100:
             raise ConfigError(f"percentile must be more than 0 and at most 100, such as 99.99; got {percentile}")
         self.percentile = percentile
+
+    def search_key(self) -> Hashable:
+        """The percentile."""
+        return self.percentile
+
+    def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
+        """`find_clip` of several histograms, of one group after the other."""
+        return self.find_clip(Histogram.joined(histograms))
 
     def find_clip(self, histogram: Histogram) -> Tensor:
         """Bins up to the first where the share of smaller magnitudes reaches the percentile."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from fakequant.numerics.format import Format
 
 # Each round of refinement looks at so many neighbours on either side, at a stride this much finer.
 _FINER = 8
@@ -53,3 +55,62 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor
             return best[:, 0]
         stride = -(-stride // _FINER)
         steps = torch.arange(-_FINER, _FINER + 1)
+
+
+def settle(
+    candidates: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    exact: Sequence[tuple[slice, Callable[[Tensor], Tensor]]],
+    *,
+    alone: bool,
+) -> Tensor:
+    """Costs whose first smallest is that of the exact costs, which are computed only where bounds leave a choice.
+
+    Args:
+        candidates: int64 [groups, n].
+        bounds: between which the exact costs lie, each [groups, n]; NaN where that is not known.
+        exact: the costs of the candidates of some groups, one entry after the other for all groups.
+        alone: whether those of few candidates have the bits that they have among all. The logarithms of torch do not:
+            where a vector ends, they are rounded otherwise.
+
+    Returns:
+        float64 [groups, n]; inf where a candidate is not among the cheapest.
+
+    >>> low, high = torch.tensor([[3.0, 1.0, 2.0], [1.0, 1.0, 1.0]]), torch.tensor([[4.0, 1.5, 2.5], [2.0, 2.0, 2.0]])
+    >>> costs = [(slice(0, 1), None), (slice(1, 2), lambda n: (n - 6.0).double() ** 2)]
+    >>> settle(torch.tensor([[9, 8, 7], [7, 6, 5]]), (low, high), costs, alone=True)
+    tensor([[inf, 0., inf],
+            [1., 0., 1.]], dtype=torch.float64)
+    """
+    low, high = bounds
+    near = ~(low > high.amin(1, keepdim=True))
+    costs = torch.zeros_like(low, dtype=torch.float64).masked_fill_(~near, torch.inf)
+    first = candidates.gather(1, near.to(torch.int8).argmax(1, keepdim=True))
+    several = (near & (candidates != first)).any(1).tolist()
+    for groups, cost in exact:
+        if any(several[groups]):
+            chosen = near[groups].any(0) if alone else slice(None)
+            costs[groups, chosen] = cost(candidates[groups, chosen]).masked_fill_(~near[groups, chosen], torch.inf)
+    return costs
+
+
+def magnitudes(fmt: Format, span: float, *, at_most: int) -> Tensor | None:
+    """The codes of a format from 0 to span, float64; None if they are more than `at_most`.
+
+    >>> magnitudes(FLOAT4_E2M1FN, 6.0, at_most=16)
+    tensor([0.0000, 0.5000, 1.0000, 1.5000, 2.0000, 3.0000, 4.0000, 6.0000],
+           dtype=torch.float64)
+    """
+    grid = fmt.grid
+    if grid.mantissa_bits is None:
+        return torch.arange(span + 1, dtype=torch.float64) if span < at_most else None
+    octave = torch.arange(1 << grid.mantissa_bits, dtype=torch.float64)
+    spacing = 2.0 ** (grid.min_exponent - grid.mantissa_bits)
+    # Subnormals have the spacing of the lowest octave.
+    codes = [octave * spacing]
+    while octave.numel() * spacing <= span and sum(map(len, codes)) <= at_most:
+        codes.append((octave + octave.numel()) * spacing)
+        spacing *= 2.0
+    values = torch.cat(codes)
+    values = values[values <= span]
+    return values if values.numel() <= at_most else None

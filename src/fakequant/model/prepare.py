@@ -18,7 +18,7 @@ from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
 from fakequant.numerics.granularity import PerBlock, PerChannel
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -198,7 +198,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             others = {quantizer for quantizer in quantizers(model).values() if quantizer not in found.values()}
             with _observing(model, inputs, others if pattern != "*" else set()):
                 _observe_inputs(model, inputs, batches, forward, progress)
-        ranges = {name: quantizer.observed_range() for name, quantizer in found.items()}
+        ranges = observed_ranges(found)
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     finally:
         for quantizer in found.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache
@@ -277,10 +277,13 @@ class Quantizer(PreciseModule):
         Raises:
             CalibrationError: x holds NaN or inf; the message names the quantizer.
         """
-        with self._named_errors():
+        # Not `_named_errors`: entering a context takes as long as 5,000 values, for every batch and layer.
+        try:
             if self.calibrator is None:
                 raise CalibrationError("in mode OBSERVE without a calibrator; call fakequant.calibrate")
             self.calibrator.observe(x)
+        except (CalibrationError, ConfigError, ShapeError) as error:
+            raise self._named(error) from error
 
     def observed_range(self) -> Range:
         """The range that the calibrator finds for what it was shown."""
@@ -294,7 +297,10 @@ class Quantizer(PreciseModule):
         try:
             yield
         except (CalibrationError, ConfigError, ShapeError) as error:
-            raise type(error)(f"{self.name or self}: {error}") from error
+            raise self._named(error) from error
+
+    def _named(self, error: Exception) -> Exception:
+        return type(error)(f"{self.name or self}: {error}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Become what the state says: fixed, or learned by the method that its keys name."""
@@ -329,6 +335,18 @@ class Quantizer(PreciseModule):
 def quantizers(model: nn.Module) -> dict[str, Quantizer]:
     """All quantizers of a model by their path in it."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
+
+
+def observed_ranges(quantizers: Mapping[str, Quantizer]) -> dict[str, Range]:
+    """The ranges that the calibrators of quantizers find, see `Quantizer.observed_range`; those of a class together."""
+    classes: dict[type[Calibrator], dict[str, Calibrator]] = {}
+    for name, quantizer in quantizers.items():
+        if quantizer.calibrator is not None and quantizer.calibrator.observed:
+            classes.setdefault(type(quantizer.calibrator), {})[name] = quantizer.calibrator
+    found: dict[str, Range] = {}
+    for cls, calibrators in classes.items():
+        found |= zip(calibrators, cls.compute_ranges(list(calibrators.values())) or (), strict=False)
+    return {name: found.get(name) or quantizer.observed_range() for name, quantizer in quantizers.items()}
 
 
 @contextmanager

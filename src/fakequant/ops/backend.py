@@ -125,6 +125,18 @@ class Backend(ABC):
         """
         return reference.grad_params(dy, x, params, spec, wants)
 
+    def squared_errors(
+        self, centers: Tensor, sums: Tensor, middles: Tensor, params: QParams, spec: QuantSpec
+    ) -> Tensor | None:
+        """See `search.squared_errors`; None where the backend has no kernel for it."""
+        return None
+
+    def nearly_least(
+        self, centers: Tensor, counts: Tensor, amax: Tensor, scale: Tensor, spec: QuantSpec
+    ) -> Tensor | None:
+        """See `search.nearly_least`; None where the backend has no kernel for it."""
+        return None
+
     @abstractmethod
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         """Codes."""

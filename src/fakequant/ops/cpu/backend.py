@@ -137,6 +137,22 @@ class CpuBackend(Backend):
         )
         return by_scale, by_zero_point
 
+    def squared_errors(
+        self, centers: Tensor, sums: Tensor, middles: Tensor, params: QParams, spec: QuantSpec
+    ) -> Tensor | None:
+        if spec.rounding is Rounding.STOCHASTIC:  # values do not rise with x
+            return None
+        form = _plan(spec, centers.dtype, centers.shape, centers.stride()).form
+        zero_point = None if params.zero_point is None else params.zero_point.to(centers.dtype)
+        return torch.ops.fakequant_cpu.squared_errors.default(centers, sums, middles, params.scale, zero_point, form)
+
+    def nearly_least(
+        self, centers: Tensor, counts: Tensor, amax: Tensor, scale: Tensor, spec: QuantSpec
+    ) -> Tensor | None:
+        form = _plan(spec, centers.dtype, centers.shape, centers.stride()).form
+        middles = _middles(spec.format.quant_max)
+        return torch.ops.fakequant_cpu.nearly_least.default(centers, counts, middles, amax, scale, form)
+
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         return self.encode(x, params, spec, mask=False).codes
 
@@ -155,6 +171,12 @@ class CpuBackend(Backend):
         y = torch.empty_like(packed, dtype=dtype)
         torch.ops.fakequant_cpu.dequantize(packed, *plan.params(params, spec), plan.form, y)
         return plan.layout.unpack(y)
+
+
+@lru_cache(maxsize=16)
+def _middles(quant_max: float) -> Tensor:
+    """What lies between neighbouring integers from 0 to the largest code."""
+    return torch.arange(quant_max, dtype=torch.float64) + 0.5
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.compat.pytorch_quantization.specification import NumBits, integer_format
+from fakequant.compat.pytorch_quantization.specification import NumBits, codes_per_unit, integer_format, specification
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
+from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.integers import IntegerFormat
-
-from .squared_error import SquaredError
+from fakequant.ops.search import nearly_least
 
 # Thresholds times cells that are looked at together: 512 KiB of float64, which stay in the cache.
 _CELLS = 1 << 16
@@ -36,19 +36,22 @@ def mse_amax(
     Raises:
         ValueError: there are not more bins than start_bin.
     """
-    weights, ends = torch.from_numpy(counts).float(), torch.from_numpy(edges).float()
+    weighed, ends = torch.from_numpy(counts), torch.from_numpy(edges).float()
     centers = (ends[1:] + ends[:-1]) / 2
-    candidates = centers[start_bin::stride]
+    candidates = centers[start_bin::stride].contiguous()
     _check_candidates(len(candidates), len(centers), start_bin)
     fmt = _integers(num_bits, unsigned)
-    error = SquaredError(weights, centers, int(fmt.bound), lambda x, amax: fake_quantize(x, amax, fmt))
-    near = torch.from_numpy(error.nearly_least(candidates))
+    near = nearly_least(centers, weighed, candidates, codes_per_unit(candidates, fmt), specification(fmt, PerTensor()))
+    if near is not None and near.numel() == 1:
+        return candidates[int(near)].clone()
+    candidates = candidates if near is None else candidates[near]
     exact: list[float] = []
-    for part in candidates[near].split(max(1, _VALUES // len(centers))):
+    weights = weighed.float()
+    for part in candidates.split(max(1, _VALUES // len(centers))):
         errors = fake_quantize(centers.expand(len(part), -1), part[:, None], fmt).sub_(centers).square_().mul_(weights)
         # Row by row, as one sum each: torch may sum the rows of a matrix in another order.
         exact += [row.mean().item() for row in errors]
-    return candidates[near[int(np.argmin(exact))]].clone()
+    return candidates[int(np.argmin(exact))].clone()
 
 
 def entropy_amax(
