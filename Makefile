@@ -29,8 +29,9 @@ demo: setup
 test: setup lint
 	$(BIN)/pytest -n 2 -m 'not exhaustive'
 
+# Three of these tests take many minutes each: a process that has nothing left takes them over.
 test-exhaustive: setup
-	$(BIN)/pytest -n 2 -m exhaustive
+	$(BIN)/pytest -n 2 --dist worksteal -m exhaustive
 
 # `make test-gpu ONLY="int8 launches"` makes only the comparisons and checks with one of these texts.
 test-gpu:
