@@ -40,23 +40,33 @@ def compare(x, weight, places, zero_point=None, bias=None):
 
 
 def drawn(numbers):
-    """Sizes and windows of one to three axes, even and odd ones, rows shorter and longer than a register."""
-    axes = numbers.choice([1, 2, 2, 3])
-    kernel = [numbers.choice([1, 2, 3]) for _ in range(axes)]
-    windows = [[numbers.choice(some) for _ in range(axes)] for some in ((1, 1, 2, 3), (0, 1, 3), (1, 1, 2))]
-    sizes = [numbers.choice([7, 8, 16, 17, 33] if axes < 3 else [7, 9, 17]) for _ in range(axes)]
-    x = numbers.choice([1, 2, 5]), numbers.choice([1, 3, 4, 9]), *sizes
-    return x, (numbers.choice([1, 7, 8, 17]), x[1], *kernel), Places(*windows, 1)
+    """Sizes and windows of one to three axes: single places, windows in padding alone, strides beyond the input."""
+    axes, groups = numbers.choice([1, 2, 2, 3]), numbers.choice([1, 1, 2, 4])
+    kernel = [numbers.choice([1, 2, 3, 5]) for _ in range(axes)]
+    drawn = ((1, 1, 2, 3, 5, 20), (0, 1, 2, 4), (1, 1, 2, 3))
+    windows = [[numbers.choice(some) for _ in range(axes)] for some in drawn]
+    sizes = [numbers.choice([1, 2, 3, 8, 16, 17, 33] if axes < 3 else [1, 2, 9, 17]) for _ in range(axes)]
+    shape = numbers.choice([1, 2, 5]), groups * numbers.choice([1, 3, 4, 9]), *sizes
+    weight = groups * numbers.choice([1, 7, 8, 17]), shape[1] // groups, *kernel
+    return shape, weight, Places(*windows, groups)
+
+
+def fits(shape, weight, places):
+    ends = zip(shape[2:], weight[2:], places.padding, places.dilation, strict=True)
+    return all(size + 2 * padding > dilation * (kernel - 1) for size, kernel, padding, dilation in ends)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", range(120))
 def test_is_the_definition(number, dtype, way):
     numbers = random.Random(number)
-    shape, weight_shape, places = drawn(numbers)
+    case = next(case for case in iter(lambda: drawn(numbers), None) if fits(*case))
+    shape, weight_shape, places = case
     zero_point = torch.tensor(numbers.randrange(*((-128, 128) if dtype == torch.int8 else (256,))))
     bias = torch.randn(weight_shape[0]) if number % 2 else None
-    compare(codes(dtype, *shape), codes(torch.int8, *weight_shape), places, zero_point, bias)
+    x, weight = codes(dtype, *shape), codes(torch.int8, *weight_shape)
+    for given in (x, x.movedim(1, -1).contiguous().movedim(-1, 1)):
+        compare(given, weight, places, zero_point, bias)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -92,10 +102,23 @@ def test_one_scale_and_any_bias(way):
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"), [((2, 4, 6, 7), "3 channels, but got 4"), ((2, 3, 2, 7), "greater than actual input size")]
+    ("shape", "message"),
+    [
+        ((2, 4, 6, 7), "3 channels, but got 4"),
+        ((2, 3, 2, 7), "greater than actual input size"),
+        ((2, 3, 7), "3 channels, but got 2"),
+        ((2, 3, 7, 7, 7), "Expected 3D .unbatched. or 4D"),
+    ],
 )
-@needs_kernel
-def test_what_does_not_fit_is_refused_in_the_words_of_torch(shape, message):
+def test_what_does_not_fit_is_refused_in_the_words_of_torch(shape, message, way):
     packed = PackedWeight(codes(torch.int8, 6, 3, 3, 3), Places([1, 1], [0, 0], [1, 1], 1))
     with pytest.raises(RuntimeError, match=message):
         convolution(Factor(codes(torch.uint8, *shape), torch.ones(1)), packed, torch.ones(6), None)
+
+
+@needs_kernel
+def test_no_images_are_no_work():
+    packed = PackedWeight(codes(torch.int8, 6, 3, 3, 3), Places([1, 1], [0, 0], [1, 1], 1))
+    assert convolution(
+        Factor(torch.ones(0, 3, 7, 7, dtype=torch.uint8), torch.ones(1)), packed, torch.ones(6), None
+    ).shape == (0, 6, 5, 5)

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 from bits import assert_same_bits
 from test_integer import assert_integer, hostile, prepared
 from torch import nn
@@ -66,3 +67,25 @@ def test_a_quantizer_that_is_off_leaves_its_layer_to_simulation():
         assert_same_bits(model(x).detach(), simulated(x).detach())
         assert "mode off" in str(model[0].why_simulated())
     assert_integer(model)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(8, 4), lambda: nn.Conv2d(8, 4, 1)], ids=["linear", "convolution"])
+def test_scales_of_float64_are_rounded_to_float32(make):
+    model, simulated = prepared(make(), weight="int8")
+    x = hostile(2, 8, 3, 8).clamp(-2, 2)
+    with torch.no_grad():
+        wanted = model(x)
+        for net in (model, simulated):
+            for quantizer in (net[0]._input_quantizer, net[0]._weight_quantizer):
+                quantizer.double()
+                quantizer.set_range(fq.Range(torch.tensor([-1.0]).double(), torch.tensor([1.0]).double()))
+        torch.testing.assert_close(model(x), simulated(x))
+        assert not torch.equal(model(x), wanted)
+
+
+def test_what_torch_refuses_is_refused():
+    """Dtypes that differ, outside of autocast; whatever the values."""
+    model, simulated = prepared(nn.Linear(8, 4))
+    for net in (model, simulated):
+        with pytest.raises(RuntimeError, match="dtype"):
+            net(torch.ones(2, 8, dtype=torch.bfloat16))

@@ -154,7 +154,10 @@ def test_logarithms_at_their_ends():
     torch.testing.assert_close(found, torch.xlogy(mass, mass)[..., 1:], rtol=1e-15, atol=1e-15)
 
 
-@pytest.mark.parametrize("method", sorted(set(calibrators()) - {"max"}))
+SEARCHING = [name for name in sorted(calibrators()) if isinstance(make_calibrator(name, "int8"), HistogramCalibrator)]
+
+
+@pytest.mark.parametrize("method", SEARCHING)
 def test_several_are_searched_together_with_the_bits_of_each(method):
     made = [
         calibrator_of(method, spec, data) for spec in ("int8", "int8 multiplier", "int4 asymmetric") for data in DATA
@@ -171,6 +174,22 @@ def test_several_are_searched_together_with_the_bits_of_each(method):
         alone = calibrator.compute_range()
         assert_same_bits(found.lo, alone.lo)
         assert_same_bits(found.hi, alone.hi)
+
+
+def test_calibrators_that_say_no_key_are_searched_apart():
+    class Share(HistogramCalibrator):
+        share = 1.0
+
+        def find_clip(self, histogram):
+            return torch.full_like(histogram.exponent, int(histogram.bins * self.share), dtype=torch.int64)
+
+    half, whole = Share("int8"), Share("int8")
+    half.share = 0.5
+    for calibrator in (half, whole):
+        calibrator.observe(DATA["normal"]())
+    found = HistogramCalibrator.compute_ranges([half, whole])
+    assert found[0].hi < found[1].hi
+    assert_same_bits(found[0].hi, half.compute_range().hi)
 
 
 @pytest.mark.parametrize("method", ["entropy", "mse"])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fakequant.functional import choose_qparams
-from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Ready
+from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Ready, mixes_dtypes
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.products import Places
@@ -57,7 +57,12 @@ def multiply(product: IntegerProduct, layer: Any, x: Tensor, other: Tensor, bias
     quantizers = [layer._modules.get(name) for name in product.quantizers]
     if any(quantizer is None or quantizer.mode is not Mode.QUANTIZE for quantizer in quantizers):
         return None
-    if min(x.dim(), other.dim()) < product.fewest_axes or x.numel() == 0 or other.numel() == 0:
+    if (
+        mixes_dtypes(x, other)
+        or min(x.dim(), other.dim()) < product.fewest_axes
+        or x.numel() == 0
+        or other.numel() == 0
+    ):
         return None
     if x.dtype not in DTYPES or other.dtype not in DTYPES:
         return None

@@ -55,8 +55,8 @@ class CodedTensor(NamedTuple):
 
     @property
     def factor(self) -> Factor:
-        """The tensor as a factor of a product."""
-        return Factor(self.codes, self.params.scale, self.params.zero_point)
+        """The tensor as a factor of a product, whose scale is float32 whatever the quantizer's is."""
+        return Factor(self.codes, self.params.scale.to(torch.float32), self.params.zero_point)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """What a simulated layer multiplies."""
@@ -77,6 +77,11 @@ def encode(quantizer: Quantizer, x: Tensor) -> CodedTensor | None:
         zero_point = None if params.zero_point is None else params.zero_point.detach()
         params = QParams(params.scale.detach(), zero_point)
     return CodedTensor(*found, params, quantizer.spec)
+
+
+def mixes_dtypes(x: Tensor, other: Tensor) -> bool:
+    """Whether the dtypes of factors differ without autocast, which torch refuses."""
+    return x.dtype != other.dtype and not torch.is_autocast_enabled(x.device.type)
 
 
 class Ready:
@@ -106,7 +111,7 @@ class IntegerProduct(ABC):
     def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """The output of a layer for its factors, or None where it is to be simulated."""
         ready = self.ready(layer)
-        if ready.reason is not None or library.is_watched(x, other, bias):
+        if ready.reason is not None or library.is_watched(x, other, bias) or mixes_dtypes(x, other):
             return None
         of_x, of_other = (layer._modules[name] for name in self.quantizers)
         if not self.fits(x, other, (of_x.spec, of_other.spec)):

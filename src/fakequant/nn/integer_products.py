@@ -74,7 +74,7 @@ class ConvolutionProduct(IntegerProduct):
         packed, codes = ready.packed, other.codes
         if packed is None or (packed.codes is not codes and not torch.equal(packed.codes, codes)):
             ready.packed = packed = convolutions.PackedWeight(codes, ready.places)
-        return convolutions.convolution(x.factor, packed, other.params.scale, bias)
+        return convolutions.convolution(x.factor, packed, other.factor.scale, bias)
 
     def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
         return _CONVOLUTIONS[x.dim() - 2](x, other, bias, *places)

@@ -66,7 +66,7 @@ def matmul(x: Factor, other: Factor) -> Tensor:
 
 def convolution(x: Factor, weight: Factor, bias: Tensor | None, places: Places) -> Tensor:
     """x [n, in, ...] convolved with weight [out, in / groups, ...], bias [out]; float32."""
-    axes = x.codes.dim() - 2
+    axes = weight.codes.dim() - 2
     sums = _CONVOLUTIONS[axes](x.centred(), weight.centred(), None, *places)
     one_per_channel = [-1] + [1] * axes
     bias = None if bias is None else bias.reshape(one_per_channel)

@@ -59,7 +59,7 @@ struct Strip {
 
 // What follows from sizes and windows alone.
 struct Shape {
-  int64_t images, channels, groups, outputs;  // groups of kDepth channels
+  int64_t images, channels, groups, outputs;  // groups: of kDepth channels each, the convolution itself has none
   Axes in, out, kernel, stride, padding, dilation;
   Axes pitch;  // places of a phase
   int64_t phase, phases;  // places of one phase; how many there are
@@ -236,6 +236,7 @@ void convolve(const Tensor& codes, int64_t zero_point, const Tensor& weight, con
               const Tensor& windows, const Tensor& x_scale, const Tensor& scale, const std::optional<Tensor>& bias,
               Tensor y) {
 #ifdef FAKEQUANT_X86
+  if (y.numel() == 0) return;
   const int64_t axes = codes.dim() - 2, front = kAxes - axes;
   STD_TORCH_CHECK(kConvolves && axes >= 1 && axes <= kAxes && windows.numel() == 4 * axes && y.dim() == codes.dim(),
                   "fakequant_cpu::convolve: codes, windows and result do not fit, or not this processor");
@@ -245,7 +246,9 @@ void convolve(const Tensor& codes, int64_t zero_point, const Tensor& weight, con
     const int64_t own = axis - front;
     const auto of_window = [&](int64_t which, int64_t filled) { return own < 0 ? filled : window[which * axes + own]; };
     s.in[axis] = own < 0 ? 1 : codes.size(2 + own), s.out[axis] = own < 0 ? 1 : y.size(2 + own);
-    s.kernel[axis] = of_window(0, 1), s.stride[axis] = of_window(1, 1);
+    s.kernel[axis] = of_window(0, 1);
+    // Of one output the stride does not matter, and must not become phases: it may be far larger than the input.
+    s.stride[axis] = s.out[axis] == 1 ? 1 : of_window(1, 1);
     s.padding[axis] = of_window(2, 0), s.dilation[axis] = of_window(3, 1);
     s.pitch[axis] = (s.in[axis] + 2 * s.padding[axis] + s.stride[axis] - 1) / s.stride[axis];
   }
@@ -253,7 +256,10 @@ void convolve(const Tensor& codes, int64_t zero_point, const Tensor& weight, con
   for (int64_t i = 0; i < kOutputs; i += s.stride[2]) s.every_step |= 1u << i;
   find_taps(s);
   find_strips(s);
-  const auto floats = [](const Tensor& t) { return static_cast<const float*>(t.data_ptr()); };
+  const auto floats = [](const Tensor& t) {
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, "fakequant_cpu::convolve: scales and bias are float32");
+    return static_cast<const float*>(t.data_ptr());
+  };
   const bool is_signed = codes.scalar_type() == ScalarType::Char;
   const Operands o{static_cast<const uint8_t*>(codes.data_ptr()),
                    static_cast<uint8_t>(is_signed ? 128 : 0),

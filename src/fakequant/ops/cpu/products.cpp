@@ -144,7 +144,10 @@ void scale_sums(const Tensor& sums, const Tensor& row_scale, const Tensor& colum
                       (row_scale.numel() == 1 || (row_scale.numel() == rows && !transposed)) &&
                       (!bias.has_value() || bias->numel() == columns),
                   "fakequant_cpu::scale_sums: sums, scales, bias and result do not fit");
-  const auto data = [](const Tensor& t) { return static_cast<const float*>(t.data_ptr()); };
+  const auto data = [](const Tensor& t) {
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, "fakequant_cpu::scale_sums: scales and bias are float32");
+    return static_cast<const float*>(t.data_ptr());
+  };
   const Epilogue e{data(row_scale), row_scale.numel() > 1, data(column_scale), bias.has_value() ? data(*bias) : nullptr,
                    columns};
   auto* out = static_cast<float*>(y.data_ptr());
