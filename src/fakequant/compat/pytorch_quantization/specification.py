@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,8 +23,6 @@ NumBits = int | tuple[int, int]
 SMALLEST_AMAX = 2.0**-24
 
 
-# Asked at every call; there are few answers.
-@lru_cache(maxsize=256, typed=True)
 def integer_format(num_bits: int, unsigned: bool = False, narrow_range: bool = False) -> IntegerFormat:
     """All codes of `num_bits` bits; `narrow_range` leaves the lowest of the signed ones out.
 
@@ -74,7 +71,6 @@ def format_of(num_bits: NumBits, unsigned: bool = False, narrow_range: bool = Fa
     return float_format(num_bits)
 
 
-@lru_cache(maxsize=256, typed=True)
 def specification(fmt: Format, granularity: Granularity) -> QuantSpec:
     """How the interface computes: code = clamp(rint(x * m)), value = code / m, gradient where |x| <= amax."""
     return QuantSpec(fmt, granularity, arithmetic=Arithmetic.MULTIPLIER, gradient=Gradient.INPUT_RANGE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from fakequant.compat.pytorch_quantization.specification import NumBits, codes_p
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.integers import IntegerFormat
+from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.search import nearly_least
 
 # Thresholds times cells that are looked at together: 512 KiB of float64, which stay in the cache.
@@ -41,7 +44,7 @@ def mse_amax(
     candidates = centers[start_bin::stride].contiguous()
     _check_candidates(len(candidates), len(centers), start_bin)
     fmt = _integers(num_bits, unsigned)
-    near = nearly_least(centers, weighed, candidates, codes_per_unit(candidates, fmt), specification(fmt, PerTensor()))
+    near = nearly_least(centers, weighed, candidates, codes_per_unit(candidates, fmt), _specification(fmt))
     if near is not None and near.numel() == 1:
         return candidates[int(near)].clone()
     candidates = candidates if near is None else candidates[near]
@@ -169,10 +172,17 @@ def _from_zero(cumulative: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, cumulative.dtype), cumulative])
 
 
+# Building them takes a quarter of a search; they are few.
+@lru_cache(maxsize=None, typed=True)
 def _integers(num_bits: NumBits, unsigned: bool) -> IntegerFormat:
     if not isinstance(num_bits, int):
         raise TypeError(f"entropy and mse search for the amax of integers, not of floats {num_bits}; use percentile")
     return integer_format(num_bits, unsigned)
+
+
+@cache
+def _specification(fmt: IntegerFormat) -> QuantSpec:
+    return specification(fmt, PerTensor())
 
 
 def _check_candidates(candidates: int, bins: int, start_bin: int) -> None:
