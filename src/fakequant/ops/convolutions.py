@@ -101,10 +101,9 @@ def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | N
         bias: [out].
     """
     _, channels, *kernel = weight.codes.shape
-    if x.codes.dim() != weight.codes.dim() or x.codes.shape[1] != channels * weight.places.groups:
-        return products.convolution(x, Factor(weight.codes, scale), bias, weight.places)  # torch says what is wrong
-    sizes = [_outputs(*numbers) for numbers in zip(x.codes.shape[2:], kernel, *weight.places[:3], strict=True)]
-    if min(sizes) < 1:
+    sizes = [_outputs(*numbers) for numbers in zip(x.codes.shape[2:], kernel, *weight.places[:3], strict=False)]
+    alike = x.codes.dim() == weight.codes.dim() and x.codes.shape[1] == channels * weight.places.groups
+    if not alike or min(sizes) < 1:  # torch says what is wrong
         return products.convolution(x, Factor(weight.codes, scale), bias, weight.places)
     zero_point = 0 if x.zero_point is None else int(x.zero_point)
     if x.codes.is_contiguous() and weight.places.groups == 1 and _has_kernel():
