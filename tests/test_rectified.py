@@ -9,9 +9,9 @@ from test_cpu_kernels import hostile_gradient
 
 import fakequant as fq
 from fakequant.numerics.qparams import QParams
-from fakequant.ops import library, rectified
+from fakequant.ops import direct, library, rectified
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.rectified import fake_quantize_relu, relu_later
+from fakequant.ops.rectified import encode_relu, fake_quantize_relu, relu_later
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,38 @@ def test_equals_one_after_the_other(name, dtype):
                 assert_same(LAYOUTS[layout](numbers.x), numbers.params, spec, f"{label} {way}")
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
+@pytest.mark.parametrize("name", ["int8", "uint4"])
+def test_codes_equal_those_of_one_after_the_other(name, gradient, dtype):
+    case = FORMATS[name]
+    for where in GRANULARITIES.values():
+        for arithmetic in case.arithmetics():
+            numbers = cases.hostile(case, where, arithmetic, dtype)
+            spec = case.spec(where.granularity, arithmetic, gradient=gradient)
+            for layout in LAYOUTS.values():
+                for way in cases.each_way():
+                    assert_same_codes(layout(numbers.x), numbers.params, spec, f"{spec} {way}")
+
+
+def assert_same_codes(x, params, spec, label):
+    """Codes, codes without a gradient, and gradients, or that there is NaN; with the strides of each."""
+    dy = hostile_gradient(x)
+    results = []
+    for function in (encode_relu, lambda x, *call: library.encode(torch.relu(x), *call)):
+        leaf = x.detach().requires_grad_()
+        found = function(leaf, params, spec)
+        if found is None:
+            results.append([])
+            continue
+        (dx,) = torch.autograd.grad(found[0], leaf, dy)
+        with torch.no_grad():
+            results.append([found[1], dx, function(leaf, params, spec)[1]])
+    for got, wanted in zip(*results, strict=True):
+        assert_same_bits(got, wanted, label)
+        assert got.stride() == wanted.stride(), label
+
+
 @pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 1023, 1024, 1025, 200_003])
 def test_sizes_around_those_of_chunks_and_threads(count, gradient):
@@ -97,6 +129,7 @@ def test_axes_of_one_element_get_the_strides_that_torch_gives(shape, format):
     later = relu_later(x)
     assert (later is x) == (torch.relu(x).stride() == x.stride())
     assert later.stride() == torch.relu(x).stride()
+    assert_same_codes(x, QParams(torch.full((1, 1, 1, 1), 0.5)), fq.QuantSpec("int8"), x.stride())
 
 
 def test_relu_later_does_what_must_be_done_now():
@@ -135,3 +168,7 @@ def test_a_processor_without_negative_zero_in_maxima_takes_two_steps(monkeypatch
     monkeypatch.setattr(torch, "relu", lambda x: x.clamp(min=0.0) + 0.0)
     y = fake_quantize_relu(x, QParams(torch.ones(1)), fq.QuantSpec("float8_e4m3fn"))
     assert_same_bits(y, torch.tensor([0.0, 0.0, 1.0]))
+    monkeypatch.setattr(direct, "_found", {})
+    quantizer = fq.nn.Quantizer("float8_e4m3fn")
+    quantizer.set_qparams(QParams(torch.ones(1)))
+    assert_same_bits(quantizer.after_relu(x), torch.tensor([0.0, 0.0, 1.0]))

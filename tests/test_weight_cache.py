@@ -53,7 +53,7 @@ def recorded(monkeypatch, *names):
 def quantized(monkeypatch):
     """The shapes of the tensors that a backend has quantized."""
     for backend in backends():
-        monkeypatch.setattr(backend, "direct", lambda *_: None)  # which would not be counted
+        monkeypatch.setattr(backend, "direct", lambda *_, **__: None)  # which would not be counted
     monkeypatch.setattr(direct, "_found", {})
     return recorded(monkeypatch, "fake_quantize", "fake_quantize_dynamic")
 

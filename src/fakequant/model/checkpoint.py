@@ -18,6 +18,7 @@ from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.learned import make_learned_range
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
+from fakequant.nn.sequential import join_relus
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -89,6 +90,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     _check_types(modules, entries)
     for name, entry in entries.items():
         _restore_layer(modules[name], entry, name)
+    join_relus(model)
     for name, source in manifest["shared"].items():
         tensors[name] = tensors[source]
     try:

@@ -19,6 +19,7 @@ from fakequant.model.progress import track
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
+from fakequant.nn.sequential import join_relus
 from fakequant.numerics.granularity import PerBlock, PerChannel
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,6 +31,7 @@ def prepare(model: Model, config: Config | str) -> Model:
 
     Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
     `isinstance` stay. Only exact float layers are taken; subclasses of them, which may compute anything, stay float.
+    Likewise `nn.Sequential` becomes `QuantSequential`, which computes the same with ReLUs in fewer passes over memory.
 
     Args:
         model: any module; it is changed and returned.
@@ -59,6 +61,7 @@ def prepare(model: Model, config: Config | str) -> Model:
         _check_layer(modules[name], rule, name)
     for name, rule in held.items():
         quantize_layer(modules[name], rule, name)
+    join_relus(model)
     return model
 
 

@@ -21,6 +21,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library, products
 from fakequant.ops.convolutions import PackedWeight
+from fakequant.ops.rectified import encode_relu
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -63,14 +64,16 @@ class CodedTensor(NamedTuple):
         return library.dequantize(self.codes, self.params, self.spec, dtype)
 
 
-def encode(quantizer: Quantizer, x: Tensor) -> CodedTensor | None:
-    """The codes of a tensor, or None if it holds NaN, which has none."""
+def encode(quantizer: Quantizer, x: Tensor, *, relu: bool = False) -> CodedTensor | None:
+    """The codes of a tensor or of its ReLU, or None if it holds NaN, which has none."""
+    if relu and quantizer.follows_input:
+        return encode(quantizer, torch.relu(x))
     if (kept := quantizer.kept_codes(x)) is not None:
         return CodedTensor(*kept, quantizer.spec)
-    if not torch.is_grad_enabled() and (found := quantizer.direct_codes(x)) is not None:
+    if not torch.is_grad_enabled() and (found := quantizer.direct_codes(x, relu=relu)) is not None:
         return CodedTensor(found[0], *found, quantizer.spec)
     params = quantizer.qparams(x)
-    found = library.encode(x, params, quantizer.spec)
+    found = (encode_relu if relu else library.encode)(x, params, quantizer.spec)
     if found is None:
         return None
     if params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad):
@@ -108,15 +111,25 @@ class IntegerProduct(ABC):
     fewest_axes: ClassVar[int] = 1
     """Of each factor."""
 
-    def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """The output of a layer for its factors, or None where it is to be simulated."""
+    def __call__(
+        self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor | None:
+        """The output of a layer for its factors, or None where it is to be simulated.
+
+        Args:
+            layer: whose quantizers encode the factors.
+            x: the input.
+            other: the weight, or the other input.
+            bias: of a layer with a weight.
+            relu: whether the ReLU of the input is the factor.
+        """
         ready = self.ready(layer)
         if ready.reason is not None or library.is_watched(x, other, bias) or mixes_dtypes(x, other):
             return None
         of_x, of_other = (layer._modules[name] for name in self.quantizers)
         if not self.fits(x, other, (of_x.spec, of_other.spec)):
             return None
-        coded = encode(of_x, x)
+        coded = encode(of_x, x, relu=relu)
         coded_other = None if coded is None else encode(of_other, other)
         if coded is None or coded_other is None:  # NaN, which is to be seen in the output
             return None

@@ -2,6 +2,8 @@
 
 A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
 own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here.
+
+`forward(input, relu=True)` is that of torch.relu(input), see `sequential.py`; a layer without it gets the result.
 """
 
 from __future__ import annotations
@@ -63,13 +65,16 @@ class QuantizedLayer(nn.Module):
         quantizer = self._weight_quantizer
         return self.weight if quantizer is None else quantizer(self.weight)
 
-    def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    def integer_product(
+        self, x: Tensor, other: Tensor, bias: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor | None:
         """The output as a product of codes, plus bias; None where the layer is to be simulated.
 
         Args:
             x: the input.
             other: the weight, or the other input.
             bias: of a layer with a weight.
+            relu: whether the ReLU of the input is multiplied; in eager mode only.
         """
         if self.execution is Execution.SIMULATE or self.product is None:
             return None
@@ -80,7 +85,7 @@ class QuantizedLayer(nn.Module):
             from fakequant.nn.compiled_product import multiply
 
             return multiply(self.product, self, x, other, bias)
-        return self.product(self, x, other, bias)
+        return self.product(self, x, other, bias, relu=relu)
 
     def product_form(self, specs: list[str], windows: tuple[Any, ...]) -> str:
         """The product as text for compiled graphs, see `compiled_product.form_of`.
@@ -100,9 +105,11 @@ class QuantizedLayer(nn.Module):
             return f"there is no integer product for {type(self).float_class.__name__}"
         return self.product.ready(self).reason
 
-    def quantized_input(self, x: Tensor) -> Tensor:
-        """The first input as the operation sees it."""
+    def quantized_input(self, x: Tensor, *, relu: bool = False) -> Tensor:
+        """The first input, or its ReLU, as the operation sees it."""
         quantizer = self._input_quantizer
+        if relu:
+            return torch.relu(x) if quantizer is None else quantizer.after_relu(x)
         return x if quantizer is None else quantizer(x)
 
 
@@ -147,10 +154,10 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
     product = LinearProduct()
 
-    def forward(self, input: Tensor) -> Tensor:
-        if (y := self.integer_product(input, self.weight, self.bias)) is not None:
+    def forward(self, input: Tensor, *, relu: bool = False) -> Tensor:
+        if (y := self.integer_product(input, self.weight, self.bias, relu=relu)) is not None:
             return y
-        return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
+        return F.linear(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
 
 
 class _QuantConv(QuantizedLayer):
@@ -159,12 +166,12 @@ class _QuantConv(QuantizedLayer):
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, relu: bool = False) -> Tensor:
         one = input.dim() < self.weight.dim()  # no batch axis
-        y = self.integer_product(input.unsqueeze(0) if one else input, self.weight, self.bias)
+        y = self.integer_product(input.unsqueeze(0) if one else input, self.weight, self.bias, relu=relu)
         if y is not None:
             return y.squeeze(0) if one else y
-        return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
+        return self._conv_forward(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
 
 
 @quantizes(nn.Conv1d)
@@ -213,8 +220,8 @@ class _QuantConvTranspose(QuantizedLayer):
     output_channels: ClassVar[int | None] = 1
     weight_reduction: ClassVar[int] = 0
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return conv_transpose(self, self.quantized_input(input), self.quantized_weight(), output_size)
+    def forward(self, input: Tensor, output_size: list[int] | None = None, *, relu: bool = False) -> Tensor:
+        return conv_transpose(self, self.quantized_input(input, relu=relu), self.quantized_weight(), output_size)
 
 
 @quantizes(nn.ConvTranspose1d)
@@ -265,8 +272,8 @@ class QuantEmbedding(QuantizedLayer, nn.Embedding):
 class _QuantPool(QuantizedLayer):
     output_channels: ClassVar[int | None] = None
 
-    def forward(self, input: Tensor) -> Any:
-        return super().forward(self.quantized_input(input))
+    def forward(self, input: Tensor, *, relu: bool = False) -> Any:
+        return super().forward(self.quantized_input(input, relu=relu))
 
 
 @quantizes(nn.MaxPool1d)

@@ -22,6 +22,7 @@ from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
 from fakequant.ops.direct import encode_directly, fake_quantize_directly
+from fakequant.ops.rectified import fake_quantize_relu
 
 # Asked at every call, and the same for every tensor of a shape.
 _group_shape = lru_cache(maxsize=4096)(Granularity.group_shape)
@@ -122,18 +123,26 @@ class Quantizer(PreciseModule):
         params, learned = self.qparams(x), self.learned
         return library.fake_quantize(x, params, self.spec) if learned is None else learned.fake_quantize(x, params)
 
+    def after_relu(self, x: Tensor) -> Tensor:
+        """`self(torch.relu(x))` with the same bits, in one pass over memory where that can be."""
+        scale = self._buffers["scale"]
+        if self.mode is not Mode.QUANTIZE or scale is None or self.dynamic or is_hooked(self):
+            return self(torch.relu(x))
+        y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"], relu=True)
+        return fake_quantize_relu(x, self.qparams(x), self.spec) if y is None else y
+
     def kept_codes(self, x: Tensor) -> tuple[Tensor, Tensor, QParams] | None:
         """What takes the gradient of a weight, its codes and its parameters, if they are kept (`cached_weights`)."""
         if self._cache is None or self.learned is not None:
             return None
         return self._cache.encode(x, self._fixed(x), self.spec)
 
-    def direct_codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
-        """The codes of x by fixed parameters and these, without gradients, where one operator finds them."""
+    def direct_codes(self, x: Tensor, *, relu: bool = False) -> tuple[Tensor, QParams] | None:
+        """The codes of x, or of its ReLU, by fixed parameters, and these; no gradient. None if no operator does it."""
         if self.dynamic or (scale := self._buffers["scale"]) is None:
             return None
         params = QParams(scale, self._buffers["zero_point"])
-        codes = encode_directly(x, self.spec, scale, params.zero_point)
+        codes = encode_directly(x, self.spec, scale, params.zero_point, relu=relu)
         return None if codes is None else (codes, params)
 
     def _fixed(self, x: Tensor) -> QParams | None:
@@ -330,6 +339,13 @@ class Quantizer(PreciseModule):
         many = f"scale {lowest:.4g} to {highest:.4g} [{scale.numel()}]"
         words = [f"scale {lowest:.4g}" if scale.numel() == 1 else many]
         return [*words, f"learned by {self._method}"] if self.learned is not None else words
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether hooks look at what a module gets or gives."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def quantizers(model: nn.Module) -> dict[str, Quantizer]:

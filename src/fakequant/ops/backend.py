@@ -58,7 +58,7 @@ class Backend(ABC):
     """Whether compiled graphs of its device hold the operator whole, because compilers compute the definition with
     other bits there: with approximate division, or a product and a sum rounded once."""
     rectifies: ClassVar[bool] = False
-    """Whether `fake_quantize_relu` is there."""
+    """Whether `fake_quantize_relu` and `encode_relu` are there, and what `direct` says of a ReLU."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -95,12 +95,13 @@ class Backend(ABC):
         params = choose_qparams(self.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
         return self.fake_quantize(x, params._replace(seed=seed), spec, mask=mask)
 
-    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
+    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor, *, relu: bool = False) -> Direct | None:
         """How `fake_quantize` is done by one operator, which checks the parameters too; None if it is not.
 
         Args:
             x: of x, its type, dtype, device, shape and strides matter.
             scale: contiguous; of it, its dtype and shape. A zero point has the same shape, and its dtype or int32.
+            relu: how it is done of torch.relu(x); asked of backends that rectify.
         """
         return None
 
@@ -144,6 +145,10 @@ class Backend(ABC):
     @abstractmethod
     def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
         """Codes with what they do not tell; of formats with integer codes, rounded to nearest."""
+
+    def encode_relu(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
+        """As `encode`, of torch.relu(x) in one pass; the mask is that of `fake_quantize_relu`."""
+        raise NotImplementedError(f"the backend {self.name} has no ReLU; ask its `rectifies`")
 
     @abstractmethod
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:

@@ -18,21 +18,24 @@ from fakequant.numerics.spec import Gradient, QuantSpec
 
 from . import dispatch
 from .backend import Direct
-from .library import through
+from .library import through_dense
+from .rectified import rectifies
 
 _MOST = 4096  # kinds of tensors that are remembered
 _found: dict[Hashable, Direct | None] = {}
 _Call = tuple[Direct, QuantSpec, Tensor, Tensor | None]
 
 
-def fake_quantize_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Tensor | None:
-    """`library.fake_quantize` with parameters that nobody checked yet; None where one operator does not do.
+def fake_quantize_directly(
+    x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, *, relu: bool = False
+) -> Tensor | None:
+    """`library.fake_quantize` of x or its ReLU with parameters nobody checked yet; None where one operator cannot.
 
     That is: where something watches (`library.is_watched`) or is no plain tensor; where a parameter gets a gradient, is
     not valid, or has another shape or dtype than kernels read; and where no backend offers it. The general way then
     serves, or says what is wrong.
     """
-    direct = _direct_of(x, spec, scale, zero_point)
+    direct = _direct_of(x, spec, scale, zero_point, relu)
     if direct is None:
         return None
     if torch.is_grad_enabled():
@@ -43,25 +46,27 @@ def fake_quantize_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point
     return direct.values(x, scale, zero_point, direct.form)
 
 
-def encode_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Tensor | None:
+def encode_directly(
+    x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, *, relu: bool = False
+) -> Tensor | None:
     """The codes that `library.encode` finds, without gradients; None as in `fake_quantize_directly`, and for NaN."""
-    direct = _direct_of(x, spec, scale, zero_point)
+    direct = _direct_of(x, spec, scale, zero_point, relu)
     if direct is None or direct.codes is None:
         return None
     codes = torch.empty_like(x, dtype=spec.format.storage)
     return codes if direct.codes(x, scale, zero_point, direct.form, codes) else None
 
 
-def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Direct | None:
+def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:
     if not runs_eagerly() or forward_ad._current_level >= 0 or type(x) not in PLAIN or type(scale) not in PLAIN:
         return None
     if x.layout is not torch.strided or not scale.is_contiguous():
         return None
-    key = dispatch._backends, spec, x.dtype, x.device, x.shape, x.stride(), scale.dtype, scale.device, scale.shape
+    key = dispatch._backends, spec, relu, x.dtype, x.device, x.shape, x.stride(), scale.dtype, scale.device, scale.shape
     try:
         direct = _found[key]
     except KeyError:
-        direct = _find(key, x, spec, scale)
+        direct = _find(key, x, spec, scale, relu)
     return direct if direct is None or zero_point is None or _fits(zero_point, scale, spec) else None
 
 
@@ -74,9 +79,12 @@ def _with_gradient(x: Tensor, call: _Call) -> Tensor | None:
         return None
 
 
-def _find(key: Hashable, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
+def _find(key: Hashable, x: Tensor, spec: QuantSpec, scale: Tensor, relu: bool) -> Direct | None:
     fits = x.is_floating_point() and scale.device == x.device
-    direct = dispatch.choose(x, spec).direct(x, spec, scale) if fits else None
+    backend = dispatch.choose(x, spec) if fits else None
+    direct = None
+    if backend is not None and (not relu or rectifies(backend, x)):
+        direct = backend.direct(x, spec, scale, relu=relu)
     if len(_found) >= _MOST:
         _found.clear()
     _found[key] = direct
@@ -119,7 +127,7 @@ class _Direct(torch.autograd.Function):
         watched = not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled()
         if dy.stride() == stride and not watched:
             return grad_input(dy, mask), None
-        return through(dy, mask, (dispatch.choose(dy, spec), spec, stride)), None
+        return through_dense(dy, mask, (dispatch.choose(dy, spec), spec, stride)), None
 
 
 # Without what `Function.apply` asks and does for function transforms, which were asked for above.

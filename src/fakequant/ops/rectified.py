@@ -11,8 +11,9 @@ from torch import Tensor
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec, Rounding
 
+from .backend import Backend
 from .dispatch import choose
-from .library import fake_quantize, is_watched, through
+from .library import encode, fake_quantize, is_watched, through_dense
 
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
@@ -30,19 +31,29 @@ def fake_quantize_relu(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     return choose(x, spec).fake_quantize_relu(x, params, spec, mask=False)[0]
 
 
+def encode_relu(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor] | None:
+    """`library.encode` of torch.relu(x), see `fake_quantize_relu`."""
+    if not _in_one_pass(x, params, spec, codes=True):
+        return encode(torch.relu(x), params, spec)
+    return encode(x, params, spec, relu=True)
+
+
+def rectifies(backend: Backend, x: Tensor) -> bool:
+    """Whether a backend can compute torch.relu(x) as torch does: its bits, and how it lies in memory."""
+    return backend.rectifies and _keeps_negative_zero(x.dtype) and _keeps_strides(x.shape, x.stride())
+
+
 def relu_later(x: Tensor) -> Tensor:
     """x, before a reshape or a maximum whose result `fake_quantize_relu` gets; torch.relu(x) if that lies otherwise."""
     return x if _keeps_strides(x.shape, x.stride()) else torch.relu(x)
 
 
-def _in_one_pass(x: Tensor, params: QParams, spec: QuantSpec) -> bool:
+def _in_one_pass(x: Tensor, params: QParams, spec: QuantSpec, *, codes: bool = False) -> bool:
     # A scale that learns needs the ReLU's result again.
     if is_watched(x, params.scale, params.zero_point) or spec.rounding is Rounding.STOCHASTIC:
         return False
     learned = params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
-    if learned or not choose(x, spec).rectifies:
-        return False
-    return _keeps_negative_zero(x.dtype) and _keeps_strides(x.shape, x.stride())
+    return not learned and rectifies(choose(x, spec, codes=codes), x)
 
 
 @cache
@@ -74,6 +85,4 @@ class _Rectified(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        dx, stride = through(grad_outputs[0], mask, ctx.call), ctx.call[-1]
-        # The same order in memory, but an axis of one element may have the stride that it has in dy.
-        return dx if dx.stride() == stride else dx.as_strided(dx.shape, stride), None, None
+        return through_dense(grad_outputs[0], mask, ctx.call), None, None

@@ -81,12 +81,28 @@ struct Loop {
   static constexpr bool kWithReciprocal = A == Arithmetic::kReciprocal;
   const Rounding rounding;
   const Mask mask;
+  const bool rectified;
+  const __m512 least;
   BitWriter bits;
 
-  FAKEQUANT_LANES Loop(const Call<float>& call, uint8_t* to) : rounding(call.grid), mask(call.mask), bits{to} {}
+  FAKEQUANT_LANES Loop(const Call<float>& call, uint8_t* to)
+      : rounding(call.grid),
+        mask(call.mask),
+        rectified(call.rectified),
+        least(_mm512_set1_ps(rectified ? 0.0f : -std::numeric_limits<float>::infinity())),
+        bits{to} {}
+
+  // x, or its ReLU. A maximum is its second operand where one is NaN, and where both are zeros.
+  FAKEQUANT_LANES __m512 from_least(__m512 x) const { return _mm512_max_ps(least, x); }
+
+  FAKEQUANT_LANES __mmask16 passes(__m512 x, const Rounded& rounded, const Uniform& p) const {
+    const __mmask16 within = inside(x, rounded, p);
+    return rectified ? _mm512_mask_cmp_ps_mask(within, x, _mm512_setzero_ps(), _CMP_NEQ_UQ) : within;
+  }
 
   FAKEQUANT_LANES __mmask16 inside(__m512 x, const Rounded& rounded, const Uniform& p) const {
     if (mask == Mask::kCodeRange) return rounded.inside;
+    if (mask == Mask::kEverywhere) return static_cast<__mmask16>(-1);
     if (mask == Mask::kInputRange)
       return _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, p.lo, _CMP_GE_OQ), x, p.hi, _CMP_LE_OQ);
     return _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(x, p.lo, _CMP_GT_OQ), x, p.hi, _CMP_LT_OQ);
@@ -112,9 +128,9 @@ struct Loop {
 
   template <typename T, typename L>
   FAKEQUANT_LANES void step(const T* from, T* to, const Uniform& p, L lanes) {
-    const __m512 x = load_lanes(from, lanes);
+    const __m512 x = from_least(load_lanes(from, lanes));
     const Rounded found = rounded(x, p);
-    if constexpr (kMasked) bits.append(inside(x, found, p), lanes);
+    if constexpr (kMasked) bits.append(passes(x, found, p), lanes);
     store_lanes(to, value(found.code, p), lanes);
   }
 
@@ -124,7 +140,8 @@ struct Loop {
     if constexpr (!kMasked && std::is_same_v<T, NormalBFloat16> && std::is_same_v<P, Uniform>) {
       for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
         const BFloat16Pairs v = load_pairs(x + i);
-        store_pairs(y + i, {value(rounded(v.even, p).code, p), value(rounded(v.odd, p).code, p)});
+        const __m512 even = from_least(v.even), odd = from_least(v.odd);
+        store_pairs(y + i, {value(rounded(even, p).code, p), value(rounded(odd, p).code, p)});
       }
     }
     for (; i + kLanes <= n; i += kLanes) step(x + i, y + i, p.at(i, AllLanes{}), AllLanes{});

@@ -22,6 +22,7 @@ from fakequant.ops.rules import cannot_choose, cannot_draw, cannot_round, grid_f
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
 _NO_MASK = 0
 _MASK = {Gradient.IDENTITY: _NO_MASK, Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2, Gradient.CLIP: 3}
+_EVERYWHERE = 4  # of a ReLU that is quantized with IDENTITY, whose mask is its own alone
 _BY_RANGE = (Gradient.INPUT_RANGE, Gradient.CLIP)
 log = logging.getLogger("fakequant.backend")
 
@@ -63,16 +64,13 @@ class CpuBackend(Backend):
     def fake_quantize(
         self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, rectified: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        plan = _plan(spec, x.dtype, x.shape, x.stride(), rectified)
         packed = x if plan.as_it_is else plan.layout.pack(x)
         kind = plan.mask if mask else _NO_MASK
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
+        random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
         # The overload itself: finding it anew costs a Python function.
-        if rectified:
-            y, bits = torch.ops.fakequant_cpu.fake_quantize_relu.default(packed, *tensors, plan.form, kind, mask)
-        else:
-            random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
-            y, bits = torch.ops.fakequant_cpu.fake_quantize.default(packed, *tensors, plan.form, kind, random)
+        y, bits = torch.ops.fakequant_cpu.fake_quantize.default(packed, *tensors, plan.form, kind, random)
         return y if plan.as_it_is else plan.layout.unpack(y), bits
 
     def fake_quantize_relu(
@@ -81,9 +79,9 @@ class CpuBackend(Backend):
         # What both share stands there: as a function that both call, every call of the other would pay for it.
         return self.fake_quantize(x, params, spec, mask=mask, rectified=True)
 
-    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor) -> Direct | None:
+    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor, *, relu: bool = False) -> Direct | None:
         shapes = spec.granularity.scale_shapes(x.shape)
-        plan = _plan(spec, x.dtype, x.shape, x.stride())
+        plan = _plan(spec, x.dtype, x.shape, x.stride(), relu)
         groups = [axis for axis in plan.layout.group_order if plan.layout.group_shape[axis] > 1]
         takes = plan.as_it_is and groups == sorted(groups)
         if not takes or scale.dtype != plan.dtype or scale.shape not in shapes or spec.rounding is Rounding.STOCHASTIC:
@@ -156,8 +154,11 @@ class CpuBackend(Backend):
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         return self.encode(x, params, spec, mask=False).codes
 
-    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
-        plan = _plan(spec, x.dtype, x.shape, x.stride())
+    def encode_relu(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
+        return self.encode(x, params, spec, mask=mask, rectified=True)
+
+    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, rectified: bool = False) -> Encoded:
+        plan = _plan(spec, x.dtype, x.shape, x.stride(), rectified)
         packed = plan.layout.pack(x)
         codes = torch.empty_like(packed, dtype=spec.format.storage)
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
@@ -189,7 +190,7 @@ class _Plan:
     layout: Layout
     as_it_is: bool  # the kernels read and write the tensor's own memory order: nothing to pack or unpack
     dtype: torch.dtype
-    form: Tensor  # the tiles, the format and the arithmetic as one tensor, see chunks.h
+    form: Tensor  # the tiles, the format, the arithmetic and whether there is a ReLU, as one tensor, see chunks.h
     rule: Tensor | None  # by which the kernels find scales; None where they do not
     mask: int  # the kind that the gradient needs
     apart: str | None  # why the kernels do not find the scales
@@ -215,11 +216,14 @@ class _Plan:
 
 
 @lru_cache(maxsize=4096)
-def _plan(spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Plan:
+def _plan(
+    spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], rectified: bool = False
+) -> _Plan:
     layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
     apart = cannot_choose(spec, dtype, layout.group_shape)
     rule = scale_rule(spec, dtype) if apart is None else None
     table = table_fields(spec.format, computed)
-    fields = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], *table
+    fields = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], rectified, *table
     form = torch.tensor(fields, dtype=torch.float64)
-    return _Plan(layout, stride == layout.packed_stride, computed, form, rule, _MASK[spec.gradient], apart)
+    mask = _EVERYWHERE if rectified and spec.gradient is Gradient.IDENTITY else _MASK[spec.gradient]
+    return _Plan(layout, stride == layout.packed_stride, computed, form, rule, mask, apart)

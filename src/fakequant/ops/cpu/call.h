@@ -28,7 +28,7 @@ namespace fakequant {
 constexpr int64_t kChunk = 1024;
 
 enum class Arithmetic : int64_t { kDivide = 0, kReciprocal = 1, kMultiplier = 2 };
-enum class Mask : int64_t { kNone = 0, kCodeRange = 1, kInputRange = 2, kClip = 3 };
+enum class Mask : int64_t { kNone = 0, kCodeRange = 1, kInputRange = 2, kClip = 3, kEverywhere = 4 };
 enum class Emit { kValue, kCode };
 
 struct Grid {
@@ -70,6 +70,7 @@ struct Call {
   Tiles tiles;
   Grid grid;
   Arithmetic arithmetic;
+  bool rectified;  // the ReLU of x is quantized, and the mask is where the gradient passes both
   Mask mask;
   Params<C> params;
   Draw draw;

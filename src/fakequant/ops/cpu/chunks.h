@@ -13,6 +13,7 @@
 
 #include "call.h"
 #include "convert.h"
+#include "rectify.h"
 
 namespace fakequant {
 
@@ -49,9 +50,9 @@ Draw draw_of(const std::optional<torch::stable::Tensor>& random) {
 }
 
 // What follows from a specification and the layout of a tensor, as one tensor, because every argument of an operator
-// costs 0.2 us: g0, b0, g1, b1, quant_min, quant_max, mantissa_bits, min_exponent, negative_zero, arithmetic, and the
-// table where the format has one.
-constexpr int64_t kFormFields = 10;
+// costs 0.2 us: g0, b0, g1, b1, quant_min, quant_max, mantissa_bits, min_exponent, negative_zero, arithmetic, rectified,
+// and the table where the format has one.
+constexpr int64_t kFormFields = 11;
 
 template <typename C>
 Call<C> call_of(const torch::stable::Tensor& form, int64_t mask, const std::optional<torch::stable::Tensor>& random) {
@@ -61,6 +62,7 @@ Call<C> call_of(const torch::stable::Tensor& form, int64_t mask, const std::opti
   return {{whole(0), whole(1), whole(2), whole(3)},
           {f[4], f[5], whole(6), whole(7), f[8] != 0, in_table ? f + kFormFields : nullptr, (in_table + 1) / 2},
           static_cast<Arithmetic>(whole(9)),
+          f[10] != 0,
           static_cast<Mask>(mask),
           {nullptr, nullptr, nullptr, nullptr},
           draw_of(random)};
@@ -106,20 +108,40 @@ void for_each_chunk(int64_t elements, const F& body) {
 // The packed mask from an element on that begins a byte; null where there is none.
 inline uint8_t* bits_from(uint8_t* mask, int64_t first) { return mask ? mask + first / 8 : nullptr; }
 
+// What is quantized of a chunk: x itself, or what `converted` gets.
+template <typename T, typename C>
+const C* load_chunk(const Call<C>& call, const T* x, C* converted, int64_t n) {
+  const C* in = converted;
+  if constexpr (std::is_same_v<T, C>)
+    in = x;
+  else
+    load(x, converted, n);
+  if (!call.rectified) return in;
+  rectify(in, converted, n);
+  return converted;
+}
+
+// `in` is what was quantized, and `inside` whether it was within the bounds.
+template <typename C>
+void pack_mask(const Call<C>& call, const C* in, uint8_t* inside, uint8_t* mask, int64_t n) {
+  if (call.rectified) keep_passes(in, inside, n);
+  pack(inside, mask, n);
+}
+
 // One chunk; x, y and mask point to its first element.
 template <typename T, typename C>
 void quantize_chunk_of(const Call<C>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
   alignas(64) uint8_t inside[kChunk];
+  alignas(64) C converted[kChunk];
+  const C* in = load_chunk(call, x, converted, n);
   if constexpr (std::is_same_v<T, C>) {
-    quantize_chunk(call, x, y, inside, first, n);
+    quantize_chunk(call, in, y, inside, first, n);
   } else {
-    alignas(64) C in[kChunk];
     alignas(64) C out[kChunk];
-    load(x, in, n);
     quantize_chunk(call, in, out, inside, first, n);
     store(out, y, n);
   }
-  if (call.mask != Mask::kNone) pack(inside, mask, n);
+  if (call.mask != Mask::kNone) pack_mask(call, in, inside, mask, n);
 }
 
 // The same for whole chunks and the last; `first` is where one begins.

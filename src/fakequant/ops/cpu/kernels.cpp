@@ -26,7 +26,6 @@
 #include "chunks.h"
 #include "convert.h"
 #include "gradients.h"
-#include "rectify.h"
 #include "rounding.h"
 #include "runs.h"
 
@@ -135,15 +134,11 @@ bool encode_all(const Call<C>& call, const T* x, Q* codes, uint8_t* mask) {
     alignas(64) C converted[kChunk];
     alignas(64) C out[kChunk];
     alignas(64) uint8_t inside[kChunk];
-    const C* in = converted;
-    if constexpr (std::is_same_v<T, C>)
-      in = x + first;
-    else
-      load(x + first, converted, n);
+    const C* in = load_chunk(call, x + first, converted, n);
     if (holds_nan(in, n)) nan = true;
     encode_chunk(call, in, out, inside, first, n);
     store(out, codes + first, n);
-    if (call.mask != Mask::kNone) pack(inside, mask + first / 8, n);
+    if (call.mask != Mask::kNone) pack_mask(call, in, inside, mask + first / 8, n);
   });
   return nan;
 }
@@ -207,23 +202,6 @@ std::tuple<Tensor, std::optional<Tensor>> fake_quantize(const Tensor& x, FAKEQUA
   return {y, mask};
 }
 
-// Of the ReLU of x, rounded to nearest. The mask that is asked for holds the ReLU's, whatever the kind of the other.
-std::tuple<Tensor, std::optional<Tensor>> fake_quantize_relu(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
-                                                             int64_t mask_kind, bool masked) {
-  Tensor y = made_like(x);
-  std::optional<Tensor> mask = made_mask(x, masked);
-  with_float_type(x, [&](auto t, auto c) {
-    using T = decltype(t);
-    const auto call = make_call<decltype(c)>(scale, zero_point, lo, hi, form, mask_kind, std::nullopt);
-    const auto* in = static_cast<const T*>(x.data_ptr());
-    auto* out = static_cast<T*>(y.data_ptr());
-    for_each_span(x.numel(), [&](int64_t first, int64_t n) {
-      quantize_rectified_span(call, in + first, out + first, bits_from(bits_of(mask), first), first, n);
-    });
-  });
-  return {y, mask};
-}
-
 template <typename C>
 const C* converted(const std::optional<Tensor>& zero_point, std::vector<C>& memory) {
   if (!zero_point.has_value()) return nullptr;
@@ -253,21 +231,28 @@ bool is_valid(const Call<C>& call) {
   return valid != 0;
 }
 
-// `fake_quantize` with fewer arguments, each of which costs time, of a tensor in the order of its tiles: without a
-// range and random numbers. Nothing is returned where a parameter is not valid.
-std::tuple<std::optional<Tensor>, std::optional<Tensor>> quantize_checked(const Tensor& x, const Tensor& scale,
-                                                                          const std::optional<Tensor>& zero_point,
-                                                                          const Tensor& form, Mask kind) {
-  std::optional<Tensor> y, mask;
+// Calls `body` with the call, without a range and random numbers, and with x, if every parameter is valid.
+template <typename F>
+void with_checked(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form,
+                  Mask kind, const F& body) {
   with_float_type(x, [&](auto t, auto c) {
-    using T = decltype(t);
     using C = decltype(c);
     std::vector<C> memory;
     Call<C> call = call_of<C>(form, static_cast<int64_t>(kind), std::nullopt);
     call.params = {static_cast<const C*>(scale.data_ptr()), converted(zero_point, memory), nullptr, nullptr};
-    if (!is_valid(call)) return;
+    if (is_valid(call)) body(call, static_cast<const decltype(t)*>(x.data_ptr()));
+  });
+}
+
+// `fake_quantize` with fewer arguments, each of which costs time, of a tensor in the order of its tiles. Nothing is
+// returned where a parameter is not valid.
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> quantize_checked(const Tensor& x, const Tensor& scale,
+                                                                          const std::optional<Tensor>& zero_point,
+                                                                          const Tensor& form, Mask kind) {
+  std::optional<Tensor> y, mask;
+  with_checked(x, scale, zero_point, form, kind, [&](const auto& call, const auto* in) {
     y = made_like(x), mask = made_mask(x, static_cast<int64_t>(kind));
-    quantize_all(call, static_cast<const T*>(x.data_ptr()), static_cast<T*>(y->data_ptr()), bits_of(mask));
+    quantize_all(call, in, static_cast<std::remove_const_t<std::remove_pointer_t<decltype(in)>>*>(y->data_ptr()), bits_of(mask));
   });
   return {y, mask};
 }
@@ -287,16 +272,9 @@ std::tuple<std::optional<Tensor>, std::optional<Tensor>> checked_with_mask(const
 bool checked_codes(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form,
                    Tensor codes) {
   bool found = false;
-  with_float_type(x, [&](auto t, auto c) {
-    using T = decltype(t);
-    using C = decltype(c);
-    std::vector<C> memory;
-    Call<C> call = call_of<C>(form, static_cast<int64_t>(Mask::kNone), std::nullopt);
-    call.params = {static_cast<const C*>(scale.data_ptr()), converted(zero_point, memory), nullptr, nullptr};
-    if (!is_valid(call)) return;
+  with_checked(x, scale, zero_point, form, Mask::kNone, [&](const auto& call, const auto* in) {
     with_code_type(codes, [&](auto q) {
-      found = !encode_all(call, static_cast<const T*>(x.data_ptr()), static_cast<decltype(q)*>(codes.data_ptr()),
-                          static_cast<uint8_t*>(nullptr));
+      found = !encode_all(call, in, static_cast<decltype(q)*>(codes.data_ptr()), nullptr);
     });
   });
   return found;
@@ -367,7 +345,6 @@ void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tens
 
 STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("fake_quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "int mask_kind, Tensor? random=None) -> (Tensor, Tensor?)");
-  m.def("fake_quantize_relu(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "int mask_kind, bool masked) -> (Tensor, Tensor?)");
   m.def("checked(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> Tensor?");
   m.def("checked_with_mask(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> (Tensor?, Tensor?)");
   m.def("checked_codes(Tensor x, Tensor scale, Tensor? zero_point, Tensor form, Tensor(a!) codes) -> bool");
@@ -381,7 +358,6 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
   m.impl("fake_quantize", TORCH_BOX(&fakequant::fake_quantize));
-  m.impl("fake_quantize_relu", TORCH_BOX(&fakequant::fake_quantize_relu));
   m.impl("checked", TORCH_BOX(&fakequant::checked));
   m.impl("checked_with_mask", TORCH_BOX(&fakequant::checked_with_mask));
   m.impl("checked_codes", TORCH_BOX(&fakequant::checked_codes));

@@ -65,6 +65,7 @@ FAKEQUANT_INLINE void quantize_run_by(Mask mask, const C* x, C* y, uint8_t* insi
     for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] >= p.low(i)) & (x[i] <= p.high(i));
   if (mask == Mask::kClip)
     for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] > p.low(i)) & (x[i] < p.high(i));
+  if (mask == Mask::kEverywhere) std::fill_n(inside, n, uint8_t{1});
   quantize_run<A, false, E>(x, y, inside, n, rounding, p);
 }
 
