@@ -76,28 +76,21 @@ struct ElementLanes {
 };
 
 // What a loop is made for: `mask` is asked in every turn, and foretold.
-template <Arithmetic A, bool kMasked, typename Rounding>
+template <Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
 struct Loop {
   static constexpr bool kWithReciprocal = A == Arithmetic::kReciprocal;
   const Rounding rounding;
   const Mask mask;
-  const bool rectified;
-  const __m512 least;
   BitWriter bits;
 
-  FAKEQUANT_LANES Loop(const Call<float>& call, uint8_t* to)
-      : rounding(call.grid),
-        mask(call.mask),
-        rectified(call.rectified),
-        least(_mm512_set1_ps(rectified ? 0.0f : -std::numeric_limits<float>::infinity())),
-        bits{to} {}
+  FAKEQUANT_LANES Loop(const Call<float>& call, uint8_t* to) : rounding(call.grid), mask(call.mask), bits{to} {}
 
-  // x, or its ReLU. A maximum is its second operand where one is NaN, and where both are zeros.
-  FAKEQUANT_LANES __m512 from_least(__m512 x) const { return _mm512_max_ps(least, x); }
+  // x, or its ReLU: a maximum is its second operand where one is NaN, and where both are zeros.
+  FAKEQUANT_LANES __m512 rectified(__m512 x) const { return kRectified ? _mm512_max_ps(_mm512_setzero_ps(), x) : x; }
 
   FAKEQUANT_LANES __mmask16 passes(__m512 x, const Rounded& rounded, const Uniform& p) const {
     const __mmask16 within = inside(x, rounded, p);
-    return rectified ? _mm512_mask_cmp_ps_mask(within, x, _mm512_setzero_ps(), _CMP_NEQ_UQ) : within;
+    return kRectified ? _mm512_mask_cmp_ps_mask(within, x, _mm512_setzero_ps(), _CMP_NEQ_UQ) : within;
   }
 
   FAKEQUANT_LANES __mmask16 inside(__m512 x, const Rounded& rounded, const Uniform& p) const {
@@ -128,7 +121,7 @@ struct Loop {
 
   template <typename T, typename L>
   FAKEQUANT_LANES void step(const T* from, T* to, const Uniform& p, L lanes) {
-    const __m512 x = from_least(load_lanes(from, lanes));
+    const __m512 x = rectified(load_lanes(from, lanes));
     const Rounded found = rounded(x, p);
     if constexpr (kMasked) bits.append(passes(x, found, p), lanes);
     store_lanes(to, value(found.code, p), lanes);
@@ -140,7 +133,7 @@ struct Loop {
     if constexpr (!kMasked && std::is_same_v<T, NormalBFloat16> && std::is_same_v<P, Uniform>) {
       for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
         const BFloat16Pairs v = load_pairs(x + i);
-        const __m512 even = from_least(v.even), odd = from_least(v.odd);
+        const __m512 even = rectified(v.even), odd = rectified(v.odd);
         store_pairs(y + i, {value(rounded(even, p).code, p), value(rounded(odd, p).code, p)});
       }
     }
@@ -174,9 +167,9 @@ struct Loop {
 };
 
 // The elements [first, first + n) of the tiles; x, y and mask point to the first.
-template <typename T, Arithmetic A, bool kMasked, typename Rounding>
+template <typename T, Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
 FAKEQUANT_AVX512 void quantize_by(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  Loop<A, kMasked, Rounding> loop(call, mask);
+  Loop<A, kRectified, kMasked, Rounding> loop(call, mask);
   for (int64_t i = 0, piece; i < n; i += piece) {
     const Cursor at(call.tiles, first + i);
     const Params<float> p = after(call.params, at.group);
@@ -198,19 +191,26 @@ FAKEQUANT_AVX512 void quantize_by(const Call<float>& call, const T* x, T* y, uin
   loop.bits.finish();
 }
 
-template <typename T, Arithmetic A, bool kMasked>
+template <typename T, Arithmetic A, bool kRectified, bool kMasked>
 void quantize_to(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  if (!call.grid.is_integer()) return quantize_by<T, A, kMasked, FloatLanes>(call, x, y, mask, first, n);
+  if (!call.grid.is_integer()) return quantize_by<T, A, kRectified, kMasked, FloatLanes>(call, x, y, mask, first, n);
   if constexpr (A != Arithmetic::kMultiplier) {
-    if (call.params.zero_point) return quantize_by<T, A, kMasked, IntegerLanes<true>>(call, x, y, mask, first, n);
+    if (call.params.zero_point)
+      return quantize_by<T, A, kRectified, kMasked, IntegerLanes<true>>(call, x, y, mask, first, n);
   }
-  quantize_by<T, A, kMasked, IntegerLanes<false>>(call, x, y, mask, first, n);
+  quantize_by<T, A, kRectified, kMasked, IntegerLanes<false>>(call, x, y, mask, first, n);
+}
+
+template <typename T, Arithmetic A, bool kRectified>
+void quantize_of(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
+  if (mask) return quantize_to<T, A, kRectified, true>(call, x, y, mask, first, n);
+  quantize_to<T, A, kRectified, false>(call, x, y, mask, first, n);
 }
 
 template <typename T, Arithmetic A>
 void quantize_as(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  if (mask) return quantize_to<T, A, true>(call, x, y, mask, first, n);
-  quantize_to<T, A, false>(call, x, y, mask, first, n);
+  if (call.rectified) return quantize_of<T, A, true>(call, x, y, mask, first, n);
+  quantize_of<T, A, false>(call, x, y, mask, first, n);
 }
 
 FAKEQUANT_LANES __m512i load_patterns_of(const int32_t* x) { return _mm512_loadu_si512(x); }
