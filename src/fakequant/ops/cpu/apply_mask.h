@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "call.h"
+#include "streaming.h"
 
 namespace fakequant {
 // Not `inline`, for the reason given in convert.h.
@@ -56,15 +57,20 @@ FAKEQUANT_AVX512 inline __m512i widened(uint16_t bits, uint32_t) { return _mm512
 FAKEQUANT_AVX512 inline __m512i widened(uint8_t bits, uint64_t) { return _mm512_movm_epi64(bits); }
 
 // Loads under a mask would be one instruction less, but take twice as long where dy comes from memory.
-template <typename Bits, typename U>
+template <bool kStreamed, typename Bits, typename U>
 FAKEQUANT_AVX512 void apply_avx512(const U* dy, const uint8_t* mask, U* dx, int64_t n) {
   constexpr int64_t kLanes = 64 / sizeof(U);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     Bits bits;
     std::memcpy(&bits, mask + i / 8, sizeof(bits));
-    _mm512_storeu_si512(dx + i, _mm512_and_si512(_mm512_loadu_si512(dy + i), widened(bits, U{})));
+    const __m512i passed = _mm512_and_si512(_mm512_loadu_si512(dy + i), widened(bits, U{}));
+    if constexpr (kStreamed)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(dx + i), passed);
+    else
+      _mm512_storeu_si512(dx + i, passed);
   }
+  if constexpr (kStreamed) finish_streaming();
   apply_portable(dy + i, mask + i / 8, dx + i, n - i);
 }
 #undef FAKEQUANT_AVX512
@@ -73,12 +79,13 @@ const bool kHasAvx512 =
 #endif
 
 template <typename U>
-void apply_mask(const U* dy, const uint8_t* mask, U* dx, int64_t n) {
+void apply_mask(const U* dy, const uint8_t* mask, U* dx, int64_t n, bool streamed) {
 #ifdef FAKEQUANT_X86
   using Bits = std::conditional_t<
       sizeof(U) == 1, uint64_t,
       std::conditional_t<sizeof(U) == 2, uint32_t, std::conditional_t<sizeof(U) == 4, uint16_t, uint8_t>>>;
-  if (kHasAvx512) return apply_avx512<Bits>(dy, mask, dx, n);
+  if (kHasAvx512 && streamed && begins_line(dx)) return apply_avx512<true, Bits>(dy, mask, dx, n);
+  if (kHasAvx512) return apply_avx512<false, Bits>(dy, mask, dx, n);
 #endif
   apply_portable(dy, mask, dx, n);
 }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <limits>
 #include <type_traits>
 
@@ -17,6 +18,7 @@
 #include "chunks.h"
 #include "ranges.h"
 #include "runs.h"
+#include "streaming.h"
 
 namespace fakequant {
 namespace {
@@ -37,6 +39,24 @@ bool allow_avx512(bool allow) {
   allowed = allow;
   return kSupported && allow;
 }
+
+// Bytes of the last-level cache that a core shares, of which Linux tells; elsewhere those of a common one. (sysconf adds
+// up all caches of a processor.)
+int64_t cache_bytes() {
+  long kilobytes = 0;
+  if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+    if (std::fscanf(file, "%ldK", &kilobytes) != 1) kilobytes = 0;
+    std::fclose(file);
+  }
+  return kilobytes > 0 ? int64_t{kilobytes} << 10 : int64_t{32} << 20;
+}
+
+// With a cache of 32 MiB, a streamed result of 64 MiB takes 0.79 of the time, and together with a sum over it 0.92; one
+// of 40 MiB 0.82 and 1.0; one of 16 MiB 0.83 and 1.4, because the sum finds nothing in the cache.
+std::atomic<int64_t> streamed_bytes{cache_bytes() + cache_bytes() / 2};
+
+// For tests: from how many bytes on results are streamed. Returns what it was before.
+int64_t stream_from(int64_t bytes) { return streamed_bytes.exchange(bytes); }
 
 #ifdef FAKEQUANT_X86
 const bool kConvertsBFloat16 = __builtin_cpu_supports("avx512bf16");
@@ -81,9 +101,11 @@ struct Loop {
   static constexpr bool kWithReciprocal = A == Arithmetic::kReciprocal;
   const Rounding rounding;
   const Mask mask;
+  const bool streamed;
   BitWriter bits;
 
-  FAKEQUANT_LANES Loop(const Call<float>& call, uint8_t* to) : rounding(call.grid), mask(call.mask), bits{to} {}
+  FAKEQUANT_LANES Loop(const Call<float>& call, int64_t bytes, uint8_t* to)
+      : rounding(call.grid), mask(call.mask), streamed(streams(bytes)), bits{to} {}
 
   // x, or its ReLU: a maximum is its second operand where one is NaN, and where both are zeros.
   FAKEQUANT_LANES __m512 rectified(__m512 x) const { return kRectified ? _mm512_max_ps(_mm512_setzero_ps(), x) : x; }
@@ -129,15 +151,21 @@ struct Loop {
 
   template <typename T, typename P>
   FAKEQUANT_LANES void run(const T* x, T* y, int64_t n, const P& p) {
+    if (streamed && begins_line(y)) return run_by(x, y, n, p, StreamedLanes{});
+    run_by(x, y, n, p, AllLanes{});
+  }
+
+  template <typename T, typename P, typename L>
+  FAKEQUANT_LANES void run_by(const T* x, T* y, int64_t n, const P& p, L all) {
     int64_t i = 0;
     if constexpr (!kMasked && std::is_same_v<T, NormalBFloat16> && std::is_same_v<P, Uniform>) {
       for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
         const BFloat16Pairs v = load_pairs(x + i);
         const __m512 even = rectified(v.even), odd = rectified(v.odd);
-        store_pairs(y + i, {value(rounded(even, p).code, p), value(rounded(odd, p).code, p)});
+        store_pairs(y + i, {value(rounded(even, p).code, p), value(rounded(odd, p).code, p)}, all);
       }
     }
-    for (; i + kLanes <= n; i += kLanes) step(x + i, y + i, p.at(i, AllLanes{}), AllLanes{});
+    for (; i + kLanes <= n; i += kLanes) step(x + i, y + i, p.at(i, all), all);
     if (i < n) step(x + i, y + i, p.at(i, FirstLanes{n - i}), FirstLanes{n - i});
   }
 
@@ -169,7 +197,7 @@ struct Loop {
 // The elements [first, first + n) of the tiles; x, y and mask point to the first.
 template <typename T, Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
 FAKEQUANT_AVX512 void quantize_by(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  Loop<A, kRectified, kMasked, Rounding> loop(call, mask);
+  Loop<A, kRectified, kMasked, Rounding> loop(call, call.tiles.elements() * sizeof(T), mask);
   for (int64_t i = 0, piece; i < n; i += piece) {
     const Cursor at(call.tiles, first + i);
     const Params<float> p = after(call.params, at.group);
@@ -189,6 +217,7 @@ FAKEQUANT_AVX512 void quantize_by(const Call<float>& call, const T* x, T* y, uin
     }
   }
   loop.bits.finish();
+  if (loop.streamed) finish_streaming();
 }
 
 template <typename T, Arithmetic A, bool kRectified, bool kMasked>
@@ -287,6 +316,8 @@ int64_t measure_avx512(const int16_t* x, int64_t count, int64_t length, int16_t 
   return measure(x, count, length, infinity, high);
 }
 
+bool streams(int64_t bytes) { return bytes >= streamed_bytes; }
+
 bool serves_avx512(const Call<float>& call) {
   const bool rounds = call.grid.is_integer() || (!call.grid.table && call.grid.quant_min == -call.grid.quant_max);
   return kSupported && allowed && rounds && !call.draw.on;
@@ -304,8 +335,12 @@ void quantize_avx512(const Call<float>& call, const BFloat16* x, BFloat16* y, ui
 
 }  // namespace fakequant
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) { m.def("allow_avx512(bool allow) -> bool"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) {
+  m.def("allow_avx512(bool allow) -> bool");
+  m.def("stream_from(int bytes) -> int");
+}
 
 STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CompositeExplicitAutograd, m) {
   m.impl("allow_avx512", TORCH_BOX(&fakequant::allow_avx512));
+  m.impl("stream_from", TORCH_BOX(&fakequant::stream_from));
 }

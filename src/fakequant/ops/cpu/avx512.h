@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "convert.h"
 #include "rounding.h"
@@ -24,6 +25,8 @@ constexpr int64_t kLanes = 16;
 struct AllLanes {
   static constexpr int64_t count = kLanes;
 };
+// Stored past the caches, from the beginning of a line on.
+struct StreamedLanes : AllLanes {};
 struct FirstLanes {
   int64_t count;
   FAKEQUANT_LANES __mmask16 mask() const { return static_cast<__mmask16>((1u << count) - 1); }
@@ -32,6 +35,7 @@ struct FirstLanes {
 FAKEQUANT_LANES __m512 load_lanes(const float* x, AllLanes) { return _mm512_loadu_ps(x); }
 FAKEQUANT_LANES __m512 load_lanes(const float* x, FirstLanes lanes) { return _mm512_maskz_loadu_ps(lanes.mask(), x); }
 FAKEQUANT_LANES void store_lanes(float* y, __m512 v, AllLanes) { _mm512_storeu_ps(y, v); }
+FAKEQUANT_LANES void store_lanes(float* y, __m512 v, StreamedLanes) { _mm512_stream_ps(y, v); }
 FAKEQUANT_LANES void store_lanes(float* y, __m512 v, FirstLanes lanes) { _mm512_mask_storeu_ps(y, lanes.mask(), v); }
 
 FAKEQUANT_LANES __m256i load_words(const void* x, AllLanes) {
@@ -41,6 +45,9 @@ FAKEQUANT_LANES __m256i load_words(const void* x, FirstLanes lanes) {
   return _mm256_maskz_loadu_epi16(lanes.mask(), x);
 }
 FAKEQUANT_LANES void store_words(void* y, __m256i v, AllLanes) { _mm256_storeu_si256(static_cast<__m256i*>(y), v); }
+FAKEQUANT_LANES void store_words(void* y, __m256i v, StreamedLanes) {
+  _mm256_stream_si256(static_cast<__m256i*>(y), v);
+}
 FAKEQUANT_LANES void store_words(void* y, __m256i v, FirstLanes lanes) {
   _mm256_mask_storeu_epi16(y, lanes.mask(), v);
 }
@@ -91,9 +98,14 @@ FAKEQUANT_LANES BFloat16Pairs load_pairs(const NormalBFloat16* x) {
 }
 alignas(64) constexpr uint16_t kInterleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-FAKEQUANT_LANES void store_pairs(NormalBFloat16* y, const BFloat16Pairs& v) {
-  const __m512i words = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v.odd, v.even));
-  _mm512_storeu_si512(y, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), words));
+template <typename L>
+FAKEQUANT_LANES void store_pairs(NormalBFloat16* y, const BFloat16Pairs& v, L) {
+  const __m512i pairs = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(v.odd, v.even));
+  const __m512i words = _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), pairs);
+  if constexpr (std::is_same_v<L, StreamedLanes>)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(y), words);
+  else
+    _mm512_storeu_si512(y, words);
 }
 
 // A code within the bounds of its format, and whether it was before it was brought there.

@@ -28,6 +28,7 @@
 #include "gradients.h"
 #include "rounding.h"
 #include "runs.h"
+#include "streaming.h"
 
 namespace fakequant {
 namespace {
@@ -309,12 +310,14 @@ void dequantize(const Tensor& codes, FAKEQUANT_PARAMS, const Tensor& form, Tenso
 Tensor mask_gradient(const Tensor& dy, const Tensor& mask) {
   Tensor dx = made_like(dy);
   const auto* bits = static_cast<const uint8_t*>(mask.data_ptr());
+  const bool streamed = streams(dy.numel() * dy.element_size());
   const auto run = [&](auto u) {
     using U = decltype(u);
     const auto* in = static_cast<const U*>(dy.data_ptr());
     auto* out = static_cast<U*>(dx.data_ptr());
-    for_each_chunk(dy.numel(),
-                   [&](int64_t first, int64_t n) { apply_mask(in + first, bits + first / 8, out + first, n); });
+    for_each_chunk(dy.numel(), [&](int64_t first, int64_t n) {
+      apply_mask(in + first, bits + first / 8, out + first, n, streamed);
+    });
   };
   switch (dy.element_size()) {
     case 1: run(uint8_t{}); break;

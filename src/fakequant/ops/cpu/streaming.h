@@ -1,0 +1,20 @@
+// Large results go to memory past the caches, which then need not fetch what is overwritten whole.
+#pragma once
+
+#include <cstdint>
+
+#include "call.h"
+
+namespace fakequant {
+
+// Whether a result of so many bytes is streamed: avx512.cpp.
+bool streams(int64_t bytes);
+
+inline bool begins_line(const void* to) { return reinterpret_cast<uintptr_t>(to) % 64 == 0; }
+
+#ifdef FAKEQUANT_X86
+// After the last of a thread's streamed stores, which other threads may see late otherwise.
+inline void finish_streaming() { _mm_sfence(); }
+#endif
+
+}  // namespace fakequant
