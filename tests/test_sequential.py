@@ -99,9 +99,9 @@ def test_same_bits(name, execution):
 @pytest.mark.parametrize("preset", ["INT8", "INT8_WEIGHT_ONLY", "INT4_WEIGHT_ONLY", "FP8", "NVFP4"])
 def test_same_bits_of_every_kind_of_quantizer(preset):
     """With given and with dynamic ranges, and without a quantizer of the input."""
-    make = lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32))  # noqa: E731
     torch.manual_seed(0)
-    model = fq.prepare(make(), preset)
+    layers = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32)
+    model = fq.prepare(nn.Sequential(*layers), preset)
     fq.calibrate(model, [torch.randn(8, 32)], progress=False)
     assert_same(model, hostile((8, 32)))
 
@@ -152,20 +152,68 @@ def test_same_bits_of_learned_off_observing_and_dynamic_quantizers(execution):
     assert seen[0].min() == 0
 
 
+def operators_of(function):
+    with torch.profiler.profile() as profile:
+        function()
+    return [event.name for event in profile.events()]
+
+
 @pytest.mark.parametrize("execution", ["simulate", "auto"])
-def test_relus_are_not_run_and_save_nothing(execution):
-    """What it is for. A tenth of what the ReLU alone would save is left: the mask, in bits, and codes."""
+@pytest.mark.parametrize("inplace", [False, True])
+def test_relus_are_not_run_and_save_nothing(execution, inplace):
+    """What it is for; in evaluation too."""
     if reason := load_kernels():
         pytest.skip(reason)
     torch.manual_seed(0)
-    model = fq.prepare(nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 2, 1)), fq.presets.INT8)
-    fq.calibrate(model, [torch.randn(8, 3, 34, 34)], progress=False)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace), nn.Conv2d(8, 8, 1), nn.ReLU(inplace)
+    model = fq.prepare(nn.Sequential(*layers, nn.Conv2d(8, 2, 1)), fq.presets.INT8)
+    x = torch.randn(2, 3, 8, 8)
     fq.set_execution(model, execution)
-    for one, count in ((model, 0), (apart(model), 1)):
-        with torch.profiler.profile() as profile:
-            one(torch.randn(8, 3, 34, 34)).sum().backward()
-        names = [event.name for event in profile.events()]
-        assert names.count("aten::relu") == names.count("aten::threshold_backward") == count
+    fq.calibrate(model, [x], progress=False)
+    for one, count in ((model, 0), (apart(model), 2)):
+        names = operators_of(lambda one=one: one(x).sum().backward())
+        relu = "aten::relu_" if inplace else "aten::relu"
+        assert names.count(relu) == names.count("aten::threshold_backward") == count
+        with torch.no_grad():
+            assert operators_of(lambda one=one: one.eval()(x)).count(relu) == count
+
+
+@pytest.mark.parametrize("layer", [cls for cls in fq.nn.layers().values() if hasattr(cls, "forward_after_relu")])
+def test_every_layer_that_takes_a_relu_computes_it(layer):
+    """Whatever the layer: its `forward_after_relu` is its `forward` of the ReLU, and not of x."""
+    axes = next((axes for axes in (1, 2, 3) if f"{axes}d" in layer.__name__), 0)
+    if issubclass(layer, nn.Linear):
+        given: tuple[int, ...] = (4, 4)
+    elif "Conv" in layer.__name__:
+        given = (4, 4, 2)
+    else:
+        given = (2,)
+    float_layer = layer.float_class(*given)
+    fq.prepare(float_layer, Config("test", (Rule("*", "int8", "int8 per_channel(0)"),)))
+    x = torch.randn(2, 4, *[4] * axes) - 2.0
+    fq.calibrate(float_layer, [x], progress=False)
+    assert takes_relu(float_layer)
+    assert_same_bits(float_layer.forward_after_relu(x), float_layer(torch.relu(x)))
+    assert not torch.equal(float_layer.forward_after_relu(x), float_layer(x))
+
+
+@pytest.mark.parametrize("preset", ["INT8_WEIGHT_ONLY", "NVFP4"])
+def test_a_relu_runs_as_before_where_it_cannot_be_joined(preset):
+    """In place, if it says so: no memory is taken for its result."""
+    layers = nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 32)
+    model = fq.prepare(nn.Sequential(*layers), preset)
+    assert not takes_relu(model[2])
+    with torch.no_grad():
+        assert operators_of(lambda: model(torch.randn(4, 32))).count("aten::relu_") == 1
+
+
+@pytest.mark.parametrize("name", ["linear", "convolutions"])
+def test_products_of_codes_may_be_changed_in_place(name):
+    model, x = made(name, execution="auto")
+    for one in (x, x.to(memory_format=torch.channels_last) if x.dim() == 4 else x[None]):
+        y = model[0](one.clone().requires_grad_())
+        assert y.grad_fn.name() == "_ProductBackward"
+        torch.relu_(y).sum().backward()
 
 
 def test_two_gradients_of_one_input_are_summed():
@@ -176,19 +224,27 @@ def test_two_gradients_of_one_input_are_summed():
     assert_same_bits(first, second)
 
 
+@pytest.mark.parametrize("execution", ["simulate", "auto"])
 @pytest.mark.parametrize("path", ["1", "2", "2._input_quantizer"])
 @pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
 )
-def test_hooks_see_what_they_saw(path, register):
-    model, x = made()
+def test_hooks_see_what_they_saw(path, register, execution):
+    model, x = made(execution=execution)
     seen = {}
     for one in (model, apart(model)):
         found = seen[one] = []
         getattr(one.get_submodule(path), register)(lambda module, *tensors, to=found: to.append(tensors))
         one(x.clone().requires_grad_()).sum().backward()
     ours, theirs = (torch.utils._pytree.tree_leaves(found) for found in seen.values())
-    assert len(ours) == len(theirs) > 0
+    assert len(ours) == len(theirs)
+    assert ours or execution == "auto"  # whose quantizers are not called
     for got, wanted in zip(ours, theirs, strict=True):
         assert_same_bits(got, wanted)
 
@@ -209,6 +265,63 @@ def test_another_forward_is_called(path):
     module.forward = lambda x, forward=module.forward: forward(x) + 1.0
     with torch.no_grad():
         assert_same_bits(model(x), model[2](model[1](model[0](x))))
+
+
+def test_another_quantizer_is_called():
+    class Own(fq.nn.Quantizer):
+        def forward(self, x):
+            return super().forward(x) + 1.0
+
+    model, x = made()
+    model[2]._input_quantizer.__class__ = Own
+    assert_same(model, x)
+    model[2]._input_quantizer = nn.Identity()
+    assert_same(model, x)
+
+
+def test_a_compiled_layer_is_called():
+    model, x = made()
+    calls = []
+    model[2].compile(backend=lambda graph, inputs: calls.append(graph) or graph.forward)
+    with torch.no_grad():
+        model(x)
+    assert calls
+
+
+def test_other_relus_run():
+    class Shifted(nn.ReLU):
+        def forward(self, input):
+            return super().forward(input) + 1.0
+
+    model, x = made()
+    model[1] = Shifted()
+    assert_same(model, x)
+
+
+class KeepsOutput(nn.BatchNorm1d):
+    """Somebody else has what a ReLU in place changes."""
+
+    def forward(self, input):
+        self.kept = super().forward(input)
+        return self.kept
+
+
+def test_a_relu_in_place_after_a_layer_that_keeps_its_output():
+    model = nn.Sequential(nn.Linear(6, 8), KeepsOutput(8), nn.ReLU(inplace=True), nn.Linear(8, 5))
+    fq.calibrate(fq.prepare(model, fq.presets.INT8), [torch.randn(4, 6)], progress=False)
+    inner = nn.Sequential(nn.Linear(6, 8))
+    outer = fq.prepare(nn.Sequential(inner, nn.ReLU(inplace=True), nn.Linear(8, 5)), fq.presets.INT8)
+    fq.calibrate(outer, [torch.randn(4, 6)], progress=False)
+    kept = []
+    inner[0].register_forward_hook(lambda module, inputs, y: kept.append(y))
+    patched = copy.deepcopy(model)
+    patched[1] = nn.BatchNorm1d(8)
+    patched[1].forward = lambda x, forward=patched[1].forward: kept.append(forward(x)) or kept[-1]
+    with torch.no_grad():
+        for one in (model, outer, patched):
+            one(torch.randn(4, 6))
+    assert model[1].kept.min() == 0
+    assert [y.min().item() for y in kept] == [0, 0]
 
 
 def test_a_layer_of_ones_own_without_the_argument_gets_the_result():
@@ -245,6 +358,7 @@ def test_a_hook_keeps_what_a_relu_in_place_changes():
 
 def test_slices_copies_pickles_and_names():
     model, x = made("nested")
+    assert takes_relu(model[2])
     plain = MODELS["nested"][0]()
     assert list(plain.state_dict()) == [name for name in model.state_dict() if "quantizer" not in name]
     with torch.no_grad():
@@ -282,6 +396,16 @@ def test_compilers_and_transforms_see_modules(execution):
     assert any("relu" in str(node.target) for node in torch.export.export(model, (x,)).graph.nodes)
     _, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
     assert_same_bits(tangent, torch.func.jvp(apart(model), (x,), (torch.ones_like(x),))[1])
+
+
+def test_batches_of_gradients_of_images_of_a_pixel():
+    model, x = made("images of a pixel")
+    found = []
+    for one in (model, apart(model)):
+        leaf = x.clone().requires_grad_()
+        y = one(leaf)
+        found.append(torch.autograd.grad(y, leaf, torch.eye(y.numel()).view(-1, *y.shape), is_grads_batched=True)[0])
+    assert_same_bits(*found)
 
 
 def test_second_derivatives():

@@ -65,9 +65,7 @@ class CodedTensor(NamedTuple):
 
 
 def encode(quantizer: Quantizer, x: Tensor, *, relu: bool = False) -> CodedTensor | None:
-    """The codes of a tensor or of its ReLU, or None if it holds NaN, which has none."""
-    if relu and quantizer.follows_input:
-        return encode(quantizer, torch.relu(x))
+    """The codes of a tensor or, by fixed parameters, of its ReLU; None if it holds NaN, which has none."""
     if (kept := quantizer.kept_codes(x)) is not None:
         return CodedTensor(*kept, quantizer.spec)
     if not torch.is_grad_enabled() and (found := quantizer.direct_codes(x, relu=relu)) is not None:
@@ -121,7 +119,7 @@ class IntegerProduct(ABC):
             x: the input.
             other: the weight, or the other input.
             bias: of a layer with a weight.
-            relu: whether the ReLU of the input is the factor.
+            relu: whether the ReLU of the input is the factor; its quantizer has fixed parameters then.
         """
         ready = self.ready(layer)
         if ready.reason is not None or library.is_watched(x, other, bias) or mixes_dtypes(x, other):
@@ -206,7 +204,11 @@ class _Product(torch.autograd.Function):
         # Without stand-ins, which know the graph before them: that would be a circle.
         ctx.factors = x._replace(stand_in=x.codes), other._replace(stand_in=other.codes)
         ctx.product, ctx.places = product, ready.places
-        return product.multiply(ready, x, other, bias)
+        y = product.multiply(ready, x, other, bias)
+        # Of a view, autograd would refuse to let anything change it in place, such as a ReLU.
+        if not y._is_view():
+            return y
+        return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

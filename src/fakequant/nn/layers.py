@@ -3,7 +3,8 @@
 A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
 own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here.
 
-`forward(input, relu=True)` is that of torch.relu(input), see `sequential.py`; a layer without it gets the result.
+A class that defines `forward_after_relu` beside its `forward` is spared ReLUs, see `sequential.py`. It returns a tensor
+that nobody else has.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class QuantizedLayer(nn.Module):
             x: the input.
             other: the weight, or the other input.
             bias: of a layer with a weight.
-            relu: whether the ReLU of the input is multiplied; in eager mode only.
+            relu: whether the ReLU of the input is multiplied; see `sequential.py`.
         """
         if self.execution is Execution.SIMULATE or self.product is None:
             return None
@@ -108,9 +109,9 @@ class QuantizedLayer(nn.Module):
     def quantized_input(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """The first input, or its ReLU, as the operation sees it."""
         quantizer = self._input_quantizer
-        if relu:
-            return torch.relu(x) if quantizer is None else quantizer.after_relu(x)
-        return x if quantizer is None else quantizer(x)
+        if quantizer is None:
+            return x
+        return quantizer.after_relu(x) if relu else quantizer(x)
 
 
 _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
@@ -148,25 +149,36 @@ def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
     return dict(_layers)
 
 
+class _QuantProduct(QuantizedLayer):
+    def forward(self, input: Tensor) -> Tensor:
+        return self._product(input)
+
+    def forward_after_relu(self, input: Tensor) -> Tensor:
+        return self._product(input, relu=True)
+
+    def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
+        raise NotImplementedError
+
+
 @quantizes(nn.Linear)
-class QuantLinear(QuantizedLayer, nn.Linear):
+class QuantLinear(_QuantProduct, nn.Linear):
     """Linear with quantized input [..., in] and weight [out, in]."""
 
     product = LinearProduct()
 
-    def forward(self, input: Tensor, *, relu: bool = False) -> Tensor:
+    def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
         if (y := self.integer_product(input, self.weight, self.bias, relu=relu)) is not None:
             return y
         return F.linear(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
 
 
-class _QuantConv(QuantizedLayer):
+class _QuantConv(_QuantProduct):
     weight_reduction: ClassVar[int] = 1
     product = ConvolutionProduct()
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-    def forward(self, input: Tensor, *, relu: bool = False) -> Tensor:
+    def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
         one = input.dim() < self.weight.dim()  # no batch axis
         y = self.integer_product(input.unsqueeze(0) if one else input, self.weight, self.bias, relu=relu)
         if y is not None:
@@ -220,8 +232,11 @@ class _QuantConvTranspose(QuantizedLayer):
     output_channels: ClassVar[int | None] = 1
     weight_reduction: ClassVar[int] = 0
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None, *, relu: bool = False) -> Tensor:
-        return conv_transpose(self, self.quantized_input(input, relu=relu), self.quantized_weight(), output_size)
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return conv_transpose(self, self.quantized_input(input), self.quantized_weight(), output_size)
+
+    def forward_after_relu(self, input: Tensor) -> Tensor:
+        return conv_transpose(self, self.quantized_input(input, relu=True), self.quantized_weight(), None)
 
 
 @quantizes(nn.ConvTranspose1d)
@@ -272,8 +287,11 @@ class QuantEmbedding(QuantizedLayer, nn.Embedding):
 class _QuantPool(QuantizedLayer):
     output_channels: ClassVar[int | None] = None
 
-    def forward(self, input: Tensor, *, relu: bool = False) -> Any:
-        return super().forward(self.quantized_input(input, relu=relu))
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(self.quantized_input(input))
+
+    def forward_after_relu(self, input: Tensor) -> Any:
+        return super().forward(self.quantized_input(input, relu=True))
 
 
 @quantizes(nn.MaxPool1d)

@@ -124,12 +124,10 @@ class Quantizer(PreciseModule):
         return library.fake_quantize(x, params, self.spec) if learned is None else learned.fake_quantize(x, params)
 
     def after_relu(self, x: Tensor) -> Tensor:
-        """`self(torch.relu(x))` with the same bits, in one pass over memory where that can be."""
-        scale = self._buffers["scale"]
-        if self.mode is not Mode.QUANTIZE or scale is None or self.dynamic or is_hooked(self):
-            return self(torch.relu(x))
-        y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"], relu=True)
-        return fake_quantize_relu(x, self.qparams(x), self.spec) if y is None else y
+        """`self(torch.relu(x))` by fixed parameters, in one pass over memory where that can be; see `sequential.py`."""
+        params = self.qparams(x)
+        y = fake_quantize_directly(x, self.spec, *params[:2], relu=True)
+        return fake_quantize_relu(x, params, self.spec) if y is None else y
 
     def kept_codes(self, x: Tensor) -> tuple[Tensor, Tensor, QParams] | None:
         """What takes the gradient of a weight, its codes and its parameters, if they are kept (`cached_weights`)."""
@@ -339,13 +337,6 @@ class Quantizer(PreciseModule):
         many = f"scale {lowest:.4g} to {highest:.4g} [{scale.numel()}]"
         words = [f"scale {lowest:.4g}" if scale.numel() == 1 else many]
         return [*words, f"learned by {self._method}"] if self.learned is not None else words
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks look at what a module gets or gives."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def quantizers(model: nn.Module) -> dict[str, Quantizer]:

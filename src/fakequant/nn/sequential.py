@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import lru_cache
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import is_hooked
+from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.qparams import runs_eagerly
+
+_NORMALISATIONS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class QuantSequential(nn.Sequential):
     """Sequential that computes a ReLU and the input quantizer of the next layer in one pass over memory each way.
 
-    Results and gradients have the same bits, and nothing is saved for the gradient of the ReLU alone. Where a ReLU is
-    looked at it is a module like others: where it or the layer has hooks, or another `forward` than its class, and
-    where a compiler, an exporter or a function transform watches.
+    Results and gradients have the same bits, and nothing is saved for the gradient of the ReLU alone. That is for
+    quantizers with fixed parameters; before others, and where somebody looks, a ReLU is a module as any other: where it
+    or the layer has hooks or another `forward` than its class, and where a compiler, an exporter or a function
+    transform watches.
 
     >>> from fakequant import prepare
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "INT8")
@@ -28,15 +29,19 @@ class QuantSequential(nn.Sequential):
     ('QuantSequential', True)
     """
 
-    def forward(self, input: Any, *, relu: bool = False) -> Any:
-        """What the modules compute of input one after the other, or of torch.relu(input)."""
-        if not runs_eagerly():
-            return super().forward(torch.relu(input) if relu else input)
-        x, waiting, before = input, None, None
-        for module in self._modules.values():
-            assert module is not None
+    def forward(self, input: Any) -> Any:
+        """What the modules compute of input one after the other."""
+        return self._run(input, relu=False) if runs_eagerly() else super().forward(input)
+
+    def forward_after_relu(self, input: Tensor) -> Any:
+        """What they compute of torch.relu(input), where `takes_relu` says that the first module can."""
+        return self._run(input, relu=True)
+
+    def _run(self, x: Any, *, relu: bool) -> Any:
+        waiting, before = None, None
+        for module in cast("dict[str, nn.Module]", self._modules).values():
             if relu or (waiting is not None and takes_relu(module)):
-                x, relu, waiting = cast("QuantSequential", module).forward(x, relu=True), False, None
+                x, relu, waiting = cast("QuantSequential", module).forward_after_relu(x), False, None
             else:
                 x = x if waiting is None else waiting(x)
                 waiting = module if _can_wait(module, before) and isinstance(x, Tensor) else None
@@ -56,18 +61,39 @@ def join_relus(model: nn.Module) -> None:
 
 
 def takes_relu(module: nn.Module) -> bool:
-    """Whether `module.forward(x, relu=True)` can stand for `module(torch.relu(x))`: nobody sees the difference."""
-    if is_hooked(module) or "forward" in module.__dict__ or _has_any_global_hook():
+    """Whether `module.forward_after_relu(x)` can stand for `module(torch.relu(x))`: nobody sees the difference."""
+    if not _is_as_made(module) or _has_any_global_hook():
         return False
-    if isinstance(module, QuantSequential):
+    if type(module) is QuantSequential:
         first = next(iter(module._modules.values()), None)
         return first is not None and takes_relu(first)
-    return isinstance(module, QuantizedLayer) and _has_relu(type(module))
+    if not isinstance(module, QuantizedLayer) or not _defines_both(type(module)):
+        return False
+    quantizer = module._input_quantizer
+    return type(quantizer) is Quantizer and _is_as_made(quantizer) and _is_fixed(quantizer)
+
+
+def _is_fixed(quantizer: Quantizer) -> bool:
+    return quantizer.mode is Mode.QUANTIZE and quantizer.scale is not None and not quantizer.dynamic
+
+
+def _is_as_made(module: nn.Module) -> bool:
+    """Whether a call of a module is one of its class's `forward`, and no hook looks at it."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or "forward" in module.__dict__
+    )
 
 
 @lru_cache(maxsize=256)
-def _has_relu(layer: type[QuantizedLayer]) -> bool:
-    return "relu" in inspect.signature(layer.forward).parameters
+def _defines_both(layer: type[nn.Module]) -> bool:
+    """Whether the class that says what `forward` computes says what it computes after a ReLU."""
+    owner = next(cls for cls in layer.__mro__ if "forward" in vars(cls))
+    return "forward_after_relu" in vars(owner)
 
 
 def _can_wait(module: nn.Module, before: nn.Module | None) -> bool:
@@ -75,7 +101,11 @@ def _can_wait(module: nn.Module, before: nn.Module | None) -> bool:
 
     One in place changes its input, which is to be seen but where a layer just made it for nobody else.
     """
-    if type(module) is not nn.ReLU or is_hooked(module) or "forward" in module.__dict__:
+    if type(module) is not nn.ReLU or not _is_as_made(module):
         return False
-    made = (QuantizedLayer, nn.modules.batchnorm._BatchNorm)
-    return not module.inplace or (isinstance(before, made) and not is_hooked(before))
+    return not module.inplace or (before is not None and _makes_for_one(before))
+
+
+def _makes_for_one(module: nn.Module) -> bool:
+    quantizes = isinstance(module, QuantizedLayer) and _defines_both(type(module))
+    return _is_as_made(module) and (quantizes or type(module) in _NORMALISATIONS)

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +28,6 @@ from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from . import dispatch
-from .backend import Encoded
 from .dispatch import Backend, choose
 from .traced import Grads, Traced, Transformed, params_of, tensors_of
 
@@ -121,20 +119,20 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return choose(x, _any_spec(granularity)).measure(x.detach(), granularity)
 
 
-def encode(x: Tensor, params: QParams, spec: QuantSpec, *, relu: bool = False) -> tuple[Tensor, Tensor] | None:
+def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor] | None:
     """What takes the gradient of `fake_quantize(x, params, spec)` in its stead, and the codes; None if x has NaN.
 
     The first is a tensor of zeros, the shape of x, that takes no memory: a product of the codes is a function of it,
     with the gradient of the product of the quantized values. Without gradients it is the codes. For integer formats
-    that round to nearest, on plain tensors in eager mode. `relu`: of torch.relu(x), by a backend that rectifies.
+    that round to nearest, on plain tensors in eager mode.
     """
     if not torch.is_grad_enabled():
-        found = _encoding(choose(x, spec, codes=True), relu)(x, params, spec, mask=False)
+        found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)
         return None if found.has_nan else (found.codes, found.codes)
     if _needs_grad_of(params):
         zeros, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
     else:
-        zeros, codes, has_nan = _EagerCodes.apply(x, spec, params, relu)
+        zeros, codes, has_nan = _EagerCodes.apply(x, spec, params)
     return None if has_nan else (zeros, codes)
 
 
@@ -241,22 +239,17 @@ class _EagerCodes(torch.autograd.Function):
     """`_Eager` for products of codes: a tensor that takes the gradient of the quantized one, codes, NaN or not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: QuantSpec, params: QParams, relu: bool) -> tuple[Tensor, Tensor, bool]:
+    def forward(ctx: Any, x: Tensor, spec: QuantSpec, params: QParams) -> tuple[Tensor, Tensor, bool]:
         backend = choose(x, spec, codes=True)
-        ctx.call, ctx.relu = (backend, spec, x.stride()), relu
-        found = _encoding(backend, relu)(x, params, spec, mask=relu or spec.gradient is not Gradient.IDENTITY)
+        ctx.call = backend, spec, x.stride()
+        found = backend.encode(x, params, spec, mask=spec.gradient is not Gradient.IDENTITY)
         ctx.save_for_backward(found.mask)
         ctx.mark_non_differentiable(found.codes)
         return stand_in(x), found.codes, found.has_nan
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        (mask,) = ctx.saved_tensors
-        return (through_dense if ctx.relu else through)(grad_outputs[0], mask, ctx.call), None, None, None
-
-
-def _encoding(backend: Backend, relu: bool) -> Callable[..., Encoded]:
-    return backend.encode_relu if relu else backend.encode
+        return _Eager.backward(ctx, grad_outputs[0])
 
 
 class _EagerLearnedCodes(torch.autograd.Function):

@@ -13,7 +13,7 @@ from fakequant.numerics.spec import QuantSpec, Rounding
 
 from .backend import Backend
 from .dispatch import choose
-from .library import encode, fake_quantize, is_watched, through_dense
+from .library import encode, fake_quantize, is_watched, stand_in, through_dense
 
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
@@ -35,7 +35,11 @@ def encode_relu(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Te
     """`library.encode` of torch.relu(x), see `fake_quantize_relu`."""
     if not _in_one_pass(x, params, spec, codes=True):
         return encode(torch.relu(x), params, spec)
-    return encode(x, params, spec, relu=True)
+    if torch.is_grad_enabled():
+        zeros, codes, has_nan = _RectifiedCodes.apply(x, params, spec)
+        return None if has_nan else (zeros, codes)
+    found = choose(x, spec, codes=True).encode_relu(x, params, spec, mask=False)
+    return None if found.has_nan else (found.codes, found.codes)
 
 
 def rectifies(backend: Backend, x: Tensor) -> bool:
@@ -86,3 +90,20 @@ class _Rectified(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return through_dense(grad_outputs[0], mask, ctx.call), None, None
+
+
+class _RectifiedCodes(torch.autograd.Function):
+    """A tensor that takes the gradient of the quantized ReLU, codes, NaN or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]:
+        backend = choose(x, spec, codes=True)
+        ctx.call = backend, spec, x.stride()
+        found = backend.encode_relu(x, params, spec, mask=True)
+        ctx.save_for_backward(found.mask)
+        ctx.mark_non_differentiable(found.codes)
+        return stand_in(x), found.codes, found.has_nan
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _Rectified.backward(ctx, grad_outputs[0])

@@ -40,8 +40,8 @@ bool allow_avx512(bool allow) {
   return kSupported && allow;
 }
 
-// Bytes of the last-level cache that a core shares, of which Linux tells; elsewhere those of a common one. (sysconf adds
-// up all caches of a processor.)
+// Bytes of the last-level cache that a core shares, of which Linux tells; elsewhere those of a common one. sysconf adds
+// up all caches of a processor.
 int64_t cache_bytes() {
   long kilobytes = 0;
   if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
@@ -133,7 +133,7 @@ struct Loop {
     return _mm512_fmadd_ps(code, p.scale, rounding.zero);
   }
 
-  // Division it is: on a Zen 5, x r and two FMA that correct it (Markstein 1990) take longer.
+  // Division it is: on a Zen 5, x r and two FMA that correct it (Markstein 1990) take as long.
   FAKEQUANT_LANES Rounded rounded(__m512 x, const Uniform& p) const {
     const __m512 scaled = A == Arithmetic::kDivide       ? _mm512_div_ps(x, p.scale)
                           : A == Arithmetic::kReciprocal ? _mm512_mul_ps(x, p.reciprocal)
@@ -220,26 +220,28 @@ FAKEQUANT_AVX512 void quantize_by(const Call<float>& call, const T* x, T* y, uin
   if (loop.streamed) finish_streaming();
 }
 
-template <typename T, Arithmetic A, bool kRectified, bool kMasked>
-void quantize_to(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  if (!call.grid.is_integer()) return quantize_by<T, A, kRectified, kMasked, FloatLanes>(call, x, y, mask, first, n);
-  if constexpr (A != Arithmetic::kMultiplier) {
-    if (call.params.zero_point)
-      return quantize_by<T, A, kRectified, kMasked, IntegerLanes<true>>(call, x, y, mask, first, n);
-  }
-  quantize_by<T, A, kRectified, kMasked, IntegerLanes<false>>(call, x, y, mask, first, n);
-}
-
-template <typename T, Arithmetic A, bool kRectified>
-void quantize_of(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  if (mask) return quantize_to<T, A, kRectified, true>(call, x, y, mask, first, n);
-  quantize_to<T, A, kRectified, false>(call, x, y, mask, first, n);
+// Calls `body` with a value that the compiler knows.
+template <typename F>
+void with_known(bool value, const F& body) {
+  if (value) return body(std::true_type{});
+  body(std::false_type{});
 }
 
 template <typename T, Arithmetic A>
 void quantize_as(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  if (call.rectified) return quantize_of<T, A, true>(call, x, y, mask, first, n);
-  quantize_of<T, A, false>(call, x, y, mask, first, n);
+  with_known(call.rectified, [&](auto rectified) {
+    with_known(mask != nullptr, [&](auto masked) {
+      const auto by = [&](auto* rounding) {
+        using Rounding = std::remove_pointer_t<decltype(rounding)>;
+        quantize_by<T, A, rectified, masked, Rounding>(call, x, y, mask, first, n);
+      };
+      if (!call.grid.is_integer()) return by(static_cast<FloatLanes*>(nullptr));
+      if constexpr (A != Arithmetic::kMultiplier) {
+        if (call.params.zero_point) return by(static_cast<IntegerLanes<true>*>(nullptr));
+      }
+      by(static_cast<IntegerLanes<false>*>(nullptr));
+    });
+  });
 }
 
 FAKEQUANT_LANES __m512i load_patterns_of(const int32_t* x) { return _mm512_loadu_si512(x); }

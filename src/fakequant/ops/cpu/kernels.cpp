@@ -253,7 +253,8 @@ std::tuple<std::optional<Tensor>, std::optional<Tensor>> quantize_checked(const 
   std::optional<Tensor> y, mask;
   with_checked(x, scale, zero_point, form, kind, [&](const auto& call, const auto* in) {
     y = made_like(x), mask = made_mask(x, static_cast<int64_t>(kind));
-    quantize_all(call, in, static_cast<std::remove_const_t<std::remove_pointer_t<decltype(in)>>*>(y->data_ptr()), bits_of(mask));
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(in)>>;
+    quantize_all(call, in, static_cast<T*>(y->data_ptr()), bits_of(mask));
   });
   return {y, mask};
 }
