@@ -46,12 +46,12 @@ class FakeQuantize(nn.Module):
         """x quantized; scale and zero point [groups, axes kept]."""
         learned = any(p is not None and p.requires_grad for p in (scale, zero_point))
         params = None if scale is None else QParams(scale, zero_point, seed=seed)
-        if self.rectified and params is not None:
-            return fake_quantize_relu(x, params, self.spec)
         if scale is not None and seed is None:
-            y = fake_quantize_directly(x, self.spec, scale, zero_point)
+            y = fake_quantize_directly(x, self.spec, scale, zero_point, relu=self.rectified)
             if y is not None:
                 return y
+        if self.rectified and params is not None:
+            return fake_quantize_relu(x, params, self.spec)
         if self.opaque and not learned and isinstance(x, FakeTensor):
             return self._as_node(x, params, seed)
         if params is None:
