@@ -106,11 +106,13 @@ class Reader:
         while not self._next_is("}"):
             if found:
                 self._expect(",")
-            name = self._token()["word"]
-            if not name or name in found:
-                raise GraphError(f"expected the name of an attribute, each once, before {self.rest[:20]!r}")
+            # Not a token: "inf" is a number there.
+            name = _NAME.match(self.rest.lstrip())
+            if name is None or name[0] in found:
+                raise GraphError(f"expected the name of an attribute, each once, at {self.rest.strip()[:20]!r}")
+            self._expect(name[0])
             self._expect("=")
-            found[name] = self.value()
+            found[name[0]] = self.value()
         self._expect("}")
         return found
 
