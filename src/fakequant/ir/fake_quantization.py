@@ -44,14 +44,14 @@ class FakeQuantize(nn.Module):
         self, x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
         """x quantized; scale and zero point [groups, axes kept]."""
-        learned = any(p is not None and p.requires_grad for p in (scale, zero_point))
-        params = None if scale is None else QParams(scale, zero_point, seed=seed)
         if scale is not None and seed is None:
             y = fake_quantize_directly(x, self.spec, scale, zero_point, relu=self.rectified)
             if y is not None:
                 return y
+        params = None if scale is None else QParams(scale, zero_point, seed=seed)
         if self.rectified and params is not None:
             return fake_quantize_relu(x, params, self.spec)
+        learned = any(p is not None and p.requires_grad for p in (scale, zero_point))
         if self.opaque and not learned and isinstance(x, FakeTensor):
             return self._as_node(x, params, seed)
         if params is None:

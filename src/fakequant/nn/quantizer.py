@@ -125,9 +125,10 @@ class Quantizer(PreciseModule):
 
     def after_relu(self, x: Tensor) -> Tensor:
         """`self(torch.relu(x))` by fixed parameters, in one pass over memory where that can be; see `sequential.py`."""
-        params = self.qparams(x)
-        y = fake_quantize_directly(x, self.spec, *params[:2], relu=True)
-        return fake_quantize_relu(x, params, self.spec) if y is None else y
+        scale = self._buffers["scale"]
+        assert scale is not None
+        y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"], relu=True)
+        return fake_quantize_relu(x, self.qparams(x), self.spec) if y is None else y
 
     def kept_codes(self, x: Tensor) -> tuple[Tensor, Tensor, QParams] | None:
         """What takes the gradient of a weight, its codes and its parameters, if they are kept (`cached_weights`)."""
