@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bits import assert_same_bits
+from cases import each_way
 
 from fakequant.calibration import make_calibrator
 from fakequant.numerics.qparams import Range
@@ -50,16 +51,28 @@ def test_equals_the_definition(dtype, shape, bins, threads):
     torch.set_num_threads(threads)
     try:
         for inverse in (widths, torch.zeros(shape[0], dtype=torch.float64)):
-            # Few bins: what lies beyond the last is counted there, and not used.
-            assert_same(values, None if bins is None else Bins(inverse, bins))
+            for _ in each_way():
+                # Few bins: what lies beyond the last is counted there, and not used.
+                assert_same(values, None if bins is None else Bins(inverse, bins))
     finally:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("share", [0, 255, 256, 257, 1023, 1024])
+def test_chunks_with_more_and_fewer_zeros(share):
+    values = torch.randn(1, 5 * 1024 + 7)
+    for chunk in values[0].split(1024):
+        chunk[torch.randperm(len(chunk))[:share]] = 0.0
+    for _ in each_way():
+        assert_same(values, Bins(torch.full((1,), 8.0, dtype=torch.float64), 64))
+
+
+@pytest.mark.parametrize("zeros", [0, 100_000])
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 1023, 1024, 199_999])
-def test_what_is_not_finite_is_said_of_its_group_alone(odd, place):
+def test_what_is_not_finite_is_said_of_its_group_alone(odd, place, zeros):
     values = torch.randn(2, 200_000)
+    values[:, :zeros] = 0.0
     values[1, place] = odd
     found = observe(values, Bins(torch.ones(2, dtype=torch.float64), 16))
     wanted = observe_by_definition(values)
@@ -101,10 +114,12 @@ def test_takes_in_what_the_definition_finds(dtype, shape, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("zeros", [0, 100_000])
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 16.0, -16.0])
 @pytest.mark.parametrize("place", [0, 1023, 1024, 199_999])
-def test_takes_in_all_or_nothing(odd, place):
+def test_takes_in_all_or_nothing(odd, place, zeros):
     values = torch.rand(2, 200_000)
+    values[:, :zeros] = 0.0
     bins = Bins(torch.ones(2, dtype=torch.float64), 16)
     seen, counts = Range(torch.zeros(2), torch.zeros(2)), torch.zeros(2, 2, 16, dtype=torch.int64)
     values[1, place] = 15.9

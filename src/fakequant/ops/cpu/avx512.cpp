@@ -9,13 +9,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
-#include <cstdio>
 #include <limits>
 #include <type_traits>
 
 #include "call.h"
 #include "chunks.h"
+#include "positions.h"
 #include "ranges.h"
 #include "runs.h"
 #include "streaming.h"
@@ -39,24 +40,6 @@ bool allow_avx512(bool allow) {
   allowed = allow;
   return kSupported && allow;
 }
-
-// Bytes of the last-level cache that a core shares, of which Linux tells; elsewhere those of a common one. sysconf adds
-// up all caches of a processor.
-int64_t cache_bytes() {
-  long kilobytes = 0;
-  if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
-    if (std::fscanf(file, "%ldK", &kilobytes) != 1) kilobytes = 0;
-    std::fclose(file);
-  }
-  return kilobytes > 0 ? int64_t{kilobytes} << 10 : int64_t{32} << 20;
-}
-
-// With a cache of 32 MiB, a streamed result of 64 MiB takes 0.79 of the time, and together with a sum over it 0.92; one
-// of 40 MiB 0.82 and 1.0; one of 16 MiB 0.83 and 1.4, because the sum finds nothing in the cache.
-std::atomic<int64_t> streamed_bytes{cache_bytes() + cache_bytes() / 2};
-
-// For tests: from how many bytes on results are streamed. Returns what it was before.
-int64_t stream_from(int64_t bytes) { return streamed_bytes.exchange(bytes); }
 
 #ifdef FAKEQUANT_X86
 const bool kConvertsBFloat16 = __builtin_cpu_supports("avx512bf16");
@@ -231,15 +214,15 @@ template <typename T, Arithmetic A>
 void quantize_as(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
   with_known(call.rectified, [&](auto rectified) {
     with_known(mask != nullptr, [&](auto masked) {
-      const auto by = [&](auto* rounding) {
-        using Rounding = std::remove_pointer_t<decltype(rounding)>;
+      const auto by = [&](auto type) {
+        using Rounding = typename decltype(type)::type;
         quantize_by<T, A, rectified, masked, Rounding>(call, x, y, mask, first, n);
       };
-      if (!call.grid.is_integer()) return by(static_cast<FloatLanes*>(nullptr));
+      if (!call.grid.is_integer()) return by(std::type_identity<FloatLanes>{});
       if constexpr (A != Arithmetic::kMultiplier) {
-        if (call.params.zero_point) return by(static_cast<IntegerLanes<true>*>(nullptr));
+        if (call.params.zero_point) return by(std::type_identity<IntegerLanes<true>>{});
       }
-      by(static_cast<IntegerLanes<false>*>(nullptr));
+      by(std::type_identity<IntegerLanes<false>>{});
     });
   });
 }
@@ -283,6 +266,23 @@ FAKEQUANT_AVX512 void measure_16_runs(const I* x, int64_t count, int64_t length,
     store_patterns(high + run, across_128(across_128(of_4[0], of_4[1]), across_128(of_4[2], of_4[3])));
   }
 }
+
+FAKEQUANT_AVX512 int64_t place_but_zeros(const float* x, int32_t* position, int64_t n, float inverse, int32_t bins) {
+  const __m512 factor = _mm512_set1_ps(inverse), last = _mm512_set1_ps(static_cast<float>(bins - 1));
+  const __m512 zero = _mm512_setzero_ps();
+  const __m512i behind = _mm512_set1_epi32(bins);
+  int64_t placed = 0;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const __m512 v = load_lanes(x + i, FirstLanes{std::min(kLanes, n - i)});  // 0.0 behind the last
+    // A minimum is its second operand where one is NaN.
+    const __m512i bin = _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(_mm512_abs_ps(v), factor), last));
+    const __m512i at = _mm512_mask_add_epi32(bin, _mm512_cmp_ps_mask(v, zero, _CMP_NLT_UQ), bin, behind);
+    const __mmask16 others = _mm512_cmp_ps_mask(v, zero, _CMP_NEQ_UQ);
+    _mm512_storeu_si512(position + placed, _mm512_maskz_compress_epi32(others, at));
+    placed += std::popcount(static_cast<uint16_t>(others));
+  }
+  return placed;
+}
 #endif
 
 template <typename T>
@@ -318,7 +318,12 @@ int64_t measure_avx512(const int16_t* x, int64_t count, int64_t length, int16_t 
   return measure(x, count, length, infinity, high);
 }
 
-bool streams(int64_t bytes) { return bytes >= streamed_bytes; }
+int64_t place_but_zeros_avx512(const float* x, int32_t* position, int64_t n, float inverse, int32_t bins) {
+#ifdef FAKEQUANT_X86
+  if (kSupported && allowed) return place_but_zeros(x, position, n, inverse, bins);
+#endif
+  return -1;
+}
 
 bool serves_avx512(const Call<float>& call) {
   const bool rounds = call.grid.is_integer() || (!call.grid.table && call.grid.quant_min == -call.grid.quant_max);
@@ -339,10 +344,8 @@ void quantize_avx512(const Call<float>& call, const BFloat16* x, BFloat16* y, ui
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fakequant_cpu, m) {
   m.def("allow_avx512(bool allow) -> bool");
-  m.def("stream_from(int bytes) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CompositeExplicitAutograd, m) {
   m.impl("allow_avx512", TORCH_BOX(&fakequant::allow_avx512));
-  m.impl("stream_from", TORCH_BOX(&fakequant::stream_from));
 }

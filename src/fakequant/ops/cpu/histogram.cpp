@@ -1,8 +1,9 @@
 // The range of a tensor and the counts of its magnitudes, in one pass over memory.
 //
 // Positions are found for a chunk at a time by vector code, and then counted. Four tables take turns, because the
-// processor waits for a number that it has just written: values that are often equal, as the zeros of a ReLU, would
-// cost five times as much. The tables stay with their thread, all 0 between two calls: new memory of their size costs as
+// processor waits for a number that it has just written: values that are often equal would cost five times as much. The
+// zeros of a ReLU, which are half of its values, are left out before that where the processor can: 0.6 of the time. The
+// tables stay with their thread, all 0 between two calls: new memory of their size costs as
 // much as counting 50,000 values.
 
 #include <torch/csrc/stable/library.h>
@@ -22,6 +23,7 @@
 
 #include "chunks.h"
 #include "convert.h"
+#include "positions.h"
 
 namespace fakequant {
 namespace {
@@ -92,6 +94,25 @@ FAKEQUANT_CLONES void positions(const double* x, int32_t* position, int64_t n, d
   positions_of(x, position, n, inverse, bins);
 }
 
+FAKEQUANT_CLONES int32_t zeros_among(const float* x, int64_t n) {
+  int32_t zeros = 0;
+  for (int64_t i = 0; i < n; ++i) zeros += x[i] == 0.0f;
+  return zeros;
+}
+
+// The positions of a chunk, without those of its zeros where leaving them out gains time; returns how many.
+template <typename C>
+int64_t place(const C* x, int32_t* position, int64_t n, C inverse, int32_t bins) {
+  if constexpr (std::is_same_v<C, float>) {
+    if (4 * zeros_among(x, n) > n) {
+      const int64_t placed = place_but_zeros_avx512(x, position, n, inverse, bins);
+      if (placed >= 0) return placed;
+    }
+  }
+  positions(x, position, n, inverse, bins);
+  return n;
+}
+
 // How many bins on either side, from 0 outwards, may have counts.
 struct Used {
   int64_t negative, positive;
@@ -140,6 +161,12 @@ struct Counts {
       for (int64_t table = 0; table < kTables; ++table) ++tables[table * length + position[i + table]];
     for (; i < n; ++i) ++tables[position[i]];
   }
+  void add_zeros(int64_t n) const {
+    if (tables == nullptr)
+      line[bins] += n;
+    else
+      tables[bins] += static_cast<uint32_t>(n);
+  }
   void finish(const Used& used) const {
     move_tables(tables, 2 * bins, line, used.negative);
     move_tables(tables + bins, 2 * bins, line + bins, used.positive);
@@ -170,7 +197,7 @@ struct Task {
 template <typename T, typename C>
 Extent<C> observe_part(const Task<C>& task, int64_t group, const T* x, int64_t n, const Counts& counts) {
   alignas(64) C converted[kChunk];
-  alignas(64) int32_t position[kChunk];
+  alignas(64) int32_t position[kPositions];
   Extent<C> found;
   for (int64_t first = 0; first < n; first += kChunk) {
     const int64_t length = std::min(kChunk, n - first);
@@ -185,8 +212,9 @@ Extent<C> observe_part(const Task<C>& task, int64_t group, const T* x, int64_t n
     found.join(here);
     if (task.all_or_nothing && !task.takes(group, here)) break;
     if (counts.line == nullptr) continue;
-    positions(values, position, length, task.inverse_of(group), counts.bins);
-    counts.add(position, length);
+    const int64_t placed = place(values, position, length, task.inverse_of(group), counts.bins);
+    counts.add(position, placed);
+    counts.add_zeros(length - placed);
   }
   return found;
 }
@@ -279,8 +307,13 @@ bool take_in(const Tensor values, const Tensor inverse, Tensor lo, Tensor hi, st
     const std::vector<Extent<C>> found = observe_all(task, static_cast<const decltype(element)*>(values.data_ptr()));
     for (int64_t group = 0; group < task.groups; ++group) all &= task.takes(group, found[group]);
     if (!all) return;
-    for (size_t i = 0; i < added.size(); ++i) total[i] += added[i];
     for (int64_t group = 0; group < task.groups; ++group) {
+      if (total != nullptr) {
+        const Used used = used_by(found[group], task.inverse_of(group), task.bins);
+        const int64_t negative = 2 * task.bins * group, positive = negative + task.bins;
+        for (int64_t i = negative; i < negative + used.negative; ++i) total[i] += added[i];
+        for (int64_t i = positive; i < positive + used.positive; ++i) total[i] += added[i];
+      }
       lowest[group] = std::min(lowest[group], Ordered<C>::number(found[group].lo));
       highest[group] = std::max(highest[group], Ordered<C>::number(found[group].hi));
     }
