@@ -25,7 +25,8 @@ from .limits import missed
 from .record import ROOT
 
 QUICK = Effort(0.2)
-Measure = Callable[[int], list[Result]]
+# Name, direction, specification, elements and dtype of a case.
+Key = tuple[str, str, str, int, str]
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Plan:
         only: texts, of which a case has one in its name, its direction or what it is timed beside; () for all.
         processes: how many, one after the other.
         effort: for each pair in each process.
+        red: the cases that differed from the reference in the first process, and in how many elements.
     """
 
     cases: str = "everything"
     only: tuple[str, ...] = ()
     processes: int = 3
     effort: Effort = QUICK
+    red: tuple[tuple[Key, int], ...] = ()
 
     def entries(self, process: int) -> list[tuple[Timed, tuple[str, ...]]]:
         """The cases of one process, each with what it is timed beside there."""
@@ -51,7 +54,7 @@ class Plan:
         return [(case, against) for case, against in found if against]
 
 
-def run(plan: Plan, measure_process: Measure | None = None) -> list[Result]:
+def run(plan: Plan, measure_process: Callable[[Plan, int], list[Result]] | None = None) -> list[Result]:
     """The results of all processes.
 
     Args:
@@ -61,8 +64,11 @@ def run(plan: Plan, measure_process: Measure | None = None) -> list[Result]:
     Raises:
         CalledProcessError: one of the processes failed.
     """
-    measured = measure_process or (lambda number: _in_a_process(plan, number))
-    return together(measured(number) for number in range(plan.processes))
+    measured = measure_process or _in_a_process
+    first = measured(plan, 0)
+    red = {(r.case, r.direction, r.spec, r.elements, r.dtype): r.differing for r in first if r.differing}
+    plan = replace(plan, red=tuple(red.items()))
+    return together([first, *(measured(plan, number) for number in range(1, plan.processes))])
 
 
 def together(runs: Iterable[Iterable[Result]]) -> list[Result]:
@@ -85,10 +91,11 @@ def measured_here(plan: Plan, number: int) -> list[Result]:
     Results are compared with the reference in the first process only: bits do not depend on the process.
     """
     torch.manual_seed(0)
-    results = []
+    results, red = [], dict(plan.red)
     for case, against in plan.entries(number):
-        compare = (lambda case: case.differing()) if number == 0 else (lambda case: 0)
-        for result in measure(case, against, plan.effort, compare):
+        key = case.name, case.direction, case.text, case.elements, case.dtype_name
+        differing = case.differing() if number == 0 else red.get(key, 0)
+        for result in measure(case, against, plan.effort, lambda _, differing=differing: differing):
             results.append(result)
             print(f"{number + 1}/{plan.processes} {as_text(result)}", flush=True)
     return results
@@ -122,7 +129,8 @@ def main() -> None:
     given, found = (Path(argument) for argument in sys.argv[1:])
     values = json.loads(given.read_text())
     number, effort = values.pop("number"), Effort(**values.pop("effort"))
-    plan = Plan(**values | {"only": tuple(values["only"]), "effort": effort})
+    red = tuple((tuple(key), differing) for key, differing in values.pop("red"))
+    plan = Plan(**values | {"only": tuple(values["only"]), "effort": effort, "red": red})
     results = measured_here(plan, number)
     write_whole(found, json.dumps([asdict(result) for result in results]).encode())
 

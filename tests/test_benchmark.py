@@ -234,7 +234,15 @@ def test_the_command_fails_where_a_bit_differs_and_gives_no_time(monkeypatch):
 
 
 def test_what_cannot_be_timed_or_written_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="a size of 100 elements; give a power of two of at least 64"):
-        suite.run([100])
+    for size in (100, 32, 1 << 50):
+        with pytest.raises(ConfigError, match=f"a size of {size} elements; give a power of two from 64 to 2147483648"):
+            suite.run([size])
     with pytest.raises(OutputError, match=r"cannot write .*bench\.json: No such file or directory; choose another"):
         suite.Report({}, ()).write(tmp_path / "absent" / "bench.json")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "run", None)
+    (tmp_path / "file").touch()
+    result = invoke(("--json", str(tmp_path / "file" / "bench.json")))
+    assert isinstance(result.exception, OutputError)

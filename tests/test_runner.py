@@ -182,13 +182,12 @@ def test_a_case_that_differs_in_one_process_has_no_time(number):
 def test_a_red_case_prints_no_time_and_other_processes_give_it_none(monkeypatch, capsys):
     monkeypatch.setattr(Case, "differing", lambda case: 3 * (case.name == "NVFP4"))
     plan = Plan("everything", ("forward, float32, 64, x",), 2, QUICK)
-    found = {
-        result.case: result for result in processes.run(plan, lambda number: processes.measured_here(plan, number))
-    }
+    found = {result.case: result for result in processes.run(plan, processes.measured_here)}
     assert (found["NVFP4"].differing, found["NVFP4"].pairs) == (3, ())
     assert len(found["MXFP4"].pairs) == 2
     printed = [line for line in capsys.readouterr().out.splitlines() if "NVFP4" in line]
-    assert printed[0].endswith("over x.clone(): differs from the reference in 3 elements")
+    assert len(printed) == 2
+    assert all(line.endswith("over x.clone(): differs from the reference in 3 elements") for line in printed)
     assert command.verdict(list(found.values()), 1.0) == 1
 
 
@@ -197,6 +196,13 @@ def test_a_process_of_its_own_gives_results(tmp_path):
     assert [(result.case, result.elements, result.against) for result in found] == [("NVFP4", 64, COPY)]
     assert found[0].ratio is not None
     assert from_dict(json.loads(json.dumps(found[0].__dict__))) == found[0]
+
+
+def test_what_the_first_process_found_red_has_no_time_in_one_of_its_own():
+    key = "NVFP4", "forward", cases.kinds.NVFP4.case(64).text, 64, "float32"
+    plan = Plan("everything", ("NVFP4, forward, float32, 64, x",), 2, QUICK, ((key, 5),))
+    (found,) = processes._in_a_process(plan, 1)
+    assert (found.differing, found.ratio) == (5, None)
 
 
 def test_a_missed_limit_is_printed():

@@ -117,8 +117,11 @@ def bench(
 ) -> None:
     """Time int8, FP8 and NVFP4 on this machine beside a copy and ATen; status 1 if a bit differs from the reference."""
     from fakequant.benchmark import suite
+    from fakequant.files import writable_folder
     from fakequant.report.terminal import print_table
 
+    if json_file is not None:
+        writable_folder(json_file.parent)
     console = Console()
     with console.status("timing"):
         report = suite.run(elements or suite.SIZES, seconds=seconds)
