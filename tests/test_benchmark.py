@@ -245,4 +245,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, monk
     monkeypatch.setattr(suite, "run", None)
     (tmp_path / "file").touch()
     result = invoke(("--json", str(tmp_path / "file" / "bench.json")))
-    assert isinstance(result.exception, OutputError)
+    assert result.exit_code == 1
+    assert "cannot write to" in result.output

@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.model.config import Config, Rule
 from fakequant.nn import cached_weights
 from fakequant.nn.integer import encode
-from fakequant.ops import convolutions
+from fakequant.ops import convolutions, library
 
 SPECS = ["int8 per_channel(0)", "int4 per_tensor", "int8 per_tensor identity", "int8 per_tensor input_range"]
 
@@ -24,7 +24,7 @@ class Coded(Layer):
 
     def forward(self):
         coded = encode(self.quantizer, self.weight)
-        values = coded.values(self.weight.dtype)
+        values = library.dequantize(coded.codes, coded.params, coded.spec, self.weight.dtype)
         return coded.stand_in + values if torch.is_grad_enabled() else values
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from bits import assert_same_bits
 from test_integer import assert_integer, hostile, prepared
 from torch import nn
@@ -72,7 +73,19 @@ def test_saved_bytes_per_element():
     x = torch.randn(512, 1024)
     with hooks:
         y = model(x)
-    # Codes are attributes of the nodes, which the hooks do not see.
-    codes = y.grad_fn.factors[0].codes
-    assert codes.dtype == torch.int8
-    assert sum(kept) + codes.numel() < 1.25 * x.numel()
+    assert y.grad_fn.saved_tensors[0].dtype == torch.int8
+    assert x.numel() < sum(kept) < 1.25 * x.numel()
+
+
+def test_what_is_saved_is_freed_by_the_backward_pass():
+    model, _ = prepared(nn.Linear(16, 8))
+    x = torch.randn(4, 16).requires_grad_()
+    y = model(x)
+    node = y.grad_fn
+    assert node.saved_tensors[0].dtype == torch.int8
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert_same_bits(torch.autograd.grad(y.sum(), x)[0], first[0])
+    with pytest.raises(RuntimeError, match="already been freed"):
+        _ = node.saved_tensors
+    checkpointed = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    assert_same_bits(torch.autograd.grad(checkpointed.sum(), x)[0], first[0])

@@ -59,10 +59,6 @@ class CodedTensor(NamedTuple):
         """The tensor as a factor of a product, whose scale is float32 whatever the quantizer's is."""
         return Factor(self.codes, self.params.scale.to(torch.float32), self.params.zero_point)
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """What a simulated layer multiplies."""
-        return library.dequantize(self.codes, self.params, self.spec, dtype)
-
 
 def encode(quantizer: Quantizer, x: Tensor, *, relu: bool = False) -> CodedTensor | None:
     """The codes of a tensor or, by fixed parameters, of its ReLU; None if it holds NaN, which has none."""
@@ -201,9 +197,8 @@ class _Product(torch.autograd.Function):
         product: IntegerProduct,
         ready: Ready,
     ) -> Tensor:
-        # Without stand-ins, which know the graph before them: that would be a circle.
-        ctx.factors = x._replace(stand_in=x.codes), other._replace(stand_in=other.codes)
-        ctx.product, ctx.places = product, ready.places
+        ctx.save_for_backward(x.codes, *x.params[:2], other.codes, *other.params[:2])
+        ctx.specs, ctx.product, ctx.places = (x.spec, other.spec), product, ready.places
         y = product.multiply(ready, x, other, bias)
         # Of a view, autograd would refuse to let anything change it in place, such as a ReLU.
         if not y._is_view():
@@ -218,8 +213,11 @@ class _Product(torch.autograd.Function):
                 "gradients of gradients (create_graph=True) go through simulated layers only; "
                 'call fakequant.set_execution(model, "simulate")'
             )
-        dy = grad_outputs[0]
-        x, other = (factor.values(dy.dtype) for factor in ctx.factors)
+        dy, saved = grad_outputs[0], ctx.saved_tensors
+        x, other = (
+            library.dequantize(codes, QParams(scale, zero_point), spec, dy.dtype)
+            for (codes, scale, zero_point), spec in zip((saved[:3], saved[3:]), ctx.specs, strict=True)
+        )
         wants = list(ctx.needs_input_grad[:3])
         return (*ctx.product.gradients(dy, x, other, wants, ctx.places), None, None, None, None)
 
