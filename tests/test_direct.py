@@ -10,12 +10,13 @@ from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 from torch import nn
 
 import fakequant as fq
+from fakequant.errors import CallError
 from fakequant.nn import Quantizer
 from fakequant.numerics import reference
 from fakequant.ops import direct, dispatch
 from fakequant.ops.backend import Direct
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.direct import encode_directly, fake_quantize_directly
+from fakequant.ops.direct import encode_directly, fake_quantize_directly, fake_quantize_over
 
 needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
 INT8 = fq.QuantSpec("int8")
@@ -228,7 +229,93 @@ def test_without_kernels_nothing_is_served(monkeypatch):
 
 def test_wrong_bits_would_be_seen(monkeypatch):
     case, granularity = FORMATS["int8"], GRANULARITIES["tensor"]
-    right = Direct(*5 * (None,))._replace(values=lambda x, scale, zero_point, form: x + 1)
+    right = Direct(*6 * (None,))._replace(values=lambda x, scale, zero_point, form: x + 1)
     monkeypatch.setattr(direct, "_find", lambda *args: right)
     with pytest.raises(AssertionError, match="elements differ"):
         compare(case, granularity, fq.Arithmetic.DIVIDE, torch.float32, "contiguous")
+
+
+# Over the input
+
+
+def compare_over(case, granularity, arithmetic, dtype, layout):
+    """How many ways of one input were served in place."""
+    spec = case.spec(granularity.granularity, arithmetic)
+    numbers = cases.hostile(case, granularity, arithmetic, dtype)
+    x, (scale, zero_point, *_) = LAYOUTS[layout](numbers.x), numbers.params
+    expected, served = reference.fake_quantize(x, fq.QParams(scale, zero_point), spec), 0
+    for _ in cases.each_way():
+        over = x.clone(memory_format=torch.preserve_format)
+        if fake_quantize_over(over, spec, scale, zero_point):
+            served += 1
+            assert_same_bits(over, expected, f"{spec} {dtype} {layout}")
+    return served
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_over_the_input_are_those_of_the_reference(name, dtype):
+    case, served, turn = FORMATS[name], 0, list(FORMATS).index(name)
+    layouts = ("contiguous", "channels_last", "transposed")
+    for granularity in GRANULARITIES.values():
+        turn += 1
+        arithmetics = case.arithmetics()
+        served += compare_over(case, granularity, arithmetics[turn % len(arithmetics)], dtype, layouts[turn % 3])
+    cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
+    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=False)
+    assert (served > 0) == (unsupported is None), unsupported
+
+
+@pytest.mark.parametrize("length", [1, 1023, 40_000])
+@pytest.mark.parametrize(
+    "given", [{"scale": 0.25}, {"scale": torch.tensor(0.25)}, {"amax": 3.0}, {}, {"scale": 0.25, "zero_point": 3}]
+)
+def test_every_way_to_give_parameters(given, length):
+    spec = AFFINE if "zero_point" in given else INT8
+    x = 9 * torch.randn(3, length)
+    expected = fq.fake_quantize(x, spec, **given)
+    assert fq.fake_quantize_(x, spec, **given) is x
+    assert_same_bits(x, expected)
+    part = x.t()[::2]
+    wanted = fq.fake_quantize(part, "int4", scale=1.0)
+    assert_same_bits(fq.fake_quantize_(part, "int4", scale=1.0), wanted)
+
+
+def test_a_gradient_that_would_be_wrong_is_refused():
+    x, weight = torch.randn(4), torch.randn(4, requires_grad=True)
+    for given in ({"x": weight}, {"x": x, "scale": torch.tensor(0.1, requires_grad=True)}):
+        with pytest.raises(CallError, match=r"has no gradient, and .* requires grad; call fake_quantize, or"):
+            fq.fake_quantize_(**{"scale": 0.1, "spec": INT8} | given)
+    with torch.no_grad():
+        assert fq.fake_quantize_(weight, INT8, scale=0.1) is weight
+    for scale in (0.1, torch.tensor(0.1)):
+        y = x * weight
+        fq.fake_quantize_(x, INT8, scale=scale)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_nothing_is_written_where_something_is_wrong():
+    x = torch.randn(4)
+    before = x.clone()
+    for scale in (torch.tensor(0.0), torch.tensor(float("nan")), -1.0):
+        with pytest.raises(fq.FakeQuantError):
+            fq.fake_quantize_(x, INT8, scale=scale)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        fq.fake_quantize_(torch.ones(1).expand(4), INT8, scale=1.0)
+    assert_same_bits(x, before)
+
+
+def test_over_tensors_that_others_watch():
+    x = torch.randn(3, 4)
+    expected = fq.fake_quantize(x, INT8, scale=0.5)
+    with torch.inference_mode():
+        assert_same_bits(fq.fake_quantize_(x + 0.0, INT8, scale=torch.tensor(0.5)), expected)
+    for over in (
+        torch.vmap(lambda row: fq.fake_quantize_(row, INT8, scale=0.5)),
+        torch.compile(lambda x: fq.fake_quantize_(x, INT8, scale=0.5), fullgraph=True),
+    ):
+        copied = x.clone()
+        over(copied)
+        assert_same_bits(copied, expected)

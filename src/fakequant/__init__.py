@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fakequant.errors import FakeQuantError
-from fakequant.functional import choose_qparams, dequantize, fake_quantize, quantize
+from fakequant.functional import choose_qparams, dequantize, fake_quantize, fake_quantize_, quantize
 from fakequant.numerics.floats import Specials
 from fakequant.numerics.formats import FloatFormat, Format, IntegerFormat, formats, parse_format, register_format
 from fakequant.numerics.granularity import (
@@ -71,6 +71,7 @@ __all__ = [
     "disabled",
     "export_onnx",
     "fake_quantize",
+    "fake_quantize_",
     "fold",
     "formats",
     "layer_sqnr",

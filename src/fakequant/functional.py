@@ -1,17 +1,17 @@
-"""The functions that most people call: fake_quantize, quantize, dequantize, choose_qparams."""
+"""The functions that most people call: fake_quantize, fake_quantize_, quantize, dequantize, choose_qparams."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .errors import DTypeError, QParamsError, ShapeError, SpecError
+from .errors import CallError, DTypeError, QParamsError, ShapeError, SpecError
 from .numerics.philox import draw_seed
 from .numerics.qparams import QParams, Range, compute_dtype, is_at_hand
 from .numerics.qparams import choose_qparams as _choose_qparams
 from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
-from .ops.direct import fake_quantize_directly
+from .ops.direct import fake_quantize_directly, fake_quantize_over
 
 Number = float | int | Tensor
 
@@ -79,6 +79,45 @@ def fake_quantize(
         return library.fake_quantize_dynamic(x, spec, _resolve_seed(seed, spec))
     params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
     return library.fake_quantize(x, params, spec, watched=watched)
+
+
+def fake_quantize_(
+    x: Tensor,
+    spec: QuantSpec | str,
+    *,
+    scale: Number | None = None,
+    zero_point: Number | None = None,
+    amax: Number | None = None,
+    seed: int | Tensor | None = None,
+) -> Tensor:
+    """`fake_quantize` written over x, without a gradient: half the time of a copy for large x that nobody else reads.
+
+    Arguments, errors and bits are those of `fake_quantize`.
+
+    Returns:
+        x itself.
+
+    Raises:
+        CallError: a gradient of x or of a parameter would be wanted.
+
+    >>> x = torch.tensor([0.104, -0.52, 5.0])
+    >>> fake_quantize_(x, "int8", scale=0.01) is x
+    True
+    >>> x
+    tensor([ 0.1000, -0.5200,  1.2700])
+    """
+    spec = as_spec(spec)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (x, scale, zero_point, amax)):
+        raise CallError(
+            "fake_quantize_ has no gradient, and x or a parameter requires grad; call fake_quantize, or this one under "
+            "torch.no_grad()"
+        )
+    if scale is None and zero_point is None and amax is None:
+        return x.copy_(fake_quantize(x, spec, seed=seed))
+    params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
+    if fake_quantize_over(x, spec, params.scale, params.zero_point):
+        return x
+    return x.copy_(library.fake_quantize(x, params, spec, watched=watched))
 
 
 def quantize(

@@ -34,7 +34,8 @@ class Direct(NamedTuple):
 
     Attributes:
         values: from (x, scale, zero_point, form) to the quantized values; None if a parameter is not valid.
-        values_and_mask: the same, with the packed mask of `Gradient.CODE_RANGE`.
+        values_over: from the same to whether x now holds its quantized values: not if a parameter is not valid.
+        values_and_mask: from the same to the quantized values, with the packed mask of `Gradient.CODE_RANGE`.
         grad_input: from (dy, mask) to the gradient, for dy that lies in memory as x does.
         codes: from (x, scale, zero_point, form, codes) to whether the last now holds the codes: not if a parameter is
             not valid or x has NaN. None for formats without codes that are integers.
@@ -42,6 +43,7 @@ class Direct(NamedTuple):
     """
 
     values: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor | None]
+    values_over: Callable[[Tensor, Tensor, Tensor | None, Tensor], bool]
     values_and_mask: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor | None, Tensor | None]]
     grad_input: Callable[[Tensor, Tensor], Tensor]
     codes: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], bool] | None

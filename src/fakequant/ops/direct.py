@@ -46,6 +46,16 @@ def fake_quantize_directly(
     return direct.values(x, scale, zero_point, direct.form)
 
 
+def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> bool:
+    """Write the values of x over x, without a gradient; False as in `fake_quantize_directly`, and x is as it was."""
+    direct = _direct_of(x, spec, scale, zero_point, relu=False)
+    if direct is None or x.is_inference() or not direct.values_over(x, scale, zero_point, direct.form):
+        return False
+    # Autograd refuses a gradient for which the former values were saved.
+    torch.autograd.graph.increment_version(x)
+    return True
+
+
 def encode_directly(
     x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, *, relu: bool = False
 ) -> Tensor | None:

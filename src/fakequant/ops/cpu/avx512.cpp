@@ -87,8 +87,8 @@ struct Loop {
   const bool streamed;
   BitWriter bits;
 
-  FAKEQUANT_LANES Loop(const Call<float>& call, int64_t bytes, uint8_t* to)
-      : rounding(call.grid), mask(call.mask), streamed(streams(bytes)), bits{to} {}
+  FAKEQUANT_LANES Loop(const Call<float>& call, bool streamed, uint8_t* to)
+      : rounding(call.grid), mask(call.mask), streamed(streamed), bits{to} {}
 
   // x, or its ReLU: a maximum is its second operand where one is NaN, and where both are zeros.
   FAKEQUANT_LANES __m512 rectified(__m512 x) const { return kRectified ? _mm512_max_ps(_mm512_setzero_ps(), x) : x; }
@@ -180,7 +180,9 @@ struct Loop {
 // The elements [first, first + n) of the tiles; x, y and mask point to the first.
 template <typename T, Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
 FAKEQUANT_AVX512 void quantize_by(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  Loop<A, kRectified, kMasked, Rounding> loop(call, call.tiles.elements() * sizeof(T), mask);
+  // What is written over itself is in the caches already.
+  const bool streamed = x != y && streams(call.tiles.elements() * static_cast<int64_t>(sizeof(T)));
+  Loop<A, kRectified, kMasked, Rounding> loop(call, streamed, mask);
   for (int64_t i = 0, piece; i < n; i += piece) {
     const Cursor at(call.tiles, first + i);
     const Params<float> p = after(call.params, at.group);

@@ -88,7 +88,8 @@ class CpuBackend(Backend):
             return None
         ops = torch.ops.fakequant_cpu
         codes = ops.checked_codes.default if spec.format.has_zero_point else None
-        return Direct(ops.checked.default, ops.checked_with_mask.default, ops.mask_gradient.default, codes, plan.form)
+        values = ops.checked.default, ops.checked_over.default, ops.checked_with_mask.default
+        return Direct(*values, ops.mask_gradient.default, codes, plan.form)
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None

@@ -270,6 +270,17 @@ std::tuple<std::optional<Tensor>, std::optional<Tensor>> checked_with_mask(const
   return quantize_checked(x, scale, zero_point, form, Mask::kCodeRange);
 }
 
+// The values over x itself; whether the parameters are valid.
+bool checked_over(Tensor x, const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form) {
+  bool valid = false;
+  with_checked(x, scale, zero_point, form, Mask::kNone, [&](const auto& call, const auto* in) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(in)>>;
+    quantize_all(call, in, static_cast<T*>(x.data_ptr()), nullptr);
+    valid = true;
+  });
+  return valid;
+}
+
 // The codes alone, into `codes`; whether the parameters are valid and x has codes: no NaN.
 bool checked_codes(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form,
                    Tensor codes) {
@@ -351,6 +362,7 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("fake_quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS "int mask_kind, Tensor? random=None) -> (Tensor, Tensor?)");
   m.def("checked(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> Tensor?");
   m.def("checked_with_mask(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> (Tensor?, Tensor?)");
+  m.def("checked_over(Tensor(a!) x, Tensor scale, Tensor? zero_point, Tensor form) -> bool");
   m.def("checked_codes(Tensor x, Tensor scale, Tensor? zero_point, Tensor form, Tensor(a!) codes) -> bool");
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
@@ -364,6 +376,7 @@ STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
   m.impl("fake_quantize", TORCH_BOX(&fakequant::fake_quantize));
   m.impl("checked", TORCH_BOX(&fakequant::checked));
   m.impl("checked_with_mask", TORCH_BOX(&fakequant::checked_with_mask));
+  m.impl("checked_over", TORCH_BOX(&fakequant::checked_over));
   m.impl("checked_codes", TORCH_BOX(&fakequant::checked_codes));
   m.impl("quantize", TORCH_BOX(&fakequant::quantize));
   m.impl("dequantize", TORCH_BOX(&fakequant::dequantize));
