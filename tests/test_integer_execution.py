@@ -89,3 +89,34 @@ def test_what_torch_refuses_is_refused():
     for net in (model, simulated):
         with pytest.raises(RuntimeError, match="dtype"):
             net(torch.ones(2, 8, dtype=torch.bfloat16))
+
+
+def scaled_twins(x_scale, w_scale):
+    """A layer that multiplies codes and its simulated twin, with these scales, and an input of all of its codes."""
+    layer = nn.Linear(64, 32, bias=False)
+    generator = torch.Generator().manual_seed(0)
+    codes, w_codes = (torch.randint(-127, 128, shape, generator=generator) for shape in ((16, 64), (32, 64)))
+    layer.weight.data = w_codes * torch.tensor(w_scale)
+    model, simulated = prepared(layer, weight="int8", scale=x_scale)
+    for net in (model, simulated):
+        net[0]._weight_quantizer.set_qparams(fq.QParams(torch.tensor([w_scale]), None))
+    return model, simulated, codes * torch.tensor(x_scale)
+
+
+@pytest.mark.parametrize(("x_scale", "w_scale", "defined"), [(1e25, 1e15, False), (1e25, 3.4e13, True)])
+def test_scales_whose_product_overflows_make_nan_of_zero(x_scale, w_scale, defined):
+    model, simulated, x = scaled_twins(x_scale, w_scale)
+    with torch.no_grad():
+        assert_same_bits(simulated(0 * x), torch.zeros(16, 32))
+        assert_same_bits(model(0 * x), torch.full((16, 32), 0.0 if defined else torch.nan))
+
+
+@pytest.mark.parametrize("exponent", range(-124, -150, -3))
+def test_scales_whose_product_is_subnormal_lose_what_the_page_says(exponent):
+    x_scale, w_scale = 1.37 * 2.0**-60, 1.29 * 2.0 ** (exponent + 60)
+    model, simulated, x = scaled_twins(x_scale, w_scale)
+    quantized = simulated[0]._input_quantizer(x).double(), simulated[0]._weight_quantizer(simulated[0].weight).double()
+    wanted = nn.functional.linear(*quantized)
+    lost = ((model(x) - wanted).abs().max() / wanted.abs().max()).item()
+    assert lost <= 2.0**-150 / (x_scale * w_scale) + 2.0**-22
+    assert lost > 2.0**-16 or exponent > -136

@@ -4,7 +4,8 @@
     y    = float32(sums) * (x_scale * w_scale) + bias                   each operation rounded to float32
 
 A simulated layer multiplies and adds float32 numbers instead, in an order that depends on the machine. Both are within
-the rounding of a float32 product of each other; this one is the same everywhere, and that of integer engines.
+the rounding of a float32 product of each other while x_scale * w_scale is a normal number of float32; this one is the
+same everywhere, and that of integer engines.
 """
 
 from __future__ import annotations
