@@ -44,7 +44,7 @@ class Case(NamedTuple):
         whole_biases: whether biases are multiples of the scale of their sum, to which the fused operators round them.
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Sequential]
     shape: tuple[int, ...]
     products: dict[str, int]
     moved: float = 1e-4
@@ -64,11 +64,11 @@ def cnn() -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Flatten(), nn.Linear(64 * 64, 10))
 
 
-def linear(bias: bool = True) -> Callable[[], nn.Module]:
+def linear(bias: bool = True) -> Callable[[], nn.Sequential]:
     return lambda: nn.Sequential(nn.Linear(384, 1536, bias=bias))
 
 
-def convolution(bias: bool = True) -> Callable[[], nn.Module]:
+def convolution(bias: bool = True) -> Callable[[], nn.Sequential]:
     return lambda: nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=bias))
 
 
@@ -135,7 +135,8 @@ class Difference(NamedTuple):
 def computed(case: Case, folder: Path) -> Results:
     """The outputs of a case, for other inputs than it was calibrated on; files are left in the folder."""
     torch.manual_seed(0)
-    model, behind = fq.prepare(case.make(), case.preset).eval(), Quantizer("int8")
+    model, behind = case.make(), Quantizer("int8")
+    fq.prepare(model, case.preset).eval()
     if case.coded:
         model.append(behind)
     seen, x = torch.randn(case.shape), torch.randn(case.shape)
@@ -157,8 +158,9 @@ def round_biases(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
             quantizers = fq.nn.quantizers(layer)
-            scale = quantizers["_weight_quantizer"].qparams(layer.weight).scale
-            unit = (quantizers["_input_quantizer"].scale * scale).reshape(-1)
+            x_scale = quantizers["_input_quantizer"].qparams(layer.weight).scale
+            unit = (x_scale * quantizers["_weight_quantizer"].qparams(layer.weight).scale).reshape(-1)
+            assert layer.bias is not None
             layer.bias.data = (layer.bias.data / unit).round() * unit
 
 
@@ -275,7 +277,7 @@ def test_a_layer_is_matmul_integer_and_its_scales(preset: str) -> None:
     x = torch.randn(512, 384)
     fq.calibrate(model, [x])
     fq.set_execution(model, "integer")
-    layer = model[0]
+    layer: Any = model[0]
     quantizer, of_weight = layer._input_quantizer, layer._weight_quantizer
     weight, params = fq.quantize(layer.weight, of_weight.spec, scale=of_weight.qparams(layer.weight).scale)
     zero = torch.tensor(0, dtype=quantizer.spec.format.storage)
