@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fakequant as fq
+from fakequant.numerics.histogram import Bins
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.tables import TableFormat
 from fakequant.ops.triton.backend import TritonBackend
@@ -190,6 +191,19 @@ def test_gradients_of_parameters(compiled, kind):
         TritonBackend("cpu").grad_params(x, x, params, spec, (True, not spec.symmetric))
     # Two passes, and the total of each parameter.
     checked(compiled, sum(3 if spec.symmetric else 4 for spec, _ in chosen))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_histograms(compiled, dtype):
+    backend = TritonBackend("cpu")
+    for shape in ((1, 1 << 20), (64, 9)):
+        values = torch.ones(shape, dtype=dtype)
+        backend.observe(values, None)
+        backend.observe(values, Bins(torch.ones(shape[0], dtype=torch.float64), 4096))
+    for assembly in checked(compiled, 8):
+        # What adds to memory: maxima and integers, whose order changes nothing.
+        added = re.findall(r"\b(?:atom|red)\.\S+", assembly["ptx"])
+        assert all(re.search(r"\.(add\.[us]64|max\.[us](32|64))$", one) for one in added), added
 
 
 def test_reads_and_writes_16_bytes_at_a_time(compiled):

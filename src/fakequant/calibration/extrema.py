@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.numerics.granularity import Granularity, block_axes, blocked
+from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range, compute_dtype
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops.histogram import Bins, observe, take_in
+from fakequant.ops.histogram import observe, take_in
 
 from .calibrator import NOTHING_OBSERVED, Calibrator, check_keys, register_calibrator
 

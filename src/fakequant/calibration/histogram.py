@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import CalibrationError, ConfigError
+from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops.histogram import Bins, observe
+from fakequant.ops.histogram import observe
 
 from .calibrator import Calibrator, check_keys
 from .extrema import Batch, ExtremaCalibrator, read_range

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
 from fakequant.numerics.qparams import QParams, Range, choose_qparams, measure
 from fakequant.numerics.spec import QuantSpec
 
@@ -66,6 +67,10 @@ class Backend(ABC):
     def unavailable(self) -> str | None:
         """Why the backend cannot serve any call here, or None."""
 
+    def unfit(self, x: Tensor) -> str | None:
+        """Why the backend can serve no call for this tensor, or None; its type and device may matter."""
+        return None
+
     @abstractmethod
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         """Why the backend cannot serve this call, or None; of x, its type, dtype and device may matter.
@@ -110,6 +115,10 @@ class Backend(ABC):
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
         """The range of the finite values of every group, see `numerics.qparams.measure`."""
         return measure(x, granularity)
+
+    def observe(self, values: Tensor, bins: Bins | None) -> Observed:
+        """The range of contiguous values [groups, elements] and, if asked for, their counts; elements >= 1."""
+        return observe_by_definition(values, bins)
 
     @abstractmethod
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:

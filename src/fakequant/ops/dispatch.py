@@ -96,6 +96,17 @@ def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:
     return backend
 
 
+def choose_for(x: Tensor) -> Backend:
+    """The first backend that can serve calls without a specification for a tensor."""
+    key = _backends, type(x), x.dtype, x.device
+    backend = _chosen.get(key)
+    if backend is None:
+        backend = next(b for b in _backends if b.unavailable() is None and b.unfit(x) is None)
+        log.debug("%s observes %s on %s", backend.name, x.dtype, x.device)
+        _chosen[key] = backend
+    return backend
+
+
 def _first(x: Tensor, spec: QuantSpec, codes: bool) -> Backend:
     kind = f"{x.dtype} on {x.device}"
     for backend in _backends:

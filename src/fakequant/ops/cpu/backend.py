@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
@@ -50,11 +51,14 @@ class CpuBackend(Backend):
     def unavailable(self) -> str | None:
         return load_kernels()
 
-    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
+    def unfit(self, x: Tensor) -> str | None:
         if x.device.type != "cpu":
             return f"the tensor is on {x.device}"
-        if type(x) not in PLAIN:
-            return f"{type(x).__name__} is no plain tensor"
+        return None if type(x) in PLAIN else f"{type(x).__name__} is no plain tensor"
+
+    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
+        if reason := self.unfit(x):
+            return reason
         if codes and not spec.format.has_zero_point:
             return f"the kernels read and write integer codes only, not those of {spec.format}"
         if reason := cannot_round(spec.format, x.dtype):
@@ -112,6 +116,15 @@ class CpuBackend(Backend):
             return Range(layout.unpack_groups(lo.zero_()), layout.unpack_groups(hi.zero_()))
         torch.ops.fakequant_cpu.measure(layout.pack(x), lo, hi, *layout.tiles)
         return Range(layout.unpack_groups(lo), layout.unpack_groups(hi))
+
+    def observe(self, values: Tensor, bins: Bins | None) -> Observed:
+        groups = values.shape[0]
+        ends = torch.empty(2, groups, dtype=compute_dtype(values.dtype))
+        counts = None if bins is None else torch.zeros(groups, 2, bins.number, dtype=torch.int64)
+        inverse = nowhere(groups) if bins is None else bins.inverse.to(values.device)
+        torch.ops.fakequant_cpu.observe(values, inverse, ends, counts)
+        # 0.0 is added because which of the two zeros comes first depends on the order of the values.
+        return Observed(Range(*(ends + 0.0).unbind()), counts)
 
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         layout = layout_of(spec.granularity, dy.shape, x_stride)
@@ -173,6 +186,12 @@ class CpuBackend(Backend):
         y = torch.empty_like(packed, dtype=dtype)
         torch.ops.fakequant_cpu.dequantize(packed, *plan.params(params, spec), plan.form, y)
         return plan.layout.unpack(y)
+
+
+@lru_cache(maxsize=64)
+def nowhere(groups: int) -> Tensor:
+    """`Bins.inverse` for kernels that are to count nothing."""
+    return torch.zeros(groups, dtype=torch.float64)
 
 
 @lru_cache(maxsize=16)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.philox import random_words
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range, seed_of
@@ -79,13 +80,18 @@ class TritonBackend(Backend):
             return "the kernels are proven for GPUs of NVIDIA, and this torch is built for AMD's"
         return None if torch.cuda.is_available() else "there is no GPU that torch can use"
 
-    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
+    def unfit(self, x: Tensor) -> str | None:
         if x.device.type != self.device_type:
             return f"the tensor is on {x.device}"
         if type(x) not in PLAIN:
             return f"{type(x).__name__} is no plain tensor"
         if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) < _FIRST_CAPABILITY:
             return f"the kernels need a GPU of compute capability 8.0, {x.device} has {capability[0]}.{capability[1]}"
+        return None
+
+    def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
+        if reason := self.unfit(x):
+            return reason
         for what, reason, applies in EXCLUSIONS:
             if applies(x, spec, codes):
                 return f"{what}: {reason}"
@@ -129,6 +135,22 @@ class TritonBackend(Backend):
         low, high, _ = _magnitudes(layout.pack(x), place, signed=True)
         assert low is not None
         return Range(layout.unpack_groups(0.0 - low), layout.unpack_groups(high))
+
+    def observe(self, values: Tensor, bins: Bins | None) -> Observed:
+        from . import launch
+
+        groups, dtype = values.shape[0], compute_dtype(values.dtype)
+        integer = torch.int64 if dtype == torch.float64 else torch.int32
+        # Below the key of every number, see kernels/histogram.py.
+        keys = torch.full((2, groups), torch.iinfo(integer).min, dtype=integer, device=values.device)
+        counts = inverse = None
+        if bins is not None:
+            counts = torch.zeros(groups, 2, bins.number, dtype=torch.int64, device=values.device)
+            inverse = bins.inverse_for(values)
+        launch.observe(values, (*keys, counts), inverse, self._block_of(values.dtype))
+        ends = torch.empty(2, groups, dtype=dtype, device=values.device)
+        launch.ends_of_keys(keys, ends)
+        return Observed(Range(*ends.unbind()), counts)
 
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         from . import launch

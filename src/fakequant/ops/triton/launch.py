@@ -14,12 +14,15 @@ from .kernels.codes import dequantize_kernel
 from .kernels.dynamic import quantize_runs_kernel
 from .kernels.forward import quantize_kernel
 from .kernels.gradients import digits_kernel, largest_kernel, total_kernel
+from .kernels.histogram import ends_kernel, observe_kernel
 from .kernels.ranges import measure_kernel
 
 Given = tuple[Tensor | int | None, ...]
 _WARPS = 4
 # Elements of rows that take twice the warps.
 _WIDE_ROW = 4096
+# Blocks of values that a program observes.
+_STEPS = 8
 # Of a program that finds the totals of groups.
 _GROUPS = 256
 _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -69,6 +72,24 @@ def measure(x: Tensor, patterns: Given, place: Place) -> None:
     if place.elements:
         sweep = Sweep.of(place)
         _start(measure_kernel, sweep.programs, x, *patterns, *_shape(place), SWEEP=sweep, TILING=place.tiling)
+
+
+def observe(values: Tensor, found: Given, inverse: Tensor | None, block: int) -> None:
+    """`observe_kernel` over values [groups, elements]; found are keys of the lowest and the highest, and counts."""
+    (groups, elements), counts = values.shape, found[-1]
+    width = min(next_power_of_two(elements), block)
+    rows, steps = block // width, min(_STEPS, ceiling(elements, width))
+    bins = counts.shape[-1] if isinstance(counts, Tensor) else 0
+    fixed = {"BINS": bins, "WIDE": is_wide(values.numel() + block), "ROWS": rows, "WIDTH": width, "STEPS": steps}
+    programs = ceiling(groups, rows) * ceiling(elements, width * steps)
+    _start(observe_kernel, programs, values, *found, inverse, groups, elements, **fixed)
+
+
+def ends_of_keys(keys: Tensor, ends: Tensor) -> None:
+    """`ends_kernel` over keys and ends [2, groups]."""
+    groups = ends.shape[-1]
+    block = min(_GROUPS, next_power_of_two(groups))
+    _start(ends_kernel, ceiling(groups, block), *keys, *ends, groups, BLOCK=block)
 
 
 def mask_gradient(dy: Tensor, bits: Tensor, dx: Tensor, block: int) -> None:
