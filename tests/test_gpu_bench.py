@@ -14,7 +14,8 @@ import torch
 from benchmarks import kinds, record
 from benchmarks.cases import Entry
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import cases, limits, machine, pages, runner
+from benchmarks.gpu import cases, limits, machine, observation, pages, runner
+from benchmarks.gpu.observation import Observation
 from benchmarks.peers.measure import PeerCase
 from fakequant.benchmark import ATEN, COMPILED, COPY, Case, Effort, Result, measure, timing
 from fakequant.ops import products
@@ -67,7 +68,7 @@ def test_what_is_asked_for_is_in_the_list():
     steps = {
         (e.case.name.split(" ")[0], e.case.compiled, e.case.execution) for e in found if hasattr(e.case, "execution")
     }
-    expected = {(False, "simulate"), (False, "auto"), (True, "simulate")}
+    expected = {(compiled, execution) for compiled in (False, True) for execution in ("simulate", "auto")}
     assert steps == {(name, *how) for name in ("residual", "transformer's") for how in expected}
     assert all(e.case.device == "cuda" for e in found)
     assert len({e.case for e in found}) == len(found)
@@ -75,8 +76,18 @@ def test_what_is_asked_for_is_in_the_list():
 
 def test_every_case_of_tensors_has_the_bits_of_the_reference():
     for entry in cases.entries("cpu", 8192):
-        if isinstance(entry.case, (Case, PeerCase)):
+        if isinstance(entry.case, (Case, PeerCase, Observation)):
             assert entry.case.differing() == 0, entry.case
+
+
+def test_a_batch_is_observed_beside_a_copy_and_wrong_counts_are_counted(monkeypatch):
+    case = next(e.case for e in cases.entries("cpu", 8192) if isinstance(e.case, Observation) and e.case.channels > 1)
+    (result,) = measure(case, (COPY,), Effort(0.0), lambda case: 0)
+    assert result.pairs
+    assert limits.share(case, 2.0) is None
+    right = observation.observe
+    monkeypatch.setattr(observation, "observe", lambda *given: right(*given)._replace(counts=right(*given).counts + 1))
+    assert case.differing() == 256 * 2 * 4096
 
 
 def test_models_are_residual_and_have_attention():

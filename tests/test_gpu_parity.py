@@ -192,7 +192,7 @@ def cases_spread(scale, shape):
 def test_what_can_be_tried_on_the_cpu_is_right_there():
     assert execution.beyond_32_bits("cpu", 30_001, 4096) == "30,001 elements"
     assert execution.compiled_bits("cpu", "aot_eager", 2) == "2 kinds in 2 dtypes"
-    for name in ("integer products", "calibration"):
+    for name in ("integer products", "histograms", "calibration"):
         assert execution.tried(name, "cpu")[0] == "ok"
 
 
@@ -226,6 +226,18 @@ def test_pieces_that_differ_and_wrong_ranges_are_red(monkeypatch):
     numbers = iter(range(1, 99))
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *_: x * next(numbers))
     assert execution.tried("calibration", "cpu")[0] == "RED"
+
+
+def test_products_of_two_tensors_and_counts_that_differ_are_red(monkeypatch):
+    matmul, observe = products.matmul, execution.observe
+    monkeypatch.setattr(products, "matmul", lambda *given: 2.0 * matmul(*given))
+    assert "torch.int8 None by torch.int8 None" in execution.tried("integer products", "cpu")[1]
+    monkeypatch.setattr(
+        execution, "observe", lambda *given: observe(*given)._replace(counts=observe(*given).counts + 1)
+    )
+    outcome, what = execution.tried("histograms", "cpu")
+    assert outcome == "RED"
+    assert "counts" in what
 
 
 def test_errors_and_reasons_of_checks_are_told(monkeypatch):

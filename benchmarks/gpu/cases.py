@@ -19,6 +19,8 @@ from benchmarks.training import FLOAT, Step
 from fakequant.benchmark import ATEN, COMPILED, COPY, Case
 from fakequant.demo.text import Block
 
+from .observation import Observation
+
 LARGEST = 64 * M
 _SMALLER = (4 * K, 64 * K, M, 4 * M)
 _BY_ATEN = (kinds.INT8_TENSOR, kinds.INT8_CHANNEL)
@@ -48,7 +50,7 @@ def entries(device: str, largest: int = LARGEST) -> list[Entry]:
         largest: elements of the large tensors.
     """
     of_tensors = merged([*_large(device, largest), *_small(device, largest), *_peers(device, largest)])
-    return [*of_tensors, *_steps(device, largest)]
+    return [*of_tensors, *_batches(device, largest), *_steps(device, largest)]
 
 
 def _on(device: str, kind: Kind, elements: int, dtype: torch.dtype = torch.float32, *, backward: bool) -> Case:
@@ -83,9 +85,17 @@ def _peers(device: str, largest: int) -> Iterable[Entry]:
             yield Entry(case, (case.against,))
 
 
+def _batches(device: str, largest: int) -> Iterable[Entry]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for channels in (1, 256):
+            yield Entry(Observation(largest, channels, dtype, device), (COPY,))
+
+
 def _steps(device: str, largest: int) -> Iterable[Entry]:
     """Training steps; the batches of smaller runs have one example."""
     for model in _MODELS:
         shape = model.shape if largest == LARGEST else (1, *model.shape[1:])
-        for compiled, execution in ((False, "simulate"), (False, "auto"), (True, "simulate")):
-            yield Entry(replace(model, shape=shape, compiled=compiled, execution=execution, device=device), (FLOAT,))
+        for compiled in (False, True):
+            for execution in ("simulate", "auto"):
+                step = replace(model, shape=shape, compiled=compiled, execution=execution, device=device)
+                yield Entry(step, (FLOAT,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,16 @@ from benchmarks import kinds
 from benchmarks.training import BLOCK, CNN, STEPS_BY_CODES, Step, descent
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.numerics import products as definition
-from fakequant.ops import products
+from fakequant.numerics.histogram import Bins, observe_by_definition
+from fakequant.numerics.products import Factor
+from fakequant.ops import dispatch, products
+from fakequant.ops.histogram import observe
 
 _BATCH = (64, 256)
 _BEYOND_32_BITS = 2**31 + 1
 _PIECE = 1 << 26
+# Rows, inner and columns: small ones are multiplied in float32, and few rows and odd sizes are padded.
+_PRODUCTS = ((64, 128, 64), (512, 384, 1536), (33, 64, 24), (17, 40, 9), (1, 256, 8))
 # Quantizers of which each call is one launch; those of a range of the whole tensor need more passes.
 _ONE_LAUNCH = (
     kinds.INT8_TENSOR,
@@ -239,23 +244,59 @@ def compiled_bits(device: str, backend: str = "inductor", many: int = len(_QUANT
 
 
 def integer_products(device: str) -> str:
-    """Products of codes are exact."""
+    """Products of codes are exact: of either dtype with either, with weights and of two tensors."""
     if reason := products.linear_unavailable(torch.device(device).type):
         raise NotHere(reason)
     random = torch.Generator().manual_seed(7)
-    for rows, inner, columns in ((64, 128, 64), (512, 384, 1536), (33, 64, 24), (17, 40, 9), (1, 256, 8)):
-        for zero_point in (None, torch.tensor(3, dtype=torch.int32)):
-            codes = torch.randint(-128, 128, (rows, inner), generator=random, dtype=torch.int8)
-            weight = torch.randint(-127, 128, (columns, inner), generator=random, dtype=torch.int8)
-            factors = (
-                definition.Factor(codes, torch.rand(rows, 1, generator=random), zero_point),
-                definition.Factor(weight, torch.rand(columns, 1, generator=random)),
-            )
-            bias = torch.randn(columns, generator=random)
-            there = [definition.Factor(*(None if t is None else t.to(device) for t in factor)) for factor in factors]
-            found = products.linear(*there, bias.to(device))
-            assert_same_bits(found.cpu(), definition.linear(*factors, bias), f"{rows} x {inner} x {columns}")
-    return "5 shapes, with and without a zero point"
+
+    def factor(shape: tuple[int, ...], dtype: torch.dtype, scales: tuple[int, ...], zero_point: int | None) -> Factor:
+        info = torch.iinfo(dtype)
+        codes = torch.randint(info.min, info.max + 1, shape, generator=random, dtype=dtype)
+        shift = None if zero_point is None else torch.tensor(zero_point, dtype=torch.int32)
+        return Factor(codes, torch.rand(scales, generator=random), shift)
+
+    def there(given: Factor) -> Factor:
+        return Factor(*(None if t is None else t.to(device) for t in given))
+
+    for rows, inner, columns in _PRODUCTS:
+        label, bias = f"{rows} x {inner} x {columns}", torch.randn(columns, generator=random)
+        weight = factor((columns, inner), torch.int8, (columns, 1), None)
+        for dtype, zero_point in ((torch.int8, None), (torch.int8, 3), (torch.uint8, None), (torch.uint8, 130)):
+            x = factor((rows, inner), dtype, (rows, 1), zero_point)
+            found = products.linear(there(x), there(weight), bias.to(device))
+            assert_same_bits(found.cpu(), definition.linear(x, weight, bias), f"{label}, {dtype} {zero_point}")
+            x = factor((3, rows, inner), dtype, (rows, 1), zero_point)
+            for second, shift in ((torch.int8, None), (torch.uint8, 7)):
+                other = factor((3, inner, columns), second, (1,), shift)
+                found, right = products.matmul(there(x), there(other)).cpu(), definition.matmul(x, other)
+                assert_same_bits(found, right, f"{label}, {dtype} {zero_point} by {second} {shift}")
+    return f"{len(_PRODUCTS)} shapes, linear and matmul, int8 and uint8, with and without a zero point"
+
+
+def histograms(device: str) -> str:
+    """Ranges and counts of magnitudes are those of the definition, and a kernel that finds them waits for nothing."""
+    dtypes, shapes = (
+        (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        ((1, 3_000_001), (40, 7001), (900, 33)),
+    )
+    for dtype in dtypes:
+        for groups, elements in shapes:
+            values = torch.randn(groups, elements, generator=torch.Generator().manual_seed(10)).to(dtype)
+            values.view(-1)[::3] = -0.0
+            values[groups // 2 + 1 :, -1] = torch.nan
+            inverse = 2.0 ** (torch.arange(groups, dtype=torch.float64) % 4 + 7)
+            own, bins = values.to(device), Bins(inverse.to(device), 512)
+            observe(own, bins)  # compiles
+            with nullcontext() if dispatch.choose_for(own) is dispatch.REFERENCE else no_synchronisation(device):
+                found = observe(own, bins)
+            right, label = observe_by_definition(values, Bins(inverse, 512)), f"{dtype} [{groups}, {elements}]"
+            for name, one, other in zip(("lo", "hi"), found.range, right.range, strict=True):
+                assert_same_bits(one.cpu(), other, f"{label} {name}")
+            finite = slice(groups // 2 + 1)
+            assert found.counts is not None
+            assert right.counts is not None
+            assert_same_bits(found.counts.cpu()[finite], right.counts[finite], f"{label} counts")
+    return f"{len(shapes)} shapes in {len(dtypes)} dtypes"
 
 
 def calibrated_ranges(device: str) -> str:
@@ -291,6 +332,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "the current stream": current_stream,
     "torch.compile": compiled_bits,
     "integer products": integer_products,
+    "histograms": histograms,
     "calibration": calibrated_ranges,
     "training steps": training_steps,
     "beyond 32 bits": beyond_32_bits,
