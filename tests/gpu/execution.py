@@ -208,7 +208,7 @@ def current_stream(device: str) -> str:
 
 
 def beyond_32_bits(device: str, elements: int = _BEYOND_32_BITS, piece: int = _PIECE) -> str:
-    """More float16 elements than 32 bits count, forward and backward: pieces are what they are alone."""
+    """More float16 elements than 32 bits count, forward, backward and observed: pieces are what they are alone."""
     need = 2 * 7 * elements  # x, y, dy, dx, and their pieces
     if torch.device(device).type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < need:
         raise NotHere(f"needs {need >> 30} GiB of memory, and {free >> 30} are free")
@@ -225,6 +225,14 @@ def beyond_32_bits(device: str, elements: int = _BEYOND_32_BITS, piece: int = _P
     last = both_ways(quantize.cpu(), x[-999:].cpu(), x[-999:].cpu())
     assert_same_bits(y[-999:].cpu(), last[0], "the last of y, by the CPU")
     assert_same_bits(dx[-999:].cpu(), last[1], "the last of dx, by the CPU")
+    del y, dx
+    bins = Bins(torch.full((1,), 64.0, dtype=torch.float64, device=device), 512)
+    x.nan_to_num_(0.0, 0.0, 0.0)[-1] = 2e4
+    counts = [observe(part[None], bins).counts for part in x.split(piece)]
+    whole = observe(x[None], bins)
+    assert whole.counts is not None
+    assert whole.range.hi.item() == 2e4, f"the highest value, the last: {whole.range.hi.item()}"
+    assert_same_bits(whole.counts, sum(count for count in counts if count is not None), "counts of all and of pieces")
     return f"{elements:,} elements"
 
 
