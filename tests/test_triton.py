@@ -15,7 +15,9 @@ import torch
 
 import fakequant as fq
 from fakequant.numerics.formats import FloatFormat, Specials
+from fakequant.numerics.granularity import Tiles
 from fakequant.ops.triton.backend import EXCLUSIONS, TritonBackend
+from fakequant.ops.triton.call import Place, Reduction
 
 TESTS = Path(__file__).parent
 INTERPRETED = sorted(path.name for path in (TESTS / "interpreted").glob("test_*.py"))
@@ -75,6 +77,14 @@ def test_every_exclusion_has_a_call_and_a_line_in_the_documentation():
         assert applies(x, spec, codes)
         assert TritonBackend("cpu").unsupported(x, spec, codes=codes) is not None
         assert TritonBackend("cpu").unsupported(x, fq.QuantSpec("int8"), codes=codes) is None
+
+
+def test_positions_of_the_last_block_of_a_sweep_fit_in_their_integers():
+    """They end beyond the tensor, by as many elements as a program takes."""
+    for missing in (1, 7, 3 * 2048, 8 * 2048 - 1):
+        place = Place.of(Tiles(1, 2**31 - missing, 1, 1), 2048)
+        assert Reduction.of(place).sweep.wide
+    assert not Reduction.of(Place.of(Tiles(1, 2**30, 1, 1), 2048)).sweep.wide
 
 
 def test_says_why_it_cannot_serve(monkeypatch):

@@ -6,6 +6,7 @@ one rounding, no subnormal number flushed to zero.
 """
 
 import re
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
@@ -20,71 +21,70 @@ from fakequant.ops.triton.backend import TritonBackend
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; it is for Linux")
 
 INEXACT = re.compile(r"\bfma\.|\.ftz|div\.full|div\.approx|rcp\.approx|\bmad\.f|ex2|lg2")
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.uint16: "*u16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 
 
-class Compiled:
-    """Stands for a kernel: compiles it for the arguments with which it is started, and starts nothing."""
+class Started:
+    """Stands for a kernel: keeps the key under which triton would compile it for each start, and starts nothing."""
 
-    def __init__(self, kernel, found):
-        self.kernel, self.found = kernel, found
+    def __init__(self, kernel, keys):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        self.kernel, self.keys, self.target = kernel, keys, GPUTarget("cuda", 90, 32)
+        # What tells kinds of arguments apart: their types, ones, multiples of 16, and values known at compile time.
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(self.target))
 
     def __getitem__(self, grid):
         assert all(programs >= 1 for programs in grid)
-        return self.compile
+        return self.start
 
-    def compile(self, *values, enable_fp_fusion, num_warps, **constants):
+    def start(self, *values, **given):
+        from triton.runtime.jit import compute_cache_key
+
+        assert not given["enable_fp_fusion"]
+        bound, kinds, options = self.bind(*values, **given)
+        self.keys.append((self.kernel.fn.__name__, compute_cache_key({}, kinds, options)))
+        return bound, kinds, options
+
+
+class Compiled(Started):
+    """Compiles the kernel, too."""
+
+    def __init__(self, kernel, found):
+        super().__init__(kernel, [])
+        self.found = found
+
+    def start(self, *values, **given):
         from triton import compile
-        from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        given = dict(zip(self.kernel.arg_names, values, strict=False)) | constants
-        assert set(given) == set(self.kernel.arg_names)
-        signature, fixed, attributes = {}, {}, {}
-        for place, (name, value) in enumerate(given.items()):
-            kind, aligned = self.type_of(name, value)
-            signature[name] = kind
-            if kind == "constexpr":
-                fixed[name] = value
-            elif aligned:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-        assert not enable_fp_fusion
-        options = {"enable_fp_fusion": False, "num_warps": num_warps}
+        bound, kinds, options = super().start(*values, **given)
+        signature = {name: kind for name, (kind, _) in zip(bound, kinds, strict=True)}
+        fixed = {name: value for name, value in bound.items() if signature[name] == "constexpr"}
+        attributes = {(place,): [["tt.divisibility", 16]] for place, (_, kind) in enumerate(kinds) if kind == "D"}
         source = ASTSource(self.kernel, signature, fixed, attributes)
-        self.found.append(compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm)
+        self.found.append(compile(source, target=self.target, options=options).asm)
 
-    def type_of(self, name, value):
-        """As triton tells kinds of arguments apart, and whether 16 divides one."""
-        if isinstance(value, torch.Tensor):
-            return POINTERS[value.dtype], True
-        if isinstance(value, bool) or not isinstance(value, int) or name.isupper():
-            return "constexpr", False
-        if name == "seed_value":
-            return "i64", False
-        return ("constexpr", False) if value == 1 else ("i32", value % 16 == 0)
+
+def replace_kernels(monkeypatch, stand_in, found):
+    from fakequant.ops.triton import launch
+
+    for name in [name for name in vars(launch) if name.endswith("_kernel")]:
+        monkeypatch.setattr(launch, name, stand_in(getattr(launch, name), found))
+    return found
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """The assemblies of all kernels that the backend starts."""
-    from fakequant.ops.triton import launch
+    return replace_kernels(monkeypatch, Compiled, [])
 
-    found = []
-    kernels = [name for name, value in vars(launch).items() if name.endswith("_kernel")]
-    for name in kernels:
-        monkeypatch.setattr(launch, name, Compiled(getattr(launch, name), found))
-    return found
+
+@pytest.fixture
+def started(monkeypatch):
+    """The names of all kernels that the backend starts, each with the key under which triton keeps what it compiles."""
+    return replace_kernels(monkeypatch, Started, [])
 
 
 def checked(compiled, started):
@@ -110,9 +110,10 @@ GRANULARITIES = {
 }
 
 
-def params_of(spec, shape, dtype=torch.float32):
+def params_of(spec, shape, dtype=torch.float32, device="cpu"):
     groups = spec.granularity.group_shape(shape)
-    return fq.QParams(torch.ones(groups, dtype=dtype), None if spec.symmetric else torch.ones(groups).int())
+    scale = torch.ones(groups, dtype=dtype, device=device)
+    return fq.QParams(scale, None if spec.symmetric else torch.ones_like(scale, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -219,6 +220,84 @@ def test_reads_and_writes_16_bytes_at_a_time(compiled):
         # Each element is computed in one layout; where triton takes two, a division is there twice.
         divisions = re.findall(r"tt.precise_divf .*tensor<([0-9x]+)xf32", assembly["ttgir"])
         assert len(divisions) == len(set(divisions))
+
+
+# Shapes of one layout, as batches and lengths of sentences vary.
+SHAPES = {
+    "per tensor": (fq.PerTensor(), [(b, 512, 768) for b in range(1, 65)]),
+    "channels of images": (fq.PerChannel(1), [(b, 64, s, s) for b in (2, 3, 16, 33) for s in (48, 56, 96, 112)]),
+    "features": (fq.PerChannel(-1), [(n, 768) for n in range(2, 4000, 61)]),
+    "tokens": (fq.PerToken(), [(b, n, 768) for b in (1, 2, 5, 16) for n in range(2, 1000, 97)]),
+    "blocks": (fq.PerBlock({-1: 32}), [(n, 4096) for n in range(2, 1000, 37)]),
+}
+
+
+def start_all(backend, x, granularity):
+    """Every call of the backend."""
+    spec = fq.QuantSpec("uint8", granularity)
+    params = params_of(spec, x.shape, device=x.device)
+    _, bits = backend.fake_quantize(x, params, spec, mask=True)
+    backend.grad_input(x, bits, spec, x.stride())
+    backend.dequantize(backend.quantize(x, params, spec), params, spec, x.dtype)
+    backend.grad_params(x, x, params, spec, (True, True))
+    backend.fake_quantize_dynamic(x, spec, mask=True)
+    backend.fake_quantize_dynamic(x, fq.QuantSpec("float4_e2m1fn", granularity, scale=NV), mask=False)
+    backend.measure(x, granularity)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_shapes_of_one_layout_are_compiled_once(started, kind):
+    granularity, shapes = SHAPES[kind]
+    backend = TritonBackend("meta")
+    start_all(backend, torch.empty(shapes[0], device="meta"), granularity)
+    of_one_shape = set(started)
+    for shape in shapes[1:]:
+        start_all(backend, torch.empty(shape, device="meta"), granularity)
+    assert len(started) > 9 * len(shapes)
+    assert Counter(name for name, _ in set(started) - of_one_shape) == {}
+
+
+def test_lengths_that_16_divides_and_others_are_compiled_apart(started):
+    """As memory is read 16 bytes at a time only where every row begins at one; to other numbers nothing is fitted."""
+    backend, kernels = TritonBackend("meta"), []
+    for rows in range(500, 600):
+        start_all(backend, torch.empty(rows, 77, device="meta"), fq.PerTensor())
+        kernels.append(len(set(started)))
+    assert kernels[-1] <= 2 * kernels[0]
+
+
+def test_ranges_of_any_number_of_groups_begin_where_16_divides(started):
+    backend, spec = TritonBackend("cpu"), fq.QuantSpec("float4_e2m1fn", fq.PerBlock({-1: 16}), scale=NV)
+    for rows in range(2, 10):
+        backend.measure(torch.ones(rows, 16), spec.granularity)
+        backend.fake_quantize_dynamic(torch.ones(rows, 16), spec, mask=False)
+    # With both signs for the range, and the largest magnitudes alone.
+    assert Counter(name for name, _ in set(started)) == {"measure_kernel": 2, "quantize_kernel": 1}
+
+
+def test_seeds_of_any_size_are_compiled_once(started):
+    spec, x = fq.QuantSpec("int8", rounding=fq.Rounding.STOCHASTIC), torch.ones(64, 64)
+    for seed in (0, 16, 2**40, -1):
+        params = params_of(spec, x.shape)._replace(seed=torch.tensor(seed))
+        TritonBackend("cpu").fake_quantize(x, params, spec, mask=False)
+    assert len(started) == 4
+    assert len(set(started)) == 1
+
+
+@pytest.mark.parametrize("kind", ["single", "long", "eights", "columns", "any"])
+@pytest.mark.parametrize("name", ["uint8", "float8_e4m3fn"])
+def test_more_elements_than_32_bits_count(compiled, kind, name):
+    granularity, shape = GRANULARITIES[kind]
+    rows = 2**31 // torch.Size(shape[1:]).numel() // 8 * 8 + 8
+    x, backend = torch.empty(rows, *shape[1:], device="meta"), TritonBackend("meta")
+    spec = fq.QuantSpec(name, granularity)
+    params = params_of(spec, x.shape, device="meta")
+    _, bits = backend.fake_quantize(x, params, spec, mask=True)
+    backend.grad_input(x, bits, spec, x.stride())
+    backend.dequantize(backend.quantize(x, params, spec), params, spec, x.dtype)
+    backend.grad_params(x, x, params, spec, (True, not spec.symmetric))
+    backend.fake_quantize_dynamic(x, spec, mask=True)
+    checked(compiled, (8 if spec.symmetric else 9) + (kind != "eights"))
 
 
 def test_the_check_of_the_assembly_can_fail():

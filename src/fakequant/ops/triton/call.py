@@ -1,10 +1,14 @@
-"""What the kernels know at compile time, as values; imports no triton."""
+"""What the kernels know at compile time, as values; imports no triton.
+
+A kernel is compiled anew for every different value of `Call`, `Tiling` and `Sweep`, so that they hold only what kernels
+read, and nothing that changes with every shape.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,7 +92,7 @@ class Tiling:
         run: the length of runs where that is a power of two and they are "eights", else 0.
         columns: the number of groups side by side, if that is a power of two and each is one element wide; else 0.
         one_row: whether runs and groups are numbered alike.
-        one_plane: whether the groups of a row are all groups.
+        one_plane: otherwise, whether the groups of a row are all groups. Both are False where the kernel does not ask.
         wide: whether positions need 64 bits.
     """
 
@@ -127,6 +131,17 @@ class Place:
         tiling = _tiling(Place(tiles.elements, tiles.groups, run, columns, period, block, _NO_TILING))
         return Place(tiles.elements, tiles.groups, run, columns, period, block, tiling)
 
+    @property
+    def is_one_plane(self) -> bool:
+        """Whether the groups of a row are all groups."""
+        return self.period * self.run >= self.elements
+
+    @property
+    def numbering(self) -> tuple[bool, bool]:
+        """`Tiling.one_row` and `Tiling.one_plane`."""
+        one_row = self.columns == self.period
+        return one_row, not one_row and self.is_one_plane
+
     def is_in_one_pass(self, rule: Choice) -> bool:
         """Whether a program holds whole groups, and whole bytes of the mask, so that it finds their scales itself."""
         runs_are_groups = self.columns == self.period and self.groups * self.run == self.elements
@@ -137,7 +152,7 @@ _NO_TILING = Tiling("single", 0, 0, False, False, False)
 
 
 def _tiling(place: Place) -> Tiling:
-    one_plane = place.period * place.run >= place.elements
+    one_row, one_plane = place.numbering
     kind, run, columns = "any", 0, 0
     if place.groups <= 1:
         kind = "single"
@@ -145,10 +160,11 @@ def _tiling(place: Place) -> Tiling:
         kind = "long" if place.run % place.block else "whole"
     elif place.run % 8 == 0:
         kind, run = "eights", place.run if is_power_of_two(place.run) else 0
-    elif place.run == 1 and one_plane and is_power_of_two(place.columns):
+    elif place.run == 1 and place.is_one_plane and is_power_of_two(place.columns):
         columns = place.columns
-    wide = is_wide(place.elements + place.block)
-    return Tiling(kind, run, columns, place.columns == place.period, one_plane, wide)
+    if kind == "single" or columns:
+        one_row = one_plane = False
+    return Tiling(kind, run, columns, one_row, one_plane, is_wide(place.elements + place.block))
 
 
 def is_wide(elements: int) -> bool:
@@ -258,42 +274,60 @@ def _choice_of(spec: QuantSpec, dtype: torch.dtype) -> Choice:
 
 @dataclass(frozen=True)
 class Sweep:
-    """How programs go over all groups to reduce them.
+    """How a program goes over groups to reduce them.
 
     Attributes:
         across: whether rows of memory hold one element, or a few, of every group, and are reduced with each other;
             otherwise rows are runs, and each is reduced in itself.
         rows: rows of a block.
         width: elements of a row in a block; a power of two.
-        steps: how many blocks a program takes, of a run or of rows.
-        programs: how many there are.
+        one_row, one_plane, wide: as of `Tiling`; the first two where rows are runs.
     """
 
     across: bool
     rows: int
     width: int
-    steps: int
-    programs: int
+    one_row: bool
+    one_plane: bool
+    wide: bool
 
     @property
     def reduced(self) -> int:
         """The axis of a block [rows, width] along which the elements of a group lie."""
         return 0 if self.across else 1
 
+
+class Reduction(NamedTuple):
+    """A sweep over all groups.
+
+    Attributes:
+        steps: how many blocks a program takes, of a run or of rows.
+        programs: how many there are.
+    """
+
+    sweep: Sweep
+    steps: int
+    programs: int
+
     @staticmethod
-    def of(place: Place, most_steps: int = 8) -> Sweep:
+    def of(place: Place, most_steps: int = 8) -> Reduction:
         """That of a place, in blocks of its size."""
-        if place.run < _SHORT and place.period > place.columns:
+        across = place.run < _SHORT and place.period > place.columns
+        if across:
             row = place.columns * place.run
             rows, planes = place.period // place.columns, place.groups // place.columns
             width = min(next_power_of_two(row), max(place.block // 16, 8))
             height = place.block // width
             steps = min(most_steps, ceiling(rows, height))
-            return Sweep(True, height, width, steps, planes * ceiling(rows, height * steps) * ceiling(row, width))
-        width = min(next_power_of_two(place.run), place.block)
-        height, steps = place.block // width, min(most_steps, ceiling(place.run, width))
-        runs = place.elements // place.run
-        return Sweep(False, height, width, steps, ceiling(runs, height) * ceiling(place.run, width * steps))
+            programs = planes * ceiling(rows, height * steps) * ceiling(row, width)
+            one_row = one_plane = False
+        else:
+            width = min(next_power_of_two(place.run), place.block)
+            height, steps = place.block // width, min(most_steps, ceiling(place.run, width))
+            programs = ceiling(place.elements // place.run, height) * ceiling(place.run, width * steps)
+            one_row, one_plane = place.numbering
+        wide = is_wide(place.elements + place.block * most_steps)
+        return Reduction(Sweep(across, height, width, one_row, one_plane, wide), steps, programs)
 
 
 def next_power_of_two(n: int) -> int:

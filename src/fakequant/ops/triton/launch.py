@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Place, Sweep, ceiling, is_wide, next_power_of_two
+from .call import Call, Place, Reduction, ceiling, is_wide, next_power_of_two
 from .kernels.backward import mask_kernel
 from .kernels.codes import dequantize_kernel
 from .kernels.dynamic import quantize_runs_kernel
@@ -39,7 +39,9 @@ def _start(
 
 
 def _shape(place: Place) -> tuple[int, int, int, int]:
-    return place.elements, place.run, place.columns, place.period
+    one_row, _ = place.numbering
+    # Then no kernel reads the columns, and triton would compile anew where 16 divides them.
+    return place.elements, place.run, 1 if one_row else place.columns, place.period
 
 
 def quantize(x: Tensor, outputs: Given, given: Given, place: Place, call: Call) -> None:
@@ -70,8 +72,8 @@ def quantize_runs(x: Tensor, outputs: Given, given: Given, place: Place, call: C
 def measure(x: Tensor, patterns: Given, place: Place) -> None:
     """`measure_kernel` over all of x; patterns are low, high and whole."""
     if place.elements:
-        sweep = Sweep.of(place)
-        _start(measure_kernel, sweep.programs, x, *patterns, *_shape(place), SWEEP=sweep, TILING=place.tiling)
+        sweep, steps, programs = Reduction.of(place)
+        _start(measure_kernel, programs, x, *patterns, *_shape(place), steps, SWEEP=sweep)
 
 
 def observe(values: Tensor, found: Given, inverse: Tensor | None, block: int) -> None:
@@ -102,13 +104,12 @@ def mask_gradient(dy: Tensor, bits: Tensor, dx: Tensor, block: int) -> None:
 
 def sum_gradients(dy: Tensor, x: Tensor, sums: Given, given: Given, place: Place, call: Call) -> None:
     """Both passes over dy and x that add to sums [6, groups]; given goes from scale to seed_value."""
-    sweep = Sweep.of(place, most_steps=16)
-    fixed = {"CALL": call, "SWEEP": sweep, "TILING": place.tiling}
+    sweep, steps, programs = Reduction.of(place, most_steps=16)
+    numbers = place.groups, *_shape(place), steps
     for kernel in (largest_kernel, digits_kernel):
-        _start(kernel, sweep.programs, dy, x, *sums, *given, place.groups, *_shape(place), **fixed)
+        _start(kernel, programs, dy, x, *sums, *given, *numbers, CALL=call, SWEEP=sweep)
 
 
 def total(sums: Tensor, result: Tensor) -> None:
     """`total_kernel` over all groups."""
-    block = min(_GROUPS, next_power_of_two(result.numel()))
-    _start(total_kernel, ceiling(result.numel(), block), sums, result, result.numel(), BLOCK=block)
+    _start(total_kernel, ceiling(result.numel(), _GROUPS), sums, result, result.numel(), BLOCK=_GROUPS)

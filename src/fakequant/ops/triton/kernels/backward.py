@@ -13,7 +13,7 @@ def mask_kernel(dy, bits, dx, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     byte = program * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     eight = tl.arange(0, 8)[None, :]
     position = (byte * 8)[:, None] + eight
-    passing = tl.load(bits + byte, mask=byte < (n + 7) // 8, other=0).to(tl.int32)
+    passing = tl.load(bits + byte, mask=byte * 8 < n, other=0).to(tl.int32)
     keeps = ((passing[:, None] >> eight) & 1) != 0
     pattern = tl.load(dy + position, mask=position < n, other=0)
     tl.store(dx + position, tl.where(keeps, pattern, 0), mask=position < n)

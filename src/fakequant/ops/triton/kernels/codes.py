@@ -67,7 +67,7 @@ def float_of_pattern(pattern, CALL: tl.constexpr):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "period"], do_not_specialize_on_alignment=["run"])
 def dequantize_kernel(
     codes, y, scale, zero_point, low, high, table, n, run, columns, period,
     CALL: tl.constexpr, TILING: tl.constexpr, BLOCK: tl.constexpr,

@@ -20,9 +20,9 @@ def words_of_rows(words, seed, seed_value, first, position, there, WIDTH: tl.con
         return tl.reshape(draw_words(counter, load_seed(seed, seed_value)), position.shape)
 
 
-@triton.jit(do_not_specialize=["seed_value"])
+@triton.jit(do_not_specialize=["seed_value", "runs"])
 def quantize_runs_kernel(
-    x, y, bits, table, words, seed, seed_value, runs, run,
+    x, y, bits, table, words, seed, seed_value: tl.int64, runs, run,
     CALL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """y and, where given, the mask of x, which are runs of a multiple of 8 elements, at most WIDTH."""

@@ -26,10 +26,10 @@ def words_of_block(words, seed, seed_value, start, position, n, BLOCK: tl.conste
         return tl.reshape(draw_words(counter, load_seed(seed, seed_value)), position.shape)
 
 
-@triton.jit(do_not_specialize=["seed_value"])
+@triton.jit(do_not_specialize=["seed_value", "columns", "period"], do_not_specialize_on_alignment=["run"])
 def quantize_kernel(
-    x, y, bits, odd, scale_or_whole, zero_point, low, high, table, words, seed, seed_value, n, run, columns, period,
-    CALL: tl.constexpr, TILING: tl.constexpr, BLOCK: tl.constexpr,
+    x, y, bits, odd, scale_or_whole, zero_point, low, high, table, words, seed, seed_value: tl.int64,
+    n, run, columns, period, CALL: tl.constexpr, TILING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y and, where given, the mask `bits` of x; `odd` is set to 1 if anything is NaN. Parameters: `load_params`."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
@@ -55,4 +55,4 @@ def quantize_kernel(
     if CALL.mask != "none":
         inside = lets_through(v, unclamped, params, CALL) & (position < n)
         byte = start // 8 + tl.arange(0, BLOCK // 8)
-        tl.store(bits + byte, pack_bits(inside), mask=byte < (n + 7) // 8)
+        tl.store(bits + byte, pack_bits(inside), mask=byte * 8 < n)

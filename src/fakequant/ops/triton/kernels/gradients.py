@@ -40,11 +40,11 @@ def product_of(dy, slope, there):
 
 @triton.jit
 def params_of_sweep(
-    scale, zero_point, low, high, n, run, columns, period, CALL: tl.constexpr, SWEEP: tl.constexpr,
-    TILING: tl.constexpr, COMPUTE: tl.constexpr,
+    scale, zero_point, low, high, n, run, columns, period, steps, CALL: tl.constexpr, SWEEP: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The parameters of the groups of a sweep, shaped to meet its blocks."""
-    _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
+    _, _, group, there = places_of_sweep(0, n, run, columns, period, steps, SWEEP)
     s, inverse, z, lo, hi = load_params(scale, zero_point, low, high, group, there, COMPUTE, CALL)
     if SWEEP.across:
         return s[None, :], inverse[None, :], z[None, :], lo[None, :], hi[None, :]
@@ -54,11 +54,11 @@ def params_of_sweep(
 
 @triton.jit
 def products_of_step(
-    step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, CALL: tl.constexpr,
-    SWEEP: tl.constexpr, TILING: tl.constexpr, COMPUTE: tl.constexpr,
+    step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, steps, CALL: tl.constexpr,
+    SWEEP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The products of the elements of a block, with the slopes by scale and by zero point."""
-    position, there, _, _ = places_of_sweep(step, n, run, columns, period, SWEEP, TILING)
+    position, there, _, _ = places_of_sweep(step, n, run, columns, period, steps, SWEEP)
     v = computable(tl.load(x + position, mask=there, other=0.0), COMPUTE)
     gradient = computable(tl.load(dy + position, mask=there, other=0.0), COMPUTE)
     drawn = v
@@ -89,19 +89,19 @@ def raise_largest(sums, field, kind, group, there, groups, REDUCED: tl.constexpr
     tl.atomic_or(sums + 5 * groups + group, kinds, mask=there & (kinds != 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["seed_value"])
+@triton.jit(do_not_specialize=["seed_value", "groups", "n", "period", "steps"])
 def largest_kernel(
-    dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value, groups,
-    n, run, columns, period, CALL: tl.constexpr, SWEEP: tl.constexpr, TILING: tl.constexpr,
+    dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value: tl.int64,
+    groups: tl.int64, n, run, columns, period, steps, CALL: tl.constexpr, SWEEP: tl.constexpr,
 ):  # fmt: skip
     """The first pass: what the digits count from."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE)
+    params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, steps, CALL, SWEEP, COMPUTE)
     field0 = zeros_of(SWEEP, tl.int64)
     kind0, field1, kind1 = field0, field0, field0
-    for step in range(SWEEP.steps):
+    for step in range(steps):
         p0, p1 = products_of_step(
-            step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE
+            step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, steps, CALL, SWEEP, COMPUTE
         )
         if by_scale is not None:
             field, kind = kinds_of(p0)
@@ -109,7 +109,7 @@ def largest_kernel(
         if by_zero_point is not None:
             field, kind = kinds_of(p1)
             field1, kind1 = tl.maximum(field1, field), kind1 | kind
-    _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
+    _, _, group, there = places_of_sweep(0, n, run, columns, period, steps, SWEEP)
     if by_scale is not None:
         raise_largest(by_scale, field0, kind0, group, there, groups, SWEEP.reduced)
     if by_zero_point is not None:
@@ -165,24 +165,24 @@ def add_digits(sums, digits, group, there, groups, REDUCED: tl.constexpr):
     tl.atomic_add(sums + 4 * groups + group, tl.sum(d3, axis=REDUCED), mask=there, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["seed_value"])
+@triton.jit(do_not_specialize=["seed_value", "groups", "n", "period", "steps"])
 def digits_kernel(
-    dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value, groups,
-    n, run, columns, period, CALL: tl.constexpr, SWEEP: tl.constexpr, TILING: tl.constexpr,
+    dy, x, by_scale, by_zero_point, scale, zero_point, low, high, table, words, seed, seed_value: tl.int64,
+    groups: tl.int64, n, run, columns, period, steps, CALL: tl.constexpr, SWEEP: tl.constexpr,
 ):  # fmt: skip
     """The second pass: the sums of digits."""
     COMPUTE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE)
-    _, _, group, there = places_of_sweep(0, n, run, columns, period, SWEEP, TILING)
+    params = params_of_sweep(scale, zero_point, low, high, n, run, columns, period, steps, CALL, SWEEP, COMPUTE)
+    _, _, group, there = places_of_sweep(0, n, run, columns, period, steps, SWEEP)
     zeros = zeros_of(SWEEP, tl.int64)
     digits0, digits1 = (zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros)
     if by_scale is not None:
         half0 = halved_scale(by_scale, group, there, SWEEP)
     if by_zero_point is not None:
         half1 = halved_scale(by_zero_point, group, there, SWEEP)
-    for step in range(SWEEP.steps):
+    for step in range(steps):
         p0, p1 = products_of_step(
-            step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, CALL, SWEEP, TILING, COMPUTE
+            step, dy, x, params, table, words, seed, seed_value, n, run, columns, period, steps, CALL, SWEEP, COMPUTE
         )
         if by_scale is not None:
             digits0 = with_digits(digits0, p0, half0)
@@ -194,8 +194,8 @@ def digits_kernel(
         add_digits(by_zero_point, digits1, group, there, groups, SWEEP.reduced)
 
 
-@triton.jit
-def total_kernel(sums, total, groups, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["groups"])
+def total_kernel(sums, total, groups: tl.int64, BLOCK: tl.constexpr):
     """The number of summed digits, by carrying over until each is within half the base."""
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = group < groups

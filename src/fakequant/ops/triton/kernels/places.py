@@ -23,7 +23,7 @@ def lanes(BLOCK: tl.constexpr):
 
 @triton.jit
 def group_of_run(run_index, columns, period, TILING: tl.constexpr):
-    """The group of a run of memory."""
+    """The group of a run of memory; of a sweep as of a tiling."""
     if TILING.one_row:
         return run_index
     elif TILING.one_plane:
