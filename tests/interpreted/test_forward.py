@@ -8,7 +8,7 @@ from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 from kernels import MASKED, assert_codes, assert_values, backend_of
 
 import fakequant as fq
-from fakequant.numerics import reference
+from fakequant.numerics import qparams, reference
 from fakequant.ops.triton.backend import TritonBackend
 
 
@@ -143,6 +143,11 @@ def test_positions_beyond_32_bits(monkeypatch):
         dx = backend.grad_input(numbers.x, bits, spec, numbers.x.stride())
         passing = reference.passes(numbers.x, numbers.params, spec)
         assert_same_bits(dx, reference.grad_input(numbers.x, passing), where_name)
+        found, right = backend.measure(numbers.x, where.granularity), qparams.measure(numbers.x, where.granularity)
+        for got, wanted in zip(found, right, strict=True):
+            assert_same_bits(got + 0.0, wanted + 0.0, where_name)
+        given = numbers.x, numbers.x, numbers.params, spec, (True, False)
+        assert_same_bits(backend.grad_params(*given)[0], reference.grad_params(*given)[0], where_name)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 32)], ids=str)
