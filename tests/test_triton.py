@@ -16,8 +16,10 @@ import torch
 import fakequant as fq
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.granularity import Tiles
+from fakequant.ops import dispatch
 from fakequant.ops.triton.backend import EXCLUSIONS, TritonBackend
 from fakequant.ops.triton.call import Place, Reduction
+from fakequant.report import environment
 
 TESTS = Path(__file__).parent
 INTERPRETED = sorted(path.name for path in (TESTS / "interpreted").glob("test_*.py"))
@@ -99,3 +101,65 @@ def test_says_why_it_cannot_serve(monkeypatch):
     assert backend.unavailable() == "there is no GPU that torch can use"
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in backend.unavailable()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if torch had a GPU; and a compiler for triton, and the headers of Python."""
+    monkeypatch.setattr("fakequant.ops.triton.backend.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name == "gcc" else None)
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    monkeypatch.delenv("CC", raising=False)
+    return monkeypatch
+
+
+def test_without_what_triton_compiles_with_it_cannot_serve(gpu):
+    assert TritonBackend().unavailable() is None
+    gpu.setenv("CC", "no-such-compiler")
+    assert "CC is 'no-such-compiler', which is no program" in TritonBackend().unavailable()
+    gpu.delenv("CC")
+    gpu.setattr(Path, "is_file", lambda path: path.name != "Python.h")
+    assert "Python.h; install them" in TritonBackend().unavailable()
+    gpu.setattr("shutil.which", lambda name: None)
+    assert "there is neither gcc nor clang" in TritonBackend().unavailable()
+    # In the interpreter nothing is compiled.
+    assert TritonBackend("cpu").unavailable() is None
+
+
+def test_looking_for_a_compiler_does_not_import_triton():
+    code = """
+import sys, torch
+from fakequant.ops.triton.backend import TritonBackend
+torch.cuda.is_available = lambda: True
+print(TritonBackend().unavailable(), "triton" in sys.modules)
+"""
+    env = {**os.environ, "CC": "no-such-compiler"}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "which is no program" in found.stdout or find_spec("triton") is None
+    assert found.stdout.split()[-1] == "False"
+
+
+def test_the_environment_shows_why_it_cannot_serve(gpu):
+    gpu.setattr("shutil.which", lambda name: None)
+    found = environment()
+    assert found["backend triton"].startswith("cannot serve: triton needs a C compiler, and there is neither gcc nor")
+    assert found["GPU"] == "a GPU"
+    gpu.setattr("shutil.which", lambda name: name)
+    assert environment()["backend triton"] == "serves"
+    gpu.setattr("fakequant.ops.triton.backend.find_spec", lambda name: None)
+    assert environment()["backend triton"] == "cannot serve: triton is not installed"
+
+
+def test_the_reference_serves_where_triton_cannot_compile(gpu):
+    """Of a tensor on the CPU that triton would serve if it could."""
+    backend = TritonBackend("cpu")
+    gpu.setattr(dispatch, "_backends", (backend, dispatch.REFERENCE))
+    assert dispatch.choose(torch.ones(1), fq.QuantSpec("int8")) is backend
+    backend = TritonBackend("cuda")
+    gpu.setattr(backend, "unsupported", lambda x, spec, *, codes: None)
+    gpu.setattr(dispatch, "_backends", (backend, dispatch.REFERENCE))
+    gpu.setattr("shutil.which", lambda name: None)
+    assert dispatch.choose(torch.ones(1), fq.QuantSpec("int8")) is dispatch.REFERENCE
