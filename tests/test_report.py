@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import fields
 from html.parser import HTMLParser
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -329,3 +330,16 @@ def test_environment_names_versions_and_why_a_backend_cannot_serve(monkeypatch: 
     assert found["backend cpu"] == "cannot serve: no kernels here"
     assert found["backend reference"] == "serves"
     assert found["C++ compiler"] == "none found"
+
+
+def test_environment_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package in ("fakequant", "triton"):
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr("fakequant.report.collect.version", version)
+    found = environment()
+    assert found["fakequant"] == "from source, not installed"
+    assert found["triton"] == "not installed"
+    assert found["numpy"] == "1.0"

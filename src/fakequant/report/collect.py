@@ -117,12 +117,8 @@ def environment() -> dict[str, str]:
     'serves'
     """
     found = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
-    found["fakequant"] = version("fakequant")
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+    found["fakequant"] = _version("fakequant") or "from source, not installed"
+    found |= {package: _version(package) or "not installed" for package in _PACKAGES}
     for backend in backends():
         reason = backend.unavailable()
         found[f"backend {backend.name}"] = "serves" if reason is None else f"cannot serve: {reason}"
@@ -131,6 +127,14 @@ def environment() -> dict[str, str]:
     found["threads"] = str(torch.get_num_threads())
     found["GPU"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
     return found
+
+
+def _version(package: str) -> str | None:
+    """That of an installed package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _compiler() -> str:
