@@ -112,6 +112,27 @@ def test_where_only_whole_blocks_of_signed_codes_are_multiplied(input, other, mo
             assert_same_bits(linear(hostile(*shape)), expected_of_layer(linear[0], hostile(*shape)))
 
 
+def test_whole_blocks_of_codes_are_multiplied_where_they_lie(monkeypatch):
+    """Copied are only those of other sizes, those that begin between multiples of 16 bytes, and those with gaps."""
+    multiply, given = torch._int_mm, []
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: (given.append((a.data_ptr(), b.data_ptr())), multiply(a, b))[1])
+    monkeypatch.setattr(products, "_is_particular", lambda device: True)
+    codes = torch.randint(-128, 128, (64 * 64 + 8,), dtype=torch.int8)
+    a, b = codes[: 24 * 16].view(24, 16), codes[: 40 * 16].view(40, 16).t()
+    cases = {
+        "whole": (a, b, True, True),
+        "by rows": (a, codes[: 16 * 40].view(16, 40), True, True),
+        "few rows": (a[:5], b, False, True),
+        "odd columns": (a, b[:, :39], True, False),
+        "between multiples": (a, codes[8 : 8 + 40 * 16].view(40, 16).t(), True, False),
+        "with gaps": (a, codes[: 64 * 64].view(64, 64)[:16, :40], True, False),
+        "by columns": (codes[: 24 * 16].view(16, 24).t(), b, False, True),
+    }
+    for name, (left, right, *stay) in cases.items():
+        assert torch.equal(products._int_mm(left, right).long(), left.long() @ right.long()), name
+        assert [left.data_ptr() == given[-1][0], right.data_ptr() == given[-1][1]] == stay, name
+
+
 def test_sums_that_float32_does_not_hold():
     model, _ = prepared("uint8 per_tensor symmetric", "uint8 per_tensor symmetric")
     for inner in (258, 259, 1031):

@@ -27,6 +27,8 @@ _EXACT_IN_FLOAT32 = 2**24 // 255**2
 # Matrices of so many products are multiplied faster all at once in float than one by one: 64 of 64x64 by 64x64 take
 # 0.24 and 0.38 ms, 32 of 128x64 by 64x128 take 0.40 and 0.25 ms.
 _SMALL = 2**19
+# Bytes at whose multiples cuBLASLt reads codes at its full speed.
+_ALIGNED = 16
 
 
 def largest_inner_size(x_magnitude: int, weight_magnitude: int) -> int:
@@ -52,7 +54,10 @@ def linear_unavailable(device_type: str) -> str | None:
         return a.cpu().long() @ others.cpu().long()
 
     given = (codes,) if _is_particular(device_type) else (codes, unsigned)
-    return trial("torch._int_mm", lambda a: _int_mm(a, others), given, exact)
+    # In memory the others of `linear` lie by columns, those of `matmul` by rows.
+    by_columns = others.t().contiguous().t()
+    by_rows = trial("torch._int_mm", lambda a: _int_mm(a, others), given, exact)
+    return by_rows or trial("torch._int_mm", lambda a: _int_mm(a, by_columns), given, exact)
 
 
 def trial(
@@ -119,7 +124,8 @@ def _signed(x: Factor) -> Factor:
     """The same numbers as codes of int8."""
     if x.codes.dtype == torch.int8:
         return x
-    zero_point = torch.tensor(-128, device=x.codes.device) if x.zero_point is None else x.zero_point - 128
+    # Filled on the device: `torch.tensor` copies the number there, and waits for it.
+    zero_point = torch.full((), -128, device=x.codes.device) if x.zero_point is None else x.zero_point - 128
     return Factor((x.codes ^ 128).view(torch.int8), x.scale, zero_point)
 
 
@@ -128,8 +134,16 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     if not _is_particular(a.device.type):
         return torch._int_mm(a, b)
     (rows, inner), columns = a.shape, b.shape[1]
-    a = F.pad(a, (0, -inner % 8, 0, max(17 - rows, 0)))
-    return torch._int_mm(a, F.pad(b, (0, -columns % 8, 0, -inner % 8)))[:rows, :columns].contiguous()
+    a = _padded(a.contiguous(), max(17 - rows, 0), -inner % 8)
+    return torch._int_mm(a, _padded(b, -inner % 8, -columns % 8))[:rows, :columns].contiguous()
+
+
+def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """With so many more rows and columns of zeros; a copy also where kernels for whole blocks might not read them."""
+    dense = codes.is_contiguous() or codes.t().is_contiguous()
+    if not rows and not columns and dense and codes.storage_offset() % _ALIGNED == 0:
+        return codes
+    return F.pad(codes, (0, columns, 0, rows))
 
 
 def _integer_sums(x: Factor, other: Factor) -> Tensor:

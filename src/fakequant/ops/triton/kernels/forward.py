@@ -51,7 +51,8 @@ def quantize_kernel(
         tl.store(y + position, to_code(code, table, CALL).to(y.dtype.element_ty), mask=position < n)
     if odd is not None:
         has_nan = tl.max(tl.max((v != v).to(tl.int32), axis=1), axis=0)
-        tl.atomic_max(odd, has_nan, sem="relaxed")
+        # Hardly ever, because all programs would wait for one address.
+        tl.atomic_max(odd, has_nan, mask=has_nan != 0, sem="relaxed")
     if CALL.mask != "none":
         inside = lets_through(v, unclamped, params, CALL) & (position < n)
         byte = start // 8 + tl.arange(0, BLOCK // 8)
