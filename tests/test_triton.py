@@ -5,8 +5,10 @@ So the tests in `interpreted/` run in processes of their own, whatever runs besi
 """
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,8 +19,9 @@ import fakequant as fq
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.granularity import Tiles
 from fakequant.ops import dispatch
+from fakequant.ops.triton import call
 from fakequant.ops.triton.backend import EXCLUSIONS, TritonBackend
-from fakequant.ops.triton.call import Place, Reduction
+from fakequant.ops.triton.call import Call, Choice, Place, Reduction, Sweep, Tiling
 from fakequant.report import environment
 
 TESTS = Path(__file__).parent
@@ -79,6 +82,13 @@ def test_every_exclusion_has_a_call_and_a_line_in_the_documentation():
         assert applies(x, spec, codes)
         assert TritonBackend("cpu").unsupported(x, spec, codes=codes) is not None
         assert TritonBackend("cpu").unsupported(x, fq.QuantSpec("int8"), codes=codes) is None
+
+
+@pytest.mark.parametrize("fixed", [Call, Choice, Tiling, Sweep], ids=lambda fixed: fixed.__name__)
+def test_kernels_read_every_field_that_they_are_compiled_for(fixed):
+    kernels = Path(call.__file__).parent / "kernels"
+    read = {name for path in kernels.glob("*.py") for name in re.findall(r"[A-Z]\.([a-z_]+)", path.read_text())}
+    assert {field.name for field in fields(fixed)} - read == set()
 
 
 def test_positions_of_the_last_block_of_a_sweep_fit_in_their_integers():
