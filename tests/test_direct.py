@@ -304,7 +304,18 @@ def test_nothing_is_written_where_something_is_wrong():
             fq.fake_quantize_(x, INT8, scale=scale)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         fq.fake_quantize_(torch.ones(1).expand(4), INT8, scale=1.0)
+    with pytest.raises(fq.FakeQuantError):
+        fq.fake_quantize_([1.0], INT8)
     assert_same_bits(x, before)
+
+
+@pytest.mark.parametrize("spec", ["int8 per_channel(0)", "uint8 per_channel(0) asymmetric"])
+def test_parameters_in_the_memory_of_x_are_read_before_it_is_written(spec):
+    x = torch.rand(8, 1000) + 0.01
+    x[1, :8] = torch.arange(8.0)
+    given = {"scale": x[0, :8]} | ({"zero_point": x[1, :8]} if "asymmetric" in spec else {})
+    expected = fq.fake_quantize(x, spec, **{name: value.clone() for name, value in given.items()})
+    assert_same_bits(fq.fake_quantize_(x, spec, **given), expected)
 
 
 def test_over_tensors_that_others_watch():

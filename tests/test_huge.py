@@ -7,6 +7,8 @@ import torch
 from bits import assert_same_bits
 
 import fakequant as fq
+from fakequant.numerics.histogram import Bins
+from fakequant.ops.histogram import observe
 
 ELEMENTS = 2**31 + 1
 PERIOD = 2**20
@@ -20,6 +22,22 @@ def available_memory() -> int:
     if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return 0
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.exhaustive
+def test_more_zeros_than_32_bits_count_are_counted():
+    zeros = 2**32 + 1000
+    if available_memory() < 2 * zeros + 2 * GIB:
+        pytest.skip(f"needs {(2 * zeros + 2 * GIB) / GIB:.1f} GiB, {available_memory() / GIB:.1f} GiB are there")
+    values = torch.zeros(1, zeros, dtype=torch.float16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # to which all fall
+    try:
+        counts = observe(values, Bins(torch.ones(1, dtype=torch.float64), 64)).counts
+    finally:
+        torch.set_num_threads(before)
+    assert counts is not None
+    assert counts[0, 1, 0] == counts.sum() == zeros
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ from bits import assert_same_bits
 from test_integer import assert_integer, hostile, prepared
 from torch import nn
 
+import fakequant as fq
 from fakequant.errors import ConfigError
 
 
@@ -87,5 +88,19 @@ def test_what_is_saved_is_freed_by_the_backward_pass():
     assert_same_bits(torch.autograd.grad(y.sum(), x)[0], first[0])
     with pytest.raises(RuntimeError, match="already been freed"):
         _ = node.saved_tensors
+    y = model(x)
+    with torch.no_grad():
+        model[0]._input_quantizer.scale *= 2  # a moving average, or a checkpoint
+    assert_same_bits(torch.autograd.grad(y.sum(), x)[0], first[0])
+    model[0]._input_quantizer.scale /= 2
     checkpointed = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
     assert_same_bits(torch.autograd.grad(checkpointed.sum(), x)[0], first[0])
+
+
+def test_a_model_calibrated_in_inference_mode_learns():
+    model, _ = prepared(nn.Linear(16, 8))
+    x = torch.randn(4, 16)
+    with torch.inference_mode():
+        fq.calibrate(model, [x])
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None

@@ -33,6 +33,7 @@ NAMES = [
     "disabled",
     "export_onnx",
     "fake_quantize",
+    "fake_quantize_",
     "fold",
     "formats",
     "layer_sqnr",

@@ -90,9 +90,10 @@ def fake_quantize_(
     amax: Number | None = None,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """`fake_quantize` written over x, without a gradient: half the time of a copy for large x that nobody else reads.
+    """`fake_quantize` written over x, which nobody else may read; without a gradient.
 
-    Arguments, errors and bits are those of `fake_quantize`.
+    Arguments, errors and bits are those of `fake_quantize`. With given parameters on the CPU, a large x takes half the
+    time of a copy, and no memory.
 
     Returns:
         x itself.
@@ -113,7 +114,8 @@ def fake_quantize_(
             "torch.no_grad()"
         )
     if scale is None and zero_point is None and amax is None:
-        return x.copy_(fake_quantize(x, spec, seed=seed))
+        values = fake_quantize(x, spec, seed=seed)
+        return x.copy_(values)
     params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
     if fake_quantize_over(x, spec, params.scale, params.zero_point):
         return x

@@ -197,7 +197,9 @@ class _Product(torch.autograd.Function):
         product: IntegerProduct,
         ready: Ready,
     ) -> Tensor:
-        ctx.save_for_backward(x.codes, *x.params[:2], other.codes, *other.params[:2])
+        # The parameters as they are now: a calibration or a checkpoint may change them before the backward pass.
+        saved = (tensor for one in (x, other) for tensor in (one.codes, *map(_copied, one.params[:2])))
+        ctx.save_for_backward(*saved)
         ctx.specs, ctx.product, ctx.places = (x.spec, other.spec), product, ready.places
         y = product.multiply(ready, x, other, bias)
         # Of a view, autograd would refuse to let anything change it in place, such as a ReLU.
@@ -220,6 +222,10 @@ class _Product(torch.autograd.Function):
         )
         wants = list(ctx.needs_input_grad[:3])
         return (*ctx.product.gradients(dy, x, other, wants, ctx.places), None, None, None, None)
+
+
+def _copied(tensor: Any) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def cannot_multiply(spec: QuantSpec) -> str | None:

@@ -120,6 +120,10 @@ class Backend(ABC):
         """The range of contiguous values [groups, elements] and, if asked for, their counts; elements >= 1."""
         return observe_by_definition(values, bins)
 
+    def take_in(self, values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
+        """See `ops.histogram.take_in`; all tensors are on one device."""
+        return False
+
     @abstractmethod
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         """dy where the mask is set, else 0; the input had the shape of dy and these strides. dy may be bool, too."""

@@ -47,13 +47,27 @@ def fake_quantize_directly(
 
 
 def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> bool:
-    """Write the values of x over x, without a gradient; False as in `fake_quantize_directly`, and x is as it was."""
+    """Write the values of x over x, without a gradient; False as in `fake_quantize_directly`, and x is as it was.
+
+    False too where a parameter lies in the memory of x, which kernels overwrite while they read it.
+    """
     direct = _direct_of(x, spec, scale, zero_point, relu=False)
-    if direct is None or x.is_inference() or not direct.values_over(x, scale, zero_point, direct.form):
+    if (
+        direct is None
+        or x.is_inference()
+        or _lies_with(x, scale)
+        or (zero_point is not None and _lies_with(x, zero_point))
+    ):
+        return False
+    if not direct.values_over(x, scale, zero_point, direct.form):
         return False
     # Autograd refuses a gradient for which the former values were saved.
     torch.autograd.graph.increment_version(x)
     return True
+
+
+def _lies_with(x: Tensor, other: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def encode_directly(

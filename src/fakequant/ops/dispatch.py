@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:
     key = _backends, type(x), x.dtype, x.device, spec, codes
     backend = _chosen.get(key)
     if backend is None:
-        backend = _chosen[key] = _first(x, spec, codes)
+        backend = _chosen[key] = _first_with(spec, x, lambda backend: backend.unsupported(x, spec, codes=codes))
     return backend
 
 
@@ -101,18 +101,16 @@ def choose_for(x: Tensor) -> Backend:
     key = _backends, type(x), x.dtype, x.device
     backend = _chosen.get(key)
     if backend is None:
-        backend = next(b for b in _backends if b.unavailable() is None and b.unfit(x) is None)
-        log.debug("%s observes %s on %s", backend.name, x.dtype, x.device)
-        _chosen[key] = backend
+        backend = _chosen[key] = _first_with("any call", x, lambda backend: backend.unfit(x))
     return backend
 
 
-def _first(x: Tensor, spec: QuantSpec, codes: bool) -> Backend:
+def _first_with(what: object, x: Tensor, cannot: Callable[[Backend], str | None]) -> Backend:
     kind = f"{x.dtype} on {x.device}"
     for backend in _backends:
-        reason = backend.unavailable() or backend.unsupported(x, spec, codes=codes)
+        reason = backend.unavailable() or cannot(backend)
         if reason is None:
-            log.debug("%s serves %s of %s", backend.name, spec, kind)
+            log.debug("%s serves %s of %s", backend.name, what, kind)
             return backend
-        log.debug("%s cannot serve %s of %s: %s", backend.name, spec, kind, reason)
+        log.debug("%s cannot serve %s of %s: %s", backend.name, what, kind, reason)
     raise AssertionError("the reference serves every call")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
 from fakequant.numerics.qparams import Range, has_values
 
-from .cpu.backend import load_kernels, nowhere
 from .dispatch import choose_for
 
 
@@ -31,7 +29,6 @@ def take_in(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | No
         bins: where to count; None for not at all.
         counts: int64 [groups, 2, bins], or None.
     """
-    if load_kernels() is not None or not has_values(values) or not (values.is_cpu and range.lo.is_cpu):
+    if not has_values(values) or values.device != range.lo.device:
         return False
-    inverse = nowhere(range.lo.numel()) if bins is None else bins.inverse
-    return torch.ops.fakequant_cpu.take_in.default(values, inverse, range.lo, range.hi, counts)
+    return choose_for(values).take_in(values, range, bins, counts)

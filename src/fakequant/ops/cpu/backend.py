@@ -121,10 +121,14 @@ class CpuBackend(Backend):
         groups = values.shape[0]
         ends = torch.empty(2, groups, dtype=compute_dtype(values.dtype))
         counts = None if bins is None else torch.zeros(groups, 2, bins.number, dtype=torch.int64)
-        inverse = nowhere(groups) if bins is None else bins.inverse.to(values.device)
+        inverse = _nowhere(groups) if bins is None else bins.inverse.to(values.device)
         torch.ops.fakequant_cpu.observe(values, inverse, ends, counts)
         # 0.0 is added because which of the two zeros comes first depends on the order of the values.
         return Observed(Range(*(ends + 0.0).unbind()), counts)
+
+    def take_in(self, values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
+        inverse = _nowhere(range.lo.numel()) if bins is None else bins.inverse
+        return torch.ops.fakequant_cpu.take_in.default(values, inverse, range.lo, range.hi, counts)
 
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         layout = layout_of(spec.granularity, dy.shape, x_stride)
@@ -189,7 +193,7 @@ class CpuBackend(Backend):
 
 
 @lru_cache(maxsize=64)
-def nowhere(groups: int) -> Tensor:
+def _nowhere(groups: int) -> Tensor:
     """`Bins.inverse` for kernels that are to count nothing."""
     return torch.zeros(groups, dtype=torch.float64)
 

@@ -3,8 +3,8 @@
 // Positions are found for a chunk at a time by vector code, and then counted. Four tables take turns, because the
 // processor waits for a number that it has just written: values that are often equal would cost five times as much. The
 // zeros of a ReLU, which are half of its values, are left out before that where the processor can: 0.6 of the time. The
-// tables stay with their thread, all 0 between two calls: new memory of their size costs as
-// much as counting 50,000 values.
+// tables stay with their thread, all 0 between two calls: new memory of their size costs as much as counting 50,000
+// values.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -147,7 +147,7 @@ uint32_t* tables_of_thread(int64_t length) {
 // place.
 struct Counts {
   int64_t* line;     // 2 * bins; null where nothing is to be counted
-  uint32_t* tables;  // enough for 2**34 values, a quarter in each
+  uint32_t* tables;  // enough for 2**33 values, about a quarter in each
   int32_t bins;
 
   void add(const int32_t* position, int64_t n) const {
@@ -162,10 +162,12 @@ struct Counts {
     for (; i < n; ++i) ++tables[position[i]];
   }
   void add_zeros(int64_t n) const {
-    if (tables == nullptr)
+    if (tables == nullptr) {
       line[bins] += n;
-    else
-      tables[bins] += static_cast<uint32_t>(n);
+      return;
+    }
+    for (int64_t table = 0; table < kTables; ++table)
+      tables[table * 2 * bins + bins] += static_cast<uint32_t>((n + table) / kTables);
   }
   void finish(const Used& used) const {
     move_tables(tables, 2 * bins, line, used.negative);
