@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant.errors import ConfigError
+from fakequant.numerics.format import Format
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.search import cross_entropies
 
@@ -62,15 +63,13 @@ class EntropyCalibrator(HistogramCalibrator):
         super().__init__(spec, num_bins=num_bins)
         self._span = _span(self.spec)
         bins = num_bins or DEFAULT_BINS
-        codes = magnitudes(self.spec.format, self._span, at_most=bins)
-        if codes is None:
+        cells = _cells(self.spec.format, self._span, bins)
+        if cells is None:
             raise ConfigError(
                 f"entropy compares a histogram with its cells, and {self.spec.format} has more codes on a side than "
                 f"the histogram's {bins} bins; use the method mse or percentile"
             )
-        self._codes = codes.numel()
-        # Where one code's cell ends and the next begins, in units of codes.
-        self._midpoints = (codes[:-1] + codes[1:]) * 0.5
+        self._codes, self._midpoints = cells
         self._coarse = max(_FEWEST_COARSE, min(_COARSE, _TABLE // self._codes))
         self.fewest_bins = min(DEFAULT_BINS, max(self.fewest_bins, _power_of_two_from(_BINS_PER_CODE * self._codes)))
 
@@ -118,6 +117,13 @@ class EntropyCalibrator(HistogramCalibrator):
             return self._divergence(counts, used_bins(counts))
 
         return lambda kept: divergence()(kept)
+
+
+@lru_cache(maxsize=64)
+def _cells(fmt: Format, span: float, bins: int) -> tuple[int, Tensor] | None:
+    """How many codes a side has, and where the cell of one ends and the next begins; None for more codes than bins."""
+    codes = magnitudes(fmt, span, at_most=bins)
+    return None if codes is None else (codes.numel(), (codes[:-1] + codes[1:]) * 0.5)
 
 
 def _span(spec: QuantSpec) -> float:

@@ -131,7 +131,7 @@ class HistogramCalibrator(ExtremaCalibrator):
             )
         self.num_bins = num_bins
         self._counts = torch.zeros(0, 2, num_bins or DEFAULT_BINS, dtype=torch.int64)
-        self._set_exponent(torch.zeros(0, dtype=torch.int32))
+        self._exponent, self._inverse = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.float64)
 
     @abstractmethod
     def find_clip(self, histogram: Histogram) -> Tensor:
