@@ -29,13 +29,17 @@ def _nothing_found_before(monkeypatch):
     monkeypatch.setattr(direct, "_found", {})
 
 
+def hostile(case, granularity, arithmetic, dtype, layout):
+    """An input, its specification and its parameters."""
+    numbers = cases.hostile(case, granularity, arithmetic, dtype)
+    spec = case.spec(granularity.granularity, arithmetic)
+    return LAYOUTS[layout](numbers.x), spec, fq.QParams(*numbers.params[:2])
+
+
 def compare(case, granularity, arithmetic, dtype, layout):
     """How many of the four comparisons of one input were served."""
-    spec = case.spec(granularity.granularity, arithmetic)
-    numbers = cases.hostile(case, granularity, arithmetic, dtype)
-    x, (scale, zero_point, *_) = LAYOUTS[layout](numbers.x), numbers.params
-    params = fq.QParams(scale, zero_point)
-    served = 0
+    x, spec, params = hostile(case, granularity, arithmetic, dtype, layout)
+    scale, zero_point, served = params.scale, params.zero_point, 0
     for leaf in (x, x.detach().requires_grad_()):
         y = fake_quantize_directly(leaf, spec, scale, zero_point)
         if y is None:
@@ -53,6 +57,12 @@ def compare(case, granularity, arithmetic, dtype, layout):
     return served
 
 
+def assert_served_if_supported(served, case, dtype):
+    cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
+    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=False)
+    assert (served > 0) == (unsupported is None), unsupported
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -63,9 +73,7 @@ def test_bits_are_those_of_the_reference(name, dtype):
         for arithmetic in case.arithmetics():
             turn += 1
             served += compare(case, granularity, arithmetic, dtype, layouts[turn % len(layouts)])
-    cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
-    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=False)
-    assert (served > 0) == (unsupported is None), unsupported
+    assert_served_if_supported(served, case, dtype)
 
 
 @needs_kernels
@@ -240,13 +248,11 @@ def test_wrong_bits_would_be_seen(monkeypatch):
 
 def compare_over(case, granularity, arithmetic, dtype, layout):
     """How many ways of one input were served in place."""
-    spec = case.spec(granularity.granularity, arithmetic)
-    numbers = cases.hostile(case, granularity, arithmetic, dtype)
-    x, (scale, zero_point, *_) = LAYOUTS[layout](numbers.x), numbers.params
-    expected, served = reference.fake_quantize(x, fq.QParams(scale, zero_point), spec), 0
+    x, spec, params = hostile(case, granularity, arithmetic, dtype, layout)
+    expected, served = reference.fake_quantize(x, params, spec), 0
     for _ in cases.each_way():
         over = x.clone(memory_format=torch.preserve_format)
-        if fake_quantize_over(over, spec, scale, zero_point):
+        if fake_quantize_over(over, spec, params.scale, params.zero_point):
             served += 1
             assert_same_bits(over, expected, f"{spec} {dtype} {layout}")
     return served
@@ -262,9 +268,7 @@ def test_bits_over_the_input_are_those_of_the_reference(name, dtype):
         turn += 1
         arithmetics = case.arithmetics()
         served += compare_over(case, granularity, arithmetics[turn % len(arithmetics)], dtype, layouts[turn % 3])
-    cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
-    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=False)
-    assert (served > 0) == (unsupported is None), unsupported
+    assert_served_if_supported(served, case, dtype)
 
 
 @pytest.mark.parametrize("length", [1, 1023, 40_000])

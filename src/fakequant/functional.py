@@ -114,7 +114,7 @@ def fake_quantize_(
             "torch.no_grad()"
         )
     if scale is None and zero_point is None and amax is None:
-        values = fake_quantize(x, spec, seed=seed)
+        values = fake_quantize(x, spec, seed=seed)  # first, because it says what is wrong with x
         return x.copy_(values)
     params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
     if fake_quantize_over(x, spec, params.scale, params.zero_point):

@@ -52,12 +52,7 @@ def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Te
     False too where a parameter lies in the memory of x, which kernels overwrite while they read it.
     """
     direct = _direct_of(x, spec, scale, zero_point, relu=False)
-    if (
-        direct is None
-        or x.is_inference()
-        or _lies_with(x, scale)
-        or (zero_point is not None and _lies_with(x, zero_point))
-    ):
+    if direct is None or x.is_inference() or any(_lies_with(x, one) for one in (scale, zero_point) if one is not None):
         return False
     if not direct.values_over(x, scale, zero_point, direct.form):
         return False

@@ -136,7 +136,10 @@ void quantize_chunk_of(const Call<C>& call, const T* x, T* y, uint8_t* mask, int
   const C* in = load_chunk(call, x, converted, n);
   if constexpr (std::is_same_v<T, C>) {
     // Loops over memory that is read and written at once are not vectorised.
-    if (in == y) in = std::copy_n(in, n, converted) - n;
+    if (in == y) {
+      std::copy_n(in, n, converted);
+      in = converted;
+    }
     quantize_chunk(call, in, y, inside, first, n);
   } else {
     alignas(64) C out[kChunk];
