@@ -45,9 +45,9 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     if not found:
         raise ConfigError(f"no quantized layer matches {pattern!r}; prepare the model first, or correct the pattern")
     if execution is Execution.INTEGER:
-        reasons = {name: reason for name, layer in found.items() if (reason := layer.why_simulated()) is not None}
-        if reasons:
-            listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
+        reasons = {name: layer.why_simulated(execution) for name, layer in found.items()}
+        listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items() if reason is not None)
+        if listed:
             raise ConfigError(f'these layers cannot multiply codes; use "auto", which simulates them:\n{listed}')
     for layer in found.values():
         layer.execution = execution

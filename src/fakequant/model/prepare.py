@@ -103,7 +103,7 @@ def _check_integer(layer: nn.Module, quantized: type[QuantizedLayer], configs: d
         reason: str | None = f"there is no integer product for {quantized.float_class.__name__}"
     else:
         specs = (configs[n].spec if n in configs else None for n in quantized.product.quantizers)
-        reason = quantized.product.cannot(layer, *specs)
+        reason = quantized.product.cannot(layer, *specs, exact=False)
     if reason is not None:
         raise ConfigError(f'execution="integer" is not possible: {reason}; use "auto", which simulates such layers')
 

@@ -1,8 +1,9 @@
 """Products of quantized layers on integer units: codes times codes, exact sums, one float epilogue.
 
-`numerics/products.py` defines the result, `ops/products.py` computes it, `integer_products.py` has one class for each
-kind of layer. The gradients are those of the simulated layer: the product passes them to what stands for the quantized
-tensors (`library.encode`), whose masks then hold.
+`numerics/products.py` defines the result, `ops/products.py` computes it, and `ops/float8_products.py` what comes close
+to it for codes of float8; `integer_products.py` has one class for each kind of layer. The gradients are those of the
+simulated layer: the product passes them to what stands for the quantized tensors (`library.encode`), whose masks then
+hold.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Execution(Enum):
     SIMULATE = "simulate"
     """Quantized values are multiplied in float."""
     AUTO = "auto"
-    """Codes are multiplied wherever that can be done; else the layer is simulated."""
+    """Codes are multiplied wherever that can be done exactly; else the layer is simulated."""
     INTEGER = "integer"
-    """The same, and a layer that never can is refused."""
+    """The same, and float8 codes, whose sums the device rounds; a layer that never can is refused."""
 
 
 class CodedTensor(NamedTuple):
@@ -138,12 +139,17 @@ class IntegerProduct(ABC):
     def ready(self, layer: Any) -> Ready:
         """What is known of a layer as it is now."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
-        state = (*(q and (q.mode, q.spec) for q in quantizers), *self.depends_on(layer))
+        state = (layer.execution, *(q and (q.mode, q.spec) for q in quantizers), *self.depends_on(layer))
         ready = layer.__dict__.get("_ready")
         if ready is None or ready.state != state:
-            reason = _mode_reason(quantizers) or self.cannot(layer, *(q and q.spec for q in quantizers))
-            ready = layer._ready = Ready(state, reason, self.places(layer))
+            ready = layer._ready = Ready(state, self.why_simulated(layer, layer.execution), self.places(layer))
         return ready
+
+    def why_simulated(self, layer: Any, execution: Execution) -> str | None:
+        """Why a layer, as it is now, does not multiply codes if it is told to, whatever its input; None if it does."""
+        quantizers = [layer._modules.get(name) for name in self.quantizers]
+        exact = execution is not Execution.INTEGER
+        return _mode_reason(quantizers) or self.cannot(layer, *(q and q.spec for q in quantizers), exact=exact)
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
         """What else decides whether a layer can multiply codes, and where its windows are."""
@@ -159,8 +165,15 @@ class IntegerProduct(ABC):
         return x.dtype in DTYPES and other.dtype in DTYPES and x.numel() > 0 and other.numel() > 0
 
     @abstractmethod
-    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
-        """Why a layer whose factors are quantized so is simulated, or None: whatever its input."""
+    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None, *, exact: bool) -> str | None:
+        """Why a layer whose factors are quantized so is simulated, or None: whatever its input.
+
+        Args:
+            layer: the layer, which need not be quantized yet.
+            input: of the input.
+            other: of the weight, or of the other input.
+            exact: whether a sum that is rounded is a reason.
+        """
 
     def places(self, layer: Any) -> Places:
         """Where the windows of a convolution are; nowhere for other layers."""
@@ -240,6 +253,14 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
         return f"codes of {fmt} are no integers"
     if fmt.storage not in products.CODES:
         return f"codes of {fmt} do not fit 8 bits"
+    return cannot_scale(spec)
+
+
+def cannot_scale(spec: QuantSpec) -> str | None:
+    """Why a sum of products of codes, whatever they are, cannot be scaled to that of the values, or None.
+
+    >>> cannot_scale(QuantSpec("float8_e4m3fn"))
+    """
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         return "Arithmetic.MULTIPLIER divides codes, and a product multiplies them"
     if spec.rounding is Rounding.STOCHASTIC:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -9,19 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fakequant.nn.integer import DTYPES, CodedTensor, Gradients, IntegerProduct, Ready, cannot_multiply
+from fakequant.nn.integer import DTYPES, CodedTensor, Gradients, IntegerProduct, Ready, cannot_multiply, cannot_scale
 from fakequant.numerics.granularity import PerChannel, PerTensor, PerToken
 from fakequant.numerics.products import Places
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops import convolutions, products
+from fakequant.ops import convolutions, float8_products, products
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_ROUNDED = 'sums of float8 products are rounded, and "auto" takes exact ones; execution="integer" takes these too'
+_Cannot = Callable[[QuantSpec], str | None]
 
 
 class LinearProduct(IntegerProduct):
-    """Input [..., in] times the transposed weight [out, in]."""
+    """Input [..., in] times the transposed weight [out, in], both integers or both float8."""
 
-    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
+    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None, *, exact: bool) -> str | None:
+        if input is not None and other is not None and _is_float(input) and _is_float(other):
+            return (
+                _input_reason(input, PerTensor, PerToken, cannot=cannot_scale)
+                or _weight_reason(other, layer.weight, cannot=cannot_scale)
+                or (_ROUNDED if exact else None)
+                or float8_products.linear_unavailable(
+                    layer.weight.device.type, input.format.storage, other.format.storage
+                )
+            )
         return (
             _input_reason(input, PerTensor, PerToken)
             or _weight_reason(other, layer.weight)
@@ -30,7 +42,8 @@ class LinearProduct(IntegerProduct):
         )
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
-        return products.linear(x.factor, other.factor, bias)
+        of_codes = float8_products if _is_float(x.spec) else products
+        return of_codes.linear(x.factor, other.factor, bias)
 
     def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
         return F.linear(x, other, bias)
@@ -51,7 +64,7 @@ class ConvolutionProduct(IntegerProduct):
     def windows(self, layer: Any) -> tuple[Any, ...]:
         return layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode
 
-    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
+    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None, *, exact: bool) -> str | None:
         return (
             _input_reason(input, PerTensor)
             or _weight_reason(other, layer.weight)
@@ -98,7 +111,7 @@ class MatMulProduct(IntegerProduct):
     quantizers = ("_input_quantizer", "_other_quantizer")
     fewest_axes = 2
 
-    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None) -> str | None:
+    def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None, *, exact: bool) -> str | None:
         return (
             _input_reason(input, PerTensor, PerToken)
             or _input_reason(other, PerTensor, name="other input")
@@ -136,24 +149,31 @@ class MatMulProduct(IntegerProduct):
         return dx, d_other, None
 
 
-def _input_reason(spec: QuantSpec | None, *granularities: type, name: str = "input") -> str | None:
+def _is_float(spec: QuantSpec) -> bool:
+    """Whether codes are 8-bit floats of torch's, which `torch._scaled_mm` may multiply."""
+    return spec.format.storage.is_floating_point
+
+
+def _input_reason(
+    spec: QuantSpec | None, *granularities: type, name: str = "input", cannot: _Cannot = cannot_multiply
+) -> str | None:
     """Why an input has no codes for a product."""
     if spec is None:
         return f"its {name} is in float"
-    if reason := cannot_multiply(spec):
+    if reason := cannot(spec):
         return f"its {name}: {reason}"
     if not isinstance(spec.granularity, granularities):
         return f"its {name}: a sum of products has one scale, not {spec.granularity}"
     return None
 
 
-def _weight_reason(spec: QuantSpec | None, weight: Tensor) -> str | None:
+def _weight_reason(spec: QuantSpec | None, weight: Tensor, *, cannot: _Cannot = cannot_multiply) -> str | None:
     """Why a weight with output channels on axis 0 has no codes for a product."""
     if spec is None:
         return "its weight is in float"
-    if reason := cannot_multiply(spec):
+    if reason := cannot(spec):
         return f"its weight: {reason}"
-    if not spec.symmetric or spec.format.storage != torch.int8:
+    if spec.format.has_zero_point and (not spec.symmetric or spec.format.storage != torch.int8):
         return "its weight: codes must be signed, without a zero point"
     granularity = spec.granularity
     per_output = isinstance(granularity, PerChannel) and [a % weight.dim() for a in granularity.axes] == [0]

@@ -100,11 +100,11 @@ class QuantizedLayer(nn.Module):
 
         return "" if self.product is None else form_of(self, self.product)
 
-    def why_simulated(self) -> str | None:
-        """Why the layer, if it is told to, does not multiply codes whatever its input; None if it does."""
+    def why_simulated(self, execution: Execution | None = None) -> str | None:
+        """Why the layer, told so (by default what it is told), is simulated whatever its input; None if it is not."""
         if self.product is None:
             return f"there is no integer product for {type(self).float_class.__name__}"
-        return self.product.ready(self).reason
+        return self.product.why_simulated(self, execution or self.execution)
 
     def quantized_input(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """The first input, or its ReLU, as the operation sees it."""

@@ -68,7 +68,8 @@ def trial(
         wrong = [
             codes.dtype for codes in given if not torch.equal(compute(codes).cpu().double(), exact(codes).double())
         ]
-    except (RuntimeError, NotImplementedError) as error:  # torch raises these where an operator is not built in
+    # torch raises the last where an operator is not built in, and ValueError for dtypes that it does not multiply.
+    except (RuntimeError, ValueError, NotImplementedError) as error:
         return f"{name} does not run here: {str(error).splitlines()[0]}"
     return f"{name} sums codes of {wrong[0]} wrongly on this processor" if wrong else None
 
@@ -134,11 +135,11 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     if not _is_particular(a.device.type):
         return torch._int_mm(a, b)
     (rows, inner), columns = a.shape, b.shape[1]
-    a = _padded(a.contiguous(), max(17 - rows, 0), -inner % 8)
-    return torch._int_mm(a, _padded(b, -inner % 8, -columns % 8))[:rows, :columns].contiguous()
+    a = padded(a.contiguous(), max(17 - rows, 0), -inner % 8)
+    return torch._int_mm(a, padded(b, -inner % 8, -columns % 8))[:rows, :columns].contiguous()
 
 
-def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
+def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
     """With so many more rows and columns of zeros; a copy also where kernels for whole blocks might not read them."""
     dense = codes.is_contiguous() or codes.t().is_contiguous()
     if not rows and not columns and dense and codes.storage_offset() % _ALIGNED == 0:
