@@ -34,10 +34,10 @@ def linear_unavailable(device_type: str, x: torch.dtype, weight: torch.dtype) ->
 def _refused(device_type: str, x: torch.dtype, weight: torch.dtype) -> str | None:
     if device_type not in ("cpu", "cuda"):
         return f"float8 products are for CUDA, not for {device_type}"
-    # Sums up to 150 * 49 < 2**13, which are exact in any order, and in the 14 bits too that Hopper may sum in. Many
-    # need more than the 11 bits of float16, which an operator may round to.
+    # Sums up to 40 * 49 < 2**11, which are exact in any order, and in the 14 bits too that Hopper may sum in. Many need
+    # more than the 8 bits of bfloat16, which an operator may round to.
     random = torch.Generator().manual_seed(0)
-    codes, others = (torch.randint(8, (n, 150), generator=random).to(torch.float32) for n in (32, 24))
+    codes, others = (torch.randint(8, (n, 40), generator=random).to(torch.float32) for n in (32, 24))
     others[::2] *= -1
     there = others.to(weight).to(device_type)
     rows = codes.to(x).to(device_type)
