@@ -23,6 +23,7 @@ from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.numerics.products import Factor
 from fakequant.ops import dispatch, products
 from fakequant.ops.histogram import observe
+from gpu import NotHere, float8
 
 _BATCH = (64, 256)
 _BEYOND_32_BITS = 2**31 + 1
@@ -40,10 +41,6 @@ _ONE_LAUNCH = (
 )
 _QUANTIZERS = (*_ONE_LAUNCH, kinds.NVFP4)
 Quantize = Callable[[Tensor], Tensor]
-
-
-class NotHere(Exception):
-    """Why something cannot be tried on this device."""
 
 
 def only_on_cuda(device: str) -> None:
@@ -340,6 +337,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "the current stream": current_stream,
     "torch.compile": compiled_bits,
     "integer products": integer_products,
+    "float8 products": float8.products,
     "histograms": histograms,
     "calibration": calibrated_ranges,
     "training steps": training_steps,
