@@ -1,6 +1,7 @@
 """Brevitas: its quantizers of activations (scales collected beforehand) and of weights (taken anew at every call).
 
-Two are subclasses of its own, made as its documentation says: weights in groups, and MX with E2M1 elements.
+Three are subclasses of its own, made as its documentation says: activations per token, weights in groups, and MX with
+E2M1 elements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from benchmarks import kinds
 from . import call
 from .call import Call, Peer, Theirs
 
-PEER = Peer("Brevitas", "brevitas", ((kinds.INT8_CHANNEL, call.TAKES_SCALES), (kinds.NVFP4, call.NO_FORMAT)))
+PEER = Peer("Brevitas", "brevitas", ((kinds.NVFP4, call.NO_FORMAT),))
 
 
 def _activation(quantizer: type, x: Tensor, **options: Any) -> Any:
@@ -40,6 +41,49 @@ def _int8(x: Tensor) -> Theirs:
 
     layer = _activation(Int8ActPerTensorFloat, x)
     return Theirs(layer, given=layer.act_quant.scale())
+
+
+def _int8_given_per_channel(x: Tensor) -> Theirs:
+    from brevitas.quant import Int8ActPerTensorFloat
+
+    layer = _activation(
+        Int8ActPerTensorFloat,
+        x,
+        scaling_per_output_channel=True,
+        per_channel_broadcastable_shape=(x.shape[0], 1),
+        scaling_stats_permute_dims=(0, 1),
+    )
+    return Theirs(layer, given=layer.act_quant.scale())
+
+
+def _int8_per_token(x: Tensor) -> Theirs:
+    from brevitas.core.scaling.runtime import RuntimeDynamicGroupStatsScaling
+    from brevitas.inject.enum import ScalingPerOutputType
+    from brevitas.quant import Int8ActPerTensorFloat
+    from brevitas.quant.mx_quant_ocp import GroupwiseActProxyMixin
+
+    class Int8ActPerRowFloat(GroupwiseActProxyMixin, Int8ActPerTensorFloat):
+        scaling_impl = RuntimeDynamicGroupStatsScaling
+        scaling_per_output_type = ScalingPerOutputType.GROUP
+        scaling_stats_op = "max"
+        stats_reduce_dim = -1
+        group_size = x.shape[1]
+        narrow_range = True
+
+    return Theirs(_activation(Int8ActPerRowFloat, x, group_dim=-1))
+
+
+def _lsq(x: Tensor) -> Theirs:
+    from brevitas.inject.enum import ScalingImplType
+    from brevitas.nn import QuantIdentity
+    from brevitas.quant import Int8ActPerTensorFloat
+
+    amax = x.abs().amax().item()
+    layer = QuantIdentity(
+        act_quant=Int8ActPerTensorFloat, scaling_impl_type=ScalingImplType.PARAMETER, scaling_init=amax
+    ).train()
+    (learned,) = layer.parameters()
+    return Theirs(layer, given=layer.act_quant.scale(), learned=learned)
 
 
 def _int8_per_channel(x: Tensor) -> Theirs:
@@ -101,6 +145,11 @@ _TWICE_AS_FINE = "its scale is 2^(floor(log2 amax) - 7), half of the standard's:
 
 CALLS = (
     Call(kinds.INT8_TENSOR, PEER, "Int8ActPerTensorFloat", "int8", _int8, call.SIGNED),
+    Call(
+        kinds.INT8_CHANNEL, PEER, "Int8ActPerTensorFloat", "int8 per_channel(0)", _int8_given_per_channel, call.SIGNED
+    ),
+    Call(kinds.INT8_TOKEN, PEER, "Int8ActPerRowFloat", "int8_narrow per_token", _int8_per_token, call.SIGNED),
+    Call(kinds.LSQ, PEER, "Int8ActPerTensorFloat, PARAMETER", "int8", _lsq, call.SIGNED),
     Call(
         kinds.INT8_CHANNEL_TAKEN,
         PEER,

@@ -10,6 +10,9 @@ from torch import Tensor
 from benchmarks.kinds import Kind
 
 
+NOT_TIMED = "not timed"
+
+
 @dataclass(frozen=True)
 class Peer:
     """A library to compare with.
@@ -25,8 +28,8 @@ class Peer:
     lacks: tuple[tuple[Kind, str], ...] = ()
 
     def why_not(self, kind: str) -> str:
-        """Why there is no call of a kind."""
-        return next((reason for lacked, reason in self.lacks if lacked.name == kind), "no call listed")
+        """Why there is no call of a kind; `NOT_TIMED` if there is one."""
+        return next((reason for lacked, reason in self.lacks if lacked.name == kind), NOT_TIMED)
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,13 @@ class Theirs:
         given: the scale that this call was given beforehand and ours then is too; None: both take it from x.
         scale: of a call that takes scales from x by a rule that ours has not: these scales, so that the bits can be
             compared in spite of it.
+        learned: of a kind whose scale is learned, the parameter that gets a gradient as x does.
     """
 
     run: Callable[[Tensor], Tensor]
     given: Tensor | None = None
     scale: Tensor | None = None
+    learned: Tensor | None = None
 
 
 @dataclass(frozen=True)

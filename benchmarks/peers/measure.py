@@ -65,7 +65,7 @@ class PeerCase:
         """Ours."""
         spec, kind = fq.QuantSpec.parse(self.call.spec), self.call.kind
         case = Case(kind.name, spec, square(self.elements), backward=self.backward, dynamic=kind.dynamic)
-        return replace(case, device=self.device)
+        return replace(case, learned=kind.learned, device=self.device)
 
     @property
     def direction(self) -> str:
@@ -105,7 +105,10 @@ class PeerCase:
             facts |= _facts("_with_its_scales", Difference.between(y, self._ours(theirs.scale)(x)))
         facts["why"] = self.call.why if facts["bits"] else ""
         run = theirs.run if against == self.against else _compiled(theirs.run, inputs[0])
-        return Prepared(self._timed(self._ours(theirs.given)), self._timed(run), inputs, facts)
+        scale = theirs.given
+        if self.call.kind.learned and scale is not None:
+            scale = scale.detach().clone().requires_grad_()
+        return Prepared(self._timed(self._ours(scale), scale), self._timed(run, theirs.learned), inputs, facts)
 
     def _built(self, x: Tensor) -> Theirs:
         with torch.set_grad_enabled(self.backward):
@@ -121,14 +124,15 @@ class PeerCase:
         return y
 
     def _ours(self, scale: Tensor | None) -> Quantize:
-        spec, scale = fq.QuantSpec.parse(self.call.spec), None if scale is None else scale.detach()
+        spec = fq.QuantSpec.parse(self.call.spec)
         return lambda x: fq.fake_quantize(x, spec, scale=scale)
 
-    def _timed(self, run: Quantize) -> Function:
+    def _timed(self, run: Quantize, scale: Tensor | None = None) -> Function:
         if not self.backward:
             return torch.no_grad()(run)
         dy = torch.ones(self.case.shape, device=self.device)
-        return lambda x: torch.autograd.grad(run(x), x, dy)
+        learned = (scale,) if self.call.kind.learned and scale is not None else ()
+        return lambda x: torch.autograd.grad(run(x), (x, *learned), dy)
 
 
 def with_ties(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from benchmarks import kinds
 from . import call
 from .call import Call, Peer, Theirs
 
-PEER = Peer("ModelOpt", "nvidia-modelopt")
+PEER = Peer("ModelOpt", "nvidia-modelopt", ((kinds.LSQ, "learns scales of blocks only"),))
 
 
 def _quantizer(amax: Tensor | None = None, **attributes: Any) -> Any:
@@ -40,6 +40,10 @@ def _fp8(x: Tensor) -> Theirs:
     # x * m, then times 1 / m, with m = 448 / amax as torch computes it of a Python number.
     amax = x.abs().amax()
     return Theirs(_quantizer(amax, num_bits=(4, 3)), given=1.0 / (448.0 / amax))
+
+
+def _int8_per_token(x: Tensor) -> Theirs:
+    return Theirs(_quantizer(num_bits=8, block_sizes={-1: None, "type": "dynamic"}))
 
 
 def _groups(bits: int) -> Callable[[Tensor], Theirs]:
@@ -92,6 +96,7 @@ CALLS = (
     Call(kinds.INT8_TENSOR, PEER, _FAKE, "int8 multiplier", _int8),
     Call(kinds.INT8_CHANNEL, PEER, _FAKE, "int8 per_channel(0) multiplier", _int8_per_channel),
     Call(kinds.FP8_TENSOR, PEER, _FAKE, "float8_e4m3fn reciprocal", _fp8),
+    Call(kinds.INT8_TOKEN, PEER, _FAKE, "int8 per_token multiplier", _int8_per_token),
     Call(kinds.INT8_GROUPS, PEER, _FAKE, "int8 per_block(-1:32) multiplier", _groups(8)),
     Call(kinds.INT4_GROUPS, PEER, _FAKE, "int4 per_block(-1:32) multiplier", _groups(4)),
     Call(kinds.MXFP4, PEER, _FAKE, _MXFP4, _dynamic_blocks((2, 1), 32, _E8M0)),

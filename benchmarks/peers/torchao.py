@@ -15,7 +15,7 @@ from .call import Call, Peer, Theirs
 PEER = Peer(
     "torchao",
     "torchao",
-    ((kinds.INT8_CHANNEL, call.TAKES_SCALES), (kinds.FP8_TENSOR, call.TAKES_SCALES), (kinds.MXINT8, call.NO_FORMAT)),
+    ((kinds.FP8_TENSOR, call.TAKES_SCALES), (kinds.MXINT8, call.NO_FORMAT)),
 )
 
 
@@ -28,6 +28,40 @@ def _int8(x: Tensor) -> Theirs:
     quantizer(x)
     quantizer.disable_observer()
     return Theirs(quantizer, given=quantizer.scale)
+
+
+def _int8_given_per_channel(x: Tensor) -> Theirs:
+    from torchao.quantization.pt2e import FakeQuantize, PerChannelMinMaxObserver
+
+    quantizer = FakeQuantize(
+        observer=PerChannelMinMaxObserver,
+        quant_min=-128,
+        quant_max=127,
+        dtype=torch.int8,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0,
+    )
+    quantizer(x)
+    quantizer.disable_observer()
+    return Theirs(quantizer, given=quantizer.scale)
+
+
+def _int8_per_token(x: Tensor) -> Theirs:
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, IntxFakeQuantizer
+
+    return Theirs(IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)))
+
+
+def _lsq(x: Tensor) -> Theirs:
+    from torchao.quantization.pt2e import MinMaxObserver
+    from torchao.quantization.pt2e.learnable_fake_quantize import LearnableFakeQuantize
+
+    quantizer = LearnableFakeQuantize(
+        MinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.int8, qscheme=torch.per_tensor_symmetric
+    )
+    quantizer(x)
+    quantizer.enable_range_learning()
+    return Theirs(quantizer, given=quantizer.scale, learned=quantizer.scale)
 
 
 def _int8_per_channel(x: Tensor) -> Theirs:
@@ -88,6 +122,12 @@ _SHARED_FIRST = "it multiplies by (1 / tensor scale) / block scale, ours divides
 
 CALLS = (
     Call(kinds.INT8_TENSOR, PEER, "pt2e.FakeQuantize", "int8 reciprocal", _int8),
+    Call(
+        kinds.INT8_CHANNEL, PEER, "pt2e.FakeQuantize", "int8 per_channel(0) reciprocal", _int8_given_per_channel
+    ),
+    # It has no symmetric quantization per token.
+    Call(kinds.INT8_TOKEN, PEER, "IntxFakeQuantizer", "int8 per_token asymmetric reciprocal", _int8_per_token),
+    Call(kinds.LSQ, PEER, "pt2e LearnableFakeQuantize", "int8 reciprocal", _lsq),
     Call(
         kinds.INT8_CHANNEL_TAKEN,
         PEER,
