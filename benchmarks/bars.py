@@ -28,9 +28,10 @@ import fakequant as fq
 from fakequant.benchmark import Result
 
 from . import compat, compat_exactness, exactness, ir, pages
+from .cases import COMPARED_SIZES
 from .limits import COPY_4M, LIMITS, ONE_ATEN, Limit
 from .processes import Plan, run
-from .record import LINES, ROOT, machine, put_between, read_lines, write_results
+from .record import LINES, ROOT, Line, machine, put_between, read_lines, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
 DEMO = ROOT / "demo-output" / "results.json"
@@ -150,19 +151,23 @@ def _copy_over_aten(results: Sequence[Result]) -> float:
 
 
 def peer_bars(path: Path = LINES) -> list[Bar]:
-    """The nearest call of another library, from the file that `make bench` writes; nothing without that file."""
+    """The nearest call of others at every size, from the file that `make bench` writes; nothing without that file."""
     if not path.exists():
         return []
-    lines = pages.calls_of_peers(read_lines(path))
+    lines = pages.calls_of_others(read_lines(path))
+    return [_peer_bar(elements, pages.found(lines, elements=elements)) for elements in COMPARED_SIZES]
+
+
+def _peer_bar(elements: int, lines: Sequence[Line]) -> Bar:
     timed = [line for line in lines if line["p50"]]
-    what = f"{len(timed)} calls of {', '.join(sorted({pages.peer_of(line) for line in timed})) or 'other libraries'}"
+    what = f"{len(timed)} calls of {', '.join(sorted({pages.peer_of(line) for line in timed})) or 'others'}"
+    what += f", {elements:,} float32: time over ours"
     if not timed:
-        return [Bar(what, "> 1", "none is installed", False)]
+        return Bar(what, "> 1", "none is timed", False)
     nearest = max(timed, key=lambda line: line["p50"])
     times = 1 / nearest["p50"]
-    which = f"{nearest['against']}, {nearest['case']}, {nearest['direction']}, {nearest['elements']:,}"
-    what += f", 4,096 and 4,194,304 float32: time over ours, nearest ({which})"
-    return [Bar(what, "> 1", f"{times:.1f}", times > 1)]
+    what += f", nearest ({nearest['against']}, {nearest['case']}, {nearest['direction']})"
+    return Bar(what, "> 1", f"{times:.2f}", times > 1)
 
 
 def graph_bars() -> list[Bar]:

@@ -11,15 +11,14 @@ from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, Timed
 
 from . import kinds
 from .calibration import LOOPS, Search
+from .kinds import GROWTH, OTHERS, SHOWN, Kind
 from .limits import COPY_4M, LIMITS, K, M
 from .peers import CALLS
 from .peers.measure import PeerCase
 
 SIZES = (64, 4 * K, 64 * K, M, 4 * M, 16 * M, 64 * M)
-# Shown from the smallest to the largest size, in float32, forward and with the gradient.
-GROWTH = (kinds.INT8_TENSOR, kinds.FP8_TENSOR, kinds.MXFP4, kinds.NVFP4)
-OTHERS = (kinds.INT8_CHANNEL, kinds.INT8_TOKEN, kinds.INT8_GROUPS, kinds.INT4_GROUPS)
-FEW_SIZES = (4 * K, M, 4 * M)
+# Beside others: below, a call is what Python costs, and at 64M the slowest of them takes a second.
+COMPARED_SIZES = SIZES[1:-1]
 COMPARED = 4 * M
 
 
@@ -59,50 +58,45 @@ def merged(entries: Iterable[Entry]) -> list[Entry]:
     return list(found.values())
 
 
+def _beside_the_cheapest(kind: Kind, elements: int, dtype: torch.dtype = torch.float32) -> Iterable[Entry]:
+    for backward in kind.directions:
+        yield Entry(kind.case(elements, dtype, backward=backward), (DOUBLED if backward else COPY,))
+
+
 def _of_tensors() -> Iterable[Entry]:
     for kind in GROWTH:
         for elements in SIZES:
-            yield Entry(kind.case(elements), (COPY,))
-            yield Entry(kind.case(elements, backward=True), (DOUBLED,))
-    for kind in OTHERS:
-        for elements in FEW_SIZES:
-            yield Entry(kind.case(elements), (COPY,))
-            yield Entry(kind.case(elements, backward=True), (DOUBLED,))
-    for elements in FEW_SIZES:
-        yield Entry(kinds.LSQ.case(elements, backward=True), (DOUBLED,), (ATEN,))
+            yield from _beside_the_cheapest(kind, elements)
+    for kind in (*OTHERS, kinds.LSQ):
+        for elements in SIZES[:-1]:
+            yield from _beside_the_cheapest(kind, elements)
     for kind in kinds.INTEGER_GRANULARITIES:
         yield Entry(kind.case(COMPARED), (COPY,))
     for dtype in (torch.bfloat16, torch.float16):
-        for kind in (*GROWTH, *OTHERS):
-            yield Entry(kind.case(COMPARED, dtype), (COPY,))
-        yield Entry(kinds.INT8_TENSOR.case(COMPARED, dtype, backward=True), (DOUBLED,))
+        for kind in SHOWN:
+            yield from _beside_the_cheapest(kind, COMPARED, dtype)
     yield Entry(kinds.INT8_TENSOR.case(COMPARED, torch.float64), (COPY,))
 
 
 def _beside_torch() -> Iterable[Entry]:
     for elements in SIZES:
         yield Entry(kinds.INT8_TENSOR.case(elements), once=(ATEN,))
-    for elements in FEW_SIZES:
-        yield Entry(kinds.INT8_CHANNEL.case(elements), once=(ATEN,))
-        yield Entry(kinds.INT8_TENSOR.case(elements, backward=True), once=(ATEN,))
-        yield Entry(kinds.INT8_CHANNEL.case(elements, backward=True), once=(ATEN,))
     yield Entry(kinds.INT8_TENSOR.case(COMPARED, torch.bfloat16), once=(ATEN,))
-    for kind in (*GROWTH, *OTHERS):
-        yield Entry(kind.case(COMPARED), once=(ATEN, COMPILED))
-        yield Entry(kind.case(COMPARED, backward=True), once=(ATEN,))
-    yield Entry(kinds.INT8_TENSOR.case(64 * K), once=(COMPILED,))
-    for kind in (kinds.INT8_TENSOR, kinds.NVFP4):
-        yield Entry(kind.case(COMPARED, backward=True), once=(COMPILED,))
+    for kind in SHOWN:
+        for elements in COMPARED_SIZES:
+            for backward in kind.directions:
+                yield Entry(kind.case(elements, backward=backward), once=(ATEN, COMPILED))
 
 
 def _beside_peers() -> Iterable[Entry]:
     for call in CALLS:
-        for backward in (False, True):
-            for elements in (4 * K, COMPARED):
+        for backward in call.kind.directions:
+            for elements in COMPARED_SIZES:
                 case = PeerCase(call, elements, backward)
                 yield Entry(case, once=(case.against,))
-        case = PeerCase(call, COMPARED)
-        yield Entry(case, once=(case.compiled,))
+        if False in call.kind.directions:
+            case = PeerCase(call, COMPARED)
+            yield Entry(case, once=(case.compiled,))
 
 
 def promised() -> list[Entry]:

@@ -26,6 +26,11 @@ class Kind:
     dynamic: bool = False
     learned: bool = False
 
+    @property
+    def directions(self) -> tuple[bool, ...]:
+        """Whether the gradient is computed too, each way that is timed; without it, a learned scale is a given one."""
+        return (True,) if self.learned else (False, True)
+
     def case(self, elements: int, dtype: torch.dtype = torch.float32, *, backward: bool = False) -> Case:
         """The case of one size."""
         spec = fq.QuantSpec.parse(self.spec)
@@ -55,6 +60,12 @@ MXFP8 = Kind("MXFP8", mx("float8_e4m3fn", "floor"), dynamic=True)
 MXINT8 = Kind("MXINT8", mx("int8_narrow", "floor"), dynamic=True)
 NVFP4 = Kind("NVFP4", "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor", dynamic=True)
 LSQ = Kind("LSQ, int8 per tensor", "int8 per_tensor", learned=True)
+
+# Shown from the smallest to the largest size, in float32, forward and with the gradient.
+GROWTH = (INT8_TENSOR, FP8_TENSOR, MXFP4, NVFP4)
+OTHERS = (INT8_CHANNEL, INT8_TOKEN, INT8_GROUPS, INT4_GROUPS)
+SHOWN = (*GROWTH, *OTHERS, LSQ)
+"""What the tables have a row for, and what no other library is to be faster at."""
 
 SMALL_FLOATS = tuple(
     _given(format, where, granularity)

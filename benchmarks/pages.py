@@ -11,9 +11,11 @@ from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED
 from fakequant.files import write_whole
 
 from . import kinds
-from .cases import COMPARED, GROWTH, OTHERS, SIZES
+from .cases import COMPARED, COMPARED_SIZES, SIZES
+from .kinds import GROWTH
 from .peers import PEERS
 from .peers import measure as peers
+from .peers.call import NOT_TIMED
 from .record import ROOT, Line, put_between
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ PLOT = ROOT / "docs" / "cost-by-size.svg"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 PEERS_BEGIN, PEERS_END = "<!-- peers:begin -->", "<!-- peers:end -->"
 _CHEAPEST = {"forward": COPY, "forward and backward": DOUBLED}
-_ROWS = tuple((kind.name, direction) for direction in _CHEAPEST for kind in (*GROWTH, *OTHERS, kinds.LSQ))
+_ROWS = tuple((kind.name, direction) for direction in _CHEAPEST for kind in kinds.SHOWN)
+_LEARNED = {kind.name for kind in kinds.SHOWN if kind.learned}
 
 
 def write(lines: Sequence[Line], readme: Path = README, page: Path = PEERS_PAGE, plot: Path = PLOT) -> None:
@@ -70,8 +73,9 @@ def over_a_copy(lines: Sequence[Line]) -> str:
         wanted = {"case": case, "direction": direction, "against": _CHEAPEST[direction]}
         cells = [_time(found(lines, elements=n, dtype=dtype, **wanted)) for n, dtype in columns]
         if any(cells):
-            rows.append([case, direction, *cells])
-    return table(["time over a copy", "", *header], rows)
+            rows.append([case, direction, *(cell or NOT_TIMED for cell in cells)])
+    where = f"At {size(SIZES[-1])} only what the plot shows is timed."
+    return f"{table(['time over a copy', '', *header], rows)}\n\n{where}"
 
 
 def _time(lines: Sequence[Line]) -> str:
@@ -83,19 +87,36 @@ def _ratio(value: float) -> str:
 
 
 def beside_others(lines: Sequence[Line]) -> str:
-    """The time of others over ours, float32 of the size that all are compared at."""
+    """The time of others over ours, float32: the nearest of all sizes, and which that is."""
     rows = []
+    compared = [line for line in lines if line["elements"] in COMPARED_SIZES]
     for case, direction in _ROWS:
-        own = found(lines, case=case, direction=direction, elements=COMPARED, dtype="float32")
-        cells = [_other(found(own, against=name)) for name in (ATEN, COMPILED)]
+        own = found(compared, case=case, direction=direction, dtype="float32")
         if not own:
             continue
+        cells = [_nearest(found(own, against=name)) or NOT_TIMED for name in (ATEN, COMPILED)]
         for peer in PEERS:
             of_peer = [line for line in calls_of_peers(own) if peer_of(line) == peer.name]
-            cells.append(_other(of_peer) or peer.why_not(case))
+            cells.append(_nearest(of_peer) or peer.why_not(case))
         rows.append([case, direction, *cells])
-    header = [f"time over ours, {size(COMPARED)} float32", "", ATEN, COMPILED, *(peer.name for peer in PEERS)]
+    sizes = f"nearest of {', '.join(map(size, COMPARED_SIZES))}"
+    header = [f"time over ours, float32, {sizes}", "", ATEN, COMPILED, *(peer.name for peer in PEERS)]
     return table(header, rows)
+
+
+def _nearest(lines: Sequence[Line]) -> str:
+    """The nearest of the calls of one library with its size, or why none can run."""
+    timed = [line for line in lines if line["p50"]]
+    if not timed:
+        return _other(lines)
+    return f"{_other(timed)} at {size(max(timed, key=lambda line: line['p50'])['elements'])}"
+
+
+def calls_of_others(lines: Sequence[Line]) -> list[Line]:
+    """The calls of ATen and torch's compiler in what the tables show, then those of other libraries."""
+    shown = {kind.name for kind in kinds.SHOWN}
+    by_torch = [line for line in lines if line["against"] in (ATEN, COMPILED) and line["case"] in shown]
+    return [line for line in (*by_torch, *calls_of_peers(lines)) if line["dtype"] == "float32"]
 
 
 def calls_of_peers(lines: Sequence[Line]) -> list[Line]:
@@ -128,33 +149,38 @@ def source(lines: Sequence[Line]) -> str:
 
 def peers_table(lines: Sequence[Line]) -> str:
     """Every call of every peer: its time over ours, compiled too, and in how many elements its results differ."""
-    forward = found(calls_of_peers(lines), direction="forward", elements=COMPARED)
-    order = list(dict.fromkeys(line["case"] for line in forward))
-    rows = []
-    for line in sorted(forward, key=lambda line: order.index(line["case"])):
-        same = [one for one in lines if all(one[name] == line[name] for name in ("case", "spec"))]
-        of_call = found(same, against=line["against"])
-        compiled = found(same, against=f"{line['against']}, {peers.COMPILED}")
-        both = {"direction": "forward and backward"}
-        cells = [
-            _other(found(of_call, direction="forward", elements=SIZES[1])),
-            _other([line]),
-            _other(found(of_call, elements=SIZES[1], **both)),
-            _other(found(of_call, elements=COMPARED, **both)),
-            _other(compiled),
-        ]
-        # A call that cannot run at all says so once.
-        cells = ["" if line["outcome"] == cell and place != 1 else cell for place, cell in enumerate(cells)]
-        peer, way = line["against"].split(" ", 1)
-        rows.append([line["case"], f"{peer} `{way}`", *cells, _difference(line)])
-    small, large = size(SIZES[1]), size(COMPARED)
-    times = [f"forward, {small}", large, f"with backward, {small}", large, f"compiled, {large}"]
+    calls = calls_of_peers(lines)
+    order = list(dict.fromkeys(line["case"] for line in calls))
+    identities = dict.fromkeys((line["case"], line["spec"], line["against"]) for line in calls)
+    rows = [_row_of_a_peer(lines, *call) for call in sorted(identities, key=lambda call: order.index(call[0]))]
+    small, *more = map(size, COMPARED_SIZES)
+    times = [f"forward, {small}", *more, f"with backward, {small}", *more, f"compiled, {size(COMPARED)}"]
     return table(["case", "library", *times, "elements that differ"], rows)
 
 
-def _difference(line: Line) -> str:
-    if line["outcome"] != MEASURED:
-        return ""
+def _row_of_a_peer(lines: Sequence[Line], case: str, spec: str, against: str) -> list[str]:
+    same = found(lines, case=case, spec=spec)
+    of_call, compiled = found(same, against=against), found(same, against=f"{against}, {peers.COMPILED}")
+    peer, way = against.split(" ", 1)
+    names = [case, f"{peer} `{way}`"]
+    reasons = dict.fromkeys(line["outcome"] for line in of_call)
+    if len(reasons) == 1 and MEASURED not in reasons:
+        return [*names, *["cannot run"] * (2 * len(COMPARED_SIZES) + 1), *reasons]
+    cells = [
+        _other(found(of_call, direction=direction, elements=elements))
+        for direction in _CHEAPEST
+        for elements in COMPARED_SIZES
+    ]
+    missing = "is learned with backward" if case in _LEARNED else NOT_TIMED
+    cells = [cell or missing for cell in (*cells, _other(compiled))]
+    return [*names, *cells, _difference(found(of_call, elements=COMPARED))]
+
+
+def _difference(lines: Sequence[Line]) -> str:
+    """In how many elements the results of a call differ; forward, if that is timed."""
+    line = next((line for line in lines if line["outcome"] == MEASURED), None)
+    if line is None:
+        return NOT_TIMED
     words = _count(line["bits"], line["values"])
     if "bits_with_its_scales" in line:
         words += f" (given its scales: {_count(line['bits_with_its_scales'], line['values_with_its_scales'])})"

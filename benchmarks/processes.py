@@ -88,13 +88,16 @@ def together(runs: Iterable[Iterable[Result]]) -> list[Result]:
 def measured_here(plan: Plan, number: int) -> list[Result]:
     """The results of this process, printed as they come.
 
-    Results are compared with the reference in the first process only: bits do not depend on the process.
+    Results are compared with the reference in the first process only, and once where several libraries are timed beside
+    the same call: bits do not depend on either.
     """
     torch.manual_seed(0)
     results, red = [], dict(plan.red)
     for case, against in plan.entries(number):
         key = case.name, case.direction, case.text, case.elements, case.dtype_name
-        differing = case.differing() if number == 0 else red.get(key, 0)
+        if number == 0 and key not in red:
+            red[key] = case.differing()
+        differing = red.get(key, 0)
         for result in measure(case, against, plan.effort, lambda _, differing=differing: differing):
             results.append(result)
             print(f"{number + 1}/{plan.processes} {as_text(result)}", flush=True)

@@ -153,7 +153,7 @@ def line_of(against, median, elements=4096, **more):
     return common | {"against": against, "outcome": outcome, "p50": median} | more
 
 
-def test_the_bar_of_other_libraries_is_the_nearest(tmp_path):
+def test_the_bar_of_others_at_every_size_is_the_nearest(tmp_path):
     path = tmp_path / "bench.jsonl"
     assert bars.peer_bars(path) == []
     lines = [
@@ -161,16 +161,20 @@ def test_the_bar_of_other_libraries_is_the_nearest(tmp_path):
         line_of("torchao MXTensor", 0.8),
         line_of("torchao MXTensor, compiled", 1.5),
         line_of("Brevitas Int8", None),
-        line_of("ATen", 2.0),
+        line_of("ATen", 0.5, case="int8 per tensor"),
+        line_of("ATen", 2.0, case="a plain copy"),
+        line_of("torch.compile", 2.0, 1 << 24, case="MXFP4"),
+        line_of("torchao MXTensor", 0.5, 1 << 24),
     ]
     write_lines(path, lines)
-    (bar,) = bars.peer_bars(path)
-    assert bar.what.startswith("2 calls of ModelOpt, torchao, 4,096 and 4,194,304 float32: time over ours, nearest (to")
-    assert (bar.bar, bar.measured, bar.ok) == ("> 1", "1.2", True)
-    write_lines(path, [*lines, line_of("ModelOpt TensorQuantizer", 1.0, 64)])
-    assert not bars.peer_bars(path)[0].ok
-    write_lines(path, lines[3:])
-    assert not bars.peer_bars(path)[0].ok
+    small, *between, large = bars.peer_bars(path)
+    assert small.what == (
+        "3 calls of ATen, ModelOpt, torchao, 4,096 float32: time over ours, nearest (torchao MXTensor, int8, forward)"
+    )
+    assert (small.bar, small.measured, small.ok) == ("> 1", "1.25", True)
+    assert [(bar.measured, bar.ok) for bar in between] == [("none is timed", False)] * 3
+    assert large.what.endswith("16,777,216 float32: time over ours, nearest (torch.compile, MXFP4, forward)")
+    assert (large.measured, large.ok) == ("0.50", False)
 
 
 def test_missed_bars_are_seen():

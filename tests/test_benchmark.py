@@ -102,6 +102,12 @@ def test_a_call_that_takes_long_is_timed_once(monkeypatch):
     assert calls == ["ours", "ours"]
 
 
+def test_slow_calls_have_fewer_turns_than_the_least(monkeypatch):
+    monkeypatch.setattr(timing, "_LONG", 0.05)
+    found = time_pairs(lambda x: None, lambda x: time.sleep(0.02), [torch.zeros(1)], Effort(0.0, least=5))
+    assert 1 <= len(found) <= 2
+
+
 # Cases
 
 

@@ -12,7 +12,8 @@ from benchmarks import __main__ as command
 from benchmarks import cases, limits, pages, processes, record
 from benchmarks.calibration import LOOPS, METHODS, Search, WholeModel
 from benchmarks.cases import Entry
-from benchmarks.peers import PEERS
+from benchmarks.peers import CALLS, PEERS
+from benchmarks.peers.measure import PeerCase
 from benchmarks.processes import Plan, from_dict, together
 from benchmarks.torch_ao import ROUTED
 from benchmarks.training import BLOCK, CNN, LINEAR_BY_CODES, MODULE, STEPS_BY_CODES
@@ -20,6 +21,7 @@ from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED, Case, E
 from fakequant.ops import direct, products
 from fakequant.ops.cpu.backend import CpuBackend
 
+COMPARED_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 QUICK = Effort(0.0, least=1)
 RESULT = Result("int8 per tensor", "forward", "int8 per_tensor", 4096, "float32", COPY, pairs=((2.0, 1.0),) * 3)
 FIELDS = {
@@ -46,8 +48,22 @@ def test_all_formats_sizes_and_dtypes_are_in_the_list():
     for name in ("int8 per channel", "int8 per token", "int8 in groups of 32", "NVFP4", "MXFP4"):
         for dtype in ("float32", "bfloat16", "float16"):
             assert COPY in found[name, "forward", 1 << 22, dtype].often
-        assert COMPILED in found[name, "forward", 1 << 22, "float32"].once
-    assert ATEN in found["LSQ, int8 per tensor", "forward and backward", 1 << 22, "float32"].once
+            assert DOUBLED in found[name, "forward and backward", 1 << 22, dtype].often
+        for elements in COMPARED_SIZES:
+            for direction in ("forward", "forward and backward"):
+                assert {ATEN, COMPILED} <= set(found[name, direction, elements, "float32"].of_process(0))
+    for elements in COMPARED_SIZES:
+        assert {ATEN, COMPILED} <= set(found["LSQ, int8 per tensor", "forward and backward", elements, "float32"].once)
+
+
+def test_every_call_of_a_library_is_timed_at_all_sizes_from_4K_on():
+    timed = [entry for entry in cases.everything() if type(entry.case) is PeerCase]
+    for call in CALLS:
+        sizes = {direction: [] for direction in ((True,) if call.kind == cases.kinds.LSQ else (False, True))}
+        for entry in timed:
+            if entry.case.call is call and entry.case.against in entry.once:
+                sizes[entry.case.backward].append(entry.case.elements)
+        assert {tuple(found) for found in sizes.values()} == {COMPARED_SIZES}
 
 
 def test_everything_that_is_promised_is_timed_and_nothing_twice():
@@ -219,6 +235,10 @@ def test_a_missed_limit_is_printed():
 def test_every_peer_is_to_be_slower():
     assert limits.missed(replace(RESULT, against="torchao MXTensor")) == "MISSED: > 1"
     assert limits.missed(replace(RESULT, against="torchao MXTensor", pairs=((0.5, 1.0),))) == ""
+    for against in (ATEN, COMPILED):
+        assert limits.missed(replace(RESULT, against=against)) == "MISSED: > 1"
+        assert limits.missed(replace(RESULT, against=against, elements=64)) == ""
+        assert limits.missed(replace(RESULT, against=against, case="a plain copy")) == ""
 
 
 def test_a_line_has_all_fields():
@@ -271,11 +291,14 @@ def lines():
     results = [
         *(RESULT, big, both, replace(big, dtype="float16")),
         replace(big, against=ATEN, pairs=((0.05, 1.0),)),
+        replace(big, against=ATEN, elements=1 << 16, pairs=((0.1, 1.0),)),
+        replace(big, against=ATEN, elements=64, pairs=((0.9, 1.0),)),
         peer,
         replace(peer, against="ModelOpt TensorQuantizer, compiled", pairs=((0.4, 1.0),)),
         replace(peer, against="ModelOpt TensorQuantizer", direction="forward and backward", pairs=((0.5, 1.0),)),
         replace(peer, against="ModelOpt Other", pairs=((0.2, 1.0),), facts={"version": "1.2", **with_its_scales}),
         replace(peer, against="torchao Tensor", outcome="raises E: no | GPU", pairs=(), facts=None),
+        replace(peer, case="LSQ, int8 per tensor", direction="forward and backward", against="Brevitas Scale"),
     ]
     return record.lines_of(results)
 
@@ -285,16 +308,23 @@ def test_tables_and_plot_are_written_from_the_lines(written):
     readme = (written / "README.md").read_text().splitlines()
     assert (readme[0], readme[1], readme[-1]) == ("before", pages.BEGIN, "after")
     assert "| time over a copy |  | 64 | 4K | 64K | 1M | 4M | 16M | 64M | 4M bfloat16 | 4M float16 |" in readme
-    assert "| int8 per tensor | forward |  | 2.00 |  |  | 1.25 |  |  |  | 1.25 |" in readme
-    assert "| int8 per tensor | forward and backward |  |  |  |  | 1.25 |  |  |  |  |" in readme
-    assert "| int8 per tensor | forward | 20 |  | 5.00 | raises E: no / GPU | no call listed |" in readme
+    no = " not timed |"
+    assert f"| int8 per tensor | forward |{no} 2.00 |{no * 2} 1.25 |{no * 3} 1.25 |" in readme
+    assert f"| int8 per tensor | forward and backward |{no * 4} 1.25 |{no * 4}" in readme
+    assert f"| int8 per tensor | forward | 10 at 64K |{no} 5.00 at 4M | raises E: no / GPU |{no}" in readme
+    learned = "| LSQ, int8 per tensor | forward and backward |"
+    assert f"{learned}{no * 2} learns scales of blocks only |{no} 10 at 4M |" in readme
     assert any("1 threads" in line and "ModelOpt 1.2" in line for line in readme)
-    assert PEERS[1].why_not("int8 per channel") == "takes its scales from the input"
+    assert PEERS[1].why_not("float8_e4m3fn per tensor") == "takes its scales from the input"
     page = (written / "peers.md").read_text().splitlines()
     name = "| int8 per tensor | ModelOpt"
-    assert f"{name} `TensorQuantizer` |  | 10 |  | 2.00 | 2.50 | 1,234 signs of zeros: it is odd |" in page
-    assert f"{name} `Other` |  | 5.00 |  |  |  | 9 (given its scales: 0) |" in page
-    assert "| int8 per tensor | torchao `Tensor` |  | raises E: no / GPU |  |  |  |  |" in page
+    odd = "1,234 signs of zeros: it is odd |"
+    assert f"{name} `TensorQuantizer` |{no * 3} 10 |{no * 4} 2.00 |{no} 2.50 | {odd}" in page
+    assert f"{name} `Other` |{no * 3} 5.00 |{no * 7} 9 (given its scales: 0) |" in page
+    assert f"| int8 per tensor | torchao `Tensor` |{' cannot run |' * 11} raises E: no / GPU |" in page
+    learned = " is learned with backward |"
+    assert f"| LSQ, int8 per tensor | Brevitas `Scale` |{learned * 8} 10 |{learned * 2} {odd}" in page
+    assert not any("|  |" in line for line in page)
     plot = (written / "cost.svg").read_bytes()
     assert plot.startswith(b"<?xml")
     pages.write(lines())

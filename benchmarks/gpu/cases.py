@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks import kinds
-from benchmarks.cases import GROWTH, OTHERS, Entry, merged
-from benchmarks.kinds import Kind
+from benchmarks.cases import Entry, merged
+from benchmarks.kinds import GROWTH, OTHERS, Kind
 from benchmarks.limits import K, M
 from benchmarks.networks import ResidualBlock
 from benchmarks.peers import CALLS
@@ -80,7 +80,7 @@ def _small(device: str, largest: int) -> Iterable[Entry]:
 
 def _peers(device: str, largest: int) -> Iterable[Entry]:
     for call in CALLS:
-        for backward in (False, True):
+        for backward in call.kind.directions:
             case = PeerCase(call, largest, backward, device=device)
             yield Entry(case, (case.against,))
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from benchmarks.kinds import Kind
 
-
 NOT_TIMED = "not timed"
 
 

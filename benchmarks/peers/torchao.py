@@ -122,9 +122,7 @@ _SHARED_FIRST = "it multiplies by (1 / tensor scale) / block scale, ours divides
 
 CALLS = (
     Call(kinds.INT8_TENSOR, PEER, "pt2e.FakeQuantize", "int8 reciprocal", _int8),
-    Call(
-        kinds.INT8_CHANNEL, PEER, "pt2e.FakeQuantize", "int8 per_channel(0) reciprocal", _int8_given_per_channel
-    ),
+    Call(kinds.INT8_CHANNEL, PEER, "pt2e.FakeQuantize", "int8 per_channel(0) reciprocal", _int8_given_per_channel),
     # It has no symmetric quantization per token.
     Call(kinds.INT8_TOKEN, PEER, "IntxFakeQuantizer", "int8 per_token asymmetric reciprocal", _int8_per_token),
     Call(kinds.LSQ, PEER, "pt2e LearnableFakeQuantize", "int8 reciprocal", _lsq),

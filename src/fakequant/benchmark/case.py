@@ -118,7 +118,8 @@ class Case:
         }
         if against not in others:
             raise CannotRunError(f"{against} has no call of this kind")
-        inputs, theirs = self.inputs(), others[against]()
+        theirs = others[against]()  # before the inputs, which take long to make: it may be that it cannot run
+        inputs = self.inputs()
         if against == COMPILED:
             theirs(inputs[0])  # compiles, which is not what is timed
         return Prepared(self.run(), theirs, inputs)

@@ -16,7 +16,8 @@ Function = Callable[[Tensor], object]
 Pairs = tuple[tuple[float, float], ...]
 """Seconds of one function and of the other, taken one right after the other."""
 
-# A call that takes as long has nothing to warm up, and is not called again for that.
+# A call that takes as long has nothing to warm up, and is not called again for that. Of shorter ones there are as few
+# turns as take no longer.
 _LONG = 2.0
 
 
@@ -26,7 +27,7 @@ class Effort:
 
     Args:
         seconds: for all turns together, about.
-        least: turns of each function, however long they take.
+        least: turns of each function, fewer if they would take 2 seconds.
         most: turns of each function, however short they are.
         turn: seconds that a turn takes at least, by repeating a call that is shorter: the clock itself takes 0.1 us. On
             a GPU, which begins some microseconds after it is told to, 2e-3.
@@ -135,7 +136,9 @@ def time_pairs(function: Function, other: Function, inputs: Sequence[Tensor], ef
     turns.seconds(other, 1)
     once = turns.seconds(function, 1), turns.seconds(other, 1)
     calls = max(1, min(math.ceil(effort.turn / max(min(once), 1e-7)), 200))
-    rounds = max(effort.least, min(effort.most, int(effort.seconds / (calls * sum(once)))))
+    turn = calls * sum(once)
+    least = max(1, min(effort.least, int(_LONG / turn)))
+    rounds = max(least, min(effort.most, int(effort.seconds / turn)))
     pairs = []
     for number in range(rounds):
         if number % 2:
