@@ -1,5 +1,6 @@
 """Kept weights: the bits and gradients of fresh ones, whatever happens to the weight."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from bits import assert_same_bits
 from torch import nn
 
@@ -316,6 +318,60 @@ def test_data_distributed_parallel(tmp_path):
         wrapped = optimizer = None
         gc.collect()
         torch.distributed.destroy_process_group()
+
+
+def _network():
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "INT8")
+    batches = torch.randn(4, 6, 8)
+    fq.calibrate(model, list(batches), progress=False)
+    return model, batches
+
+
+def _steps_of_a_rank(rank, folder):
+    """Three steps of a model with kept weights and of one without; what each of them gives in every forward."""
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    given = {}
+    for kept in (True, False):
+        model, batches = _network()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5, momentum=0.9)
+        outputs = []
+        with cached_weights(wrapped) if kept else contextlib.nullcontext():
+            for _ in range(3):
+                optimizer.zero_grad()
+                with wrapped.no_sync():  # the second forward of a step is given what the first has kept
+                    wrapped(batches[rank]).square().mean().backward()
+                outputs.append(wrapped(batches[2 + rank]))
+                outputs[-1].square().mean().backward()
+                optimizer.step()
+            with torch.no_grad():
+                outputs.append(wrapped(batches[0]))
+        given[kept] = [y.detach() for y in outputs], model.state_dict()
+        # The last reference to the group must be Python's own, which ends its threads without the GIL.
+        del wrapped, optimizer, outputs
+        gc.collect()
+    torch.save(given, f"{folder}/given{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_see_each_others_steps(tmp_path):
+    mp.start_processes(_steps_of_a_rank, (str(tmp_path),), nprocs=2, start_method="spawn")
+    given = [torch.load(tmp_path / f"given{rank}") for rank in range(2)]
+    for of_rank in given:
+        (outputs, state), (fresh_outputs, fresh_state) = of_rank[True], of_rank[False]
+        for got, wanted in zip(outputs, fresh_outputs, strict=True):
+            assert_same_bits(got, wanted)
+        for name, value in fresh_state.items():
+            assert_same_bits(state[name], value, name)
+    # After the last step both ranks were given the same batch.
+    assert_same_bits(given[0][True][0][-1], given[1][True][0][-1])
+    start = _network()[0].state_dict()
+    for name, value in given[0][True][1].items():
+        assert_same_bits(given[1][True][1][name], value, name)
+        assert not name.endswith("weight") or not torch.equal(value, start[name]), "no step was made"
 
 
 def test_what_leaves_no_trace_is_what_the_documentation_says():
