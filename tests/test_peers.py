@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fakequant as fq
-from benchmarks.kinds import Kind
+from benchmarks.kinds import SHOWN, Kind
 from benchmarks.peers import CALLS, PEERS, call, measure
 from benchmarks.peers.call import Call, Peer, Theirs
 from fakequant.benchmark import MEASURED, Effort
@@ -82,6 +82,24 @@ def test_ours_gets_the_scale_that_theirs_was_given():
     assert result_of(case_of(build, dynamic=False)).facts["bits"] == 0
 
 
+def test_a_learned_scale_gets_its_gradient_on_both_sides():
+    spec, scales = fq.QuantSpec.parse("int8 reciprocal"), []
+
+    def build(x):
+        scale = torch.tensor(0.02, requires_grad=True)
+        scales.append(scale)
+        return Theirs(lambda x: fq.fake_quantize(x, spec, scale=scale), given=scale, learned=scale)
+
+    made = Call(Kind("LSQ", "int8", learned=True), TORCH, "way", "int8 reciprocal", build)
+    case = measure.PeerCase(made, 1 << 12, backward=True)
+    prepared = case.prepare(case.against)
+    ours, theirs = prepared.ours(prepared.inputs[0]), prepared.theirs(prepared.inputs[0])
+    assert len(ours) == len(theirs) == 2
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert result_of(case).facts["bits"] == 0
+    assert scales[0].grad is None
+
+
 def test_a_missing_library_is_a_result_with_the_reason():
     case = case_of(lambda x: pytest.fail("called"))
     missing = replace(case, call=replace(case.call, peer=Peer("None", "no-such-distribution")))
@@ -141,6 +159,13 @@ def test_every_call_names_a_specification_and_a_library_of_the_extra(called):
     assert called.peer.distribution in {requirement.split(">=")[0] for requirement in json.loads(extra[1])}
     assert called.peer.distribution in pinned
     assert called.peer in PEERS
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("kind", SHOWN, ids=lambda kind: kind.name)
+def test_every_library_has_a_call_or_a_reason_for_what_the_tables_show(kind, peer):
+    listed = any(called.kind == kind and called.peer is peer for called in CALLS)
+    assert listed == (peer.why_not(kind.name) == call.NOT_TIMED)
 
 
 def test_no_call_is_listed_twice():

@@ -57,13 +57,9 @@ def test_all_formats_sizes_and_dtypes_are_in_the_list():
 
 
 def test_every_call_of_a_library_is_timed_at_all_sizes_from_4K_on():
-    timed = [entry for entry in cases.everything() if type(entry.case) is PeerCase]
-    for call in CALLS:
-        sizes = {direction: [] for direction in ((True,) if call.kind == cases.kinds.LSQ else (False, True))}
-        for entry in timed:
-            if entry.case.call is call and entry.case.against in entry.once:
-                sizes[entry.case.backward].append(entry.case.elements)
-        assert {tuple(found) for found in sizes.values()} == {COMPARED_SIZES}
+    timed = [e.case for e in cases.everything() if type(e.case) is PeerCase and e.case.against in e.once]
+    found = {(case.call, case.backward, case.elements) for case in timed}
+    assert found == {(call, b, n) for call in CALLS for b in call.kind.directions for n in COMPARED_SIZES}
 
 
 def test_everything_that_is_promised_is_timed_and_nothing_twice():
@@ -205,6 +201,20 @@ def test_a_red_case_prints_no_time_and_other_processes_give_it_none(monkeypatch,
     assert len(printed) == 2
     assert all(line.endswith("over x.clone(): differs from the reference in 3 elements") for line in printed)
     assert command.verdict(list(found.values()), 1.0) == 1
+
+
+def test_one_comparison_serves_all_libraries_beside_the_same_call(monkeypatch):
+    compared = []
+    monkeypatch.setattr(Case, "differing", lambda case: compared.append(case) or 1)
+    found = processes.measured_here(Plan("everything", ("MXFP4, forward, float32, 4096, ",), 1, QUICK), 0)
+    assert {result.differing for result in found} == {1}
+    assert len(compared) == len({case.spec for case in compared}) == 2 < len(found)
+
+
+def test_only_calls_of_libraries_share_what_they_are_compared_by():
+    every = [entry.case for entry in cases.everything()]
+    keys = [(c.name, c.direction, c.text, c.elements, c.dtype_name) for c in every if type(c) is not PeerCase]
+    assert len(set(keys)) == len(keys)
 
 
 def test_a_process_of_its_own_gives_results(tmp_path):
