@@ -243,22 +243,24 @@ def hostile_gradient(x: Tensor) -> Tensor:
 
 
 def each_way():
-    """The ways through the C++ kernels, each while it serves: AVX-512 if it is there, and the portable one.
+    """The ways through the C++ kernels, each while it serves: registers that the processor has, and portable loops.
 
-    The first also for results past the caches, as large ones go; the portable one never streams.
+    Registers also for results past the caches, as large ones go; portable loops never stream.
     """
     if load_kernels():
         yield "no kernels"
         return
     try:
-        if torch.ops.fakequant_cpu.allow_avx512(True):
-            yield "avx512"
+        for lanes in (16, 8):
+            if torch.ops.fakequant_cpu.limit_lanes(lanes) != lanes:
+                continue
+            yield f"registers of {lanes}"
             before = torch.ops.fakequant_cpu.stream_from(0)
             try:
-                yield "avx512, streamed"
+                yield f"registers of {lanes}, streamed"
             finally:
                 torch.ops.fakequant_cpu.stream_from(before)
-        torch.ops.fakequant_cpu.allow_avx512(False)
+        torch.ops.fakequant_cpu.limit_lanes(0)
         yield "portable"
     finally:
-        torch.ops.fakequant_cpu.allow_avx512(True)
+        torch.ops.fakequant_cpu.limit_lanes(16)

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "call.h"
+#include "registers.h"
 #include "streaming.h"
 
 namespace fakequant {
@@ -15,7 +16,7 @@ namespace {
 // dx = dy where the bit is set, else +0.0: as integers, so that NaN is no special.
 template <typename U>
 FAKEQUANT_INLINE void apply_byte(const U* dy, uint8_t byte, U* dx) {
-#ifdef FAKEQUANT_X86
+#ifdef __GNUC__
   // Of the loop below, GCC 12 makes a transposition of 2 KiB at a time, which costs two copies of the tensor.
   if constexpr (sizeof(U) == 2 || sizeof(U) == 4) {
     typedef U Eight __attribute__((vector_size(8 * sizeof(U))));
@@ -74,8 +75,6 @@ FAKEQUANT_AVX512 void apply_avx512(const U* dy, const uint8_t* mask, U* dx, int6
   apply_portable(dy + i, mask + i / 8, dx + i, n - i);
 }
 #undef FAKEQUANT_AVX512
-const bool kHasAvx512 =
-    __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
 #endif
 
 template <typename U>
@@ -84,8 +83,8 @@ void apply_mask(const U* dy, const uint8_t* mask, U* dx, int64_t n, bool streame
   using Bits = std::conditional_t<
       sizeof(U) == 1, uint64_t,
       std::conditional_t<sizeof(U) == 2, uint32_t, std::conditional_t<sizeof(U) == 4, uint16_t, uint8_t>>>;
-  if (kHasAvx512 && streamed && begins_line(dx)) return apply_avx512<true, Bits>(dy, mask, dx, n);
-  if (kHasAvx512) return apply_avx512<false, Bits>(dy, mask, dx, n);
+  if (lanes_in_use() == 16 && streamed && begins_line(dx)) return apply_avx512<true, Bits>(dy, mask, dx, n);
+  if (lanes_in_use() == 16) return apply_avx512<false, Bits>(dy, mask, dx, n);
 #endif
   apply_portable(dy, mask, dx, n);
 }

@@ -6,6 +6,9 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FAKEQUANT_X86
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__GNUC__)
+#define FAKEQUANT_NEON
+#include <arm_neon.h>
 #endif
 // Each marked function is compiled for three instruction sets; the processor's is chosen when the library loads.
 #if defined(FAKEQUANT_X86) && !defined(__clang__)

@@ -14,6 +14,7 @@
 #include "call.h"
 #include "convert.h"
 #include "rectify.h"
+#include "registers.h"
 
 namespace fakequant {
 
@@ -29,13 +30,6 @@ void quantize_chunk_drawn(const Call<double>& call, const double* x, double* y, 
                           int64_t n);
 void encode_chunk_drawn(const Call<float>& call, const float* x, float* codes, int64_t first, int64_t n);
 void encode_chunk_drawn(const Call<double>& call, const double* x, double* codes, int64_t first, int64_t n);
-
-// The same without chunks, where the processor has AVX-512 and the call needs nothing else: avx512.cpp. The mask is
-// packed, and begins with the first element.
-bool serves_avx512(const Call<float>& call);
-void quantize_avx512(const Call<float>& call, const float* x, float* y, uint8_t* mask, int64_t first, int64_t n);
-void quantize_avx512(const Call<float>& call, const Half* x, Half* y, uint8_t* mask, int64_t first, int64_t n);
-void quantize_avx512(const Call<float>& call, const BFloat16* x, BFloat16* y, uint8_t* mask, int64_t first, int64_t n);
 
 namespace {
 
@@ -153,7 +147,7 @@ void quantize_chunk_of(const Call<C>& call, const T* x, T* y, uint8_t* mask, int
 template <typename T, typename C>
 void quantize_span(const Call<C>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
   if constexpr (std::is_same_v<C, float>) {
-    if (serves_avx512(call)) return quantize_avx512(call, x, y, mask, first, n);
+    if (serves_registers(call)) return quantize_in_registers(call, x, y, mask, first, n);
   }
   for_each_chunk_of(0, n, [&](int64_t i, int64_t length) {
     quantize_chunk_of(call, x + i, y + i, bits_from(mask, i), first + i, length);

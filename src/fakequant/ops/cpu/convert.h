@@ -11,7 +11,9 @@
 
 namespace fakequant {
 
-#ifdef __FLT16_MAX__
+#if defined(FAKEQUANT_NEON)
+using Half = __fp16;  // GCC 12 has no _Float16 there
+#elif defined(__FLT16_MAX__)
 using Half = _Float16;
 #else
 using Half = torch::headeronly::Half;
@@ -44,7 +46,7 @@ __attribute__((target("avx,f16c"))) void store_half_f16c(const float* from, Half
                      _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   store_half_portable(from + i, to + i, n - i);
 }
-const bool kHasF16C = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
+const bool kHasF16C = __builtin_cpu_supports("avx2");  // later than F16C, for which clang 14 cannot ask
 #endif
 void load_half(const Half* from, float* to, int64_t n) {
 #ifdef FAKEQUANT_X86

@@ -75,20 +75,18 @@ void transpose_scalar(const float* scaled, int64_t columns, int64_t first, float
     for (int64_t i = 0; i < kBlock; ++i) y[c * y_rows + i] = scaled[i * columns + c];
 }
 
-#if defined(__GNUC__)
+#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)  // which have __builtin_shufflevector
 using Four = float __attribute__((vector_size(16), aligned(4)));
 
 FAKEQUANT_INLINE void transpose_4x4(const float* from, int64_t columns, float* y, int64_t y_rows) {
-  using Places = int32_t __attribute__((vector_size(16)));
-  constexpr Places kLow{0, 4, 1, 5}, kHigh{2, 6, 3, 7}, kFirst{0, 1, 4, 5}, kSecond{2, 3, 6, 7};
   Four r[kFour];
   for (int64_t i = 0; i < kFour; ++i) r[i] = *reinterpret_cast<const Four*>(from + i * columns);
-  const Four a = __builtin_shuffle(r[0], r[1], kLow), b = __builtin_shuffle(r[0], r[1], kHigh);
-  const Four d = __builtin_shuffle(r[2], r[3], kLow), e = __builtin_shuffle(r[2], r[3], kHigh);
-  *reinterpret_cast<Four*>(y) = __builtin_shuffle(a, d, kFirst);
-  *reinterpret_cast<Four*>(y + y_rows) = __builtin_shuffle(a, d, kSecond);
-  *reinterpret_cast<Four*>(y + 2 * y_rows) = __builtin_shuffle(b, e, kFirst);
-  *reinterpret_cast<Four*>(y + 3 * y_rows) = __builtin_shuffle(b, e, kSecond);
+  const Four a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5), b = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
+  const Four d = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5), e = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
+  *reinterpret_cast<Four*>(y) = __builtin_shufflevector(a, d, 0, 1, 4, 5);
+  *reinterpret_cast<Four*>(y + y_rows) = __builtin_shufflevector(a, d, 2, 3, 6, 7);
+  *reinterpret_cast<Four*>(y + 2 * y_rows) = __builtin_shufflevector(b, e, 0, 1, 4, 5);
+  *reinterpret_cast<Four*>(y + 3 * y_rows) = __builtin_shufflevector(b, e, 2, 3, 6, 7);
 }
 
 void transpose(const float* scaled, int64_t columns, float* y, int64_t y_rows) {

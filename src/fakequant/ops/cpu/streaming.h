@@ -12,9 +12,11 @@ bool streams(int64_t bytes);
 
 inline bool begins_line(const void* to) { return reinterpret_cast<uintptr_t>(to) % 64 == 0; }
 
-#ifdef FAKEQUANT_X86
 // After the last of a thread's streamed stores, which other threads may see late otherwise.
-inline void finish_streaming() { _mm_sfence(); }
+inline void finish_streaming() {
+#ifdef FAKEQUANT_X86
+  _mm_sfence();
 #endif
+}
 
 }  // namespace fakequant

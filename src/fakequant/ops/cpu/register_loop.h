@@ -1,0 +1,284 @@
+// Fake quantization of float32, float16 and bfloat16 to integers and small floats in one pass over vector registers:
+// nothing in between goes through memory, and the packed mask comes from the comparisons. Included behind the header of
+// an instruction set, see lanes.h.
+//
+// The bits are those of the portable loops in runs.h, which serve everywhere else.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "call.h"
+#include "lanes.h"
+#include "registers.h"
+#include "rounding.h"
+#include "runs.h"
+#include "streaming.h"
+
+namespace fakequant {
+namespace {
+
+// A code within the bounds of its format, and whether it was before it was brought there.
+struct Rounded {
+  Lanes code;
+  Bits inside;
+};
+
+// The roundings of rounding.h, of quotients with the sign of x. A zero gets the sign that the format gives it by adding
+// `zero`: -0.0 changes nothing, +0.0 takes a sign away.
+template <bool kWithOffset>
+struct IntegerLanes {
+  static constexpr bool kOffset = kWithOffset;
+  Lanes lo, hi, zero;
+  float smallest = 1.0f;
+  FAKEQUANT_LANES explicit IntegerLanes(const Grid& grid)
+      : lo(same(static_cast<float>(grid.quant_min))), hi(same(static_cast<float>(grid.quant_max))), zero(same(0.0f)) {}
+  FAKEQUANT_LANES Rounded round(Lanes v, Lanes, Lanes offset) const {
+    Lanes code = nearest(v);
+    if constexpr (kOffset) code = code + offset;
+    const Lanes clamped = lower_of(hi, higher_of(lo, code));
+    return {clamped, equal(code, clamped)};
+  }
+};
+
+// For formats whose least value is the negative of the largest.
+struct FloatLanes {
+  static constexpr bool kOffset = false;
+  Lanes hi, reaches_hi, zero;
+  Words least, shift;
+  float smallest;
+  FAKEQUANT_LANES explicit FloatLanes(const Grid& grid) {
+    const FloatRounding<float> rounding(grid);
+    const int mantissa_bits = static_cast<int>(grid.mantissa_bits);
+    hi = same(rounding.hi), zero = same(rounding.zero);
+    least = same(static_cast<int32_t>(rounding.least)), shift = same(static_cast<int32_t>(rounding.shift));
+    smallest = std::ldexp(1.0f, static_cast<int>(grid.min_exponent) - mantissa_bits);
+    // The middle between the largest value and the next that the format would have, or the number before it.
+    const float middle = rounding.hi + std::ldexp(0.5f, std::ilogb(rounding.hi) - mantissa_bits);
+    reaches_hi = same(rounding.round(middle) > rounding.hi ? std::nextafter(middle, 0.0f) : middle);
+  }
+  FAKEQUANT_LANES Rounded round(Lanes v, Lanes x, Lanes) const {
+    const Lanes magnitude = magnitude_of(v);
+    const Lanes limited = lower_of(hi, magnitude);  // NaN stays
+    const Lanes c = power_below(limited, least, shift);
+    return {with_sign_of(x, (limited + c) - c), at_most(magnitude, reaches_hi)};
+  }
+};
+
+// Bits in the order of the elements, bit i % 8 of byte i / 8, where runs end anywhere within a byte.
+struct BitWriter {
+  uint8_t* to;
+  uint32_t pending = 0;  // bits of a byte that is not full yet
+  int64_t count = 0;
+  FAKEQUANT_LANES void append(Bits bits, AllLanes) {
+    if (count) bits = static_cast<Bits>(pending |= static_cast<uint32_t>(bits) << count), pending >>= kLanes;
+    std::memcpy(to, &bits, sizeof(Bits));
+    to += sizeof(Bits);
+  }
+  FAKEQUANT_LANES void append(Bits bits, FirstLanes lanes) {
+    pending |= (static_cast<uint32_t>(bits) & ((1u << lanes.count) - 1)) << count;
+    for (count += lanes.count; count >= 8; count -= 8, pending >>= 8) *to++ = static_cast<uint8_t>(pending);
+  }
+  void finish() const {
+    if (count) *to = static_cast<uint8_t>(pending);
+  }
+};
+
+// The parameters of the elements of a register; `at` gives those of the elements from one on, here the same for all.
+struct UniformLanes {
+  Lanes scale, reciprocal, zero_point, lo, hi;
+  template <typename L>
+  FAKEQUANT_LANES const UniformLanes& at(int64_t, L) const {
+    return *this;
+  }
+};
+
+FAKEQUANT_LANES Lanes reciprocal_of(Lanes scale) { return same(1.0f) / scale; }
+
+inline Params<float> after(const Params<float>& p, int64_t groups) {
+  const auto moved = [groups](const float* from) { return from ? from + groups : nullptr; };
+  return {p.scale + groups, moved(p.zero_point), moved(p.lo), moved(p.hi)};
+}
+
+template <typename L>
+FAKEQUANT_LANES Lanes load_present(const float* from, int64_t i, L lanes) {
+  return from ? load_lanes(from + i, lanes) : same(0.0f);
+}
+FAKEQUANT_LANES Lanes one_of(const float* from, int64_t i) { return same(from ? from[i] : 0.0f); }
+
+// Parameters that lie in memory as the elements do.
+template <bool kWithReciprocal>
+struct ElementLanes {
+  const Params<float>& p;
+  template <typename L>
+  FAKEQUANT_LANES UniformLanes at(int64_t i, L lanes) const {
+    const Lanes scale = load_lanes(p.scale + i, lanes);
+    return {scale, kWithReciprocal ? reciprocal_of(scale) : scale, load_present(p.zero_point, i, lanes),
+            load_present(p.lo, i, lanes), load_present(p.hi, i, lanes)};
+  }
+};
+
+// What a loop is made for: `mask` is asked in every turn, and foretold.
+template <Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
+struct Loop {
+  static constexpr bool kWithReciprocal = A == Arithmetic::kReciprocal;
+  const Rounding rounding;
+  const Mask mask;
+  const bool streamed;
+  BitWriter bits;
+
+  FAKEQUANT_LANES Loop(const Call<float>& call, bool streamed, uint8_t* to)
+      : rounding(call.grid), mask(call.mask), streamed(streamed), bits{to} {}
+
+  FAKEQUANT_LANES Lanes rectified(Lanes x) const { return kRectified ? higher_of(same(0.0f), x) : x; }
+
+  FAKEQUANT_LANES Bits passes(Lanes x, const Rounded& rounded, const UniformLanes& p) const {
+    const Bits within = inside(x, rounded, p);
+    return kRectified ? within & differ(x, same(0.0f)) : within;
+  }
+
+  FAKEQUANT_LANES Bits inside(Lanes x, const Rounded& rounded, const UniformLanes& p) const {
+    if (mask == Mask::kCodeRange) return rounded.inside;
+    if (mask == Mask::kEverywhere) return static_cast<Bits>(-1);
+    if (mask == Mask::kInputRange) return at_most(p.lo, x) & at_most(x, p.hi);
+    return below(p.lo, x) & below(x, p.hi);
+  }
+
+  FAKEQUANT_LANES Lanes value(Lanes code, const UniformLanes& p) const {
+    if constexpr (A == Arithmetic::kMultiplier) {
+      if constexpr (std::is_same_v<Rounding, FloatLanes>) code = code + rounding.zero;
+      return code / p.scale;
+    }
+    if constexpr (Rounding::kOffset) return (code - p.zero_point) * p.scale;
+    // Rounded once, like the product: adding a zero changes zeros alone.
+    return fused(code, p.scale, rounding.zero);
+  }
+
+  // Division it is: on a Zen 5, x r and two FMA that correct it (Markstein 1990) take as long.
+  FAKEQUANT_LANES Rounded rounded(Lanes x, const UniformLanes& p) const {
+    const Lanes scaled = A == Arithmetic::kDivide       ? x / p.scale
+                         : A == Arithmetic::kReciprocal ? x * p.reciprocal
+                                                        : x * p.scale;
+    return rounding.round(scaled, x, p.zero_point);
+  }
+
+  template <typename T, typename L>
+  FAKEQUANT_LANES void step(const T* from, T* to, const UniformLanes& p, L lanes) {
+    const Lanes x = rectified(load_lanes(from, lanes));
+    const Rounded found = rounded(x, p);
+    if constexpr (kMasked) bits.append(passes(x, found, p), lanes);
+    store_lanes(to, value(found.code, p), lanes);
+  }
+
+  template <typename T, typename P>
+  FAKEQUANT_LANES void run(const T* x, T* y, int64_t n, const P& p) {
+    if (streamed && begins_line(y)) return run_by(x, y, n, p, StreamedLanes{});
+    run_by(x, y, n, p, AllLanes{});
+  }
+
+  template <typename T, typename P, typename L>
+  FAKEQUANT_LANES void run_by(const T* x, T* y, int64_t n, const P& p, L all) {
+    int64_t i = 0;
+    if constexpr (!kMasked && kInPairs<T> && std::is_same_v<P, UniformLanes>) {
+      for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        const Pairs v = load_pairs(x + i);
+        const Lanes even = rectified(v.even), odd = rectified(v.odd);
+        store_pairs(y + i, {value(rounded(even, p).code, p), value(rounded(odd, p).code, p)}, all);
+      }
+    }
+    for (; i + kLanes <= n; i += kLanes) step(x + i, y + i, p.at(i, all), all);
+    if (i < n) step(x + i, y + i, p.at(i, FirstLanes{n - i}), FirstLanes{n - i});
+  }
+
+  // Whether no result but zero is subnormal.
+  bool gives_normal(float scale) const {
+    const float least = A == Arithmetic::kMultiplier ? rounding.smallest / scale : rounding.smallest * scale;
+    return least >= std::numeric_limits<float>::min();
+  }
+
+  // Runs of `length` elements, the last of which may end sooner, with the parameters of one group each.
+  template <typename T>
+  FAKEQUANT_LANES void runs(const T* x, T* y, int64_t n, int64_t length, const Params<float>& p) {
+    for (int64_t i = 0, g = 0; i < n; i += length, ++g) {
+      const int64_t piece = std::min(length, n - i);
+      const Lanes scale = same(p.scale[g]);
+      const UniformLanes uniform{scale, kWithReciprocal ? reciprocal_of(scale) : scale, one_of(p.zero_point, g),
+                                 one_of(p.lo, g), one_of(p.hi, g)};
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        if (kConvertsBFloat16 && gives_normal(p.scale[g])) {
+          run(static_cast<const NormalBFloat16*>(x) + i, static_cast<NormalBFloat16*>(y) + i, piece, uniform);
+          continue;
+        }
+      }
+      run(x + i, y + i, piece, uniform);
+    }
+  }
+};
+
+// The elements [first, first + n) of the tiles; x, y and mask point to the first.
+template <typename T, Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
+FAKEQUANT_TARGET void quantize_by(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
+  // What is written over itself is in the caches already.
+  const bool streamed = x != y && streams(call.tiles.elements() * static_cast<int64_t>(sizeof(T)));
+  Loop<A, kRectified, kMasked, Rounding> loop(call, streamed, mask);
+  for (int64_t i = 0, piece; i < n; i += piece) {
+    const Cursor at(call.tiles, first + i);
+    const Params<float> p = after(call.params, at.group);
+    const int64_t columns = at.columns * at.rows == 1 ? n : at.columns - at.column;  // groups side by side from here
+    if (at.within || at.length >= kLanes) {
+      piece = std::min(n - i, at.within ? at.length - at.within : columns * at.length);
+      loop.runs(x + i, y + i, piece, at.within ? piece : at.length, p);
+    } else if (at.length == 1 && at.columns >= 2 * kLanes) {
+      piece = std::min(n - i, columns);
+      loop.run(x + i, y + i, piece, ElementLanes<loop.kWithReciprocal>{p});
+    } else {
+      Spread<float> spread;
+      piece = std::min(n - i, kChunk);
+      const PerElement<float> e = spread.fill(call, first + i, piece);
+      const Params<float> of_elements{e.scale, e.zero_point, e.lo, e.hi};
+      loop.run(x + i, y + i, piece, ElementLanes<loop.kWithReciprocal>{of_elements});
+    }
+  }
+  loop.bits.finish();
+  if (loop.streamed) finish_streaming();
+}
+
+// Calls `body` with a value that the compiler knows.
+template <typename F>
+void with_known(bool value, const F& body) {
+  if (value) return body(std::true_type{});
+  body(std::false_type{});
+}
+
+template <Arithmetic A, typename T>
+void quantize_as(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
+  with_known(call.rectified, [&](auto rectified) {
+    with_known(mask != nullptr, [&](auto masked) {
+      const auto by = [&](auto type) {
+        using Rounding = typename decltype(type)::type;
+        quantize_by<T, A, rectified, masked, Rounding>(call, x, y, mask, first, n);
+      };
+      if (!call.grid.is_integer()) return by(std::type_identity<FloatLanes>{});
+      if constexpr (A != Arithmetic::kMultiplier) {
+        if (call.params.zero_point) return by(std::type_identity<IntegerLanes<true>>{});
+      }
+      by(std::type_identity<IntegerLanes<false>>{});
+    });
+  });
+}
+
+template <typename T>
+void quantize(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
+  switch (call.arithmetic) {
+    case Arithmetic::kDivide: return quantize_as<Arithmetic::kDivide>(call, x, y, mask, first, n);
+    case Arithmetic::kReciprocal: return quantize_as<Arithmetic::kReciprocal>(call, x, y, mask, first, n);
+    case Arithmetic::kMultiplier: return quantize_as<Arithmetic::kMultiplier>(call, x, y, mask, first, n);
+  }
+}
+
+}  // namespace
+}  // namespace fakequant

@@ -1,0 +1,135 @@
+// Compares the kernels of neon.cpp with the portable loops, for processors that the tests do not run on: prints how
+// many values and bits of masks differ, of how many.
+
+#include "../../src/fakequant/ops/cpu/neon.cpp"
+
+#include <cstdio>
+#include <random>
+#include <vector>
+
+namespace fakequant {
+
+bool streams(int64_t) { return false; }
+int64_t lanes_in_use() { return 8; }
+
+namespace {
+
+struct Format {
+  Grid grid;
+  bool affine;
+};
+const Format kFormats[] = {
+    {{-128, 127, -1, 0, false, nullptr, 0}, false},   // int8
+    {{-8, 7, -1, 0, false, nullptr, 0}, false},       // int4
+    {{0, 255, -1, 0, false, nullptr, 0}, true},       // uint8 with zero points
+    {{-448, 448, 3, -6, true, nullptr, 0}, false},    // float8_e4m3fn
+    {{-6, 6, 1, 0, true, nullptr, 0}, false},         // float4_e2m1fn
+    {{-6, 6, 1, 0, false, nullptr, 0}, false},        // the same without a negative zero
+};
+// The shapes of tiles: one scale, rows, rows of scales, short runs, runs that end within a register.
+const Tiles kTiles[] = {{1, 4003, 1, 1}, {7, 571, 1, 1},  {1, 61, 64, 1},
+                        {250, 16, 1, 1}, {3, 5, 13, 21}, {1, 9, 40, 11}};
+
+struct Counts {
+  int64_t values = 0, bits = 0, of = 0;
+};
+
+// Every magnitude, ties of a scale and the numbers beside them, zeros, subnormals, infinities and NaN.
+std::vector<float> hostile(int64_t n, float scale, std::mt19937& random) {
+  std::vector<float> x(n);
+  const float special[] = {0.0f, -0.0f, 1e-45f, -1e-40f, INFINITY, -INFINITY, NAN, 3e38f, -3e38f};
+  for (int64_t i = 0; i < n; ++i) {
+    const float tie = (static_cast<float>(random() % 1200) / 4 - 150) * scale;
+    switch (random() % 5) {
+      case 0: x[i] = special[random() % 9]; break;
+      case 1: x[i] = std::nextafter(tie, random() % 2 ? INFINITY : -INFINITY); break;
+      case 2: x[i] = std::bit_cast<float>(static_cast<uint32_t>(random())); break;
+      default: x[i] = tie;
+    }
+  }
+  return x;
+}
+
+template <Arithmetic A, bool kMask>
+void expect(const Call<float>& call, float x, const Uniform<float>& p, float* y, uint8_t* inside) {
+  if (call.grid.is_integer())
+    quantize_run<A, kMask, Emit::kValue>(&x, y, inside, 1, IntegerRounding<float>(call.grid), p);
+  else
+    quantize_run<A, kMask, Emit::kValue>(&x, y, inside, 1, FloatRounding<float>(call.grid), p);
+}
+
+template <Arithmetic A>
+bool expect_masked(const Call<float>& call, float x, const Uniform<float>& p, float* y) {
+  uint8_t inside = 1;
+  if (call.rectified && x < 0) x = 0.0f;
+  expect<A, true>(call, x, p, y, &inside);
+  if (call.mask == Mask::kEverywhere) inside = 1;
+  if (call.mask == Mask::kInputRange) inside = x >= p.lo && x <= p.hi;
+  if (call.mask == Mask::kClip) inside = x > p.lo && x < p.hi;
+  return inside && !(call.rectified && x == 0.0f);
+}
+
+bool expect_passed(const Call<float>& call, float x, const Uniform<float>& p, float* y) {
+  switch (call.arithmetic) {
+    case Arithmetic::kDivide: return expect_masked<Arithmetic::kDivide>(call, x, p, y);
+    case Arithmetic::kReciprocal: return expect_masked<Arithmetic::kReciprocal>(call, x, p, y);
+    case Arithmetic::kMultiplier: return expect_masked<Arithmetic::kMultiplier>(call, x, p, y);
+  }
+  return false;
+}
+
+template <typename T>
+void compare(Call<float> call, const Format& format, std::mt19937& random, Counts& counts) {
+  const int64_t n = call.tiles.elements(), groups = call.tiles.g0 * call.tiles.g1;
+  std::vector<float> scale(groups), zero_point(groups), lo(groups), hi(groups), x(n);
+  for (int64_t g = 0; g < groups; ++g) {
+    scale[g] = std::ldexp(1.0f + static_cast<float>(random() % 512) / 512, static_cast<int>(random() % 20) - 14);
+    zero_point[g] = static_cast<float>(random() % 256), lo[g] = -90 * scale[g], hi[g] = 70 * scale[g];
+  }
+  call.params = {scale.data(), format.affine ? zero_point.data() : nullptr, lo.data(), hi.data()};
+  const std::vector<float> numbers = hostile(n, scale[0], random);
+  std::vector<T> from(n), to(n);
+  store(numbers.data(), from.data(), n);
+  load(from.data(), x.data(), n);
+  std::vector<uint8_t> mask((n + 7) / 8);
+  quantize_by_8(call, from.data(), to.data(), call.mask == Mask::kNone ? nullptr : mask.data(), 0, n);
+  std::vector<float> right(n), found(n);
+  Cursor at(call.tiles, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    const Uniform<float> p = uniform_of(call.params, at.group);
+    const bool passes = expect_passed(call, x[i], p, &right[i]);
+    if (call.mask != Mask::kNone) counts.bits += passes != ((mask[i / 8] >> (i % 8)) & 1);
+    if (++at.within == at.length) at.next_run();
+  }
+  std::vector<T> stored(n);
+  store(right.data(), stored.data(), n);
+  load(stored.data(), right.data(), n);
+  load(to.data(), found.data(), n);
+  for (int64_t i = 0; i < n; ++i) {
+    const bool both_nan = right[i] != right[i] && found[i] != found[i];
+    counts.values += !both_nan && std::bit_cast<uint32_t>(right[i]) != std::bit_cast<uint32_t>(found[i]);
+  }
+  counts.of += n;
+}
+
+}  // namespace
+}  // namespace fakequant
+
+int main() {
+  using namespace fakequant;
+  std::mt19937 random(1);
+  Counts counts;
+  for (const Format& format : kFormats)
+    for (const Tiles& tiles : kTiles)
+      for (int64_t arithmetic = 0; arithmetic < (format.affine ? 2 : 3); ++arithmetic)
+        for (int64_t mask = 0; mask < 5; ++mask)
+          for (const bool rectified : {false, true}) {
+            const Call<float> call{tiles, format.grid, static_cast<Arithmetic>(arithmetic), rectified,
+                                   static_cast<Mask>(mask), {}, {}};
+            compare<float>(call, format, random, counts);
+            compare<Half>(call, format, random, counts);
+            compare<BFloat16>(call, format, random, counts);
+          }
+  std::printf("%lld values and %lld bits differ of %lld\n", static_cast<long long>(counts.values),
+              static_cast<long long>(counts.bits), static_cast<long long>(counts.of));
+}

@@ -1,0 +1,45 @@
+"""The kernels for 64-bit Arm processors, compiled and run where the tests run on another."""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+NATIVE = Path(__file__).parent / "native" / "neon.cpp"
+KERNELS = Path(__file__).parent.parent / "src" / "fakequant" / "ops" / "cpu"
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+# Those of setup.py, with less optimisation, which takes longer than the run.
+FLAGS = ["-O1", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-static"]
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() == "aarch64", reason="this processor runs the kernels in every other test"),
+    pytest.mark.skipif(
+        not (shutil.which(COMPILER) and shutil.which(EMULATOR)), reason=f"{COMPILER} or {EMULATOR} is not installed"
+    ),
+]
+
+
+def compiled_and_run(source, folder):
+    includes = [f"-I{path}" for path in include_paths()]
+    subprocess.run([COMPILER, *FLAGS, *includes, source, "-o", folder / "neon"], check=True)
+    return subprocess.run([EMULATOR, folder / "neon"], check=True, capture_output=True, text=True).stdout
+
+
+def test_values_and_masks_are_those_of_the_portable_loops(tmp_path):
+    assert compiled_and_run(NATIVE, tmp_path) == "0 values and 0 bits differ of 12219090\n"
+
+
+def test_the_comparison_can_fail(tmp_path):
+    """A minimum that tells zeros apart and returns NaN wherever one is, as NEON's own does."""
+    shutil.copytree(KERNELS, tmp_path / "kernels")
+    header = tmp_path / "kernels" / "neon.h"
+    text, right = header.read_text(), "{chosen(vcgtq_f32(a.low, b.low), a.low, b.low), "
+    assert right in text
+    header.write_text(text.replace(right, "{vmaxq_f32(a.low, b.low), "))
+    source = tmp_path / "neon.cpp"
+    source.write_text(NATIVE.read_text().replace("../../src/fakequant/ops/cpu", "kernels"))
+    found = compiled_and_run(source, tmp_path)
+    assert not found.startswith("0 values")
