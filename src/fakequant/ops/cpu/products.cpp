@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -76,17 +77,19 @@ void transpose_scalar(const float* scaled, int64_t columns, int64_t first, float
 }
 
 #if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)  // which have __builtin_shufflevector
-using Four = float __attribute__((vector_size(16), aligned(4)));
+typedef float Four __attribute__((vector_size(16)));
+
+FAKEQUANT_INLINE void store_four(float* y, Four v) { std::memcpy(y, &v, sizeof(v)); }
 
 FAKEQUANT_INLINE void transpose_4x4(const float* from, int64_t columns, float* y, int64_t y_rows) {
   Four r[kFour];
-  for (int64_t i = 0; i < kFour; ++i) r[i] = *reinterpret_cast<const Four*>(from + i * columns);
+  for (int64_t i = 0; i < kFour; ++i) std::memcpy(&r[i], from + i * columns, sizeof(Four));
   const Four a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5), b = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
   const Four d = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5), e = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
-  *reinterpret_cast<Four*>(y) = __builtin_shufflevector(a, d, 0, 1, 4, 5);
-  *reinterpret_cast<Four*>(y + y_rows) = __builtin_shufflevector(a, d, 2, 3, 6, 7);
-  *reinterpret_cast<Four*>(y + 2 * y_rows) = __builtin_shufflevector(b, e, 0, 1, 4, 5);
-  *reinterpret_cast<Four*>(y + 3 * y_rows) = __builtin_shufflevector(b, e, 2, 3, 6, 7);
+  store_four(y, __builtin_shufflevector(a, d, 0, 1, 4, 5));
+  store_four(y + y_rows, __builtin_shufflevector(a, d, 2, 3, 6, 7));
+  store_four(y + 2 * y_rows, __builtin_shufflevector(b, e, 0, 1, 4, 5));
+  store_four(y + 3 * y_rows, __builtin_shufflevector(b, e, 2, 3, 6, 7));
 }
 
 void transpose(const float* scaled, int64_t columns, float* y, int64_t y_rows) {
