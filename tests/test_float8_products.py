@@ -210,7 +210,7 @@ def test_layers_that_never_can_are_refused(name):
     model = float8_model("auto", input, weight)
     with pytest.raises(ConfigError, match=reason):
         fq.set_execution(model, "integer")
-    assert name == "two_e5m2" or reason in str(fq.summary(model))
+    assert reason in str(fq.summary(model))
     with pytest.raises(ConfigError, match="no integers"):
         float8_model("integer", layer=nn.Conv2d(2, 2, 1))
 

@@ -41,6 +41,24 @@ def test_more_zeros_than_32_bits_count_are_counted():
 
 
 @pytest.mark.exhaustive
+def test_one_thread_counts_more_elements_than_the_root_of_64_bits():
+    """Whose square, elements times groups, int64 does not hold."""
+    elements = 3_100_000_000
+    if available_memory() < 2 * elements + 2 * GIB:
+        pytest.skip(f"needs {(2 * elements + 2 * GIB) / GIB:.1f} GiB, {available_memory() / GIB:.1f} GiB are there")
+    x = torch.ones(elements, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        fq.fake_quantize_(x, "int8", scale=torch.tensor(0.4))
+    finally:
+        torch.set_num_threads(before)
+    right = torch.full((PERIOD,), 0.8).to(torch.bfloat16)
+    for part in x.split(PERIOD):
+        assert_same_bits(part, right[: len(part)])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("spec", "scale"), [("int8", torch.tensor(0.25)), ("float8_e4m3fn per_tensor", torch.tensor(0.25))]
 )

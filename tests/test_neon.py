@@ -11,8 +11,8 @@ from torch.utils.cpp_extension import include_paths
 NATIVE = Path(__file__).parent / "native" / "neon.cpp"
 KERNELS = Path(__file__).parent.parent / "src" / "fakequant" / "ops" / "cpu"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-# Those of setup.py, with less optimisation, which takes longer than the run.
-FLAGS = ["-O1", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-static"]
+# Those of setup.py, with less optimisation, which takes longer than the run. -O2 is where types must not be mixed.
+FLAGS = ["-O2", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-static"]
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() == "aarch64", reason="this processor runs the kernels in every other test"),

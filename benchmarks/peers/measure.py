@@ -125,6 +125,8 @@ class PeerCase:
 
     def _ours(self, scale: Tensor | None) -> Quantize:
         spec = fq.QuantSpec.parse(self.call.spec)
+        if scale is not None and not self.call.kind.learned:
+            scale = scale.detach()  # else it would be learned here
         return lambda x: fq.fake_quantize(x, spec, scale=scale)
 
     def _timed(self, run: Quantize, scale: Tensor | None = None) -> Function:

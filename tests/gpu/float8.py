@@ -29,10 +29,9 @@ _MOST_LOST = 4 * 33 * 2.0**-12
 
 def products(device: str) -> str:
     """Sums of whole numbers are exact, others as near as known, and a layer has the gradients of the simulated one."""
-    kind = torch.device(device).type
     lost: list[float] = []
     for dtypes in _PAIRS:
-        if reason := float8_products.linear_unavailable(kind, *dtypes):
+        if reason := float8_products.linear_unavailable(torch.device(device), *dtypes):
             raise NotHere(reason)
         for shape in _WHOLE:
             _exact(device, dtypes, shape)

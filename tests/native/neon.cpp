@@ -1,7 +1,7 @@
-// Compares the kernels of neon.cpp with the portable loops, for processors that the tests do not run on: prints how
+// Compares the kernels of neon.h with the portable loops, for processors that the tests do not run on: prints how
 // many values and bits of masks differ, of how many.
 
-#include "../../src/fakequant/ops/cpu/neon.cpp"
+#include "../../src/fakequant/ops/cpu/eight_lanes.cpp"
 
 #include <cstdio>
 #include <random>
@@ -10,7 +10,7 @@
 namespace fakequant {
 
 bool streams(int64_t) { return false; }
-int64_t lanes_in_use() { return 8; }
+int64_t register_width() { return 8; }
 
 namespace {
 
@@ -92,7 +92,7 @@ void compare(Call<float> call, const Format& format, std::mt19937& random, Count
   store(numbers.data(), from.data(), n);
   load(from.data(), x.data(), n);
   std::vector<uint8_t> mask((n + 7) / 8);
-  quantize_by_8(call, from.data(), to.data(), call.mask == Mask::kNone ? nullptr : mask.data(), 0, n);
+  quantize_eight(call, from.data(), to.data(), call.mask == Mask::kNone ? nullptr : mask.data(), 0, n);
   std::vector<float> right(n), found(n);
   Cursor at(call.tiles, 0);
   for (int64_t i = 0; i < n; ++i) {

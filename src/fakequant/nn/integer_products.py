@@ -29,10 +29,8 @@ class LinearProduct(IntegerProduct):
             return (
                 _input_reason(input, PerTensor, PerToken, cannot=cannot_scale)
                 or _weight_reason(other, layer.weight, cannot=cannot_scale)
+                or float8_products.linear_unavailable(layer.weight.device, input.format.storage, other.format.storage)
                 or (_ROUNDED if exact else None)
-                or float8_products.linear_unavailable(
-                    layer.weight.device.type, input.format.storage, other.format.storage
-                )
             )
         return (
             _input_reason(input, PerTensor, PerToken)

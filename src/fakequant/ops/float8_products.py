@@ -25,22 +25,22 @@ _DIVISOR = 16
 NO_FASTER: dict[str, str] = {"cpu": "float8 products are no faster than float32 ones on the CPU"}
 
 
-def linear_unavailable(device_type: str, x: torch.dtype, weight: torch.dtype) -> str | None:
-    """Why `linear` is not used on a kind of device for codes of these dtypes, or None."""
-    return NO_FASTER.get(device_type) or _refused(device_type, x, weight)
+def linear_unavailable(device: torch.device, x: torch.dtype, weight: torch.dtype) -> str | None:
+    """Why `linear` is not used on a device for codes of these dtypes, or None."""
+    return NO_FASTER.get(device.type) or _refused(device, x, weight)
 
 
 @cache
-def _refused(device_type: str, x: torch.dtype, weight: torch.dtype) -> str | None:
-    if device_type not in ("cpu", "cuda"):
-        return f"float8 products are for CUDA, not for {device_type}"
+def _refused(device: torch.device, x: torch.dtype, weight: torch.dtype) -> str | None:
+    if device.type not in ("cpu", "cuda"):
+        return f"float8 products are for CUDA, not for {device.type}"
     # Sums up to 40 * 49 < 2**11, which are exact in any order, and in the 14 bits too that Hopper may sum in. Many need
     # more than the 8 bits of bfloat16, which an operator may round to.
     random = torch.Generator().manual_seed(0)
     codes, others = (torch.randint(8, (n, 40), generator=random).to(torch.float32) for n in (32, 24))
     others[::2] *= -1
-    there = others.to(weight).to(device_type)
-    rows = codes.to(x).to(device_type)
+    there = others.to(weight).to(device)
+    rows = codes.to(x).to(device)
     # One row as well, for which kernels of another kind are chosen.
     return trial(
         "torch._scaled_mm",

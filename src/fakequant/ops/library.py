@@ -123,8 +123,8 @@ def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor]
     """What takes the gradient of `fake_quantize(x, params, spec)` in its stead, and the codes; None if x has NaN.
 
     The first is a tensor of zeros, the shape of x, that takes no memory: a product of the codes is a function of it,
-    with the gradient of the product of the quantized values. Without gradients it is the codes. For integer formats
-    that round to nearest, on plain tensors in eager mode.
+    with the gradient of the product of the quantized values. Without gradients it is the codes. For formats with
+    codes of 8 bits that round to nearest, on plain tensors in eager mode.
     """
     if not torch.is_grad_enabled():
         found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)

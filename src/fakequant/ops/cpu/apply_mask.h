@@ -83,8 +83,8 @@ void apply_mask(const U* dy, const uint8_t* mask, U* dx, int64_t n, bool streame
   using Bits = std::conditional_t<
       sizeof(U) == 1, uint64_t,
       std::conditional_t<sizeof(U) == 2, uint32_t, std::conditional_t<sizeof(U) == 4, uint16_t, uint8_t>>>;
-  if (lanes_in_use() == 16 && streamed && begins_line(dx)) return apply_avx512<true, Bits>(dy, mask, dx, n);
-  if (lanes_in_use() == 16) return apply_avx512<false, Bits>(dy, mask, dx, n);
+  if (register_width() == 16 && streamed && begins_line(dx)) return apply_avx512<true, Bits>(dy, mask, dx, n);
+  if (register_width() == 16) return apply_avx512<false, Bits>(dy, mask, dx, n);
 #endif
   apply_portable(dy, mask, dx, n);
 }

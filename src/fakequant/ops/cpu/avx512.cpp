@@ -74,9 +74,10 @@ FAKEQUANT_TARGET int64_t place_but_zeros(const float* x, int32_t* position, int6
   }
   return placed;
 }
+
 template <typename I>
 int64_t measure(const I* x, int64_t count, int64_t length, I infinity, I* high) {
-  if (lanes_in_use() < kLanes || length % kLanes != 0 || length > kLongestMeasured) return 0;
+  if (register_width() < kLanes || length % kLanes != 0 || length > kLongestMeasured) return 0;
   const int64_t whole = count / kLanes * kLanes;
   if (length == kLanes)  // a length known to the compiler
     measure_16_runs(x, whole, kLanes, infinity, high);
@@ -94,7 +95,7 @@ int64_t measure_avx512(const int16_t* x, int64_t count, int64_t length, int16_t 
   return measure(x, count, length, infinity, high);
 }
 int64_t place_but_zeros_avx512(const float* x, int32_t* position, int64_t n, float inverse, int32_t bins) {
-  return lanes_in_use() < kLanes ? -1 : place_but_zeros(x, position, n, inverse, bins);
+  return register_width() < kLanes ? -1 : place_but_zeros(x, position, n, inverse, bins);
 }
 
 template <typename T>

@@ -60,8 +60,8 @@ template <typename L>
 FAKEQUANT_LANES __m512 load_lanes(const BFloat16* x, L lanes) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_words(x, lanes)), 16));
 }
-// As store_bfloat16. NaN needs no care here: that of a bfloat16, and the one that the processor makes, have no low bits
-// from which rounding could carry.
+// As store_bfloat16, but that NaN keeps its bits: that of a bfloat16, and the one that the processor makes, have no low
+// bits from which rounding could carry.
 template <typename L>
 FAKEQUANT_LANES void store_lanes(BFloat16* y, __m512 v, L lanes) {
   const __m512i bits = _mm512_castps_si512(v);

@@ -38,12 +38,11 @@ FAKEQUANT_LANES Lanes load_lanes(const float* x, AllLanes) { return {vld1q_f32(x
 FAKEQUANT_LANES void store_lanes(float* y, Lanes v, AllLanes) { vst1q_f32(y, v.low), vst1q_f32(y + 4, v.high); }
 
 FAKEQUANT_LANES Lanes load_lanes(const Half* x, AllLanes) {
-  const float16x8_t v = vreinterpretq_f16_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(x)));
+  const float16x8_t v = vld1q_f16(x);
   return {vcvt_f32_f16(vget_low_f16(v)), vcvt_high_f32_f16(v)};
 }
 FAKEQUANT_LANES void store_lanes(Half* y, Lanes v, AllLanes) {
-  const float16x8_t narrow = vcvt_high_f16_f32(vcvt_f16_f32(v.low), v.high);
-  vst1q_u16(reinterpret_cast<uint16_t*>(y), vreinterpretq_u16_f16(narrow));
+  vst1q_f16(y, vcvt_high_f16_f32(vcvt_f16_f32(v.low), v.high));
 }
 
 // The upper halves are bfloat16, as in avx512.h.
@@ -53,13 +52,13 @@ FAKEQUANT_LANES uint32x4_t rounded_to_bfloat16(float32x4_t v) {
   return vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd);
 }
 FAKEQUANT_LANES Lanes load_lanes(const BFloat16* x, AllLanes) {
-  const uint16x8_t v = vld1q_u16(reinterpret_cast<const uint16_t*>(x));
+  const uint16x8_t v = vld1q_u16(&x->bits);
   return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(v), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(v, 16))};
 }
 FAKEQUANT_LANES void store_lanes(BFloat16* y, Lanes v, AllLanes) {
   const uint16x8_t odd_halves = vuzp2q_u16(vreinterpretq_u16_u32(rounded_to_bfloat16(v.low)),
                                            vreinterpretq_u16_u32(rounded_to_bfloat16(v.high)));
-  vst1q_u16(reinterpret_cast<uint16_t*>(y), odd_halves);
+  vst1q_u16(&y->bits, odd_halves);
 }
 constexpr bool kConvertsBFloat16 = false;
 

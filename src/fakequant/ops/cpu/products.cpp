@@ -76,7 +76,8 @@ void transpose_scalar(const float* scaled, int64_t columns, int64_t first, float
     for (int64_t i = 0; i < kBlock; ++i) y[c * y_rows + i] = scaled[i * columns + c];
 }
 
-#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)  // which have __builtin_shufflevector
+// GCC 11 and other compilers have no such shuffles.
+#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
 typedef float Four __attribute__((vector_size(16)));
 
 FAKEQUANT_INLINE void store_four(float* y, Four v) { std::memcpy(y, &v, sizeof(v)); }

@@ -2,7 +2,7 @@
 // nothing in between goes through memory, and the packed mask comes from the comparisons. Included behind the header of
 // an instruction set, see lanes.h.
 //
-// The bits are those of the portable loops in runs.h, which serve everywhere else.
+// The bits are those of the portable loops in runs.h, which serve everywhere else; but NaN of bfloat16 keeps its own.
 #pragma once
 
 #include <algorithm>
@@ -75,7 +75,11 @@ struct BitWriter {
   uint32_t pending = 0;  // bits of a byte that is not full yet
   int64_t count = 0;
   FAKEQUANT_LANES void append(Bits bits, AllLanes) {
-    if (count) bits = static_cast<Bits>(pending |= static_cast<uint32_t>(bits) << count), pending >>= kLanes;
+    if (count) {
+      pending |= static_cast<uint32_t>(bits) << count;
+      bits = static_cast<Bits>(pending);
+      pending >>= kLanes;
+    }
     std::memcpy(to, &bits, sizeof(Bits));
     to += sizeof(Bits);
   }
@@ -122,7 +126,7 @@ struct ElementLanes {
   }
 };
 
-// What a loop is made for: `mask` is asked in every turn, and foretold.
+// What a loop is made for. `mask` is asked in every turn, which costs nothing: the branch is always the same.
 template <Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
 struct Loop {
   static constexpr bool kWithReciprocal = A == Arithmetic::kReciprocal;
@@ -228,7 +232,8 @@ FAKEQUANT_TARGET void quantize_by(const Call<float>& call, const T* x, T* y, uin
   for (int64_t i = 0, piece; i < n; i += piece) {
     const Cursor at(call.tiles, first + i);
     const Params<float> p = after(call.params, at.group);
-    const int64_t columns = at.columns * at.rows == 1 ? n : at.columns - at.column;  // groups side by side from here
+    // Groups side by side from here, of one row no more than are needed: their elements may be more than int64 counts.
+    const int64_t columns = at.columns * at.rows == 1 ? (n - i) / at.length + 1 : at.columns - at.column;
     if (at.within || at.length >= kLanes) {
       piece = std::min(n - i, at.within ? at.length - at.within : columns * at.length);
       loop.runs(x + i, y + i, piece, at.within ? piece : at.length, p);

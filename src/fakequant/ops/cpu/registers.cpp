@@ -37,7 +37,7 @@ int64_t limit_lanes(int64_t most) {
 
 }  // namespace
 
-int64_t lanes_in_use() { return lanes; }
+int64_t register_width() { return lanes; }
 
 bool serves_registers(const Call<float>& call) {
   const bool rounds = call.grid.is_integer() || (!call.grid.table && call.grid.quant_min == -call.grid.quant_max);

@@ -142,7 +142,7 @@ struct Spread {
         if (++at.within == at.length) at.next_run();
       }
     }
-    return {scale, p.zero_point ? zero_point : nullptr, lo, hi};
+    return {scale, p.zero_point ? zero_point : nullptr, p.lo ? lo : nullptr, p.hi ? hi : nullptr};
   }
 };
 
