@@ -116,10 +116,6 @@ def test_dense_tensors_are_served(granularity):
     )
 
 
-def learned(value: float) -> torch.Tensor:
-    return torch.tensor(value, requires_grad=True)
-
-
 class Subclass(torch.Tensor):
     pass
 
@@ -130,8 +126,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "a sparse tensor": (X.to_sparse(), INT8, torch.tensor(0.5)),
     "a meta tensor": (X.to("meta"), INT8, torch.tensor(0.5)),
     "a tensor with gaps": (X[:, ::2], INT8, torch.tensor(0.5)),
-    "a learned scale": (X, INT8, learned(0.5)),
-    "a learned zero point": (X, AFFINE, torch.tensor(0.5), learned(3.0)),
     "a scale of another dtype": (X, INT8, torch.tensor(0.5, dtype=torch.float64)),
     "a scale with gaps": (X, fq.QuantSpec("int8", fq.PerChannel(0)), torch.ones(4)[::2]),
     "a scale of another shape": (X, INT8, torch.ones(2)),
@@ -237,7 +231,7 @@ def test_without_kernels_nothing_is_served(monkeypatch):
 
 def test_wrong_bits_would_be_seen(monkeypatch):
     case, granularity = FORMATS["int8"], GRANULARITIES["tensor"]
-    right = Direct(*6 * (None,))._replace(values=lambda x, scale, zero_point, form: x + 1)
+    right = Direct(*7 * (None,))._replace(values=lambda x, scale, zero_point, form: x + 1)
     monkeypatch.setattr(direct, "_find", lambda *args: right)
     with pytest.raises(AssertionError, match="elements differ"):
         compare(case, granularity, fq.Arithmetic.DIVIDE, torch.float32, "contiguous")

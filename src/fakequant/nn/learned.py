@@ -20,6 +20,7 @@ from fakequant.numerics.floats import power_of_two
 from fakequant.numerics.qparams import QParams, compute_dtype
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops import library
+from fakequant.ops.direct import fake_quantize_directly
 
 
 class PreciseModule(nn.Module):
@@ -112,7 +113,8 @@ class LearnedRange(PreciseModule, ABC):
 
     def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
         """x quantized with what `qparams` returned, shaped to fit x."""
-        return library.fake_quantize(x, params, self.spec)
+        y = fake_quantize_directly(x, self.spec, params.scale, params.zero_point)
+        return library.fake_quantize(x, params, self.spec) if y is None else y
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that make an object like this one, for JSON."""

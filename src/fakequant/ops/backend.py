@@ -38,6 +38,9 @@ class Direct(NamedTuple):
         values_over: from the same to whether x now holds its quantized values: not if a parameter is not valid.
         values_and_mask: from the same to the quantized values, with the packed mask of `Gradient.CODE_RANGE`.
         grad_input: from (dy, mask) to the gradient, for dy that lies in memory as x does.
+        gradients: from (dy, x, mask, scale, zero_point, form, wants_scale, wants_zero_point) to the gradients of x,
+            None without a mask, and of scale and zero point [shape of scale], None where not wanted. dy lies in memory
+            as x does, and the zero point has the dtype of the scale. None for an x without elements.
         codes: from (x, scale, zero_point, form, codes) to whether the last now holds the codes: not if a parameter is
             not valid or x has NaN. None for formats without codes that are integers.
         form: what follows from the specification and the kind of tensor.
@@ -47,6 +50,7 @@ class Direct(NamedTuple):
     values_over: Callable[[Tensor, Tensor, Tensor | None, Tensor], bool]
     values_and_mask: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor | None, Tensor | None]]
     grad_input: Callable[[Tensor, Tensor], Tensor]
+    gradients: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None
     codes: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], bool] | None
     form: Tensor
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from fakequant.numerics.qparams import PLAIN, runs_eagerly
+from fakequant.numerics.qparams import PLAIN, QParams, runs_eagerly
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from . import dispatch
 from .backend import Direct
-from .library import through_dense
+from .library import grad_params, through_dense
 from .rectified import rectifies
 
 _MOST = 4096  # kinds of tensors that are remembered
@@ -31,16 +32,16 @@ def fake_quantize_directly(
 ) -> Tensor | None:
     """`library.fake_quantize` of x or its ReLU with parameters nobody checked yet; None where one operator cannot.
 
-    That is: where something watches (`library.is_watched`) or is no plain tensor; where a parameter gets a gradient, is
-    not valid, or has another shape or dtype than kernels read; and where no backend offers it. The general way then
-    serves, or says what is wrong.
+    That is: where something watches (`library.is_watched`) or is no plain tensor; where a parameter is not valid, has
+    another shape or dtype than kernels read, or is learned beside a ReLU; and where no backend offers it. The general
+    way then serves, or says what is wrong.
     """
     direct = _direct_of(x, spec, scale, zero_point, relu)
     if direct is None:
         return None
     if torch.is_grad_enabled():
         if scale.requires_grad or (zero_point is not None and zero_point.requires_grad):
-            return None
+            return None if relu else _with_all_gradients(x, scale, zero_point, (direct, spec))
         if x.requires_grad:
             return _with_gradient(x, (direct, spec, scale, zero_point))
     return direct.values(x, scale, zero_point, direct.form)
@@ -98,6 +99,17 @@ def _with_gradient(x: Tensor, call: _Call) -> Tensor | None:
         return None
 
 
+def _with_all_gradients(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, call: tuple[Direct, QuantSpec]
+) -> Tensor | None:
+    if call[1].gradient is not Gradient.CODE_RANGE or call[0].gradients is None:
+        return None
+    try:
+        return _apply_learned(x, scale, zero_point, call)
+    except _NotValidError:
+        return None
+
+
 def _find(key: Hashable, x: Tensor, spec: QuantSpec, scale: Tensor, relu: bool) -> Direct | None:
     fits = x.is_floating_point() and scale.device == x.device
     backend = dispatch.choose(x, spec) if fits else None
@@ -125,6 +137,11 @@ class _NotValidError(Exception):
     """A scale or a zero point is not valid; the general way says which."""
 
 
+def _is_backward_watched() -> bool:
+    # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
+    return not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled()
+
+
 class _Direct(torch.autograd.Function):
     """Every argument costs time at each call: the parameters, which get no gradient, come as one that is no tensor."""
 
@@ -142,12 +159,54 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (mask,), (dy,) = ctx.saved_tensors, grad_outputs
         grad_input, stride, spec = ctx.call
-        # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
-        watched = not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled()
-        if dy.stride() == stride and not watched:
+        if dy.stride() == stride and not _is_backward_watched():
             return grad_input(dy, mask), None
         return through_dense(dy, mask, (dispatch.choose(dy, spec), spec, stride)), None
 
 
 # Without what `Function.apply` asks and does for function transforms, which were asked for above.
 _apply: Any = super(torch.autograd.Function, _Direct).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _DirectLearned(torch.autograd.Function):
+    """`_Direct` where scale or zero point get a gradient too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, call: tuple[Direct, QuantSpec]
+    ) -> Tensor:
+        direct, mask = call[0], None
+        if ctx.needs_input_grad[0]:
+            y, mask = direct.values_and_mask(x, scale, zero_point, direct.form)
+        else:
+            y = direct.values(x, scale, zero_point, direct.form)
+        if y is None:
+            raise _NotValidError
+        ctx.call = call
+        ctx.save_for_backward(mask, x, scale, zero_point)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (mask, x, scale, zero_point), (dy,), (direct, spec) = ctx.saved_tensors, grad_outputs, ctx.call
+        _, *wants, _ = ctx.needs_input_grad
+        plain = type(dy) in PLAIN and not is_legacy_batchedtensor(dy)
+        if not plain or dy.stride() != x.stride() or _is_backward_watched():
+            return *_gradients(dy, mask, x, (scale, zero_point), spec, wants), None
+        if zero_point is not None and zero_point.dtype != scale.dtype:
+            zero_point = zero_point.to(scale.dtype)
+        return *direct.gradients(dy, x, mask, scale, zero_point, direct.form, *wants), None
+
+
+def _gradients(
+    dy: Tensor, mask: Tensor | None, x: Tensor, given: tuple[Tensor, Tensor | None], spec: QuantSpec, wants: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """Those of x, scale and zero point in the general way."""
+    (scale, zero_point), groups = given, spec.granularity.group_shape(x.shape)
+    params = QParams(scale.view(groups), None if zero_point is None else zero_point.view(groups))
+    of_params = grad_params(dy, x, params, spec, (wants[0], wants[1]))
+    dx = None if mask is None else through_dense(dy, mask, (dispatch.choose(x, spec), spec, x.stride()))
+    return dx, *(None if one is None else one.view(scale.shape) for one in of_params)
+
+
+_apply_learned: Any = super(torch.autograd.Function, _DirectLearned).apply  # pyright: ignore[reportAttributeAccessIssue]

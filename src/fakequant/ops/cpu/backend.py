@@ -93,7 +93,8 @@ class CpuBackend(Backend):
         ops = torch.ops.fakequant_cpu
         codes = ops.checked_codes.default if spec.format.has_zero_point else None
         values = ops.checked.default, ops.checked_over.default, ops.checked_with_mask.default
-        return Direct(*values, ops.mask_gradient.default, codes, plan.form)
+        gradients = ops.mask_gradient.default, ops.learned_gradients.default if x.numel() else None
+        return Direct(*values, *gradients, codes, plan.form)
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
