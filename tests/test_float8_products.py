@@ -220,7 +220,7 @@ def test_an_operator_that_rounds_more_is_found_out(monkeypatch):
         return (a.float() @ b.float()).bfloat16().float()
 
     monkeypatch.setattr(torch, "_scaled_mm", rounding)
-    asked = "cpu", E4M3, E4M3
+    asked = torch.device("cpu"), E4M3, E4M3
     assert "sums codes of torch.float8_e4m3fn wrongly" in str(float8_products._refused.__wrapped__(*asked))
 
     def missing(*_, **__):
