@@ -7,6 +7,8 @@ from bits import assert_same_bits
 from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
 
 import fakequant as fq
+from fakequant.nn import Kind, LearnedRange, Quantizer
+from fakequant.nn.learned import LSQ
 from fakequant.numerics import reference
 from fakequant.ops import direct, dispatch, library
 from fakequant.ops.cpu.backend import load_kernels
@@ -75,7 +77,7 @@ def test_function_and_module_take_it(monkeypatch):
         assert scale.grad is not None
         assert zero_point.grad is not None
         assert (leaf.grad is None) == (not leaf.requires_grad)
-    quantizer = fq.nn.Quantizer(INT8)
+    quantizer = Quantizer(INT8)
     quantizer.set_range(fq.Range(torch.tensor([-1.27]), torch.tensor([1.27])))
     quantizer.learn("lsq")
     quantizer(x).backward(torch.ones(2))
@@ -175,6 +177,110 @@ def test_autocast_leaves_dtypes():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = fq.fake_quantize(x, INT8, scale=scale)
     assert [t.dtype for t in (y, *torch.autograd.grad(y.sum(), (x, scale)))] == 3 * [torch.float32]
+
+
+# A quantizer that learns its step
+
+
+def quantizer_of(spec, method="lsq", kind=Kind.INPUT, **options):
+    """A quantizer whose range is half of that of the tensors below."""
+    quantizer = Quantizer(spec, kind=kind)
+    x = torch.linspace(-1, 1.5, 6 * 8).view(6, 8)
+    quantizer.set_qparams(fq.choose_qparams(x * 0.5, spec))
+    quantizer.learn(method, **options)
+    return quantizer
+
+
+def generally(monkeypatch):
+    monkeypatch.setattr("fakequant.nn.learned.fake_quantize_directly", lambda *call: None)
+    monkeypatch.setattr(LSQ, "fake_quantize_directly", LearnedRange.fake_quantize_directly)
+
+
+STEPS = [1.0, -1.0, 0.0, 1e-40, 2.0**-126, float("inf"), -float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("where", ["per_tensor", "per_channel(0)", "per_channel(1)", "per_token", "per_block(-1:4)"])
+@pytest.mark.parametrize(
+    "format", ["int8 {}", "int4 {} asymmetric", "float8_e4m3fn {} reciprocal", "int8 {} multiplier"]
+)
+def test_a_learned_step_has_the_bits_of_the_general_way(monkeypatch, format, where, dtype):
+    spec, x = fq.QuantSpec.parse(format.format(where)), torch.randn(6, 8).to(dtype)
+    x[2, 3], dy = float("nan"), hostile_gradient(x).to(dtype)
+
+    def found(quantizer, times):
+        leaf, (step, *_) = x.clone().requires_grad_(), quantizer.parameters()
+        with torch.no_grad():
+            step.view(-1)[-1] *= times
+        y = quantizer(leaf)
+        quantizer.requires_grad_(False)
+        frozen = quantizer(leaf)
+        quantizer.requires_grad_()
+        with torch.no_grad():
+            return [y, *torch.autograd.grad(y, (leaf, step), dy), *torch.autograd.grad(frozen, leaf, dy), quantizer(x)]
+
+    methods = [("lsq", True), ("lsq", False), ("lsq_plus", True)]
+    cases = [(*method, kind, times) for method in methods for kind in Kind for times in STEPS]
+
+    def each():
+        return [found(quantizer_of(spec, m, kind, gradient_factor=f), times) for m, f, kind, times in cases]
+
+    first = each()
+    generally(monkeypatch)
+    for case, one, other in zip(cases, first, each(), strict=True):
+        for i, (actual, expected) in enumerate(zip(one, other, strict=True)):
+            assert_same_bits(actual, expected, f"{case} {i}")
+
+
+@pytest.mark.parametrize("order", ["second", "batched", "of another stride"])
+def test_gradients_of_a_step_where_something_watches(monkeypatch, order):
+    x = torch.randn(6, 8, requires_grad=True)
+    dy = torch.randn(3, 6, 8, requires_grad=True)
+
+    def found():
+        quantizer = quantizer_of("int8")
+        leaves = (x, *quantizer.parameters())
+        if order == "batched":
+            return torch.autograd.grad(quantizer(x), leaves, dy, is_grads_batched=True)
+        if order == "of another stride":
+            return torch.autograd.grad(quantizer(x).sum(), leaves)
+        first = torch.autograd.grad(quantizer(x), leaves, dy[0], create_graph=True)
+        return torch.autograd.grad([one.pow(2).sum() for one in first], (*leaves, dy))
+
+    first = found()
+    generally(monkeypatch)
+    for one, other in zip(first, found(), strict=True):
+        assert_same_bits(one, other)
+
+
+def test_a_step_may_move_before_the_backward_pass():
+    quantizer, x, dy = quantizer_of("int8"), torch.randn(6, 8), torch.randn(6, 8)
+    (step,) = quantizer.parameters()
+    (right,) = torch.autograd.grad(quantizer(x), step, dy)
+    y = quantizer(x)
+    with torch.no_grad():
+        step.mul_(2)
+    assert_same_bits(torch.autograd.grad(y, step, dy)[0], right)
+
+
+def test_an_inheriting_class_finds_its_own_scale():
+    class Doubled(LSQ):
+        def qparams(self, elements):
+            return fq.QParams(2 * super().qparams(elements).scale)
+
+    quantizer, x = quantizer_of("int8"), torch.randn(6, 8)
+    doubled = Doubled(quantizer.spec)
+    doubled.start(quantizer.qparams(x))
+    quantizer.attach_learned(doubled)
+    right = fq.fake_quantize(x, "int8", scale=2 * doubled.step.detach())
+    assert_same_bits(quantizer(x), right)
+
+
+def test_a_quantizer_asks_for_no_scale_and_zero_point(monkeypatch):
+    monkeypatch.setattr(LSQ, "qparams", None)
+    quantizer = quantizer_of("int8")
+    quantizer(torch.ones(6, 8)).backward(torch.ones(6, 8))
+    assert all(parameter.grad is not None for parameter in quantizer.parameters())
 
 
 def test_wrong_bits_would_be_seen(monkeypatch):

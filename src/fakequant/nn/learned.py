@@ -10,6 +10,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from fakequant.errors import ConfigError, nearest
 from fakequant.numerics.floats import power_of_two
-from fakequant.numerics.qparams import QParams, compute_dtype
+from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.qparams import QParams, compute_dtype, is_at_hand
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops import library
-from fakequant.ops.direct import fake_quantize_directly
+from fakequant.ops.direct import fake_quantize_by_step, fake_quantize_directly
 
 
 class PreciseModule(nn.Module):
@@ -53,6 +55,20 @@ class PreciseModule(nn.Module):
                 fresh = torch.empty_like(given, device=given.device if own is None else own.device)
                 setattr(self, name, nn.Parameter(fresh) if name in self._parameters else fresh)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: bool) -> int:
+    """How many elements of one example share a scale; with `examples`, the first axis counts these.
+
+    >>> from fakequant import PerTensor
+    >>> shared_by(PerTensor(), (32, 10), examples=True), shared_by(PerTensor(), (32, 10), examples=False)
+    (10, 320)
+    """
+    blocks = granularity.block_shape(shape)
+    return max(1, math.prod(blocks[1:] if examples and len(blocks) > 1 else blocks))
+
+
+_shared_by = lru_cache(maxsize=4096)(shared_by)  # asked at every call, and the same for every tensor of a shape
 
 
 def through(value: Tensor, parameter: Tensor, factor: float | Tensor = 1.0) -> Tensor:
@@ -115,6 +131,15 @@ class LearnedRange(PreciseModule, ABC):
         """x quantized with what `qparams` returned, shaped to fit x."""
         y = fake_quantize_directly(x, self.spec, params.scale, params.zero_point)
         return library.fake_quantize(x, params, self.spec) if y is None else y
+
+    def fake_quantize_directly(self, x: Tensor, *, examples: bool) -> Tensor | None:
+        """x quantized by one operator; None where it takes those of `qparams` and `fake_quantize`, as here.
+
+        Args:
+            x: any tensor.
+            examples: whether its first axis counts examples, see `shared_by`.
+        """
+        return None
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that make an object like this one, for JSON."""
@@ -184,6 +209,9 @@ def _step_of(scale: Tensor, spec: QuantSpec) -> Tensor:
     return scale.reciprocal() if spec.arithmetic is Arithmetic.MULTIPLIER else scale
 
 
+_SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
+
+
 def _positive(step: Tensor, spec: QuantSpec) -> Tensor:
     """At least the smallest normal number, whose reciprocal is finite; MULTIPLIER's gradient has that one squared."""
     smallest = torch.finfo(step.dtype).tiny
@@ -228,6 +256,18 @@ class LSQ(LearnedRange):
     def qparams(self, elements: int) -> QParams:
         step = through(_positive(self.step, self.spec), self.step, self._factor(elements))
         return QParams(_step_of(step, self.spec), self.zero_point)
+
+    def fake_quantize_directly(self, x: Tensor, *, examples: bool) -> Tensor | None:
+        step, spec = self._parameters["step"], self.spec
+        # A class that inherits from these may find its parameters in another way.
+        known = type(self) is LSQ or (type(self) is LSQPlus and spec.symmetric)
+        if not known or step is None or spec.arithmetic is Arithmetic.MULTIPLIER or not is_at_hand(step):
+            return None
+        # Others are not finite, or count as the smallest number.
+        if not (step if step.numel() == 1 else step.amin()).item() >= _SMALLEST[step.dtype]:
+            return None
+        elements = _shared_by(spec.granularity, x.shape, examples=examples)
+        return fake_quantize_by_step(x, spec, step, self._buffers["zero_point"], self._factor(elements))
 
     def _factor(self, elements: int) -> float:
         return (elements * self.spec.format.bound) ** -0.5 if self.gradient_factor else 1.0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fakequant.calibration import Calibrator
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as choose_qparams_of
-from fakequant.nn.learned import LearnedRange, PreciseModule, learned_ranges, make_learned_range
+from fakequant.nn.learned import LearnedRange, PreciseModule, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.weight_cache import WeightCache, counting_optimizer_steps
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
@@ -120,8 +120,11 @@ class Quantizer(PreciseModule):
             if self._cache is not None and (kept := self._cache.quantize(x, None, self.spec)) is not None:
                 return kept
             return library.fake_quantize_dynamic(x, self.spec)
-        params, learned = self.qparams(x), self.learned
-        return library.fake_quantize(x, params, self.spec) if learned is None else learned.fake_quantize(x, params)
+        learned = self.learned
+        if learned is None:
+            return library.fake_quantize(x, self.qparams(x), self.spec)
+        y = learned.fake_quantize_directly(x, examples=self.kind is Kind.INPUT)
+        return learned.fake_quantize(x, self.qparams(x)) if y is None else y
 
     def after_relu(self, x: Tensor) -> Tensor:
         """`self(torch.relu(x))` by fixed parameters, in one pass over memory where that can be; see `sequential.py`."""
@@ -198,9 +201,7 @@ class Quantizer(PreciseModule):
         return QParams(self.scale, self.zero_point)
 
     def _elements(self, x: Tensor) -> int:
-        """How many elements of one example share a scale; the first axis of activations counts examples."""
-        blocks = self.spec.granularity.block_shape(x.shape)
-        return max(1, math.prod(blocks[1:] if self.kind is Kind.INPUT and len(blocks) > 1 else blocks))
+        return shared_by(self.spec.granularity, x.shape, examples=self.kind is Kind.INPUT)
 
     def set_range(self, range: Range) -> None:
         """Set scale and zero point by a range [groups, axes kept]; what is learned starts again from there."""

@@ -25,6 +25,7 @@ from .rectified import rectifies
 _MOST = 4096  # kinds of tensors that are remembered
 _found: dict[Hashable, Direct | None] = {}
 _Call = tuple[Direct, QuantSpec, Tensor, Tensor | None]
+_Learned = tuple[Direct, QuantSpec, float | None]  # the last is the factor of `fake_quantize_by_step`
 
 
 def fake_quantize_directly(
@@ -41,10 +42,20 @@ def fake_quantize_directly(
         return None
     if torch.is_grad_enabled():
         if scale.requires_grad or (zero_point is not None and zero_point.requires_grad):
-            return None if relu else _with_all_gradients(x, scale, zero_point, (direct, spec))
+            return None if relu else _with_all_gradients(x, scale, zero_point, (direct, spec, None))
         if x.requires_grad:
             return _with_gradient(x, (direct, spec, scale, zero_point))
     return direct.values(x, scale, zero_point, direct.form)
+
+
+def fake_quantize_by_step(
+    x: Tensor, spec: QuantSpec, step: Tensor, zero_point: Tensor | None, factor: float
+) -> Tensor | None:
+    """`fake_quantize_directly` by a copy of a step, which gets the gradient of the scale times a factor."""
+    if not (torch.is_grad_enabled() and step.requires_grad):
+        return fake_quantize_directly(x, spec, step, zero_point)
+    direct = _direct_of(x, spec, step, zero_point, relu=False)
+    return None if direct is None else _with_all_gradients(x, step, zero_point, (direct, spec, factor))
 
 
 def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> bool:
@@ -99,9 +110,7 @@ def _with_gradient(x: Tensor, call: _Call) -> Tensor | None:
         return None
 
 
-def _with_all_gradients(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, call: tuple[Direct, QuantSpec]
-) -> Tensor | None:
+def _with_all_gradients(x: Tensor, scale: Tensor, zero_point: Tensor | None, call: _Learned) -> Tensor | None:
     if call[1].gradient is not Gradient.CODE_RANGE or call[0].gradients is None:
         return None
     try:
@@ -172,10 +181,10 @@ class _DirectLearned(torch.autograd.Function):
     """`_Direct` where scale or zero point get a gradient too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, call: tuple[Direct, QuantSpec]
-    ) -> Tensor:
-        direct, mask = call[0], None
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, call: _Learned) -> Tensor:
+        (direct, _, factor), mask = call, None
+        if factor is not None:
+            ctx.step, scale = scale, scale.clone()
         if ctx.needs_input_grad[0]:
             y, mask = direct.values_and_mask(x, scale, zero_point, direct.form)
         else:
@@ -188,14 +197,21 @@ class _DirectLearned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (mask, x, scale, zero_point), (dy,), (direct, spec) = ctx.saved_tensors, grad_outputs, ctx.call
+        (mask, x, scale, zero_point), (dy,), (direct, spec, factor) = ctx.saved_tensors, grad_outputs, ctx.call
         _, *wants, _ = ctx.needs_input_grad
         plain = type(dy) in PLAIN and not is_legacy_batchedtensor(dy)
         if not plain or dy.stride() != x.stride() or _is_backward_watched():
-            return *_gradients(dy, mask, x, (scale, zero_point), spec, wants), None
-        if zero_point is not None and zero_point.dtype != scale.dtype:
-            zero_point = zero_point.to(scale.dtype)
-        return *direct.gradients(dy, x, mask, scale, zero_point, direct.form, *wants), None
+            if factor is not None:
+                scale = scale + (ctx.step - ctx.step.detach()) * factor  # its value, with the gradient of the step
+            found = _gradients(dy, mask, x, (scale, zero_point), spec, wants)
+        else:
+            if zero_point is not None and zero_point.dtype != scale.dtype:
+                zero_point = zero_point.to(scale.dtype)
+            found = direct.gradients(dy, x, mask, scale, zero_point, direct.form, *wants)
+        if factor is None:
+            return *found, None
+        dx, by_scale, by_zero_point = found
+        return dx, None if by_scale is None else by_scale * factor, by_zero_point, None
 
 
 def _gradients(
