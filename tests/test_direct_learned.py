@@ -3,6 +3,7 @@
 import cases
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from bits import assert_same_bits
 from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
 
@@ -294,3 +295,15 @@ def test_wrong_bits_would_be_seen(monkeypatch):
     monkeypatch.setattr(direct, "_found", {})
     with pytest.raises(AssertionError, match=r"gradient 0: .* elements differ"):
         compare(FORMATS["int8"], GRANULARITIES["tensor"], fq.Arithmetic.DIVIDE, torch.float32, "contiguous")
+
+
+def test_a_parametrised_step_goes_the_general_way():
+    class Doubled(torch.nn.Module):
+        def forward(self, step):
+            return 2 * step
+
+    x = torch.randn(6, 8)
+    quantizer = quantizer_of(fq.QuantSpec("int8"), "lsq", Kind.INPUT)
+    torch.nn.utils.parametrize.register_parametrization(quantizer.learned, "step", Doubled(), unsafe=True)
+    expected = fq.fake_quantize(x, "int8", scale=quantizer.learned.step.detach())
+    assert_same_bits(quantizer(x), expected)

@@ -258,7 +258,7 @@ class LSQ(LearnedRange):
         return QParams(_step_of(step, self.spec), self.zero_point)
 
     def fake_quantize_directly(self, x: Tensor, *, examples: bool) -> Tensor | None:
-        step, spec = self._parameters["step"], self.spec
+        step, spec = self._parameters.get("step"), self.spec
         # A class that inherits from these may find its parameters in another way.
         known = type(self) is LSQ or (type(self) is LSQPlus and spec.symmetric)
         if not known or step is None or spec.arithmetic is Arithmetic.MULTIPLIER or not is_at_hand(step):
@@ -267,7 +267,7 @@ class LSQ(LearnedRange):
         if not (step if step.numel() == 1 else step.amin()).item() >= _SMALLEST[step.dtype]:
             return None
         elements = _shared_by(spec.granularity, x.shape, examples=examples)
-        return fake_quantize_by_step(x, spec, step, self._buffers["zero_point"], self._factor(elements))
+        return fake_quantize_by_step(x, spec, step, self._buffers.get("zero_point"), self._factor(elements))
 
     def _factor(self, elements: int) -> float:
         return (elements * self.spec.format.bound) ** -0.5 if self.gradient_factor else 1.0
