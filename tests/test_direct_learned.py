@@ -6,12 +6,13 @@ import torch
 import torch.nn.utils.parametrize
 from bits import assert_same_bits
 from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
+from test_direct import assert_served_if_supported
 
 import fakequant as fq
 from fakequant.nn import Kind, LearnedRange, Quantizer
 from fakequant.nn.learned import LSQ
 from fakequant.numerics import reference
-from fakequant.ops import direct, dispatch, library
+from fakequant.ops import direct, library
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.direct import fake_quantize_directly
 
@@ -63,9 +64,7 @@ def test_bits_are_those_of_the_reference(name, dtype):
         arithmetics = case.arithmetics()
         arithmetic = arithmetics[turn % len(arithmetics)]
         served += compare(case, granularity, arithmetic, dtype, layouts[turn % len(layouts)])
-    cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
-    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=False)
-    assert (served > 0) == (unsupported is None), unsupported
+    assert_served_if_supported(served, case, dtype)
 
 
 def test_function_and_module_take_it(monkeypatch):

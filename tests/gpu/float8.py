@@ -50,8 +50,9 @@ def _whole(seed: int, *shape: int) -> Tensor:
 
 def _exact(device: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, int, int]) -> None:
     rows, inner, columns = shape
-    codes, others, bias = _whole(1, rows, inner), _whole(2, columns, inner), torch.randn(columns)
-    scales = torch.rand(rows, 1), torch.rand(columns, 1)
+    codes, others, random = _whole(1, rows, inner), _whole(2, columns, inner), torch.Generator().manual_seed(0)
+    bias = torch.randn(columns, generator=random)
+    scales = torch.rand(rows, 1, generator=random), torch.rand(columns, 1, generator=random)
     right = definition.scaled(codes @ others.t(), scales[0] * scales[1].reshape(-1), bias)
     x, weight = (
         Factor(c.to(dtype).to(device), scale.to(device))

@@ -1,5 +1,5 @@
-// How kernels walk over memory: chunks of 1024 elements, each converted, quantized in the first-level cache, converted
-// back. A chunk covers whole bytes of the packed mask, so threads never share one.
+// How kernels walk over memory where registers.h does not serve: chunks of 1024 elements, each converted, quantized in
+// the first-level cache, converted back. A chunk covers whole bytes of the packed mask, so threads never share one.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -1,4 +1,5 @@
-// The gradients of scale and zero point: per group, the sum of dy times slope.
+// The gradients of x, which is dy where a mask has a bit, and of scale and zero point: per group, the sum of dy times
+// slope.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -6,6 +7,9 @@
 #include "call.h"
 
 namespace fakequant {
+
+// dy, of any floating type, where the packed mask has a bit, else +0.0; both in one order of the elements.
+torch::stable::Tensor mask_gradient(const torch::stable::Tensor& dy, const torch::stable::Tensor& mask);
 
 // Where the sums [groups] go; null where they are not wanted.
 struct GradientSums {

@@ -319,6 +319,8 @@ void dequantize(const Tensor& codes, FAKEQUANT_PARAMS, const Tensor& form, Tenso
   });
 }
 
+}  // namespace
+
 Tensor mask_gradient(const Tensor& dy, const Tensor& mask) {
   Tensor dx = made_like(dy);
   const auto* bits = static_cast<const uint8_t*>(mask.data_ptr());
@@ -340,6 +342,8 @@ Tensor mask_gradient(const Tensor& dy, const Tensor& mask) {
   }
   return dx;
 }
+
+namespace {
 
 void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
                  std::optional<Tensor> scale_grad, std::optional<Tensor> zero_point_grad, int64_t mask_kind) {

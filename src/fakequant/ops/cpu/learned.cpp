@@ -11,37 +11,14 @@
 #include <tuple>
 #include <vector>
 
-#include "apply_mask.h"
 #include "call.h"
 #include "chunks.h"
 #include "gradients.h"
-#include "streaming.h"
 
 namespace fakequant {
 namespace {
 
 using torch::stable::Tensor;
-
-template <typename U>
-Tensor masked(const Tensor& dy, const Tensor& mask) {
-  Tensor dx = made_like(dy);
-  const auto* bits = static_cast<const uint8_t*>(mask.data_ptr());
-  const auto* in = static_cast<const U*>(dy.data_ptr());
-  auto* out = static_cast<U*>(dx.data_ptr());
-  const bool streamed = streams(dy.numel() * dy.element_size());
-  for_each_chunk(dy.numel(), [&](int64_t first, int64_t n) {
-    apply_mask(in + first, bits + first / 8, out + first, n, streamed);
-  });
-  return dx;
-}
-
-Tensor masked(const Tensor& dy, const Tensor& mask) {
-  switch (dy.element_size()) {
-    case 2: return masked<uint16_t>(dy, mask);
-    case 4: return masked<uint32_t>(dy, mask);
-    default: return masked<uint64_t>(dy, mask);
-  }
-}
 
 // Sums as a tensor like a parameter, whose elements are of type C.
 template <typename C>
@@ -72,7 +49,7 @@ Gradients learned_gradients(const Tensor& dy, const Tensor& x, const std::option
     scale_grad = rounded<C>(scale_sums, scale, by_scale);
     zero_point_grad = rounded<C>(zero_point_sums, scale, by_zero_point);
   });
-  if (mask.has_value()) dx = masked(dy, *mask);
+  if (mask.has_value()) dx = mask_gradient(dy, *mask);
   return {dx, scale_grad, zero_point_grad};
 }
 
