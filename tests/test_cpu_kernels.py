@@ -12,6 +12,7 @@ from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, ON_CPU, hostile_gradi
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.numerics.formats import FloatFormat, Specials
+from fakequant.numerics.qparams import compute_dtype
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import REFERENCE, unpack_bits
 
@@ -76,6 +77,29 @@ def compare_wanted_grad_params(backend):
                     assert_same_bits(one, other)
 
 
+def compare_codes(backend, numbers, spec, label):
+    """Codes, what they do not tell, and their values."""
+    x, params = numbers.x, numbers.params
+    codes = reference.quantize(x, params, spec)
+    dy = torch.arange(1, x.numel() + 1).to(x.dtype).view(x.shape)
+    for way in cases.each_way():
+        assert_same_bits(backend.quantize(x, params, spec), codes, f"{label} {way} codes")
+        for dtype in {torch.float32, x.dtype}:
+            decoded = backend.dequantize(codes, params, spec, dtype)
+            assert_same_bits(decoded, reference.dequantize(codes, params, spec, dtype), f"{label} {way} decoded")
+    if not spec.format.has_zero_point or spec.rounding is not fq.Rounding.NEAREST_EVEN:
+        return
+    for gradient in GRADIENTS:
+        spec_of_gradient = spec.replace(gradient=gradient)
+        passing = reference.grad_input(dy, reference.passes(x, params, spec_of_gradient))
+        for way in cases.each_way():
+            found = backend.encode(x, params, spec_of_gradient, mask=True)
+            assert_same_bits(found.codes, codes, f"{label} {gradient.value} {way} codes with a mask")
+            assert found.has_nan == bool(x.isnan().any()), f"{label} {way}"
+            dx = backend.grad_input(dy, found.mask, spec_of_gradient, x.stride())
+            assert_same_bits(dx, passing, f"{label} {gradient.value} {way} dx of codes")
+
+
 def compare(backend, numbers, spec, label):
     """All operations of a backend on one input; the number of comparisons that the backend could serve."""
     x, params = numbers.x, numbers.params
@@ -101,11 +125,7 @@ def compare(backend, numbers, spec, label):
         for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP):
             compare_grad_params(backend, numbers, spec.replace(gradient=gradient), f"{label} {gradient.value}")
     if backend.unsupported(x, spec, codes=True) is None:
-        codes = reference.quantize(x, params, spec)
-        assert_same_bits(backend.quantize(x, params, spec), codes, f"{label} codes")
-        for dtype in (torch.float32, x.dtype):
-            decoded = backend.dequantize(codes, params, spec, dtype)
-            assert_same_bits(decoded, reference.dequantize(codes, params, spec, dtype), f"{label} decoded")
+        compare_codes(backend, numbers, spec, label)
         served += 1
     return served
 
@@ -170,6 +190,21 @@ def test_chunks_and_remainders(backend, name, size):
         for dtype in (torch.float32, torch.bfloat16):
             numbers = cases.hostile(case, where, arithmetic, dtype, seed=size)
             compare(backend, numbers, case.spec(where.granularity, arithmetic), where_name)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_one_nan_is_found_wherever_it_is(backend, dtype):
+    skip_unavailable(backend)
+    params, spec = fq.QParams(torch.tensor([0.5], dtype=compute_dtype(dtype))), fq.QuantSpec("int8")
+    for size in (1, 7, 16, 33, 1025):
+        for way in cases.each_way():
+            x = torch.ones(size, dtype=dtype)
+            assert not backend.encode(x, params, spec, mask=False).has_nan, way
+            for place in {0, size // 2, size - 1}:
+                x = torch.ones(size, dtype=dtype)
+                x[place] = torch.nan
+                assert backend.encode(x, params, spec, mask=False).has_nan, f"{way} {place} of {size}"
 
 
 @each_backend

@@ -25,7 +25,20 @@ class Coded(Layer):
     def forward(self):
         coded = encode(self.quantizer, self.weight)
         values = library.dequantize(coded.codes, coded.params, coded.spec, self.weight.dtype)
-        return coded.stand_in + values if torch.is_grad_enabled() else values
+        if not torch.is_grad_enabled():
+            return values
+        return coded.source + values if coded.kept is None else _Values.apply(coded.source, values, coded.kept)
+
+
+class _Values(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, source, values, kept):
+        ctx.kept = kept
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return library.through(dy, ctx.kept.mask, ctx.kept.call), None, None
 
 
 @pytest.fixture

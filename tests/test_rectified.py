@@ -11,7 +11,9 @@ import fakequant as fq
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import direct, library, rectified
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.rectified import encode_relu, fake_quantize_relu, relu_later
+from fakequant.ops.kept import keep_codes
+from fakequant.ops.library import through, through_dense
+from fakequant.ops.rectified import fake_quantize_relu, in_one_pass, relu_later
 
 
 @pytest.fixture(autouse=True)
@@ -74,15 +76,18 @@ def assert_same_codes(x, params, spec, label):
     """Codes, codes without a gradient, and gradients, or that there is NaN; with the strides of each."""
     dy = hostile_gradient(x)
     results = []
-    for function in (encode_relu, lambda x, *call: library.encode(torch.relu(x), *call)):
+    for in_one in (in_one_pass(x, params, spec, codes=True), False):
         leaf = x.detach().requires_grad_()
-        found = function(leaf, params, spec)
-        if found is None:
+        source = leaf if in_one else torch.relu(leaf)
+        kept = keep_codes(source, params, spec, mask=True, relu=in_one)
+        if kept is None:
             results.append([])
             continue
-        (dx,) = torch.autograd.grad(found[0], leaf, dy)
-        with torch.no_grad():
-            results.append([found[1], dx, function(leaf, params, spec)[1]])
+        dx = (through_dense if kept.dense else through)(dy.clone(), kept.mask, kept.call, over=True)
+        if not in_one:
+            (dx,) = torch.autograd.grad(source, leaf, dx)
+        unmasked = keep_codes(source, params, spec, mask=False, relu=in_one)
+        results.append([kept.values, dx, unmasked.values])
     for got, wanted in zip(*results, strict=True):
         assert_same_bits(got, wanted, label)
         assert got.stride() == wanted.stride(), label

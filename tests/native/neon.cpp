@@ -1,5 +1,5 @@
 // Compares the kernels of neon.h with the portable loops, for processors that the tests do not run on: prints how
-// many values and bits of masks differ, of how many.
+// many values, codes and bits of masks differ, of how many values.
 
 #include "../../src/fakequant/ops/cpu/eight_lanes.cpp"
 
@@ -31,8 +31,23 @@ const Tiles kTiles[] = {{1, 4003, 1, 1}, {7, 571, 1, 1},  {1, 61, 64, 1},
                         {250, 16, 1, 1}, {3, 5, 13, 21}, {1, 9, 40, 11}};
 
 struct Counts {
-  int64_t values = 0, bits = 0, of = 0;
+  int64_t values = 0, codes = 0, bits = 0, of = 0;
 };
+
+int64_t differing_bits(const std::vector<uint8_t>& mask, const std::vector<uint8_t>& passes) {
+  int64_t count = 0;
+  for (size_t i = 0; i < passes.size(); ++i) count += passes[i] != ((mask[i / 8] >> (i % 8)) & 1);
+  return count;
+}
+
+int64_t differing_values(const std::vector<float>& found, const std::vector<float>& right) {
+  int64_t count = 0;
+  for (size_t i = 0; i < right.size(); ++i) {
+    const bool both_nan = right[i] != right[i] && found[i] != found[i];
+    count += !both_nan && std::bit_cast<uint32_t>(right[i]) != std::bit_cast<uint32_t>(found[i]);
+  }
+  return count;
+}
 
 // Every magnitude, ties of a scale and the numbers beside them, zeros, subnormals, infinities and NaN.
 std::vector<float> hostile(int64_t n, float scale, std::mt19937& random) {
@@ -78,6 +93,52 @@ bool expect_passed(const Call<float>& call, float x, const Uniform<float>& p, fl
   return false;
 }
 
+// What T keeps of numbers.
+template <typename T>
+std::vector<float> kept_by(const std::vector<float>& numbers) {
+  std::vector<T> stored(numbers.size());
+  std::vector<float> kept(numbers.size());
+  store(numbers.data(), stored.data(), numbers.size());
+  load(stored.data(), kept.data(), numbers.size());
+  return kept;
+}
+
+// Codes with their mask, of x as T holds it, and back.
+template <typename Q, typename T>
+void compare_codes(const Call<float>& call, const std::vector<T>& from, const std::vector<float>& x,
+                   const std::vector<uint8_t>& passes, Counts& counts) {
+  const int64_t n = from.size();
+  std::vector<uint8_t> codes(n), mask((n + 7) / 8);
+  const bool masked = call.mask != Mask::kNone;
+  const bool nan = eight_at_once(call, from.data(), codes.data(), masked ? mask.data() : nullptr, 0, n);
+  if (masked) counts.bits += differing_bits(mask, passes);
+  std::vector<Q> right(n);
+  std::vector<float> expected(n), values(n), found(n);
+  bool holds_nan = false;
+  Cursor at(call.tiles, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    const float given = call.rectified && x[i] < 0 ? 0.0f : x[i];
+    uint8_t inside;
+    quantize_run_as<Emit::kCode>(call, &given, &expected[i], &inside, 1, IntegerRounding<float>(call.grid),
+                                 uniform_of(call.params, at.group));
+    holds_nan |= given != given;
+    if (++at.within == at.length) at.next_run();
+  }
+  store(expected.data(), right.data(), n);
+  load(right.data(), expected.data(), n);  // without the sign of zeros
+  at = Cursor(call.tiles, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    decode_run(call, &expected[i], &values[i], 1, uniform_of(call.params, at.group));
+    if (++at.within == at.length) at.next_run();
+  }
+  counts.codes += nan != holds_nan;
+  for (int64_t i = 0; i < n; ++i) counts.codes += static_cast<uint8_t>(right[i]) != codes[i];
+  std::vector<T> decoded(n);
+  eight_at_once(call, right.data(), decoded.data(), nullptr, 0, n);
+  load(decoded.data(), found.data(), n);
+  counts.values += differing_values(found, kept_by<T>(values));
+}
+
 template <typename T>
 void compare(Call<float> call, const Format& format, std::mt19937& random, Counts& counts) {
   const int64_t n = call.tiles.elements(), groups = call.tiles.g0 * call.tiles.g1;
@@ -91,24 +152,19 @@ void compare(Call<float> call, const Format& format, std::mt19937& random, Count
   std::vector<T> from(n), to(n);
   store(numbers.data(), from.data(), n);
   load(from.data(), x.data(), n);
-  std::vector<uint8_t> mask((n + 7) / 8);
-  quantize_eight(call, from.data(), to.data(), call.mask == Mask::kNone ? nullptr : mask.data(), 0, n);
+  std::vector<uint8_t> mask((n + 7) / 8), passes(n);
+  eight_at_once(call, from.data(), to.data(), call.mask == Mask::kNone ? nullptr : mask.data(), 0, n);
   std::vector<float> right(n), found(n);
   Cursor at(call.tiles, 0);
   for (int64_t i = 0; i < n; ++i) {
-    const Uniform<float> p = uniform_of(call.params, at.group);
-    const bool passes = expect_passed(call, x[i], p, &right[i]);
-    if (call.mask != Mask::kNone) counts.bits += passes != ((mask[i / 8] >> (i % 8)) & 1);
+    passes[i] = expect_passed(call, x[i], uniform_of(call.params, at.group), &right[i]);
     if (++at.within == at.length) at.next_run();
   }
-  std::vector<T> stored(n);
-  store(right.data(), stored.data(), n);
-  load(stored.data(), right.data(), n);
+  if (call.mask != Mask::kNone) counts.bits += differing_bits(mask, passes);
   load(to.data(), found.data(), n);
-  for (int64_t i = 0; i < n; ++i) {
-    const bool both_nan = right[i] != right[i] && found[i] != found[i];
-    counts.values += !both_nan && std::bit_cast<uint32_t>(right[i]) != std::bit_cast<uint32_t>(found[i]);
-  }
+  counts.values += differing_values(found, kept_by<T>(right));
+  if (call.grid.is_integer() && call.grid.quant_min < 0) compare_codes<int8_t>(call, from, x, passes, counts);
+  if (call.grid.is_integer() && call.grid.quant_min == 0) compare_codes<uint8_t>(call, from, x, passes, counts);
   counts.of += n;
 }
 
@@ -130,6 +186,7 @@ int main() {
             compare<Half>(call, format, random, counts);
             compare<BFloat16>(call, format, random, counts);
           }
-  std::printf("%lld values and %lld bits differ of %lld\n", static_cast<long long>(counts.values),
-              static_cast<long long>(counts.bits), static_cast<long long>(counts.of));
+  std::printf("%lld values, %lld codes and %lld bits differ of %lld\n", static_cast<long long>(counts.values),
+              static_cast<long long>(counts.codes), static_cast<long long>(counts.bits),
+              static_cast<long long>(counts.of));
 }

@@ -132,8 +132,8 @@ def _forward(x: Tensor, other: Tensor, bias: Tensor | None, *rest: Any) -> Tenso
 
 
 def _coded(factor: _Factor) -> CodedTensor | None:
-    found = library.encode(*factor)
-    return None if found is None else CodedTensor(*found, factor.params, factor.spec)
+    kept = keep_codes(*factor, mask=False)
+    return None if kept is None else CodedTensor(factor.x, kept.values, factor.params, factor.spec)
 
 
 @torch.library.register_fake("fakequant::product", lib=_LIBRARY)

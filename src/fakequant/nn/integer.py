@@ -2,8 +2,7 @@
 
 `numerics/products.py` defines the result, `ops/products.py` computes it, and `ops/float8_products.py` what comes close
 to it for codes of float8; `integer_products.py` has one class for each kind of layer. The gradients are those of the
-simulated layer: the product passes them to what stands for the quantized tensors (`library.encode`), whose masks then
-hold.
+simulated layer: those of the product of the values, through the masks that encoding gives beside the codes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library, products
 from fakequant.ops.convolutions import PackedWeight
-from fakequant.ops.rectified import encode_relu
+from fakequant.ops.kept import Kept, keep_codes
+from fakequant.ops.library import BackwardCall
+from fakequant.ops.rectified import in_one_pass
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -44,37 +45,48 @@ class CodedTensor(NamedTuple):
     """A quantized tensor as codes.
 
     Attributes:
-        stand_in: what takes the gradient of the quantized tensor, see `library.encode`.
+        source: what takes the gradient: the tensor itself, or see `library.encode_learned`.
         codes: integers, the shape of the tensor.
         params: scale and zero point, without gradients.
         spec: what the codes mean.
+        kept: where the gradient passes to the source; None if it passes as it is.
     """
 
-    stand_in: Tensor
+    source: Tensor
     codes: Tensor
     params: QParams
     spec: QuantSpec
+    kept: Kept | None = None
 
     @property
     def factor(self) -> Factor:
         """The tensor as a factor of a product, whose scale is float32 whatever the quantizer's is."""
         return Factor(self.codes, self.params.scale.to(torch.float32), self.params.zero_point)
 
+    @property
+    def mask(self) -> Tensor | None:
+        """Where the gradient passes, packed; None if everywhere."""
+        return None if self.kept is None else self.kept.mask
+
 
 def encode(quantizer: Quantizer, x: Tensor, *, relu: bool = False) -> CodedTensor | None:
     """The codes of a tensor or, by fixed parameters, of its ReLU; None if it holds NaN, which has none."""
-    if (kept := quantizer.kept_codes(x)) is not None:
-        return CodedTensor(*kept, quantizer.spec)
-    if not torch.is_grad_enabled() and (found := quantizer.direct_codes(x, relu=relu)) is not None:
-        return CodedTensor(found[0], *found, quantizer.spec)
+    spec = quantizer.spec
+    if (found := quantizer.kept_codes(x)) is not None:
+        kept, params = found
+        return CodedTensor(x, kept.values, params, spec, kept)
+    if not torch.is_grad_enabled() and (direct := quantizer.direct_codes(x, relu=relu)) is not None:
+        return CodedTensor(x, *direct, spec)
     params = quantizer.qparams(x)
-    found = (encode_relu if relu else library.encode)(x, params, quantizer.spec)
-    if found is None:
-        return None
-    if params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad):
+    if relu and not in_one_pass(x, params, spec, codes=True):
+        x, relu = torch.relu(x), False
+    wants_grad = torch.is_grad_enabled()
+    if wants_grad and library.are_learned(params):
+        learned = library.encode_learned(x, params, spec)
         zero_point = None if params.zero_point is None else params.zero_point.detach()
-        params = QParams(params.scale.detach(), zero_point)
-    return CodedTensor(*found, params, quantizer.spec)
+        return None if learned is None else CodedTensor(*learned, QParams(params.scale.detach(), zero_point), spec)
+    kept = keep_codes(x, params, spec, mask=wants_grad and x.requires_grad, relu=relu)
+    return None if kept is None else CodedTensor(x, kept.values, params, spec, kept)
 
 
 def mixes_dtypes(x: Tensor, other: Tensor) -> bool:
@@ -129,7 +141,7 @@ class IntegerProduct(ABC):
         if coded is None or coded_other is None:  # NaN, which is to be seen in the output
             return None
         if torch.is_grad_enabled():
-            y = _Product.apply(coded.stand_in, coded_other.stand_in, bias, coded, coded_other, self, ready)
+            y = _Product.apply(coded.source, coded_other.source, bias, coded, coded_other, self, ready)
         else:
             y = self.multiply(ready, coded, coded_other, bias)
         device = x.device.type
@@ -202,8 +214,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913  an argument for each tensor that gets a gradient
         ctx: Any,
-        x_like: Tensor,
-        other_like: Tensor,
+        x_source: Tensor,
+        other_source: Tensor,
         bias: Tensor | None,
         x: CodedTensor,
         other: CodedTensor,
@@ -211,8 +223,10 @@ class _Product(torch.autograd.Function):
         ready: Ready,
     ) -> Tensor:
         # The parameters as they are now: a calibration or a checkpoint may change them before the backward pass.
-        saved = (tensor for one in (x, other) for tensor in (one.codes, *map(_copied, one.params[:2])))
+        saved = (tensor for one in (x, other) for tensor in (one.codes, *map(_copied, one.params[:2]), one.mask))
         ctx.save_for_backward(*saved)
+        # Without their tensors, which are saved.
+        ctx.ways = [None if one.kept is None else (one.kept.call, one.kept.dense) for one in (x, other)]
         ctx.specs, ctx.product, ctx.places = (x.spec, other.spec), product, ready.places
         y = product.multiply(ready, x, other, bias)
         # Of a view, autograd would refuse to let anything change it in place, such as a ReLU.
@@ -231,10 +245,19 @@ class _Product(torch.autograd.Function):
         dy, saved = grad_outputs[0], ctx.saved_tensors
         x, other = (
             library.dequantize(codes, QParams(scale, zero_point), spec, dy.dtype)
-            for (codes, scale, zero_point), spec in zip((saved[:3], saved[3:]), ctx.specs, strict=True)
+            for (codes, scale, zero_point, _), spec in zip((saved[:4], saved[4:]), ctx.specs, strict=True)
         )
         wants = list(ctx.needs_input_grad[:3])
-        return (*ctx.product.gradients(dy, x, other, wants, ctx.places), None, None, None, None)
+        *of_factors, of_bias = ctx.product.gradients(dy, x, other, wants, ctx.places)
+        dx, d_other = (
+            found if found is None or way is None else _passed(found, mask, *way)
+            for found, mask, way in zip(of_factors, (saved[3], saved[7]), ctx.ways, strict=True)
+        )
+        return dx, d_other, of_bias, None, None, None, None
+
+
+def _passed(d: Tensor, mask: Tensor | None, call: BackwardCall, dense: bool) -> Tensor:
+    return (library.through_dense if dense else library.through)(d, mask, call, over=True)
 
 
 def _copied(tensor: Any) -> Tensor | None:

@@ -22,6 +22,7 @@ from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
 from fakequant.ops.direct import encode_directly, fake_quantize_directly
+from fakequant.ops.kept import Kept
 from fakequant.ops.rectified import fake_quantize_relu
 
 # Asked at every call, and the same for every tensor of a shape.
@@ -133,8 +134,8 @@ class Quantizer(PreciseModule):
         y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"], relu=True)
         return fake_quantize_relu(x, self.qparams(x), self.spec) if y is None else y
 
-    def kept_codes(self, x: Tensor) -> tuple[Tensor, Tensor, QParams] | None:
-        """What takes the gradient of a weight, its codes and its parameters, if they are kept (`cached_weights`)."""
+    def kept_codes(self, x: Tensor) -> tuple[Kept, QParams] | None:
+        """The codes of a weight and its parameters, if they are kept (`cached_weights`)."""
         if self._cache is None or self.learned is not None:
             return None
         return self._cache.encode(x, self._fixed(x), self.spec)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fakequant.functional import choose_qparams
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.ops.kept import Kept, give, give_stand_in, keep, keep_codes
+from fakequant.ops.kept import Kept, give, keep, keep_codes
 from fakequant.ops.library import is_watched
 
 _optimizer_steps = 0
@@ -62,12 +62,12 @@ class WeightCache:
         entry = self._entry_of(x, params, spec, codes=False)
         return None if entry is None else give(x, entry.kept)
 
-    def encode(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> tuple[Tensor, Tensor, QParams] | None:
-        """What `library.encode` returns, and the parameters, by default those that x gives; None if not kept."""
+    def encode(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> tuple[Kept, QParams] | None:
+        """The codes of x and the parameters, by default those that x gives; None if not kept."""
         entry = self._entry_of(x, params, spec, codes=True)
         if entry is None or entry.params is None:
             return None
-        return give_stand_in(x, entry.kept), entry.kept.values, entry.params
+        return entry.kept, entry.params
 
     def _entry_of(self, x: Tensor, params: QParams | None, spec: QuantSpec, *, codes: bool) -> _Entry | None:
         tensors = (x,) if params is None else (x, params.scale, params.zero_point)

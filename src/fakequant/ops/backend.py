@@ -132,6 +132,10 @@ class Backend(ABC):
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         """dy where the mask is set, else 0; the input had the shape of dy and these strides. dy may be bool, too."""
 
+    def grad_input_over(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
+        """The same for dy that nobody else reads, over which it may be written."""
+        return self.grad_input(dy, mask, spec, x_stride)
+
     def unpack_mask(self, mask: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
         """The mask that quantizing x gave as a bool tensor, the shape of x: where a gradient of ones is let through."""
         return self.grad_input(torch.ones_like(x, dtype=torch.bool), mask, spec, x.stride()).bool()

@@ -11,7 +11,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from .dispatch import choose
-from .library import BackwardCall, stand_in, through
+from .library import BackwardCall, through
 
 
 class Kept(NamedTuple):
@@ -22,6 +22,8 @@ class Kept(NamedTuple):
     mask: Tensor | None
     """Where gradients pass, packed by the backend that made it; None if it was not asked for, or they pass anywhere."""
     call: BackwardCall
+    dense: bool = False
+    """Whether the gradient is to lie in memory as x does, see `through_dense`."""
 
 
 def keep(x: Tensor, params: QParams | None, spec: QuantSpec, *, mask: bool) -> Kept:
@@ -36,12 +38,15 @@ def keep(x: Tensor, params: QParams | None, spec: QuantSpec, *, mask: bool) -> K
     return Kept(values, bits, (backend, spec, x.stride()))
 
 
-def keep_codes(x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Kept | None:
-    """The codes of x, as `library.encode` finds them; None if x has NaN."""
-    backend, mask = choose(x, spec, codes=True), mask and spec.gradient is not Gradient.IDENTITY
+def keep_codes(x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, relu: bool = False) -> Kept | None:
+    """The codes of x, or of its ReLU where `rectified.in_one_pass` says so; None if x has NaN, which has no code.
+
+    For formats with codes of 8 bits that round to nearest, and parameters that get no gradient.
+    """
+    backend, mask = choose(x, spec, codes=True), mask and (relu or spec.gradient is not Gradient.IDENTITY)
     with torch.inference_mode(False), torch.no_grad():
-        found = backend.encode(x, params, spec, mask=mask)
-    return None if found.has_nan else Kept(found.codes, found.mask, (backend, spec, x.stride()))
+        found = (backend.encode_relu if relu else backend.encode)(x, params, spec, mask=mask)
+    return None if found.has_nan else Kept(found.codes, found.mask, (backend, spec, x.stride()), relu)
 
 
 def give(x: Tensor, kept: Kept) -> Tensor:
@@ -49,13 +54,6 @@ def give(x: Tensor, kept: Kept) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Given.apply(x, kept)
     return kept.values.detach()
-
-
-def give_stand_in(x: Tensor, kept: Kept) -> Tensor:
-    """What takes the gradient of the quantized x while its kept codes are multiplied, see `library.encode`."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _StandIn.apply(x, kept)
-    return kept.values if not torch.is_grad_enabled() else stand_in(x)
 
 
 class _Given(torch.autograd.Function):
@@ -69,10 +67,3 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return through(grad_outputs[0], ctx.kept.mask, ctx.kept.call), None
-
-
-class _StandIn(_Given):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Kept) -> Tensor:
-        ctx.kept = kept
-        return stand_in(x)

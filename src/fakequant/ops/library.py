@@ -119,20 +119,15 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return choose(x, _any_spec(granularity)).measure(x.detach(), granularity)
 
 
-def encode(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor] | None:
+def encode_learned(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor] | None:
     """What takes the gradient of `fake_quantize(x, params, spec)` in its stead, and the codes; None if x has NaN.
 
     The first is a tensor of zeros, the shape of x, that takes no memory: a product of the codes is a function of it,
-    with the gradient of the product of the quantized values. Without gradients it is the codes. For formats with
-    codes of 8 bits that round to nearest, on plain tensors in eager mode.
+    with the gradient of the product of the quantized values. For formats with codes of 8 bits that round to nearest,
+    on plain tensors in eager mode, where scale or zero point get a gradient; elsewhere `kept.keep_codes` does with
+    less.
     """
-    if not torch.is_grad_enabled():
-        found = choose(x, spec, codes=True).encode(x, params, spec, mask=False)
-        return None if found.has_nan else (found.codes, found.codes)
-    if _needs_grad_of(params):
-        zeros, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
-    else:
-        zeros, codes, has_nan = _EagerCodes.apply(x, spec, params)
+    zeros, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
     return None if has_nan else (zeros, codes)
 
 
@@ -168,10 +163,11 @@ def _as_node(x: Tensor, params: QParams | None, seed: Tensor | None, spec: Quant
 
 
 def _needs_grad(x: Tensor, params: QParams) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or _needs_grad_of(params))
+    return torch.is_grad_enabled() and (x.requires_grad or are_learned(params))
 
 
-def _needs_grad_of(params: QParams) -> bool:
+def are_learned(params: QParams) -> bool:
+    """Whether scale or zero point get a gradient."""
     return params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
 
 
@@ -235,25 +231,8 @@ class _EagerLearned(torch.autograd.Function):
         return through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
-class _EagerCodes(torch.autograd.Function):
-    """`_Eager` for products of codes: a tensor that takes the gradient of the quantized one, codes, NaN or not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: QuantSpec, params: QParams) -> tuple[Tensor, Tensor, bool]:
-        backend = choose(x, spec, codes=True)
-        ctx.call = backend, spec, x.stride()
-        found = backend.encode(x, params, spec, mask=spec.gradient is not Gradient.IDENTITY)
-        ctx.save_for_backward(found.mask)
-        ctx.mark_non_differentiable(found.codes)
-        return stand_in(x), found.codes, found.has_nan
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Eager.backward(ctx, grad_outputs[0])
-
-
 class _EagerLearnedCodes(torch.autograd.Function):
-    """`_EagerCodes` where scale or zero point get a gradient too."""
+    """`_EagerLearned` for products of codes: what takes the gradient of the quantized tensor, codes, NaN or not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *params_and_spec: Any) -> tuple[Tensor, Tensor, bool]:
@@ -264,23 +243,18 @@ class _EagerLearnedCodes(torch.autograd.Function):
         found = backend.encode(x, params_of(*params), spec, mask=needs_mask)
         ctx.save_for_backward(found.mask, x, *params)
         ctx.mark_non_differentiable(found.codes)
-        return stand_in(x), found.codes, found.has_nan
+        return x.new_zeros(()).expand(x.shape), found.codes, found.has_nan
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         return _EagerLearned.backward(ctx, grad_outputs[0])
 
 
-def stand_in(x: Tensor) -> Tensor:
-    """A tensor of the shape of x that takes no memory."""
-    return x.new_zeros(()).expand(x.shape)
-
-
 BackwardCall = tuple[Backend, QuantSpec, tuple[int, ...]]  # the last are the strides of the input
 
 
-def through(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
-    """The gradient of the input of an eager function."""
+def through(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
+    """The gradient of the input of an eager function; `over` says that dy is read by nobody else and may be it."""
     if mask is None:
         return dy
     backend, spec, x_stride = call
@@ -290,12 +264,12 @@ def through(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
     if torch.is_grad_enabled():
         return _MaskedGradient.apply(dy, mask, call)
-    return backend.grad_input(dy, mask, spec, x_stride)
+    return (backend.grad_input_over if over else backend.grad_input)(dy, mask, spec, x_stride)
 
 
-def through_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
+def through_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
     """`through` for an input without gaps in memory: the gradient gets its strides, those of single elements too."""
-    dx, stride = through(dy, mask, call), call[-1]
+    dx, stride = through(dy, mask, call, over=over), call[-1]
     return dx if dx.stride() == stride or is_watched(dx) else dx.as_strided(dx.shape, stride)
 
 

@@ -13,7 +13,7 @@ from fakequant.numerics.spec import QuantSpec, Rounding
 
 from .backend import Backend
 from .dispatch import choose
-from .library import encode, fake_quantize, is_watched, stand_in, through_dense
+from .library import are_learned, fake_quantize, is_watched, through_dense
 
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
@@ -24,22 +24,11 @@ def fake_quantize_relu(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     In one pass over memory each, where a backend can; between them it saves one bit per element, while torch.relu alone
     saves its result.
     """
-    if not _in_one_pass(x, params, spec):
+    if not in_one_pass(x, params, spec):
         return fake_quantize(torch.relu(x), params, spec)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rectified.apply(x, params, spec)
     return choose(x, spec).fake_quantize_relu(x, params, spec, mask=False)[0]
-
-
-def encode_relu(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor] | None:
-    """`library.encode` of torch.relu(x), see `fake_quantize_relu`."""
-    if not _in_one_pass(x, params, spec, codes=True):
-        return encode(torch.relu(x), params, spec)
-    if torch.is_grad_enabled():
-        zeros, codes, has_nan = _RectifiedCodes.apply(x, params, spec)
-        return None if has_nan else (zeros, codes)
-    found = choose(x, spec, codes=True).encode_relu(x, params, spec, mask=False)
-    return None if found.has_nan else (found.codes, found.codes)
 
 
 def rectifies(backend: Backend, x: Tensor) -> bool:
@@ -52,12 +41,12 @@ def relu_later(x: Tensor) -> Tensor:
     return x if _keeps_strides(x.shape, x.stride()) else torch.relu(x)
 
 
-def _in_one_pass(x: Tensor, params: QParams, spec: QuantSpec, *, codes: bool = False) -> bool:
+def in_one_pass(x: Tensor, params: QParams, spec: QuantSpec, *, codes: bool = False) -> bool:
+    """Whether `fake_quantize_relu`, or `kept.keep_codes` of a ReLU, takes one pass over memory."""
     # A scale that learns needs the ReLU's result again.
     if is_watched(x, params.scale, params.zero_point) or spec.rounding is Rounding.STOCHASTIC:
         return False
-    learned = params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad)
-    return not learned and rectifies(choose(x, spec, codes=codes), x)
+    return not are_learned(params) and rectifies(choose(x, spec, codes=codes), x)
 
 
 @cache
@@ -90,20 +79,3 @@ class _Rectified(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return through_dense(grad_outputs[0], mask, ctx.call), None, None
-
-
-class _RectifiedCodes(torch.autograd.Function):
-    """A tensor that takes the gradient of the quantized ReLU, codes, NaN or not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]:
-        backend = choose(x, spec, codes=True)
-        ctx.call = backend, spec, x.stride()
-        found = backend.encode_relu(x, params, spec, mask=True)
-        ctx.save_for_backward(found.mask)
-        ctx.mark_non_differentiable(found.codes)
-        return stand_in(x), found.codes, found.has_nan
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _Rectified.backward(ctx, grad_outputs[0])

@@ -97,6 +97,34 @@ FAKEQUANT_LANES void store_pairs(BFloat16* y, const Pairs& v, L) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), both);
 }
 
+FAKEQUANT_LANES int64_t coded(Lanes v) {
+  const Words codes = _mm256_and_si256(_mm256_cvtps_epi32(v), same(0xFF));  // unsigned, as the packing takes them
+  const __m128i in_16 = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+  return _mm_cvtsi128_si64(_mm_packus_epi16(in_16, in_16));
+}
+FAKEQUANT_LANES void store_codes(uint8_t* q, Lanes v, AllLanes) {
+  const int64_t codes = coded(v);
+  std::memcpy(q, &codes, sizeof(codes));
+}
+FAKEQUANT_LANES void store_codes(uint8_t* q, Lanes v, FirstLanes lanes) {
+  const int64_t codes = coded(v);
+  std::memcpy(q, &codes, lanes.count);
+}
+FAKEQUANT_LANES __m128i load_8(const void* q, AllLanes) { return _mm_loadl_epi64(static_cast<const __m128i*>(q)); }
+FAKEQUANT_LANES __m128i load_8(const void* q, FirstLanes lanes) {
+  int64_t codes = 0;
+  std::memcpy(&codes, q, lanes.count);
+  return _mm_cvtsi64_si128(codes);
+}
+template <typename L>
+FAKEQUANT_LANES Lanes load_codes(const uint8_t* q, L lanes) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8(q, lanes)));
+}
+template <typename L>
+FAKEQUANT_LANES Lanes load_codes(const int8_t* q, L lanes) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8(q, lanes)));
+}
+
 FAKEQUANT_LANES Lanes lower_of(Lanes a, Lanes b) { return _mm256_min_ps(a, b); }
 FAKEQUANT_LANES Lanes higher_of(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
 FAKEQUANT_LANES Lanes magnitude_of(Lanes v) { return _mm256_andnot_ps(same(-0.0f), v); }

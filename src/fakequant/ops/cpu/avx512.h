@@ -97,6 +97,24 @@ FAKEQUANT_LANES void store_pairs(NormalBFloat16* y, const Pairs& v, L) {
     _mm512_storeu_si512(y, words);
 }
 
+// Codes of 8 bits, signed or not: the lowest bits of the integers are theirs.
+FAKEQUANT_LANES void store_codes(uint8_t* q, __m512 v, AllLanes) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+FAKEQUANT_LANES void store_codes(uint8_t* q, __m512 v, FirstLanes lanes) {
+  _mm_mask_storeu_epi8(q, mask_of(lanes), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+FAKEQUANT_LANES __m128i load_8(const void* q, AllLanes) { return _mm_loadu_si128(static_cast<const __m128i*>(q)); }
+FAKEQUANT_LANES __m128i load_8(const void* q, FirstLanes lanes) { return _mm_maskz_loadu_epi8(mask_of(lanes), q); }
+template <typename L>
+FAKEQUANT_LANES __m512 load_codes(const uint8_t* q, L lanes) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_8(q, lanes)));
+}
+template <typename L>
+FAKEQUANT_LANES __m512 load_codes(const int8_t* q, L lanes) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_8(q, lanes)));
+}
+
 FAKEQUANT_LANES Lanes same(float v) { return _mm512_set1_ps(v); }
 FAKEQUANT_LANES Words same(int32_t v) { return _mm512_set1_epi32(v); }
 // Both return b where one is NaN, and where both are zeros.

@@ -135,6 +135,12 @@ class CpuBackend(Backend):
         layout = layout_of(spec.granularity, dy.shape, x_stride)
         return layout.unpack(torch.ops.fakequant_cpu.mask_gradient.default(layout.pack(dy), mask))
 
+    def grad_input_over(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
+        layout = layout_of(spec.granularity, dy.shape, x_stride)
+        packed = layout.pack(dy)
+        torch.ops.fakequant_cpu.mask_gradient_over.default(packed, mask)
+        return layout.unpack(packed)
+
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:

@@ -147,7 +147,10 @@ void quantize_chunk_of(const Call<C>& call, const T* x, T* y, uint8_t* mask, int
 template <typename T, typename C>
 void quantize_span(const Call<C>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
   if constexpr (std::is_same_v<C, float>) {
-    if (serves_registers(call)) return quantize_in_registers(call, x, y, mask, first, n);
+    if (serves_registers(call)) {
+      in_registers(call, x, y, mask, first, n);
+      return;
+    }
   }
   for_each_chunk_of(0, n, [&](int64_t i, int64_t length) {
     quantize_chunk_of(call, x + i, y + i, bits_from(mask, i), first + i, length);

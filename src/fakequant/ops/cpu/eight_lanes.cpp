@@ -8,13 +8,22 @@
 
 namespace fakequant {
 
-template <typename T>
-void quantize_eight(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  quantize(call, x, y, mask, first, n);
+template <typename From, typename To>
+bool eight_at_once(const Call<float>& call, const From* from, To* to, uint8_t* mask, int64_t first, int64_t n) {
+  return at_once(call, from, to, mask, first, n);
 }
-template void quantize_eight(const Call<float>&, const float*, float*, uint8_t*, int64_t, int64_t);
-template void quantize_eight(const Call<float>&, const Half*, Half*, uint8_t*, int64_t, int64_t);
-template void quantize_eight(const Call<float>&, const BFloat16*, BFloat16*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const float*, float*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const float*, uint8_t*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const uint8_t*, float*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const int8_t*, float*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const Half*, Half*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const Half*, uint8_t*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const uint8_t*, Half*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const int8_t*, Half*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const BFloat16*, BFloat16*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const BFloat16*, uint8_t*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const uint8_t*, BFloat16*, uint8_t*, int64_t, int64_t);
+template bool eight_at_once(const Call<float>&, const int8_t*, BFloat16*, uint8_t*, int64_t, int64_t);
 
 }  // namespace fakequant
 #endif

@@ -5,7 +5,8 @@
 // `bound > v ? bound : v`, which keep NaN because the comparison is false.
 //
 // The tensor is a run of elements in memory, seen as tiles [g0, b0, g1, b1] with one scale per (g0, g1), and worked on
-// chunk by chunk (chunks.h), or at once in registers where a processor has kernels for it (registers.h). Kernels that take the range from the tensor itself are in dynamic.cpp.
+// chunk by chunk (chunks.h), or at once in registers where a processor has kernels for it (registers.h). Kernels that take
+// the range from the tensor itself are in dynamic.cpp.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -127,31 +128,54 @@ void quantize_chunk(const Call<double>& call, const double* x, double* y, uint8_
 
 namespace {
 
+// One chunk; x, codes and mask point to its first element. Whether a number is NaN.
+template <typename T, typename C, typename Q>
+bool encode_chunk_of(const Call<C>& call, const T* x, Q* codes, uint8_t* mask, int64_t first, int64_t n) {
+  alignas(64) C converted[kChunk];
+  alignas(64) C out[kChunk];
+  alignas(64) uint8_t inside[kChunk];
+  const C* in = load_chunk(call, x, converted, n);
+  encode_chunk(call, in, out, inside, first, n);
+  store(out, codes, n);
+  if (call.mask != Mask::kNone) pack_mask(call, in, inside, mask, n);
+  return holds_nan(in, n);
+}
+
 // Codes, the packed mask where the call has one, and whether a number was NaN, which no code tells.
 template <typename T, typename C, typename Q>
 bool encode_all(const Call<C>& call, const T* x, Q* codes, uint8_t* mask) {
   std::atomic<bool> nan{false};
-  for_each_chunk(call.tiles.elements(), [&](int64_t first, int64_t n) {
-    alignas(64) C converted[kChunk];
-    alignas(64) C out[kChunk];
-    alignas(64) uint8_t inside[kChunk];
-    const C* in = load_chunk(call, x + first, converted, n);
-    if (holds_nan(in, n)) nan = true;
-    encode_chunk(call, in, out, inside, first, n);
-    store(out, codes + first, n);
-    if (call.mask != Mask::kNone) pack_mask(call, in, inside, mask + first / 8, n);
+  for_each_span(call.tiles.elements(), [&](int64_t first, int64_t n) {
+    if constexpr (std::is_same_v<C, float> && sizeof(Q) == 1) {
+      if (serves_registers(call)) {
+        auto* to = reinterpret_cast<uint8_t*>(codes + first);
+        if (in_registers(call, x + first, to, bits_from(mask, first), first, n)) nan = true;
+        return;
+      }
+    }
+    for_each_chunk_of(first, n, [&](int64_t i, int64_t length) {
+      if (encode_chunk_of(call, x + i, codes + i, bits_from(mask, i), i, length)) nan = true;
+    });
   });
   return nan;
 }
 
 template <typename Q, typename C, typename T>
 void decode_all(const Call<C>& call, const Q* codes, T* y) {
-  for_each_chunk(call.tiles.elements(), [&](int64_t first, int64_t n) {
-    alignas(64) C in[kChunk];
-    alignas(64) C out[kChunk];
-    load(codes + first, in, n);
-    decode_chunk(call, in, out, first, n);
-    store(out, y + first, n);
+  for_each_span(call.tiles.elements(), [&](int64_t first, int64_t n) {
+    if constexpr (std::is_same_v<C, float> && sizeof(Q) == 1) {
+      if (register_width()) {
+        in_registers(call, codes + first, y + first, nullptr, first, n);
+        return;
+      }
+    }
+    for_each_chunk_of(first, n, [&](int64_t i, int64_t length) {
+      alignas(64) C in[kChunk];
+      alignas(64) C out[kChunk];
+      load(codes + i, in, length);
+      decode_chunk(call, in, out, i, length);
+      store(out, y + i, length);
+    });
   });
 }
 
@@ -319,12 +343,11 @@ void dequantize(const Tensor& codes, FAKEQUANT_PARAMS, const Tensor& form, Tenso
   });
 }
 
-}  // namespace
-
-Tensor mask_gradient(const Tensor& dy, const Tensor& mask) {
-  Tensor dx = made_like(dy);
+// dx may be dy.
+void mask_into(const Tensor& dy, const Tensor& mask, Tensor& dx) {
   const auto* bits = static_cast<const uint8_t*>(mask.data_ptr());
-  const bool streamed = streams(dy.numel() * dy.element_size());
+  // What is written over itself is in the caches already.
+  const bool streamed = dx.data_ptr() != dy.data_ptr() && streams(dy.numel() * dy.element_size());
   const auto run = [&](auto u) {
     using U = decltype(u);
     const auto* in = static_cast<const U*>(dy.data_ptr());
@@ -340,6 +363,15 @@ Tensor mask_gradient(const Tensor& dy, const Tensor& mask) {
     case 8: run(uint64_t{}); break;
     default: STD_TORCH_CHECK(false, "fakequant_cpu::mask_gradient: elements of 1, 2, 4 or 8 bytes only");
   }
+}
+
+void mask_gradient_over(Tensor dy, const Tensor& mask) { mask_into(dy, mask, dy); }
+
+}  // namespace
+
+Tensor mask_gradient(const Tensor& dy, const Tensor& mask) {
+  Tensor dx = made_like(dy);
+  mask_into(dy, mask, dx);
   return dx;
 }
 
@@ -372,6 +404,7 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
         "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
   m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y) -> ()");
   m.def("mask_gradient(Tensor dy, Tensor mask) -> Tensor");
+  m.def("mask_gradient_over(Tensor(a!) dy, Tensor mask) -> ()");
   m.def("grad_params(Tensor dy, Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!)? scale_grad, Tensor(b!)? zero_point_grad, int mask_kind) -> ()");
 }
@@ -385,5 +418,6 @@ STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
   m.impl("quantize", TORCH_BOX(&fakequant::quantize));
   m.impl("dequantize", TORCH_BOX(&fakequant::dequantize));
   m.impl("mask_gradient", TORCH_BOX(&fakequant::mask_gradient));
+  m.impl("mask_gradient_over", TORCH_BOX(&fakequant::mask_gradient_over));
   m.impl("grad_params", TORCH_BOX(&fakequant::grad_params));
 }

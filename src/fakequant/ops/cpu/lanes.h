@@ -4,6 +4,7 @@
 // kLanes                     how many float32 a register has
 // Lanes, Words, Bits         a register of float32, on which + - * / work; one of int32; a bit for each lane
 // load_lanes, store_lanes    from and to float32, float16 and bfloat16
+// load_codes, store_codes    from codes of 8 bits, and to them
 // kInPairs, Pairs, ...       types of which registers go by twos, the elements at even and at odd places
 // kConvertsBFloat16          whether conversions of NormalBFloat16 may be used
 // same, lower_of, ...        arithmetic and comparisons, see avx512.h; `same` fills a register with one number

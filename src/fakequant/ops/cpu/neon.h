@@ -62,6 +62,20 @@ FAKEQUANT_LANES void store_lanes(BFloat16* y, Lanes v, AllLanes) {
 }
 constexpr bool kConvertsBFloat16 = false;
 
+// Codes of 8 bits, see avx512.h.
+FAKEQUANT_LANES void store_codes(uint8_t* q, Lanes v, AllLanes) {
+  const int16x8_t codes = vcombine_s16(vmovn_s32(vcvtnq_s32_f32(v.low)), vmovn_s32(vcvtnq_s32_f32(v.high)));
+  vst1_u8(q, vreinterpret_u8_s8(vmovn_s16(codes)));
+}
+FAKEQUANT_LANES Lanes load_codes(const uint8_t* q, AllLanes) {
+  const uint16x8_t codes = vmovl_u8(vld1_u8(q));
+  return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(codes))), vcvtq_f32_u32(vmovl_high_u16(codes))};
+}
+FAKEQUANT_LANES Lanes load_codes(const int8_t* q, AllLanes) {
+  const int16x8_t codes = vmovl_s8(vld1_s8(q));
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(codes))), vcvtq_f32_s32(vmovl_high_s16(codes))};
+}
+
 template <typename T>
 FAKEQUANT_LANES Lanes load_lanes(const T* x, FirstLanes lanes) {
   T all[kLanes] = {};
@@ -73,6 +87,17 @@ FAKEQUANT_LANES void store_lanes(T* y, Lanes v, FirstLanes lanes) {
   T all[kLanes];
   store_lanes(all, v, AllLanes{});
   std::memcpy(y, all, lanes.count * sizeof(T));
+}
+template <typename Q>
+FAKEQUANT_LANES Lanes load_codes(const Q* q, FirstLanes lanes) {
+  Q all[kLanes] = {};
+  std::memcpy(all, q, lanes.count);
+  return load_codes(all, AllLanes{});
+}
+FAKEQUANT_LANES void store_codes(uint8_t* q, Lanes v, FirstLanes lanes) {
+  uint8_t all[kLanes];
+  store_codes(all, v, AllLanes{});
+  std::memcpy(q, all, lanes.count);
 }
 
 struct Pairs {

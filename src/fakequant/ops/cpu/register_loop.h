@@ -1,6 +1,6 @@
-// Fake quantization of float32, float16 and bfloat16 to integers and small floats in one pass over vector registers:
-// nothing in between goes through memory, and the packed mask comes from the comparisons. Included behind the header of
-// an instruction set, see lanes.h.
+// Fake quantization of float32, float16 and bfloat16 to integers and small floats, and to codes of 8 bits and back, in
+// one pass over vector registers: nothing in between goes through memory, and the packed mask comes from the comparisons.
+// Included behind the header of an instruction set, see lanes.h.
 //
 // The bits are those of the portable loops in runs.h, which serve everywhere else; but NaN of bfloat16 keeps its own.
 #pragma once
@@ -126,6 +126,10 @@ struct ElementLanes {
   }
 };
 
+// What values of float go to: values again, or codes, of which uint8_t stands for both kinds of 8 bits.
+template <typename U>
+constexpr bool kIsCode = std::is_same_v<U, uint8_t>;
+
 // What a loop is made for. `mask` is asked in every turn, which costs nothing: the branch is always the same.
 template <Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
 struct Loop {
@@ -134,6 +138,7 @@ struct Loop {
   const Mask mask;
   const bool streamed;
   BitWriter bits;
+  Bits nan = 0;  // where a number was NaN, of which there is no code
 
   FAKEQUANT_LANES Loop(const Call<float>& call, bool streamed, uint8_t* to)
       : rounding(call.grid), mask(call.mask), streamed(streamed), bits{to} {}
@@ -162,7 +167,7 @@ struct Loop {
     return fused(code, p.scale, rounding.zero);
   }
 
-  // Division it is: on a Zen 5, x r and two FMA that correct it (Markstein 1990) take as long.
+  // Division it is: on a Zen 4 and a Zen 5, x r and two FMA that correct it (Markstein 1990) take as long.
   FAKEQUANT_LANES Rounded rounded(Lanes x, const UniformLanes& p) const {
     const Lanes scaled = A == Arithmetic::kDivide       ? x / p.scale
                          : A == Arithmetic::kReciprocal ? x * p.reciprocal
@@ -170,24 +175,29 @@ struct Loop {
     return rounding.round(scaled, x, p.zero_point);
   }
 
-  template <typename T, typename L>
-  FAKEQUANT_LANES void step(const T* from, T* to, const UniformLanes& p, L lanes) {
+  template <typename T, typename U, typename L>
+  FAKEQUANT_LANES void step(const T* from, U* to, const UniformLanes& p, L lanes) {
     const Lanes x = rectified(load_lanes(from, lanes));
     const Rounded found = rounded(x, p);
     if constexpr (kMasked) bits.append(passes(x, found, p), lanes);
-    store_lanes(to, value(found.code, p), lanes);
+    if constexpr (kIsCode<U>) {
+      nan |= differ(x, x);
+      store_codes(to, higher_of(found.code, rounding.lo), lanes);  // the least for NaN
+    } else {
+      store_lanes(to, value(found.code, p), lanes);
+    }
   }
 
-  template <typename T, typename P>
-  FAKEQUANT_LANES void run(const T* x, T* y, int64_t n, const P& p) {
+  template <typename T, typename U, typename P>
+  FAKEQUANT_LANES void run(const T* x, U* y, int64_t n, const P& p) {
     if (streamed && begins_line(y)) return run_by(x, y, n, p, StreamedLanes{});
     run_by(x, y, n, p, AllLanes{});
   }
 
-  template <typename T, typename P, typename L>
-  FAKEQUANT_LANES void run_by(const T* x, T* y, int64_t n, const P& p, L all) {
+  template <typename T, typename U, typename P, typename L>
+  FAKEQUANT_LANES void run_by(const T* x, U* y, int64_t n, const P& p, L all) {
     int64_t i = 0;
-    if constexpr (!kMasked && kInPairs<T> && std::is_same_v<P, UniformLanes>) {
+    if constexpr (!kMasked && kInPairs<T> && !kIsCode<U> && std::is_same_v<P, UniformLanes>) {
       for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
         const Pairs v = load_pairs(x + i);
         const Lanes even = rectified(v.even), odd = rectified(v.odd);
@@ -204,31 +214,63 @@ struct Loop {
     return least >= std::numeric_limits<float>::min();
   }
 
-  // Runs of `length` elements, the last of which may end sooner, with the parameters of one group each.
-  template <typename T>
-  FAKEQUANT_LANES void runs(const T* x, T* y, int64_t n, int64_t length, const Params<float>& p) {
-    for (int64_t i = 0, g = 0; i < n; i += length, ++g) {
-      const int64_t piece = std::min(length, n - i);
-      const Lanes scale = same(p.scale[g]);
-      const UniformLanes uniform{scale, kWithReciprocal ? reciprocal_of(scale) : scale, one_of(p.zero_point, g),
-                                 one_of(p.lo, g), one_of(p.hi, g)};
-      if constexpr (std::is_same_v<T, BFloat16>) {
-        if (kConvertsBFloat16 && gives_normal(p.scale[g])) {
-          run(static_cast<const NormalBFloat16*>(x) + i, static_cast<NormalBFloat16*>(y) + i, piece, uniform);
-          continue;
-        }
-      }
-      run(x + i, y + i, piece, uniform);
+  // A run with the parameters of one group, whose scale is `scale`.
+  template <typename T, typename U>
+  FAKEQUANT_LANES void run_of_one(const T* x, U* y, int64_t n, const UniformLanes& p, float scale) {
+    if constexpr (std::is_same_v<T, BFloat16> && !kIsCode<U>) {
+      if (kConvertsBFloat16 && gives_normal(scale))
+        return run(static_cast<const NormalBFloat16*>(x), static_cast<NormalBFloat16*>(y), n, p);
     }
+    run(x, y, n, p);
   }
 };
 
-// The elements [first, first + n) of the tiles; x, y and mask point to the first.
-template <typename T, Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
-FAKEQUANT_TARGET void quantize_by(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
-  // What is written over itself is in the caches already.
-  const bool streamed = x != y && streams(call.tiles.elements() * static_cast<int64_t>(sizeof(T)));
-  Loop<A, kRectified, kMasked, Rounding> loop(call, streamed, mask);
+// Codes to values.
+template <bool kMultiplier, bool kOffset>
+struct DecodeLoop {
+  static constexpr bool kWithReciprocal = false;
+  const bool streamed;
+
+  template <typename Q, typename T, typename L>
+  FAKEQUANT_LANES void step(const Q* from, T* to, const UniformLanes& p, L lanes) const {
+    Lanes code = load_codes(from, lanes);
+    if constexpr (kOffset) code = code - p.zero_point;
+    store_lanes(to, kMultiplier ? code / p.scale : code * p.scale, lanes);
+  }
+
+  template <typename Q, typename T, typename P>
+  FAKEQUANT_LANES void run(const Q* codes, T* y, int64_t n, const P& p) const {
+    if (streamed && begins_line(y)) return run_by(codes, y, n, p, StreamedLanes{});
+    run_by(codes, y, n, p, AllLanes{});
+  }
+
+  template <typename Q, typename T, typename P, typename L>
+  FAKEQUANT_LANES void run_by(const Q* codes, T* y, int64_t n, const P& p, L all) const {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) step(codes + i, y + i, p.at(i, all), all);
+    if (i < n) step(codes + i, y + i, p.at(i, FirstLanes{n - i}), FirstLanes{n - i});
+  }
+
+  template <typename Q, typename T>
+  FAKEQUANT_LANES void run_of_one(const Q* codes, T* y, int64_t n, const UniformLanes& p, float) const {
+    run(codes, y, n, p);
+  }
+};
+
+// Runs of `length` elements, the last of which may end sooner, with the parameters of one group each.
+template <typename L, typename T, typename U>
+FAKEQUANT_LANES void each_run(L& loop, const T* x, U* y, int64_t n, int64_t length, const Params<float>& p) {
+  for (int64_t i = 0, g = 0; i < n; i += length, ++g) {
+    const Lanes scale = same(p.scale[g]);
+    const UniformLanes uniform{scale, L::kWithReciprocal ? reciprocal_of(scale) : scale, one_of(p.zero_point, g),
+                               one_of(p.lo, g), one_of(p.hi, g)};
+    loop.run_of_one(x + i, y + i, std::min(length, n - i), uniform, p.scale[g]);
+  }
+}
+
+// A loop over the elements [first, first + n) of the tiles; x and y point to the first.
+template <typename L, typename T, typename U>
+FAKEQUANT_LANES void walk(L& loop, const Call<float>& call, const T* x, U* y, int64_t first, int64_t n) {
   for (int64_t i = 0, piece; i < n; i += piece) {
     const Cursor at(call.tiles, first + i);
     const Params<float> p = after(call.params, at.group);
@@ -236,20 +278,37 @@ FAKEQUANT_TARGET void quantize_by(const Call<float>& call, const T* x, T* y, uin
     const int64_t columns = at.columns * at.rows == 1 ? (n - i) / at.length + 1 : at.columns - at.column;
     if (at.within || at.length >= kLanes) {
       piece = std::min(n - i, at.within ? at.length - at.within : columns * at.length);
-      loop.runs(x + i, y + i, piece, at.within ? piece : at.length, p);
+      each_run(loop, x + i, y + i, piece, at.within ? piece : at.length, p);
     } else if (at.length == 1 && at.columns >= 2 * kLanes) {
       piece = std::min(n - i, columns);
-      loop.run(x + i, y + i, piece, ElementLanes<loop.kWithReciprocal>{p});
+      loop.run(x + i, y + i, piece, ElementLanes<L::kWithReciprocal>{p});
     } else {
       Spread<float> spread;
       piece = std::min(n - i, kChunk);
       const PerElement<float> e = spread.fill(call, first + i, piece);
       const Params<float> of_elements{e.scale, e.zero_point, e.lo, e.hi};
-      loop.run(x + i, y + i, piece, ElementLanes<loop.kWithReciprocal>{of_elements});
+      loop.run(x + i, y + i, piece, ElementLanes<L::kWithReciprocal>{of_elements});
     }
   }
-  loop.bits.finish();
   if (loop.streamed) finish_streaming();
+}
+
+// Values or codes, and whether a number was NaN where it is codes; mask points to the bit of the first element.
+template <Arithmetic A, bool kRectified, bool kMasked, typename Rounding, typename T, typename U>
+FAKEQUANT_TARGET bool quantize_by(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
+  bool streamed = false;
+  // What is written over itself is in the caches already.
+  if constexpr (!kIsCode<U>) streamed = x != y && streams(call.tiles.elements() * static_cast<int64_t>(sizeof(T)));
+  Loop<A, kRectified, kMasked, Rounding> loop(call, streamed, mask);
+  walk(loop, call, x, y, first, n);
+  loop.bits.finish();
+  return loop.nan != 0;
+}
+
+template <bool kMultiplier, bool kOffset, typename Q, typename T>
+FAKEQUANT_TARGET void decode_by(const Call<float>& call, const Q* codes, T* y, int64_t first, int64_t n) {
+  DecodeLoop<kMultiplier, kOffset> loop{streams(call.tiles.elements() * static_cast<int64_t>(sizeof(T)))};
+  walk(loop, call, codes, y, first, n);
 }
 
 // Calls `body` with a value that the compiler knows.
@@ -259,29 +318,52 @@ void with_known(bool value, const F& body) {
   body(std::false_type{});
 }
 
-template <Arithmetic A, typename T>
-void quantize_as(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
+template <Arithmetic A, typename T, typename U>
+bool quantize_as(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
+  bool nan = false;
   with_known(call.rectified, [&](auto rectified) {
     with_known(mask != nullptr, [&](auto masked) {
       const auto by = [&](auto type) {
         using Rounding = typename decltype(type)::type;
-        quantize_by<T, A, rectified, masked, Rounding>(call, x, y, mask, first, n);
+        nan = quantize_by<A, rectified, masked, Rounding>(call, x, y, mask, first, n);
       };
-      if (!call.grid.is_integer()) return by(std::type_identity<FloatLanes>{});
+      if constexpr (!kIsCode<U>) {
+        if (!call.grid.is_integer()) return by(std::type_identity<FloatLanes>{});
+      }
       if constexpr (A != Arithmetic::kMultiplier) {
         if (call.params.zero_point) return by(std::type_identity<IntegerLanes<true>>{});
       }
       by(std::type_identity<IntegerLanes<false>>{});
     });
   });
+  return nan;
 }
 
-template <typename T>
-void quantize(const Call<float>& call, const T* x, T* y, uint8_t* mask, int64_t first, int64_t n) {
+template <typename T, typename U>
+bool quantize(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
   switch (call.arithmetic) {
     case Arithmetic::kDivide: return quantize_as<Arithmetic::kDivide>(call, x, y, mask, first, n);
     case Arithmetic::kReciprocal: return quantize_as<Arithmetic::kReciprocal>(call, x, y, mask, first, n);
     case Arithmetic::kMultiplier: return quantize_as<Arithmetic::kMultiplier>(call, x, y, mask, first, n);
+  }
+  return false;
+}
+
+template <typename Q, typename T>
+void decode(const Call<float>& call, const Q* codes, T* y, int64_t first, int64_t n) {
+  if (call.arithmetic == Arithmetic::kMultiplier) return decode_by<true, false>(call, codes, y, first, n);
+  if (call.params.zero_point) return decode_by<false, true>(call, codes, y, first, n);
+  decode_by<false, false>(call, codes, y, first, n);
+}
+
+// What registers.h says of sixteen_at_once and eight_at_once.
+template <typename From, typename To>
+bool at_once(const Call<float>& call, const From* from, To* to, uint8_t* mask, int64_t first, int64_t n) {
+  if constexpr (sizeof(From) > 1) {
+    return quantize(call, from, to, mask, first, n);
+  } else {
+    decode(call, from, to, first, n);
+    return false;
   }
 }
 
