@@ -90,11 +90,19 @@ def test_codes_are_those_of_the_reference(name, dtype):
             scale, zero_point, *_ = numbers.params
             given = LAYOUTS[layouts[turn % len(layouts)]](numbers.x)
             x = given.where(~given.isnan(), torch.ones((), dtype=dtype))
-            codes = encode_directly(x, spec, scale, zero_point)
-            if codes is None:
+            found = encode_directly(x, spec, scale, zero_point)
+            if found is None:
                 continue
-            assert_same_bits(codes, reference.quantize(x, fq.QParams(scale, zero_point), spec), f"{spec} {dtype}")
+            codes, mask = found
+            params = fq.QParams(scale, zero_point)
+            assert_same_bits(codes, reference.quantize(x, params, spec), f"{spec} {dtype}")
             assert codes.stride() == x.stride()
+            assert mask is None
+            again, mask = encode_directly(x, spec, scale, zero_point, mask=True)
+            assert_same_bits(again, codes, f"{spec} {dtype} with a mask")
+            passing = dispatch.choose(x, spec, codes=True).unpack_mask(mask, x, spec)
+            assert_same_bits(passing, reference.passes(x, params, spec), f"{spec} {dtype} mask")
+            assert encode_directly(x, spec.replace(gradient=fq.Gradient.CLIP), scale, zero_point, mask=True) is None
             if x.numel():
                 x[(-1,) * x.dim()] = torch.nan
                 assert encode_directly(x, spec, scale, zero_point) is None

@@ -37,6 +37,9 @@ class Layer(nn.Module):
 def recorded(monkeypatch, *names):
     """A list that gets the shape of every tensor that backends are given, in these of their methods."""
     shapes = []
+    for backend in backends():
+        monkeypatch.setattr(backend, "direct", lambda *_, **__: None)  # which would not be counted
+    monkeypatch.setattr(direct, "_found", {})
 
     def recording(original):
         def call(x, *args, **kwargs):
@@ -54,9 +57,6 @@ def recorded(monkeypatch, *names):
 @pytest.fixture
 def quantized(monkeypatch):
     """The shapes of the tensors that a backend has quantized."""
-    for backend in backends():
-        monkeypatch.setattr(backend, "direct", lambda *_, **__: None)  # which would not be counted
-    monkeypatch.setattr(direct, "_found", {})
     return recorded(monkeypatch, "fake_quantize", "fake_quantize_dynamic")
 
 

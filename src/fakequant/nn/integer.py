@@ -21,7 +21,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library, products
 from fakequant.ops.convolutions import PackedWeight
-from fakequant.ops.kept import Kept, keep_codes
+from fakequant.ops.kept import Kept, keep_codes, kept_by
 from fakequant.ops.library import BackwardCall
 from fakequant.ops.rectified import in_one_pass
 
@@ -75,17 +75,20 @@ def encode(quantizer: Quantizer, x: Tensor, *, relu: bool = False) -> CodedTenso
     if (found := quantizer.kept_codes(x)) is not None:
         kept, params = found
         return CodedTensor(x, kept.values, params, spec, kept)
-    if not torch.is_grad_enabled() and (direct := quantizer.direct_codes(x, relu=relu)) is not None:
-        return CodedTensor(x, *direct, spec)
+    wants_grad = torch.is_grad_enabled()
+    wants_mask = wants_grad and x.requires_grad
+    if (direct := quantizer.direct_codes(x, relu=relu, mask=wants_mask)) is not None:
+        codes, mask, params = direct
+        kept = None if mask is None else kept_by(x, codes, mask, spec, relu=relu)
+        return CodedTensor(x, codes, params, spec, kept)
     params = quantizer.qparams(x)
     if relu and not in_one_pass(x, params, spec, codes=True):
         x, relu = torch.relu(x), False
-    wants_grad = torch.is_grad_enabled()
     if wants_grad and library.are_learned(params):
         learned = library.encode_learned(x, params, spec)
         zero_point = None if params.zero_point is None else params.zero_point.detach()
         return None if learned is None else CodedTensor(*learned, QParams(params.scale.detach(), zero_point), spec)
-    kept = keep_codes(x, params, spec, mask=wants_grad and x.requires_grad, relu=relu)
+    kept = keep_codes(x, params, spec, mask=wants_mask, relu=relu)
     return None if kept is None else CodedTensor(x, kept.values, params, spec, kept)
 
 

@@ -140,13 +140,15 @@ class Quantizer(PreciseModule):
             return None
         return self._cache.encode(x, self._fixed(x), self.spec)
 
-    def direct_codes(self, x: Tensor, *, relu: bool = False) -> tuple[Tensor, QParams] | None:
-        """The codes of x, or of its ReLU, by fixed parameters, and these; no gradient. None if no operator does it."""
+    def direct_codes(self, x: Tensor, *, relu: bool, mask: bool) -> tuple[Tensor, Tensor | None, QParams] | None:
+        """The codes of x, or of its ReLU, their mask, and the fixed parameters; None if no one operator does it."""
         if self.dynamic or (scale := self._buffers["scale"]) is None:
             return None
         params = QParams(scale, self._buffers["zero_point"])
-        codes = encode_directly(x, self.spec, scale, params.zero_point, relu=relu)
-        return None if codes is None else (codes, params)
+        if torch.is_grad_enabled():  # the backward pass takes them in the shape that broadcasts
+            params = self._fitted(params, x)
+        found = encode_directly(x, self.spec, params.scale, params.zero_point, relu=relu, mask=mask)
+        return None if found is None else (*found, params)
 
     def _fixed(self, x: Tensor) -> QParams | None:
         """The parameters for x if nothing moves them."""

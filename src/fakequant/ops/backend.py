@@ -41,8 +41,9 @@ class Direct(NamedTuple):
         gradients: from (dy, x, mask, scale, zero_point, form, wants_scale, wants_zero_point) to the gradients of x,
             None without a mask, and of scale and zero point [shape of scale], None where not wanted. dy lies in memory
             as x does, and the zero point has the dtype of the scale. None for an x without elements.
-        codes: from (x, scale, zero_point, form, codes) to whether the last now holds the codes: not if a parameter is
-            not valid or x has NaN. None for formats without codes that are integers.
+        codes: from (x, scale, zero_point, form, codes, masked) to whether `codes` now holds the codes, not if a
+            parameter is not valid or x has NaN, and the packed mask where masked. None for formats without integer
+            codes.
         form: what follows from the specification and the kind of tensor.
     """
 
@@ -51,7 +52,7 @@ class Direct(NamedTuple):
     values_and_mask: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor | None, Tensor | None]]
     grad_input: Callable[[Tensor, Tensor], Tensor]
     gradients: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None
-    codes: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], bool] | None
+    codes: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, bool], tuple[bool, Tensor | None]] | None
     form: Tensor
 
 

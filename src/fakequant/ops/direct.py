@@ -78,14 +78,19 @@ def _lies_with(x: Tensor, other: Tensor) -> bool:
 
 
 def encode_directly(
-    x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, *, relu: bool = False
-) -> Tensor | None:
-    """The codes that `library.encode` finds, without gradients; None as in `fake_quantize_directly`, and for NaN."""
+    x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, *, relu: bool = False, mask: bool = False
+) -> tuple[Tensor, Tensor | None] | None:
+    """The codes that `kept.keep_codes` finds, and their mask where wanted.
+
+    None as in `fake_quantize_directly`, for NaN, and for a mask of another gradient than `Gradient.CODE_RANGE`.
+    """
     direct = _direct_of(x, spec, scale, zero_point, relu)
-    if direct is None or direct.codes is None:
+    if direct is None or direct.codes is None or (mask and spec.gradient is not Gradient.CODE_RANGE):
         return None
-    codes = torch.empty_like(x, dtype=spec.format.storage)
-    return codes if direct.codes(x, scale, zero_point, direct.form, codes) else None
+    with torch.no_grad():
+        codes = torch.empty_like(x, dtype=spec.format.storage)
+        found, bits = direct.codes(x, scale, zero_point, direct.form, codes, mask)
+    return (codes, bits) if found else None
 
 
 def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:

@@ -49,6 +49,11 @@ def keep_codes(x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, relu:
     return None if found.has_nan else Kept(found.codes, found.mask, (backend, spec, x.stride()), relu)
 
 
+def kept_by(x: Tensor, codes: Tensor, mask: Tensor, spec: QuantSpec, *, relu: bool) -> Kept:
+    """The same of codes that `direct.encode_directly` found."""
+    return Kept(codes, mask, (choose(x, spec, codes=True), spec, x.stride()), relu)
+
+
 def give(x: Tensor, kept: Kept) -> Tensor:
     """The kept values of x, as its function where gradients are wanted."""
     if torch.is_grad_enabled() and x.requires_grad:

@@ -305,16 +305,21 @@ bool checked_over(Tensor x, const Tensor& scale, const std::optional<Tensor>& ze
   return valid;
 }
 
-// The codes alone, into `codes`; whether the parameters are valid and x has codes: no NaN.
-bool checked_codes(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form,
-                   Tensor codes) {
+// The codes, into `codes`, and their mask where it is asked for; whether the parameters are valid and x has codes: no
+// NaN.
+std::tuple<bool, std::optional<Tensor>> checked_codes(const Tensor& x, const Tensor& scale,
+                                                      const std::optional<Tensor>& zero_point, const Tensor& form,
+                                                      Tensor codes, bool masked) {
   bool found = false;
-  with_checked(x, scale, zero_point, form, Mask::kNone, [&](const auto& call, const auto* in) {
+  std::optional<Tensor> mask;
+  const Mask kind = masked ? Mask::kCodeRange : Mask::kNone;
+  with_checked(x, scale, zero_point, form, kind, [&](const auto& call, const auto* in) {
+    mask = made_mask(x, static_cast<int64_t>(kind));
     with_code_type(codes, [&](auto q) {
-      found = !encode_all(call, in, static_cast<decltype(q)*>(codes.data_ptr()), nullptr);
+      found = !encode_all(call, in, static_cast<decltype(q)*>(codes.data_ptr()), bits_of(mask));
     });
   });
-  return found;
+  return {found, mask};
 }
 
 std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form, Tensor codes,
@@ -399,7 +404,8 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("checked(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> Tensor?");
   m.def("checked_with_mask(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> (Tensor?, Tensor?)");
   m.def("checked_over(Tensor(a!) x, Tensor scale, Tensor? zero_point, Tensor form) -> bool");
-  m.def("checked_codes(Tensor x, Tensor scale, Tensor? zero_point, Tensor form, Tensor(a!) codes) -> bool");
+  m.def("checked_codes(Tensor x, Tensor scale, Tensor? zero_point, Tensor form, Tensor(a!) codes, bool masked) "
+        "-> (bool, Tensor?)");
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
   m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y) -> ()");
