@@ -122,3 +122,17 @@ def test_no_images_are_no_work():
     assert convolution(
         Factor(torch.ones(0, 3, 7, 7, dtype=torch.uint8), torch.ones(1)), packed, torch.ones(6), None
     ).shape == (0, 6, 5, 5)
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 3, 3), (5, 3, 3, 3)], ids=["eights", "odd"])
+def test_a_packed_weight_knows_its_codes(shape):
+    given = codes(torch.int8, *shape)
+    packed = PackedWeight(given, Places([1, 1], [1, 1], [1, 1], 1))
+    assert packed.is_of(given)
+    assert packed.is_of(given.clone())
+    assert packed.is_of(given.to(memory_format=torch.channels_last))
+    assert not packed.is_of(given.reshape(-1, *shape[1:2], shape[2] * shape[3], 1))
+    for place in (0, -1):
+        other = given.clone()
+        other.view(-1)[place] ^= 1
+        assert not packed.is_of(other)

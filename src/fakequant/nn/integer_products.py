@@ -83,7 +83,7 @@ class ConvolutionProduct(IntegerProduct):
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         packed, codes = ready.packed, other.codes
-        if packed is None or (packed.codes is not codes and not torch.equal(packed.codes, codes)):
+        if packed is None or not packed.is_of(codes):
             ready.packed = packed = convolutions.PackedWeight(codes, ready.places)
         return convolutions.convolution(x.factor, packed, other.factor.scale, bias)
 

@@ -56,6 +56,17 @@ class PackedWeight:
         self.codes, self.places = codes, places
         self._of_onednn: dict[str, Tensor] = {}
 
+    def is_of(self, codes: Tensor) -> bool:
+        """Whether these codes are packed here."""
+        if codes is self.codes:
+            return True
+        if codes.shape != self.codes.shape:
+            return False
+        pair = self.codes, codes
+        if codes.numel() % 8 == 0 and all(one.is_contiguous() for one in pair):  # 8 at a time: 7 us instead of 56
+            pair = tuple(one.view(-1).view(torch.int64) for one in pair)
+        return torch.equal(*pair)
+
     @cached_property
     def of_kernel(self) -> KernelWeight:
         """Weights in the order in which the kernel reads them, filled up with zeros, and where the windows are."""
