@@ -48,7 +48,7 @@ def model(name, input="int8", *, dynamic=False, learn=""):
     fq.calibrate(net, [x], progress=False)
     for quantizer in net.modules():
         if isinstance(quantizer, fq.nn.Quantizer) and learn:
-            quantizer.learn("lsq" if quantizer.spec.symmetric else learn)
+            quantizer.learn("lsq" if learn == "lsq_plus" and quantizer.spec.symmetric else learn)
     assert "is simulated" not in str(fq.summary(net))
     torch._dynamo.reset()
     return net, x * 1.5
@@ -98,11 +98,13 @@ def test_compiled_models_have_the_bits_of_eager_ones(name, backend, counted):
     assert len(counted) == 3 * eager
 
 
-@pytest.mark.parametrize("case", ["uint8", "int8 per_token", "lsq", "lsq_plus", "half", "autocast", "channels_last"])
+@pytest.mark.parametrize(
+    "case", ["uint8", "int8 per_token", "lsq", "lsq_plus", "pact", "half", "autocast", "channels_last"]
+)
 def test_kinds_of_quantization_and_dtypes(case):
     name = "convolution" if case == "channels_last" else "linear"
     input = {"uint8": "uint8", "int8 per_token": "int8 per_token", "lsq_plus": "uint8"}.get(case, "int8")
-    net, x = model(name, input, dynamic="token" in case, learn=case if "lsq" in case else "")
+    net, x = model(name, input, dynamic="token" in case, learn=case if case in fq.nn.learned_ranges() else "")
     if case == "half":
         net, x = net.to(torch.bfloat16), x.to(torch.bfloat16)
     if case == "channels_last":

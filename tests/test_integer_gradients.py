@@ -48,6 +48,43 @@ def test_gradients_are_those_of_the_simulated_layer(kind, input, learn):
         assert_same_bits(found[name], gradient, name)
 
 
+@pytest.mark.parametrize("learn", fq.nn.learned_ranges())
+def test_learned_ranges_get_the_gradients_of_the_simulated_layer(learn):
+    torch.manual_seed(0)
+    x = hostile(7, 24).clamp(-100, 100)
+    found, wanted = (step(m, x, learn=learn) for m in prepared(nn.Linear(24, 9)))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert_same_bits(found[name], gradient, name)
+
+
+@pytest.mark.parametrize("name", ["_input_quantizer", "_weight_quantizer"])
+def test_a_fixed_scale_may_get_a_gradient(name):
+    torch.manual_seed(0)
+    x, gradients = hostile(7, 24).clamp(-100, 100), []
+    for model in prepared(nn.Linear(24, 9)):
+        quantizer = getattr(model[0], name)
+        if quantizer.scale is None:
+            quantizer.set_qparams(quantizer.qparams(model[0].weight.detach()))
+        quantizer.scale.requires_grad_()
+        y = model(x)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+        gradients.append(quantizer.scale.grad)
+    assert_same_bits(*gradients)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_gradient_from_above_is_not_written_to(kind):
+    make, shape = LAYERS[kind]
+    model, _ = prepared(make())
+    x = hostile(*shape).clamp(-100, 100).requires_grad_()
+    y = model(x)
+    dy = torch.randn_like(y)
+    before = dy.clone()
+    y.backward(dy)
+    assert_same_bits(dy, before)
+
+
 def test_gradients_of_nothing_and_of_parts():
     model, simulated = prepared(nn.Linear(8, 4))
     for m in (model, simulated):

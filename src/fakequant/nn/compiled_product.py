@@ -48,7 +48,7 @@ def form_of(layer: Any, product: IntegerProduct) -> str:
         return ""
     kind = type(product).__name__
     _products[kind] = product
-    specs = [layer._modules[name].spec.to_text() for name in product.quantizers]
+    specs = [layer._modules[name].trained_spec.to_text() for name in product.quantizers]
     return json.dumps([kind, specs, list(ready.places)])
 
 

@@ -49,7 +49,7 @@ class CodedTensor(NamedTuple):
         codes: integers, the shape of the tensor.
         params: scale and zero point, without gradients.
         spec: what the codes mean.
-        kept: where the gradient passes to the source; None if it passes as it is.
+        kept: where the gradient passes to the source; it passes as it is without, or if that has no mask.
     """
 
     source: Tensor
@@ -85,7 +85,7 @@ def encode(quantizer: Quantizer, x: Tensor, *, relu: bool = False) -> CodedTenso
     if relu and not in_one_pass(x, params, spec, codes=True):
         x, relu = torch.relu(x), False
     if wants_grad and library.are_learned(params):
-        learned = library.encode_learned(x, params, spec)
+        learned = library.encode_learned(x, params, quantizer.trained_spec)
         zero_point = None if params.zero_point is None else params.zero_point.detach()
         return None if learned is None else CodedTensor(*learned, QParams(params.scale.detach(), zero_point), spec)
     kept = keep_codes(x, params, spec, mask=wants_mask, relu=relu)
@@ -229,7 +229,7 @@ class _Product(torch.autograd.Function):
         saved = (tensor for one in (x, other) for tensor in (one.codes, *map(_copied, one.params[:2]), one.mask))
         ctx.save_for_backward(*saved)
         # Without their tensors, which are saved.
-        ctx.ways = [None if one.kept is None else (one.kept.call, one.kept.dense) for one in (x, other)]
+        ctx.calls = [None if one.kept is None else (one.kept.call, one.kept.dense) for one in (x, other)]
         ctx.specs, ctx.product, ctx.places = (x.spec, other.spec), product, ready.places
         y = product.multiply(ready, x, other, bias)
         # Of a view, autograd would refuse to let anything change it in place, such as a ReLU.
@@ -253,13 +253,14 @@ class _Product(torch.autograd.Function):
         wants = list(ctx.needs_input_grad[:3])
         *of_factors, of_bias = ctx.product.gradients(dy, x, other, wants, ctx.places)
         dx, d_other = (
-            found if found is None or way is None else _passed(found, mask, *way)
-            for found, mask, way in zip(of_factors, (saved[3], saved[7]), ctx.ways, strict=True)
+            found if found is None or call is None else _masked(found, mask, *call)
+            for found, mask, call in zip(of_factors, (saved[3], saved[7]), ctx.calls, strict=True)
         )
         return dx, d_other, of_bias, None, None, None, None
 
 
-def _passed(d: Tensor, mask: Tensor | None, call: BackwardCall, dense: bool) -> Tensor:
+def _masked(d: Tensor, mask: Tensor | None, call: BackwardCall, dense: bool) -> Tensor:
+    """What passes of a gradient that the product has just computed, and that nobody else reads."""
     return (library.through_dense if dense else library.through)(d, mask, call, over=True)
 
 

@@ -92,6 +92,11 @@ class Quantizer(PreciseModule):
         return module if isinstance(module, LearnedRange) else None
 
     @property
+    def trained_spec(self) -> QuantSpec:
+        """The specification, with the gradient by which a range is learned while one is."""
+        return self.spec if (learned := self.learned) is None else learned.spec
+
+    @property
     def calibrated(self) -> bool:
         """Whether the parameters are set, fixed or learned."""
         learned = self.learned
@@ -145,8 +150,10 @@ class Quantizer(PreciseModule):
         if self.dynamic or (scale := self._buffers["scale"]) is None:
             return None
         params = QParams(scale, self._buffers["zero_point"])
-        if torch.is_grad_enabled():  # the backward pass takes them in the shape that broadcasts
-            params = self._fitted(params, x)
+        if torch.is_grad_enabled():
+            if library.are_learned(params):
+                return None
+            params = self._fitted(params, x)  # the backward pass takes them in the shape that broadcasts
         found = encode_directly(x, self.spec, params.scale, params.zero_point, relu=relu, mask=mask)
         return None if found is None else (*found, params)
 

@@ -41,7 +41,7 @@ def keep(x: Tensor, params: QParams | None, spec: QuantSpec, *, mask: bool) -> K
 def keep_codes(x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, relu: bool = False) -> Kept | None:
     """The codes of x, or of its ReLU where `rectified.in_one_pass` says so; None if x has NaN, which has no code.
 
-    For formats with codes of 8 bits that round to nearest, and parameters that get no gradient.
+    For formats with codes of 8 bits that round to nearest, and parameters whose gradient nobody asks for here.
     """
     backend, mask = choose(x, spec, codes=True), mask and (relu or spec.gradient is not Gradient.IDENTITY)
     with torch.inference_mode(False), torch.no_grad():

@@ -1,5 +1,5 @@
-// What processors with AVX-512 do in registers of 16: fake quantization (register_loop.h), the largest magnitudes of
-// short runs, and the places of numbers in a histogram.
+// What processors with AVX-512 do in registers of 16: fake quantization, encoding and decoding (register_loop.h), the
+// largest magnitudes of short runs, and the places of numbers in a histogram.
 
 #include "avx512.h"
 

@@ -1,4 +1,4 @@
-// Fake quantization in registers of 8, for processors with AVX2 or NEON, see register_loop.h.
+// Fake quantization, encoding and decoding in registers of 8, for processors with AVX2 or NEON, see register_loop.h.
 
 #include "avx2.h"
 #include "neon.h"

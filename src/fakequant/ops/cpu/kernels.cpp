@@ -5,8 +5,8 @@
 // `bound > v ? bound : v`, which keep NaN because the comparison is false.
 //
 // The tensor is a run of elements in memory, seen as tiles [g0, b0, g1, b1] with one scale per (g0, g1), and worked on
-// chunk by chunk (chunks.h), or at once in registers where a processor has kernels for it (registers.h). Kernels that take
-// the range from the tensor itself are in dynamic.cpp.
+// chunk by chunk (chunks.h), or at once in registers where a processor has kernels for it (registers.h). Kernels that
+// take the range from the tensor itself are in dynamic.cpp.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -1,6 +1,6 @@
 // Fake quantization of float32, float16 and bfloat16 to integers and small floats, and to codes of 8 bits and back, in
-// one pass over vector registers: nothing in between goes through memory, and the packed mask comes from the comparisons.
-// Included behind the header of an instruction set, see lanes.h.
+// one pass over vector registers: nothing in between goes through memory, and the packed mask comes from the
+// comparisons. Included behind the header of an instruction set, see lanes.h.
 //
 // The bits are those of the portable loops in runs.h, which serve everywhere else; but NaN of bfloat16 keeps its own.
 #pragma once
