@@ -27,7 +27,7 @@ class Coded(Layer):
         values = library.dequantize(coded.codes, coded.params, coded.spec, self.weight.dtype)
         if not torch.is_grad_enabled():
             return values
-        return coded.source + values if coded.kept is None else _Values.apply(coded.source, values, coded.kept)
+        return _Values.apply(coded.source, values, coded.kept)
 
 
 class _Values(torch.autograd.Function):

@@ -133,7 +133,7 @@ def _forward(x: Tensor, other: Tensor, bias: Tensor | None, *rest: Any) -> Tenso
 
 def _coded(factor: _Factor) -> CodedTensor | None:
     kept = keep_codes(*factor, mask=False)
-    return None if kept is None else CodedTensor(factor.x, kept.values, factor.params, factor.spec)
+    return None if kept is None else CodedTensor(factor.x, kept, factor.params, factor.spec)
 
 
 @torch.library.register_fake("fakequant::product", lib=_LIBRARY)

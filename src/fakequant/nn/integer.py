@@ -21,7 +21,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library, products
 from fakequant.ops.convolutions import PackedWeight
-from fakequant.ops.kept import Kept, keep_codes, kept_by
+from fakequant.ops.kept import Kept, encode_learned, keep_codes
 from fakequant.ops.library import BackwardCall
 from fakequant.ops.rectified import in_one_pass
 
@@ -45,51 +45,43 @@ class CodedTensor(NamedTuple):
     """A quantized tensor as codes.
 
     Attributes:
-        source: what takes the gradient: the tensor itself, or see `library.encode_learned`.
-        codes: integers, the shape of the tensor.
+        source: what takes the gradient: the tensor itself, or see `kept.encode_learned`.
+        kept: the codes, the shape of the tensor, and where the gradient passes to the source.
         params: scale and zero point, without gradients.
         spec: what the codes mean.
-        kept: where the gradient passes to the source; it passes as it is without, or if that has no mask.
     """
 
     source: Tensor
-    codes: Tensor
+    kept: Kept
     params: QParams
     spec: QuantSpec
-    kept: Kept | None = None
+
+    @property
+    def codes(self) -> Tensor:
+        """Integers, or 8-bit floats."""
+        return self.kept.values
 
     @property
     def factor(self) -> Factor:
         """The tensor as a factor of a product, whose scale is float32 whatever the quantizer's is."""
         return Factor(self.codes, self.params.scale.to(torch.float32), self.params.zero_point)
 
-    @property
-    def mask(self) -> Tensor | None:
-        """Where the gradient passes, packed; None if everywhere."""
-        return None if self.kept is None else self.kept.mask
-
 
 def encode(quantizer: Quantizer, x: Tensor, *, relu: bool = False) -> CodedTensor | None:
     """The codes of a tensor or, by fixed parameters, of its ReLU; None if it holds NaN, which has none."""
-    spec = quantizer.spec
-    if (found := quantizer.kept_codes(x)) is not None:
-        kept, params = found
-        return CodedTensor(x, kept.values, params, spec, kept)
-    wants_grad = torch.is_grad_enabled()
+    spec, wants_grad = quantizer.spec, torch.is_grad_enabled()
     wants_mask = wants_grad and x.requires_grad
-    if (direct := quantizer.direct_codes(x, relu=relu, mask=wants_mask)) is not None:
-        codes, mask, params = direct
-        kept = None if mask is None else kept_by(x, codes, mask, spec, relu=relu)
-        return CodedTensor(x, codes, params, spec, kept)
+    if (found := quantizer.codes(x, relu=relu, mask=wants_mask)) is not None:
+        return CodedTensor(x, *found, spec)
     params = quantizer.qparams(x)
     if relu and not in_one_pass(x, params, spec, codes=True):
         x, relu = torch.relu(x), False
     if wants_grad and library.are_learned(params):
-        learned = library.encode_learned(x, params, quantizer.trained_spec)
+        learned = encode_learned(x, params, quantizer.trained_spec)
         zero_point = None if params.zero_point is None else params.zero_point.detach()
         return None if learned is None else CodedTensor(*learned, QParams(params.scale.detach(), zero_point), spec)
     kept = keep_codes(x, params, spec, mask=wants_mask, relu=relu)
-    return None if kept is None else CodedTensor(x, kept.values, params, spec, kept)
+    return None if kept is None else CodedTensor(x, kept, params, spec)
 
 
 def mixes_dtypes(x: Tensor, other: Tensor) -> bool:
@@ -226,10 +218,10 @@ class _Product(torch.autograd.Function):
         ready: Ready,
     ) -> Tensor:
         # The parameters as they are now: a calibration or a checkpoint may change them before the backward pass.
-        saved = (tensor for one in (x, other) for tensor in (one.codes, *map(_copied, one.params[:2]), one.mask))
+        saved = (tensor for one in (x, other) for tensor in (one.codes, *map(_copied, one.params[:2]), one.kept.mask))
         ctx.save_for_backward(*saved)
         # Without their tensors, which are saved.
-        ctx.calls = [None if one.kept is None else (one.kept.call, one.kept.dense) for one in (x, other)]
+        ctx.calls = [(one.kept.call, one.kept.dense) for one in (x, other)]
         ctx.specs, ctx.product, ctx.places = (x.spec, other.spec), product, ready.places
         y = product.multiply(ready, x, other, bias)
         # Of a view, autograd would refuse to let anything change it in place, such as a ReLU.
@@ -253,7 +245,7 @@ class _Product(torch.autograd.Function):
         wants = list(ctx.needs_input_grad[:3])
         *of_factors, of_bias = ctx.product.gradients(dy, x, other, wants, ctx.places)
         dx, d_other = (
-            found if found is None or call is None else _masked(found, mask, *call)
+            None if found is None else _masked(found, mask, *call)
             for found, mask, call in zip(of_factors, (saved[3], saved[7]), ctx.calls, strict=True)
         )
         return dx, d_other, of_bias, None, None, None, None

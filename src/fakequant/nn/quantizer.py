@@ -139,14 +139,14 @@ class Quantizer(PreciseModule):
         y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"], relu=True)
         return fake_quantize_relu(x, self.qparams(x), self.spec) if y is None else y
 
-    def kept_codes(self, x: Tensor) -> tuple[Kept, QParams] | None:
-        """The codes of a weight and its parameters, if they are kept (`cached_weights`)."""
-        if self._cache is None or self.learned is not None:
-            return None
-        return self._cache.encode(x, self._fixed(x), self.spec)
+    def codes(self, x: Tensor, *, relu: bool, mask: bool) -> tuple[Kept, QParams] | None:
+        """The codes of x, or of its ReLU, and the parameters; None where `ops.kept` must find them.
 
-    def direct_codes(self, x: Tensor, *, relu: bool, mask: bool) -> tuple[Tensor, Tensor | None, QParams] | None:
-        """The codes of x, or of its ReLU, their mask, and the fixed parameters; None if no one operator does it."""
+        They are those kept (`cached_weights`), or found by fixed parameters in one operator.
+        """
+        cache = self._cache if self.learned is None else None
+        if cache is not None and (kept := cache.encode(x, self._fixed(x), self.spec)) is not None:
+            return kept
         if self.dynamic or (scale := self._buffers["scale"]) is None:
             return None
         params = QParams(scale, self._buffers["zero_point"])
@@ -155,7 +155,7 @@ class Quantizer(PreciseModule):
                 return None
             params = self._fitted(params, x)  # the backward pass takes them in the shape that broadcasts
         found = encode_directly(x, self.spec, params.scale, params.zero_point, relu=relu, mask=mask)
-        return None if found is None else (*found, params)
+        return None if found is None else (found, params)
 
     def _fixed(self, x: Tensor) -> QParams | None:
         """The parameters for x if nothing moves them."""

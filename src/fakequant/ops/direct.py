@@ -19,6 +19,7 @@ from fakequant.numerics.spec import Gradient, QuantSpec
 
 from . import dispatch
 from .backend import Direct
+from .kept import Kept
 from .library import grad_params, through_dense
 from .rectified import rectifies
 
@@ -79,10 +80,10 @@ def _lies_with(x: Tensor, other: Tensor) -> bool:
 
 def encode_directly(
     x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, *, relu: bool = False, mask: bool = False
-) -> tuple[Tensor, Tensor | None] | None:
-    """The codes that `kept.keep_codes` finds, and their mask where wanted.
+) -> Kept | None:
+    """What `kept.keep_codes` returns.
 
-    None as in `fake_quantize_directly`, for NaN, and for a mask of another gradient than `Gradient.CODE_RANGE`.
+    None as in `fake_quantize_directly`, and for a mask of another gradient than `Gradient.CODE_RANGE`.
     """
     direct = _direct_of(x, spec, scale, zero_point, relu)
     if direct is None or direct.codes is None or (mask and spec.gradient is not Gradient.CODE_RANGE):
@@ -90,7 +91,7 @@ def encode_directly(
     with torch.no_grad():
         codes = torch.empty_like(x, dtype=spec.format.storage)
         found, bits = direct.codes(x, scale, zero_point, direct.form, codes, mask)
-    return (codes, bits) if found else None
+    return Kept(codes, bits, (dispatch.choose(x, spec, codes=True), spec, x.stride()), relu) if found else None
 
 
 def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:

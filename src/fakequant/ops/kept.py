@@ -11,7 +11,8 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from .dispatch import choose
-from .library import BackwardCall, through
+from .library import BackwardCall, EagerLearnedCodes, through
+from .traced import tensors_of
 
 
 class Kept(NamedTuple):
@@ -49,9 +50,14 @@ def keep_codes(x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, relu:
     return None if found.has_nan else Kept(found.codes, found.mask, (backend, spec, x.stride()), relu)
 
 
-def kept_by(x: Tensor, codes: Tensor, mask: Tensor, spec: QuantSpec, *, relu: bool) -> Kept:
-    """The same of codes that `direct.encode_directly` found."""
-    return Kept(codes, mask, (choose(x, spec, codes=True), spec, x.stride()), relu)
+def encode_learned(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Kept] | None:
+    """`keep_codes` where scale or zero point get a gradient: what takes that of the quantized x, and the codes.
+
+    The first is a tensor of zeros, the shape of x, that takes no memory: a product of the codes is a function of it,
+    with the gradient of the product of the quantized values, which passes to it everywhere.
+    """
+    zeros, codes, has_nan = EagerLearnedCodes.apply(x, *tensors_of(params), spec)
+    return None if has_nan else (zeros, Kept(codes, None, (choose(x, spec, codes=True), spec, x.stride())))
 
 
 def give(x: Tensor, kept: Kept) -> Tensor:

@@ -119,18 +119,6 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return choose(x, _any_spec(granularity)).measure(x.detach(), granularity)
 
 
-def encode_learned(x: Tensor, params: QParams, spec: QuantSpec) -> tuple[Tensor, Tensor] | None:
-    """What takes the gradient of `fake_quantize(x, params, spec)` in its stead, and the codes; None if x has NaN.
-
-    The first is a tensor of zeros, the shape of x, that takes no memory: a product of the codes is a function of it,
-    with the gradient of the product of the quantized values. For formats with codes of 8 bits that round to nearest,
-    on plain tensors in eager mode, where scale or zero point get a gradient; elsewhere `kept.keep_codes` does with
-    less.
-    """
-    zeros, codes, has_nan = _EagerLearnedCodes.apply(x, *tensors_of(params), spec)
-    return None if has_nan else (zeros, codes)
-
-
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x; no gradient."""
     x = x.detach()
@@ -231,7 +219,7 @@ class _EagerLearned(torch.autograd.Function):
         return through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
-class _EagerLearnedCodes(torch.autograd.Function):
+class EagerLearnedCodes(torch.autograd.Function):
     """`_EagerLearned` for products of codes: what takes the gradient of the quantized tensor, codes, NaN or not."""
 
     @staticmethod

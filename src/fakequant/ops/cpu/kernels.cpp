@@ -1,4 +1,4 @@
-// CPU kernels on LibTorch's stable ABI: fake quantization, encoding, decoding and the masked gradient.
+// CPU kernels on LibTorch's stable ABI: fake quantization, encoding and decoding.
 //
 // They return the bits of numerics/reference.py. That rests on true division, on a compiler that neither contracts
 // products and sums to FMA nor reorders (setup.py: -ffp-contract=off, no -ffast-math), and on clamps written as
@@ -22,14 +22,12 @@
 #include <tuple>
 #include <vector>
 
-#include "apply_mask.h"
 #include "call.h"
 #include "chunks.h"
 #include "convert.h"
 #include "gradients.h"
 #include "rounding.h"
 #include "runs.h"
-#include "streaming.h"
 
 namespace fakequant {
 namespace {
@@ -348,40 +346,6 @@ void dequantize(const Tensor& codes, FAKEQUANT_PARAMS, const Tensor& form, Tenso
   });
 }
 
-// dx may be dy.
-void mask_into(const Tensor& dy, const Tensor& mask, Tensor& dx) {
-  const auto* bits = static_cast<const uint8_t*>(mask.data_ptr());
-  // What is written over itself is in the caches already.
-  const bool streamed = dx.data_ptr() != dy.data_ptr() && streams(dy.numel() * dy.element_size());
-  const auto run = [&](auto u) {
-    using U = decltype(u);
-    const auto* in = static_cast<const U*>(dy.data_ptr());
-    auto* out = static_cast<U*>(dx.data_ptr());
-    for_each_chunk(dy.numel(), [&](int64_t first, int64_t n) {
-      apply_mask(in + first, bits + first / 8, out + first, n, streamed);
-    });
-  };
-  switch (dy.element_size()) {
-    case 1: run(uint8_t{}); break;
-    case 2: run(uint16_t{}); break;
-    case 4: run(uint32_t{}); break;
-    case 8: run(uint64_t{}); break;
-    default: STD_TORCH_CHECK(false, "fakequant_cpu::mask_gradient: elements of 1, 2, 4 or 8 bytes only");
-  }
-}
-
-void mask_gradient_over(Tensor dy, const Tensor& mask) { mask_into(dy, mask, dy); }
-
-}  // namespace
-
-Tensor mask_gradient(const Tensor& dy, const Tensor& mask) {
-  Tensor dx = made_like(dy);
-  mask_into(dy, mask, dx);
-  return dx;
-}
-
-namespace {
-
 void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
                  std::optional<Tensor> scale_grad, std::optional<Tensor> zero_point_grad, int64_t mask_kind) {
   const auto data = [](const std::optional<Tensor>& t) {
@@ -409,8 +373,6 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
   m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y) -> ()");
-  m.def("mask_gradient(Tensor dy, Tensor mask) -> Tensor");
-  m.def("mask_gradient_over(Tensor(a!) dy, Tensor mask) -> ()");
   m.def("grad_params(Tensor dy, Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!)? scale_grad, Tensor(b!)? zero_point_grad, int mask_kind) -> ()");
 }
@@ -423,7 +385,5 @@ STABLE_TORCH_LIBRARY_IMPL(fakequant_cpu, CPU, m) {
   m.impl("checked_codes", TORCH_BOX(&fakequant::checked_codes));
   m.impl("quantize", TORCH_BOX(&fakequant::quantize));
   m.impl("dequantize", TORCH_BOX(&fakequant::dequantize));
-  m.impl("mask_gradient", TORCH_BOX(&fakequant::mask_gradient));
-  m.impl("mask_gradient_over", TORCH_BOX(&fakequant::mask_gradient_over));
   m.impl("grad_params", TORCH_BOX(&fakequant::grad_params));
 }
