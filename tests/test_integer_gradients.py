@@ -85,14 +85,33 @@ def test_the_gradient_from_above_is_not_written_to(kind):
     assert_same_bits(dy, before)
 
 
-def test_gradients_of_nothing_and_of_parts():
-    model, simulated = prepared(nn.Linear(8, 4))
-    for m in (model, simulated):
-        m[0].weight.requires_grad_(False)
-    x = hostile(3, 8).clamp(-9, 9)
-    found, wanted = step(model, x), step(simulated, x)
-    assert found["0.weight"] is None
-    assert_same_bits(found["x"], wanted["x"])
+@pytest.mark.parametrize("wants", [{"x"}, {"weight"}, {"bias"}, {"x", "weight"}, {"x", "bias"}, {"weight", "bias"}])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_of_some_gradients_only_their_factors_are_kept(kind, wants):
+    make, shape = LAYERS[kind]
+    dy, gradients = None, []
+    for model in prepared(make()):
+        for name, parameter in model[0].named_parameters():
+            parameter.requires_grad_(name in wants)
+        x = hostile(*shape).clamp(-100, 100).requires_grad_("x" in wants)
+        y = model(x)
+        if not y.requires_grad:  # of a bias, which this layer has not
+            assert model[0].bias is None
+            return
+        if not gradients:
+            codes = [t for t in y.grad_fn.saved_tensors if t is not None and t.dtype == torch.int8]
+            # The gradient of x is a product with the weight, and that of the weight one with x.
+            assert {t.shape for t in codes} == {
+                t.shape for name, t in (("x", model[0].weight), ("weight", x)) if name in wants
+            }
+        dy = torch.randn_like(y) if dy is None else dy
+        y.backward(dy)
+        gradients.append({"x": x.grad, **{name: p.grad for name, p in model[0].named_parameters()}})
+    found, wanted = gradients
+    for name, gradient in wanted.items():
+        assert (gradient is not None) == (name in wants), name
+        if gradient is not None:
+            assert_same_bits(found[name], gradient, name)
 
 
 def test_twice_differentiated_is_refused():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fakequant.functional import choose_qparams
-from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Ready, mixes_dtypes
+from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Laid, Ready, mixes_dtypes
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.products import Places
@@ -166,8 +166,7 @@ def _gradients(dy: Tensor, factors: tuple[_Factor, _Factor], form: _Form, wants:
         dy = dy.to(torch.float32)
         pairs = zip((kept[0], kept[1]), factors, strict=True)
         values = [library.dequantize(one.values, factor.params, factor.spec, dy.dtype) for one, factor in pairs]
-    inner = [wants[0] or any(wants[3:5]), wants[1] or any(wants[5:7]), wants[2]]
-    *of_values, of_bias = form.product.gradients(dy, values[0], values[1], inner, form.places)
+    of_values, of_bias = _gradients_of_values(dy, values, form, wants)
     found: list[Tensor | None] = []
     of_params: list[Tensor | None] = []
     for d, one, factor, wanted in zip(of_values, kept, factors, (wants[3:5], wants[5:7]), strict=True):
@@ -180,6 +179,22 @@ def _gradients(dy: Tensor, factors: tuple[_Factor, _Factor], form: _Form, wants:
         of_params += slopes
     found = [*found, of_bias, *of_params]
     return [gradient if wanted else None for gradient, wanted in zip(found, wants, strict=True)]
+
+
+def _gradients_of_values(
+    dy: Tensor, values: list[Tensor], form: _Form, wants: list[bool]
+) -> tuple[tuple[Tensor | None, Tensor | None], Tensor | None]:
+    """Those of both factors' values, wanted where those of their parameters are, and that of the bias."""
+    product, places, (x, other) = form.product, form.places, values
+    laid_x, laid_other = (Laid(one.shape, one.stride()) for one in values)
+    dx = d_other = of_bias = None
+    if wants[0] or any(wants[3:5]):
+        dx = product.grad_input(dy, other, laid_x, places)
+    if wants[1] or any(wants[5:7]):
+        d_other, of_bias = product.grad_other(dy, x, laid_other, places, with_bias=wants[2])
+    elif wants[2]:
+        of_bias = product.grad_bias(dy, laid_x, laid_other, places)
+    return (dx, d_other), of_bias
 
 
 def _like_gradients(

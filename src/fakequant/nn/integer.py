@@ -27,7 +27,12 @@ from fakequant.ops.rectified import in_one_pass
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+class Laid(NamedTuple):
+    """Where the elements of a tensor are that is not there any more."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 class Execution(Enum):
@@ -199,8 +204,18 @@ class IntegerProduct(ABC):
         return x.new_empty(shape, dtype=dtype)
 
     @abstractmethod
-    def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
-        """The gradients of the factors and of the bias, of the product of the factors' values; wanted ones only."""
+    def grad_input(self, dy: Tensor, other: Tensor, x: Laid, places: Places) -> Tensor:
+        """The gradient of the input, of the product of the factors' values."""
+
+    @abstractmethod
+    def grad_other(
+        self, dy: Tensor, x: Tensor, other: Laid, places: Places, *, with_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the weight or other input, and that of the bias if it is wanted."""
+
+    def grad_bias(self, dy: Tensor, x: Laid, other: Laid, places: Places) -> Tensor:
+        """The gradient of the bias alone."""
+        return dy.reshape(-1, dy.shape[-1]).sum(0)
 
 
 class _Product(torch.autograd.Function):
@@ -217,11 +232,12 @@ class _Product(torch.autograd.Function):
         product: IntegerProduct,
         ready: Ready,
     ) -> Tensor:
-        # The parameters as they are now: a calibration or a checkpoint may change them before the backward pass.
-        saved = (tensor for one in (x, other) for tensor in (one.codes, *map(_copied, one.params[:2]), one.kept.mask))
-        ctx.save_for_backward(*saved)
+        # Of each factor what the other's gradient is a product with.
+        is_read = ctx.needs_input_grad[1::-1]
+        ctx.save_for_backward(*_saved(x, codes=is_read[0]), *_saved(other, codes=is_read[1]))
         # Without their tensors, which are saved.
         ctx.calls = [(one.kept.call, one.kept.dense) for one in (x, other)]
+        ctx.laid = [Laid(one.codes.shape, one.kept.call[-1]) for one in (x, other)]
         ctx.specs, ctx.product, ctx.places = (x.spec, other.spec), product, ready.places
         y = product.multiply(ready, x, other, bias)
         # Of a view, autograd would refuse to let anything change it in place, such as a ReLU.
@@ -237,27 +253,44 @@ class _Product(torch.autograd.Function):
                 "gradients of gradients (create_graph=True) go through simulated layers only; "
                 'call fakequant.set_execution(model, "simulate")'
             )
-        dy, saved = grad_outputs[0], ctx.saved_tensors
-        x, other = (
-            library.dequantize(codes, QParams(scale, zero_point), spec, dy.dtype)
-            for (codes, scale, zero_point, _), spec in zip((saved[:4], saved[4:]), ctx.specs, strict=True)
-        )
-        wants = list(ctx.needs_input_grad[:3])
-        *of_factors, of_bias = ctx.product.gradients(dy, x, other, wants, ctx.places)
-        dx, d_other = (
-            None if found is None else _masked(found, mask, *call)
-            for found, mask, call in zip(of_factors, (saved[3], saved[7]), ctx.calls, strict=True)
-        )
-        return dx, d_other, of_bias, None, None, None, None
+        dy, saved, product, places = grad_outputs[0], ctx.saved_tensors, ctx.product, ctx.places
+        (of_x, of_other), (laid_x, laid_other) = (saved[:4], saved[4:]), ctx.laid
+        wants_x, wants_other, wants_bias, *_ = ctx.needs_input_grad
+        dx = d_other = d_bias = None
+        # One after the other, because a factor takes four times the memory of its codes.
+        if wants_x:
+            dx = product.grad_input(dy, _values(of_other, ctx.specs[1], dy.dtype), laid_x, places)
+            dx = _masked(dx, of_x[-1], *ctx.calls[0])
+        if wants_other:
+            x = _values(of_x, ctx.specs[0], dy.dtype)
+            d_other, d_bias = product.grad_other(dy, x, laid_other, places, with_bias=wants_bias)
+            d_other = _masked(d_other, of_other[-1], *ctx.calls[1])
+        elif wants_bias:
+            d_bias = product.grad_bias(dy, laid_x, laid_other, places)
+        return dx, d_other, d_bias, None, None, None, None
+
+
+_Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # codes, scale, zero point, mask
+
+
+def _saved(one: CodedTensor, *, codes: bool) -> _Saved:
+    if not codes:
+        return None, None, None, one.kept.mask
+    # The parameters as they are now: a calibration or a checkpoint may change them before the backward pass.
+    scale, zero_point = (None if parameter is None else parameter.clone() for parameter in one.params[:2])
+    return one.codes, scale, zero_point, one.kept.mask
+
+
+def _values(saved: _Saved, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    codes, scale, zero_point, _ = saved
+    assert codes is not None, "a factor was saved that nobody reads"
+    assert scale is not None, "codes without a scale"
+    return library.dequantize(codes, QParams(scale, zero_point), spec, dtype)
 
 
 def _masked(d: Tensor, mask: Tensor | None, call: BackwardCall, dense: bool) -> Tensor:
     """What passes of a gradient that the product has just computed, and that nobody else reads."""
     return (library.through_dense if dense else library.through)(d, mask, call, over=True)
-
-
-def _copied(tensor: Any) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
 
 
 def cannot_multiply(spec: QuantSpec) -> str | None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fakequant.nn.integer import DTYPES, CodedTensor, Gradients, IntegerProduct, Ready, cannot_multiply, cannot_scale
+from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Laid, Ready, cannot_multiply, cannot_scale
 from fakequant.numerics.granularity import PerChannel, PerTensor, PerToken
 from fakequant.numerics.products import Places
 from fakequant.numerics.spec import QuantSpec
@@ -46,11 +46,14 @@ class LinearProduct(IntegerProduct):
     def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
         return F.linear(x, other, bias)
 
-    def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
+    def grad_input(self, dy: Tensor, other: Tensor, x: Laid, places: Places) -> Tensor:
+        return dy @ other
+
+    def grad_other(
+        self, dy: Tensor, x: Tensor, other: Laid, places: Places, *, with_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
         rows = dy.reshape(-1, dy.shape[-1])
-        dx = dy @ other if wants[0] else None
-        d_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if wants[1] else None
-        return dx, d_weight, rows.sum(0) if wants[2] else None
+        return rows.t() @ x.reshape(-1, x.shape[-1]), rows.sum(0) if with_bias else None
 
 
 class ConvolutionProduct(IntegerProduct):
@@ -96,11 +99,20 @@ class ConvolutionProduct(IntegerProduct):
         images, channels, *places = shape
         return x.new_empty((images, *places, channels), dtype=dtype).movedim(-1, 1)
 
-    def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
-        form = places.stride, places.padding, places.dilation, False, [0] * len(places.stride), places.groups
-        found = torch.ops.aten.convolution_backward(dy, x, other, [dy.shape[1]], *form, wants)
-        dx, d_weight, d_bias = (grad if wanted else None for grad, wanted in zip(found, wants, strict=True))
-        return dx, d_weight, d_bias
+    def grad_input(self, dy: Tensor, other: Tensor, x: Laid, places: Places) -> Tensor:
+        return _convolution_backward(dy, dy.new_empty_strided(*x), other, places, [True, False, False])[0]
+
+    def grad_other(
+        self, dy: Tensor, x: Tensor, other: Laid, places: Places, *, with_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        wants = [False, True, with_bias]
+        _, d_weight, d_bias = _convolution_backward(dy, x, dy.new_empty_strided(*other), places, wants)
+        return d_weight, d_bias if with_bias else None
+
+    def grad_bias(self, dy: Tensor, x: Laid, other: Laid, places: Places) -> Tensor:
+        # Summed in the order of torch's kernel, which finds the weight's with it: of zeros.
+        given = dy.new_zeros(x.shape), dy.new_empty_strided(*other)
+        return _convolution_backward(dy, *given, places, [False, False, True])[2]
 
 
 class MatMulProduct(IntegerProduct):
@@ -130,21 +142,31 @@ class MatMulProduct(IntegerProduct):
     def in_float(self, x: Tensor, other: Tensor, bias: Tensor | None, places: Places) -> Tensor:
         return torch.matmul(x, other)
 
-    def gradients(self, dy: Tensor, x: Tensor, other: Tensor, wants: list[bool], places: Places) -> Gradients:
-        inner = x.shape[-1]
-        if x.dim() == 2 < other.dim():  # torch multiplies the transposed ones as rows, and rounds so
-            rows = dy.mT.reshape(-1, x.shape[0])
-            dx = rows.t() @ other.mT.reshape(-1, inner) if wants[0] else None
-            d_other = (rows @ x).reshape(other.mT.shape).mT if wants[1] else None
-            return dx, d_other, None
-        dx = (dy @ other.mT).sum_to_size(x.shape) if wants[0] else None
-        if not wants[1]:
-            d_other = None
-        elif other.dim() == 2:
-            d_other = x.reshape(-1, inner).t() @ dy.reshape(-1, dy.shape[-1])
-        else:
-            d_other = (x.mT @ dy).sum_to_size(other.shape)
-        return dx, d_other, None
+    def grad_input(self, dy: Tensor, other: Tensor, x: Laid, places: Places) -> Tensor:
+        if _multiplies_rows(x.shape, other.shape):
+            return dy.mT.reshape(-1, x.shape[0]).t() @ other.mT.reshape(-1, x.shape[-1])
+        return (dy @ other.mT).sum_to_size(x.shape)
+
+    def grad_other(
+        self, dy: Tensor, x: Tensor, other: Laid, places: Places, *, with_bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        inner, columns = other.shape[-2:]
+        if _multiplies_rows(x.shape, other.shape):
+            return (dy.mT.reshape(-1, x.shape[0]) @ x).reshape(*other.shape[:-2], columns, inner).mT, None
+        if len(other.shape) == 2:
+            return x.reshape(-1, inner).t() @ dy.reshape(-1, columns), None
+        return (x.mT @ dy).sum_to_size(other.shape), None
+
+
+def _multiplies_rows(x: torch.Size, other: torch.Size) -> bool:
+    """Whether torch multiplies the transposed factors as rows, and rounds so."""
+    return len(x) == 2 < len(other)
+
+
+def _convolution_backward(dy: Tensor, x: Tensor, weight: Tensor, places: Places, wants: list[bool]) -> Any:
+    """The gradients of input, weight and bias; of the one whose gradient is wanted only shape and strides are read."""
+    form = places.stride, places.padding, places.dilation, False, [0] * len(places.stride), places.groups
+    return torch.ops.aten.convolution_backward(dy, x, weight, [dy.shape[1]], *form, wants)
 
 
 def _is_float(spec: QuantSpec) -> bool:
