@@ -153,7 +153,7 @@ class _Divergence:
         counts[..., 0] = counts[..., 1]
         self.counts, self.used, self.midpoints, self.span, self.symmetric = counts, used, midpoints, span, symmetric
         filled = counts > 0
-        positions = torch.arange(counts.shape[-1])
+        positions = torch.arange(counts.shape[-1], device=counts.device)
         # Entry k is about bins 0 to k - 1.
         self.mass = _from_zero(counts.cumsum(-1))
         self.filled = _from_zero(filled.cumsum(-1))
@@ -195,7 +195,7 @@ class _Divergence:
         cell_mass = self._between(self.mass, edges)
         spread = self._between(self.filled, edges)
         log_q = torch.where(cell_mass > 0, (cell_mass / spread).log(), 0.0)
-        cells = torch.arange(log_q.shape[-1])
+        cells = torch.arange(log_q.shape[-1], device=log_q.device)
         last = torch.where(cell_mass > 0, cells, 0).amax(-1, keepdim=True)
         return (cell_mass * log_q).sum(-1) + clipped * log_q.gather(-1, last)[..., 0]
 

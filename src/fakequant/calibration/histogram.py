@@ -130,8 +130,9 @@ class HistogramCalibrator(ExtremaCalibrator):
                 f"got {num_bins}"
             )
         self.num_bins = num_bins
-        self._counts = torch.zeros(0, 2, num_bins or DEFAULT_BINS, dtype=torch.int64)
-        self._exponent, self._inverse = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.float64)
+        self._counts = torch.zeros(0, 2, num_bins or DEFAULT_BINS, dtype=torch.int64, device="cpu")
+        self._exponent = torch.zeros(0, dtype=torch.int32, device="cpu")
+        self._inverse = torch.zeros(0, dtype=torch.float64, device="cpu")
 
     @abstractmethod
     def find_clip(self, histogram: Histogram) -> Tensor:

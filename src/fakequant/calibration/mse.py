@@ -88,7 +88,7 @@ class _SquaredError:
         self.ignores_negative = calibrator.ignores_negative
         # Every row is a candidate threshold.
         self.spec = calibrator.spec.replace(granularity=PerChannel(0))
-        centers = torch.arange(histogram.bins, dtype=torch.float32) + 0.5
+        centers = torch.arange(histogram.bins, dtype=torch.float32, device=histogram.counts.device) + 0.5
         if self.ignores_negative or not histogram.counts[:, 0].any():
             self.centers, self.counts = centers, histogram.counts[:, 1]
         else:

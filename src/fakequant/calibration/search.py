@@ -19,7 +19,7 @@ def used_bins(counts: Tensor) -> Tensor:
     >>> used_bins(torch.tensor([[0, 3, 0, 1, 0], [0, 0, 0, 0, 0]]))
     tensor([4, 0])
     """
-    positions = torch.arange(1, counts.shape[-1] + 1)
+    positions = torch.arange(1, counts.shape[-1] + 1, device=counts.device)
     return torch.where(counts > 0, positions, 0).amax(-1)
 
 
@@ -45,7 +45,7 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor
     """
     lowest = torch.minimum(last, torch.as_tensor(first, device=last.device))[:, None]
     stride = -(-bins // coarse)
-    steps = torch.arange(0, -(-bins // stride) + 1)
+    steps = torch.arange(0, -(-bins // stride) + 1, device=last.device)
     best = last[:, None]
     while True:
         # Descending, because of equal costs argmin takes the first.
@@ -54,7 +54,7 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor
         if stride == 1:
             return best[:, 0]
         stride = -(-stride // _FINER)
-        steps = torch.arange(-_FINER, _FINER + 1)
+        steps = torch.arange(-_FINER, _FINER + 1, device=last.device)
 
 
 def settle(
@@ -103,8 +103,8 @@ def magnitudes(fmt: Format, span: float, *, at_most: int) -> Tensor | None:
     """
     grid = fmt.grid
     if grid.mantissa_bits is None:
-        return torch.arange(span + 1, dtype=torch.float64) if span < at_most else None
-    octave = torch.arange(1 << grid.mantissa_bits, dtype=torch.float64)
+        return torch.arange(span + 1, dtype=torch.float64, device="cpu") if span < at_most else None
+    octave = torch.arange(1 << grid.mantissa_bits, dtype=torch.float64, device="cpu")
     spacing = 2.0 ** (grid.min_exponent - grid.mantissa_bits)
     # Subnormals have the spacing of the lowest octave.
     codes = [octave * spacing]

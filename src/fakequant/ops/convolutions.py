@@ -32,14 +32,14 @@ def convolution_unavailable(device_type: str) -> str | None:
         return f"integer convolutions are for CPU, not for {device_type}"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_prepack"):
         return "this build of torch has no integer convolution of oneDNN"
-    codes = torch.tensor([255, 254, 0, 255], dtype=torch.uint8).repeat(16, 25).reshape(2, 32, 5, 5)
-    weight = torch.tensor([127, -128, 127, 126], dtype=torch.int8).repeat(8, 72).reshape(8, 32, 3, 3)
+    codes = torch.tensor([255, 254, 0, 255], dtype=torch.uint8, device="cpu").repeat(16, 25).reshape(2, 32, 5, 5)
+    weight = torch.tensor([127, -128, 127, 126], dtype=torch.int8, device="cpu").repeat(8, 72).reshape(8, 32, 3, 3)
     places = Places([1, 1], [1, 1], [1, 1], 1)
     packed = PackedWeight(weight, places)
 
     def exact(x: Tensor) -> Tensor:
-        one = torch.ones(())
-        return products.convolution(Factor(x, one, torch.tensor(3)), Factor(weight, torch.ones(8)), None, places)
+        one, ones = torch.ones((), dtype=torch.float32, device="cpu"), torch.ones(8, dtype=torch.float32, device="cpu")
+        return products.convolution(Factor(x, one, torch.tensor(3, device="cpu")), Factor(weight, ones), None, places)
 
     return trial("onednn.qconv_pointwise", lambda x: _sums(x, 3, packed), (codes,), exact)
 
@@ -74,7 +74,7 @@ class PackedWeight:
         missing = 0, 0, 0, -channels % _DEPTH, 0, -outputs % _ROWS
         filled = F.pad(self.codes.reshape(outputs, channels, -1), missing)
         blocks = filled.reshape(filled.shape[0] // _ROWS, _ROWS, -1, _DEPTH, filled.shape[2])
-        windows = torch.tensor([kernel, *(list(numbers) for numbers in self.places[:3])])
+        windows = torch.tensor([kernel, *(list(numbers) for numbers in self.places[:3])], device="cpu")
         sums = filled.sum((1, 2), dtype=torch.int32)
         return KernelWeight(blocks.permute(0, 2, 4, 1, 3).contiguous(), sums, windows)
 
@@ -128,7 +128,7 @@ def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | N
     if load_kernels() is not None:
         return scaled(sums, x.scale, scale, bias).movedim(-1, 1).contiguous()
     images, *sizes, outputs = sums.shape
-    y = torch.empty(images, outputs, *sizes)
+    y = sums.new_empty((images, outputs, *sizes), dtype=torch.float32)
     scale_into(y, sums, (x.scale, scale), bias, channels_first=True)
     return y
 
@@ -147,7 +147,7 @@ def _by_kernel(
     x: Factor, zero_point: int, weight: PackedWeight, scale: Tensor, bias: Tensor | None, sizes: list[int]
 ) -> Tensor:
     outputs = weight.codes.shape[0]
-    y = torch.empty(x.codes.shape[0], outputs, *sizes)
+    y = x.codes.new_empty((x.codes.shape[0], outputs, *sizes), dtype=torch.float32)
     scale = scale.reshape(-1).expand(outputs).contiguous()
     bias = None if bias is None else bias.to(torch.float32).contiguous()
     torch.ops.fakequant_cpu.convolve(x.codes, zero_point, *weight.of_kernel, x.scale, scale, bias, y)
@@ -180,4 +180,5 @@ def _plain(codes: Tensor, zero_point: int, weight: PackedWeight) -> tuple[Tensor
 
 @cache
 def _ones_and_zeros(channels: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(channels), torch.zeros(channels, dtype=torch.int64)
+    ones = torch.ones(channels, dtype=torch.float32, device="cpu")
+    return ones, torch.zeros(channels, dtype=torch.int64, device="cpu")

@@ -37,7 +37,7 @@ def _refused(device: torch.device, x: torch.dtype, weight: torch.dtype) -> str |
     # Sums up to 40 * 49 < 2**11, which are exact in any order, and in the 14 bits too that Hopper may sum in. Many need
     # more than the 8 bits of bfloat16, which an operator may round to.
     random = torch.Generator().manual_seed(0)
-    codes, others = (torch.randint(8, (n, 40), generator=random).to(torch.float32) for n in (32, 24))
+    codes, others = (torch.randint(8, (n, 40), generator=random, dtype=torch.float32, device="cpu") for n in (32, 24))
     others[::2] *= -1
     there = others.to(weight).to(device)
     rows = codes.to(x).to(device)
@@ -68,7 +68,7 @@ def linear(x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
 def _sums(a: Tensor, b: Tensor) -> Tensor:
     """float32 [n, m] of codes [n, k] and [m, k]."""
     inner, columns = a.shape[1], b.shape[0]
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
     sums = torch._scaled_mm(
         _padded(a, 0, -inner % _DIVISOR),
         _padded(b, -columns % _DIVISOR, -inner % _DIVISOR).t(),  # by columns, as Hopper reads it

@@ -48,7 +48,7 @@ def linear_unavailable(device_type: str) -> str | None:
     codes = torch.tensor([-128, 127, -1, 64], dtype=torch.int8, device=device_type).repeat(32, 16)
     unsigned = torch.tensor([255, 0, 1, 255], dtype=torch.uint8, device=device_type).repeat(32, 16)
     # Pairs of 255 * 127 saturate where products are summed in 16 bits.
-    others = torch.tensor([127, -128, 127, 127], dtype=torch.int8).repeat(16)[:, None].repeat(1, 16).to(device_type)
+    others = torch.tensor([127, -128, 127, 127], dtype=torch.int8, device=device_type).repeat(16)[:, None].repeat(1, 16)
 
     def exact(a: Tensor) -> Tensor:
         return a.cpu().long() @ others.cpu().long()
@@ -183,7 +183,7 @@ def scaled(sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor |
         bias: one per column.
     """
     if sums.device.type == "cpu" and load_kernels() is None:
-        y = torch.empty(sums.shape)
+        y = sums.new_empty(sums.shape, dtype=torch.float32)
         scale_into(y, sums, (row_scale, column_scale), bias)
         return y
     columns = sums.shape[-1]

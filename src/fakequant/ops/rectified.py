@@ -52,7 +52,7 @@ def in_one_pass(x: Tensor, params: QParams, spec: QuantSpec, *, codes: bool = Fa
 @cache
 def _keeps_negative_zero(dtype: torch.dtype) -> bool:
     """Whether torch.relu gives -0.0 for -0.0 here, as the kernels do; torch leaves it to the processor's maximum."""
-    return bool(torch.relu(torch.full((67,), -0.0, dtype=dtype)).signbit().all())
+    return bool(torch.relu(torch.full((67,), -0.0, dtype=dtype, device="cpu")).signbit().all())
 
 
 @lru_cache(maxsize=4096)

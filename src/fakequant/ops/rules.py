@@ -103,7 +103,7 @@ class ScaleRule(NamedTuple):
 @lru_cache
 def scale_rule(spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """The ScaleRule for tensors of a dtype [15]."""
-    return torch.tensor(rule_of(spec, dtype), dtype=torch.float64)
+    return torch.tensor(rule_of(spec, dtype), dtype=torch.float64, device="cpu")
 
 
 def rule_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:

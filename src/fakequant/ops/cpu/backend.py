@@ -112,7 +112,7 @@ class CpuBackend(Backend):
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
         layout = layout_of(granularity, x.shape, x.stride())
-        lo, hi = torch.empty(2, layout.tiles.groups, dtype=compute_dtype(x.dtype)).unbind()
+        lo, hi = torch.empty(2, layout.tiles.groups, dtype=compute_dtype(x.dtype), device="cpu").unbind()
         if not x.numel():
             return Range(layout.unpack_groups(lo.zero_()), layout.unpack_groups(hi.zero_()))
         torch.ops.fakequant_cpu.measure(layout.pack(x), lo, hi, *layout.tiles)
@@ -120,8 +120,8 @@ class CpuBackend(Backend):
 
     def observe(self, values: Tensor, bins: Bins | None) -> Observed:
         groups = values.shape[0]
-        ends = torch.empty(2, groups, dtype=compute_dtype(values.dtype))
-        counts = None if bins is None else torch.zeros(groups, 2, bins.number, dtype=torch.int64)
+        ends = torch.empty(2, groups, dtype=compute_dtype(values.dtype), device="cpu")
+        counts = None if bins is None else torch.zeros(groups, 2, bins.number, dtype=torch.int64, device="cpu")
         inverse = _nowhere(groups) if bins is None else bins.inverse.to(values.device)
         torch.ops.fakequant_cpu.observe(values, inverse, ends, counts)
         # 0.0 is added because which of the two zeros comes first depends on the order of the values.
@@ -149,7 +149,8 @@ class CpuBackend(Backend):
         plan = _plan(spec, x.dtype, x.shape, x.stride())
         packed = plan.layout.pack(dy), plan.layout.pack(x)
         parameters = params.scale if wants[0] else None, params.zero_point if wants[1] else None
-        sums = [None if p is None else torch.empty(plan.layout.tiles.groups, dtype=torch.float64) for p in parameters]
+        groups = plan.layout.tiles.groups
+        sums = [None if p is None else torch.empty(groups, dtype=torch.float64, device="cpu") for p in parameters]
         clips = spec.gradient is Gradient.CLIP
         tensors = plan.params(params, spec, with_range=clips)
         kind = _MASK[Gradient.CLIP] if clips else _NO_MASK
@@ -202,13 +203,13 @@ class CpuBackend(Backend):
 @lru_cache(maxsize=64)
 def _nowhere(groups: int) -> Tensor:
     """`Bins.inverse` for kernels that are to count nothing."""
-    return torch.zeros(groups, dtype=torch.float64)
+    return torch.zeros(groups, dtype=torch.float64, device="cpu")
 
 
 @lru_cache(maxsize=16)
 def _middles(quant_max: float) -> Tensor:
     """What lies between neighbouring integers from 0 to the largest code."""
-    return torch.arange(quant_max, dtype=torch.float64) + 0.5
+    return torch.arange(quant_max, dtype=torch.float64, device="cpu") + 0.5
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class _Plan:
         seed = seed_of(seed, spec)
         if seed is None or self.layout.row_major:
             return None if seed is None else seed.cpu()
-        words = torch.empty(self.layout.shape, dtype=torch.int32)
+        words = torch.empty(self.layout.shape, dtype=torch.int32, device="cpu")
         torch.ops.fakequant_cpu.draw_words(seed.cpu(), words)
         return self.layout.pack(words)
 
@@ -255,6 +256,6 @@ def _plan(
     rule = scale_rule(spec, dtype) if apart is None else None
     table = table_fields(spec.format, computed)
     fields = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], rectified, *table
-    form = torch.tensor(fields, dtype=torch.float64)
+    form = torch.tensor(fields, dtype=torch.float64, device="cpu")
     mask = _EVERYWHERE if rectified and spec.gradient is Gradient.IDENTITY else _MASK[spec.gradient]
     return _Plan(layout, stride == layout.packed_stride, computed, form, rule, mask, apart)

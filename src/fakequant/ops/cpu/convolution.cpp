@@ -240,6 +240,9 @@ void convolve(const Tensor& codes, int64_t zero_point, const Tensor& weight, con
   const int64_t axes = codes.dim() - 2, front = kAxes - axes;
   STD_TORCH_CHECK(kConvolves && axes >= 1 && axes <= kAxes && windows.numel() == 4 * axes && y.dim() == codes.dim(),
                   "fakequant_cpu::convolve: codes, windows and result do not fit, or not this processor");
+  STD_TORCH_CHECK(y.scalar_type() == ScalarType::Float && y.is_contiguous() && codes.is_contiguous() &&
+                      y.size(0) == codes.size(0),
+                  "fakequant_cpu::convolve: the result is float32, contiguous, and of as many images as the codes");
   const auto* window = static_cast<const int64_t*>(windows.data_ptr());
   Shape s{codes.size(0), codes.size(1), (codes.size(1) + kDepth - 1) / kDepth, y.size(1)};
   for (int64_t axis = 0; axis < kAxes; ++axis) {

@@ -142,6 +142,8 @@ void scale_sums(const Tensor& sums, const Tensor& row_scale, const Tensor& colum
   const int64_t columns = column_scale.numel();
   if (sums.numel() == 0) return;
   const int64_t rows = sums.numel() / columns;
+  STD_TORCH_CHECK(y.scalar_type() == ScalarType::Float && y.is_contiguous() && sums.is_contiguous(),
+                  "fakequant_cpu::scale_sums: the result is float32, and both are contiguous");
   STD_TORCH_CHECK(y.numel() == sums.numel() && rows * columns == sums.numel() && rows % outer == 0 &&
                       (row_scale.numel() == 1 || (row_scale.numel() == rows && !transposed)) &&
                       (!bias.has_value() || bias->numel() == columns),

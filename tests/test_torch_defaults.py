@@ -1,0 +1,112 @@
+"""Torch's default dtype and device change no result: every tensor that the package makes names its own."""
+
+import contextlib
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import nn
+
+import fakequant as fq
+from fakequant.nn import MatMul
+from fakequant.ops import convolutions, float8_products, products, rules
+from fakequant.ops.cpu import backend
+
+PRESETS = ("INT8", "INT8_AFFINE", "INT8_PER_TOKEN", "FP8", "MXFP4", "NVFP4", "INT4_GROUP32", "NF4_WEIGHT_ONLY")
+# Meta stands for any other device than that of the model: what is made there by mistake has no values.
+DEFAULTS = (torch.float64, torch.bfloat16, torch.float16, "meta")
+
+
+class Network(nn.Module):
+    """One layer for each way to multiply: matrices, the convolution kernel, oneDNN's by groups, two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.product = nn.Linear(16, 32), MatMul()
+        self.convolution, self.grouped = nn.Conv1d(4, 8, 3, padding=1), nn.Conv1d(8, 8, 3, groups=2)
+
+    def forward(self, x):
+        x = self.grouped(self.convolution(torch.relu(self.up(x)).view(-1, 4, 8)))
+        return self.product(x, x.transpose(1, 2))
+
+
+@contextlib.contextmanager
+def default(value):
+    try:
+        torch.set_default_device(value) if isinstance(value, str) else torch.set_default_dtype(value)
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def forget():
+    """Empty the caches that hold tensors, and the trials, which would otherwise come from before."""
+    cached = convolutions.convolution_unavailable, convolutions._ones_and_zeros, products.linear_unavailable
+    made = backend._plan, backend._middles, backend._nowhere, rules.scale_rule, float8_products._refused
+    for function in (*cached, *made):
+        function.cache_clear()
+
+
+def results(model, x, method):
+    """What calibration, training, evaluation and analysis give, simulated and by codes."""
+    fq.calibrate(model, [x], method=method, progress=False)
+    found = [q.scale for q in fq.nn.quantizers(model).values() if q.scale is not None]
+    for execution in ("simulate", "auto"):
+        fq.set_execution(model, execution)
+        model.zero_grad()
+        y = model(x)
+        y.sum().backward()
+        with torch.no_grad():
+            found += [y.detach(), model(x), *(p.grad for p in model.parameters())]
+    return [*found, *(one.value for one in fq.sensitivity(model, [x]))]
+
+
+@pytest.mark.parametrize("method", ["max", "percentile", "mse", "entropy"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_results_do_not_depend_on_the_defaults_of_torch(preset, method):
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+    def model():
+        torch.manual_seed(0)
+        return fq.prepare(Network(), preset)
+
+    expected = results(model(), x, method)
+    for value in DEFAULTS:
+        made = model()
+        forget()
+        with default(value):
+            found = results(made, x, method)
+        assert len(found) == len(expected)
+        for one, right in zip(found, expected, strict=True):
+            if isinstance(right, float):
+                assert one == right, value
+            else:
+                assert_same_bits(one, right, str(value))
+    forget()
+
+
+@pytest.mark.parametrize("value", DEFAULTS, ids=str)
+def test_trials_pass_whatever_the_defaults_of_torch(value):
+    forget()
+    expected = [
+        products.linear_unavailable("cpu"),
+        convolutions.convolution_unavailable("cpu"),
+        float8_products.linear_unavailable(torch.device("cpu"), torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ]
+    forget()
+    with default(value):
+        assert expected == [
+            products.linear_unavailable("cpu"),
+            convolutions.convolution_unavailable("cpu"),
+            float8_products.linear_unavailable(torch.device("cpu"), torch.float8_e4m3fn, torch.float8_e4m3fn),
+        ]
+    forget()
+
+
+@pytest.mark.skipif(products.load_kernels() is not None, reason="the kernels are not built")
+def test_kernels_refuse_results_of_another_dtype():
+    sums, one = torch.ones(4, 8, dtype=torch.int32), torch.ones(1)
+    for y in (torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(8, 4).t()):
+        with pytest.raises(RuntimeError, match="the result is float32, and both are contiguous"):
+            torch.ops.fakequant_cpu.scale_sums(sums, one, one.expand(8).contiguous(), None, y, 1, False)
