@@ -86,6 +86,20 @@ def test_results_do_not_depend_on_the_defaults_of_torch(preset, method):
     forget()
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_exported_files_do_not_depend_on_the_defaults_of_torch(preset, tmp_path):
+    pytest.importorskip("onnxruntime")
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    model = fq.prepare(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), preset)
+    fq.calibrate(model, [x], progress=False)
+    fq.export_onnx(model, x, tmp_path / "expected.onnx")
+    for value in DEFAULTS:
+        with default(value):
+            fq.export_onnx(model, x, tmp_path / "found.onnx")
+            assert fq.verify_onnx(tmp_path / "found.onnx", model, [x]).exact, value
+        assert (tmp_path / "found.onnx").read_bytes() == (tmp_path / "expected.onnx").read_bytes(), value
+
+
 @pytest.mark.parametrize("value", DEFAULTS, ids=str)
 def test_trials_pass_whatever_the_defaults_of_torch(value):
     forget()

@@ -142,7 +142,7 @@ class SiteCheck:
         assert granularity is not None
         for axis, block in enumerate(granularity.block_shape(shape) if values.dim() else ()):
             if values.shape[axis] not in (1, shape[axis]):
-                values = values.index_select(axis, torch.arange(shape[axis]) // block)
+                values = values.index_select(axis, torch.arange(shape[axis], device=values.device) // block)
         return values
 
     def _in_groups(self, name: str) -> Tensor:

@@ -182,7 +182,7 @@ def _of_scales(site: Site, scale: ScaleNames) -> str:
 
 def _has_nan(fmt: Format) -> bool:
     """Whether the codes of a format can say NaN."""
-    stored = fmt.to_storage(torch.full((1,), torch.nan))
+    stored = fmt.to_storage(torch.full((1,), torch.nan, dtype=torch.float32, device="cpu"))
     return bool(fmt.from_storage(stored, torch.float32).isnan().all())
 
 
@@ -251,7 +251,8 @@ def _computed_parameters(site: Site) -> tuple[ScaleNames, str | None]:
 
 
 def _ones_array(site: Site) -> np.ndarray:
-    return site.arrange(torch.ones([int(n) for n in site.editor.shape(site.scale)])).numpy()
+    shape = [int(n) for n in site.editor.shape(site.scale)]
+    return site.arrange(torch.ones(shape, dtype=torch.float32, device="cpu")).numpy()
 
 
 def _ones(site: Site) -> str:

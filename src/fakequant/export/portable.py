@@ -67,7 +67,7 @@ def _positive_zero(to: Emitter, code: str) -> str:
 
 
 def _round_to_table(to: Emitter, value: str, fmt: TableFormat) -> str:
-    values = torch.tensor(fmt.values, dtype=torch.float32)
+    values = torch.tensor(fmt.values, dtype=torch.float32, device="cpu")
     limits = thresholds(lambda v: fmt.to_storage(v).long(), len(values))
     return to.emit("Where", to.emit("IsNaN", value), value, look_up(to, "table", value, limits, values))
 
@@ -120,5 +120,5 @@ def code_values(fmt: Format) -> np.ndarray:
     array([0. , 0.5, 1. , 1.5, 2. , 3. , 4. , 6. ], dtype=float32)
     """
     count = len(fmt.values) if isinstance(fmt, TableFormat) else 1 << fmt.bits
-    stored = torch.arange(count, dtype=torch.uint8).view(fmt.storage)
+    stored = torch.arange(count, dtype=torch.uint8, device="cpu").view(fmt.storage)
     return fmt.from_storage(stored, torch.float32).numpy()

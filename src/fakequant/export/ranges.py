@@ -114,7 +114,8 @@ def _search_power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, 
         return torch.frexp(spec.scale.choose(values, spec.format, limit).double())[1] - 1 + largest
 
     count = 2 * largest + 1
-    powers = torch.ldexp(torch.ones(count, dtype=torch.float64), torch.arange(count) - largest).float()
+    exponents = torch.arange(count, device="cpu") - largest
+    powers = torch.ldexp(torch.ones(count, dtype=torch.float64, device="cpu"), exponents).float()
     found = look_up(to, "scale", amax, thresholds(exponent, count, lowest=0.0), powers)
     to.emit("Identity", found, result=result)
 

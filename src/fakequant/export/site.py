@@ -129,7 +129,7 @@ class Site(Emitter):
             n, block = shape[axis], self.blocks[axis]
             assert isinstance(n, int)
             assert isinstance(block, int)
-            values = values.index_select(axis, torch.arange(n) // block)
+            values = values.index_select(axis, torch.arange(n, device=values.device) // block)
         return values
 
     def _repeat(self, value: str, axes: Sequence[int]) -> str:

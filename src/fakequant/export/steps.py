@@ -29,9 +29,9 @@ def thresholds(index_of: Callable[[Tensor], Tensor], count: int, lowest: float =
     >>> thresholds(lambda v: (v >= 0.5).long() + (v > 2.0).long(), 3)
     tensor([0.5000, 2.0000])
     """
-    wanted = torch.arange(1, count)
-    low = torch.full((count - 1,), _order(torch.tensor(lowest)).item())
-    high = torch.full((count - 1,), _order(torch.tensor(_LARGEST)).item())
+    wanted = torch.arange(1, count, device="cpu")
+    first, last = (torch.full((count - 1,), end, dtype=torch.float32, device="cpu") for end in (lowest, _LARGEST))
+    low, high = _order(first), _order(last)
     reached = index_of(_number(high)) >= wanted
     already = index_of(_number(low)) >= wanted
     # 2**32 numbers in order; the difference of two halves each time.
@@ -39,7 +39,7 @@ def thresholds(index_of: Callable[[Tensor], Tensor], count: int, lowest: float =
         middle = (low + high).div(2, rounding_mode="floor")
         beyond = index_of(_number(middle)) >= wanted
         low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
-    found = torch.where(already, torch.tensor(lowest), _number(high))
+    found = torch.where(already, first, _number(high))
     return torch.where(reached, found, torch.nan)
 
 

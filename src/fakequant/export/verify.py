@@ -197,10 +197,10 @@ def _random_input(record: InputRecord, generator: torch.Generator) -> Tensor:
     dtype: torch.dtype = getattr(torch, record.dtype)
     if not dtype.is_floating_point:
         low, high = int(record.low), int(record.high)
-        return torch.randint(low, high + 1, record.shape, generator=generator).to(dtype)
+        return torch.randint(low, high + 1, record.shape, generator=generator, device="cpu").to(dtype)
     # The largest of a few hundred normal numbers is about 3 standard deviations.
     size = max(abs(record.low), abs(record.high)) / 3 or 1.0
-    x = torch.randn(record.shape, generator=generator) * size
-    special = torch.tensor([0.0, -0.0, torch.finfo(dtype).tiny, 30 * size, -30 * size])
-    pick = torch.randint(0, 20 * len(special), record.shape, generator=generator)
+    x = torch.randn(record.shape, generator=generator, dtype=torch.float32, device="cpu") * size
+    special = torch.tensor([0.0, -0.0, torch.finfo(dtype).tiny, 30 * size, -30 * size], dtype=x.dtype, device=x.device)
+    pick = torch.randint(0, 20 * len(special), record.shape, generator=generator, device="cpu")
     return torch.where(pick < len(special), special[pick.clamp(max=len(special) - 1)], x).to(dtype)
