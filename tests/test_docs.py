@@ -1,4 +1,6 @@
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,21 @@ def test_rows_of_the_page_about_onnx_are_what_is_exported(generate, name):
 @pytest.mark.exhaustive
 def test_the_page_about_onnx_is_the_one_that_is_exported(generate):
     assert generate.STYLES_PAGE.read_text() == generate.styles_page(), "run `make docs`"
+
+
+EXAMPLE = DOCS.parent / "examples" / "quickstart.py"
+
+
+def test_the_first_example_of_the_readme_is_the_file_that_runs():
+    code = EXAMPLE.read_text()
+    shown = (DOCS.parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert shown == code[code.index("import torch") :]
+
+
+def test_the_first_example_runs(tmp_path):
+    pytest.importorskip("onnxruntime")
+    done = subprocess.run([sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "model.onnx: exact" in done.stdout
+    assert "left in float: 0 products, 0 other operations" in done.stdout
+    assert (tmp_path / "checkpoint").is_dir()

@@ -50,7 +50,7 @@ def demo(
 @app.command()
 def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Option(help="folder for checkpoint, model.onnx and report.html")],
+    out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
     preset: Annotated[str, typer.Option(help="configuration, such as int8, fp8 or int4_weight_only")] = "int8",
     method: Annotated[str, typer.Option(help="calibrator of the activations")] = "entropy",
     train: Annotated[bool, typer.Option(help="fine-tune by the recipe's train(model), if it offers it")] = True,

@@ -1,4 +1,4 @@
-"""`python -m fakequant.compat run SCRIPT [ARGUMENTS]`: runs an unmodified script with the packages of this room."""
+"""`python -m fakequant.compat run SCRIPT [ARGUMENTS]`: runs an unmodified script with the packages of `fakequant.compat`."""
 
 from __future__ import annotations
 

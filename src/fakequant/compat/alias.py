@@ -1,4 +1,4 @@
-"""Makes a package of this room importable under the name of the one that it stands for."""
+"""Makes a package of `fakequant.compat` importable under the name of the one that it stands for."""
 
 from __future__ import annotations
 
