@@ -1,4 +1,4 @@
-"""`python -m fakequant.compat run SCRIPT [ARGUMENTS]`: runs an unmodified script with the packages of `fakequant.compat`."""
+"""`python -m fakequant.compat run SCRIPT [ARGUMENTS]`: an unmodified script, with the packages offered here."""
 
 from __future__ import annotations
 
