@@ -223,6 +223,32 @@ def test_the_gradient_has_a_gradient():
     assert twice.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
+class Watching(torch.Tensor):
+    """A subclass, of which the reference finds the gradient."""
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["int8", "int8 per_channel(1)", "int8 per_block(1:3)"])
+def test_a_mask_is_read_as_it_was_written_whatever_the_gradient_is(spec):
+    x = (torch.arange(96.0) - 40).view(2, 3, 4, 4)
+    spec, scale = fq.QuantSpec.parse(spec), torch.tensor(0.25)
+    scale = scale.expand(spec.granularity.group_shape(x.shape)).contiguous()
+    for given in (x, x.contiguous(memory_format=torch.channels_last), x.transpose(1, 3).contiguous().transpose(1, 3)):
+        leaf = given.detach().requires_grad_()
+        fake_quantize_directly(leaf, spec, scale, None).backward(torch.ones_like(x).as_subclass(Watching))
+        right = reference.passes(x, fq.QParams(scale), spec)
+        assert torch.equal(torch.as_tensor(leaf.grad).as_subclass(torch.Tensor), right.float())
+
+
+def test_few_kinds_of_calls_are_remembered(monkeypatch):
+    monkeypatch.setattr(dispatch, "_MOST", 3)
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    for n in range(2, 10):
+        dispatch.choose(X, fq.QuantSpec.parse(f"int{n}"))
+        dispatch.choose_for(X)
+        assert len(dispatch._chosen) <= 3
+
+
 @needs_kernels
 def test_few_kinds_are_remembered(monkeypatch):
     monkeypatch.setattr(direct, "_MOST", 3)

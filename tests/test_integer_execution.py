@@ -7,11 +7,13 @@ import torch
 from bits import assert_same_bits
 from test_integer import assert_integer, hostile, prepared
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule
 from fakequant.nn import Execution
+from fakequant.ops import products
 
 REASONS = {
     "float8": (nn.Linear(4, 4), "float8_e4m3fn", "int8", "no integers"),
@@ -121,6 +123,27 @@ def test_scales_whose_product_overflows_make_nan_of_zero(x_scale, w_scale, defin
     with torch.no_grad():
         assert_same_bits(simulated(0 * x), torch.zeros(16, 32))
         assert_same_bits(model(0 * x), torch.full((16, 32), 0.0 if defined else torch.nan))
+
+
+def test_a_first_call_that_is_watched_decides_nothing():
+    model, _ = prepared(nn.Linear(8, 4))
+    products.linear_unavailable.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(torch.ones(2, 8))).shape == (2, 4)
+    assert products.linear_unavailable("cpu") is None
+    assert_integer(model)
+
+
+def test_a_trial_without_memory_decides_nothing(monkeypatch):
+    def without_memory(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    products.linear_unavailable.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        products.linear_unavailable("cpu")
+    monkeypatch.undo()
+    assert products.linear_unavailable("cpu") is None
 
 
 @pytest.mark.parametrize("exponent", range(-124, -150, -3))

@@ -105,6 +105,16 @@ def test_a_weight_is_quantized_once_with_the_same_bits_and_gradients(text, fixed
     assert_made_once(Layer(text, fixed=fixed), quantized)
 
 
+def test_a_scale_that_is_brought_to_the_shape_of_the_groups_is_the_same_scale(quantized):
+    layer = Layer("int8 per_tensor", fixed=False)
+    layer.quantizer.set_range(fq.Range(torch.tensor([-1.0]), torch.tensor([1.0])))
+    assert_made_once(layer, quantized)
+    with cached_weights(layer):
+        before = layer()
+        layer.quantizer.scale *= 2
+        assert not torch.equal(layer(), before)
+
+
 def test_accumulated_gradients_are_those_of_fresh_weights():
     torch.manual_seed(0)
     model = fq.prepare(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "INT8")

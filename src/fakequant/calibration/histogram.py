@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import CalibrationError, ConfigError
+from fakequant.numerics.floats import power_of_two
 from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec
@@ -96,10 +97,9 @@ def parts_of(histograms: Sequence[Histogram]) -> list[slice]:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2.0**exponent in float64, exactly, by writing the exponent's bits; 0.0 where that is no normal number."""
+    """2.0**exponent in float64, exactly; 0.0 where that is no normal number."""
     normal = (exponent >= -1022) & (exponent <= 1023)
-    bits = (torch.where(normal, exponent, 0).to(torch.int64) + 1023) << 52
-    return torch.where(normal, bits.view(torch.float64), 0.0)
+    return torch.where(normal, power_of_two(torch.where(normal, exponent, 0).to(torch.int64)), 0.0)
 
 
 class HistogramCalibrator(ExtremaCalibrator):

@@ -46,7 +46,7 @@ def form_of(layer: Any, product: IntegerProduct) -> str:
     ready = product.ready(layer)
     if ready.reason is not None:
         return ""
-    kind = type(product).__name__
+    kind = f"{type(product).__module__}.{type(product).__qualname__}"
     _products[kind] = product
     specs = [layer._modules[name].trained_spec.to_text() for name in product.quantizers]
     return json.dumps([kind, specs, list(ready.places)])

@@ -130,8 +130,11 @@ class IntegerProduct(ABC):
             bias: of a layer with a weight.
             relu: whether the ReLU of the input is the factor; its quantizer has fixed parameters then.
         """
+        # First, because where something watches a trial of operators would fail, and that is remembered.
+        if library.is_watched(x, other, bias):
+            return None
         ready = self.ready(layer)
-        if ready.reason is not None or library.is_watched(x, other, bias) or mixes_dtypes(x, other):
+        if ready.reason is not None or mixes_dtypes(x, other):
             return None
         of_x, of_other = (layer._modules[name] for name in self.quantizers)
         if not self.fits(x, other, (of_x.spec, of_other.spec)):

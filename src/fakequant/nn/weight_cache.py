@@ -91,7 +91,7 @@ class WeightCache:
                 kept = keep(x, params, spec, mask=mask)
             if kept is None:
                 return None
-            held = tuple((tensor, tensor.untyped_storage()) for tensor in tensors if tensor is not None)
+            held = tuple((_owner(tensor), tensor.untyped_storage()) for tensor in tensors if tensor is not None)
             self._entry = entry = _Entry(state, held, kept, kept.values._version, params)
         return entry
 
@@ -102,4 +102,9 @@ class WeightCache:
 def _state(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
-    return id(tensor), tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return id(_owner(tensor)), tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _owner(tensor: Tensor) -> Tensor:
+    """What a view is of: a scale is brought to the shape of the groups by a new one each time."""
+    return tensor if tensor._base is None else tensor._base

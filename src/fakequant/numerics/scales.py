@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.floats import ExponentFormat
+from fakequant.numerics.floats import ExponentFormat, power_of_two
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import parse_format
 from fakequant.numerics.granularity import (
@@ -153,7 +153,7 @@ def _powers_of_two(amax: Tensor, element: Format, rounding: ScaleRounding, large
     # Of 0, to which a quotient may underflow, frexp says 0 instead of an exponent below all.
     exponent = torch.where(measured > 0, exponent, -largest).to(torch.int64)
     # float64 has all these powers as normal numbers; the cast is exact (2**-127 is subnormal in float32).
-    return ((exponent + 1023) << 52).view(torch.float64).to(amax.dtype)
+    return power_of_two(exponent).to(amax.dtype)
 
 
 def _under_a_scale(amax: Tensor, bound: float, fmt: Format, granularity: Granularity) -> Tensor:

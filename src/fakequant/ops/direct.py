@@ -162,21 +162,22 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
-        direct, _, scale, zero_point = call
+        direct, spec, scale, zero_point = call
         y, mask = direct.values_and_mask(x, scale, zero_point, direct.form)
         if y is None:
             raise _NotValidError
-        ctx.call = direct.grad_input, x.stride(), call[1]
+        # The backend that packed the mask: dy may be of another kind, which another backend serves.
+        ctx.call = direct.grad_input, (dispatch.choose(x, spec), spec, x.stride())
         ctx.save_for_backward(mask)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (mask,), (dy,) = ctx.saved_tensors, grad_outputs
-        grad_input, stride, spec = ctx.call
-        if dy.stride() == stride and not _is_backward_watched():
+        grad_input, call = ctx.call
+        if dy.stride() == call[-1] and not _is_backward_watched():
             return grad_input(dy, mask), None
-        return through_dense(dy, mask, (dispatch.choose(dy, spec), spec, stride)), None
+        return through_dense(dy, mask, call), None
 
 
 # Without what `Function.apply` asks and does for function transforms, which were asked for above.

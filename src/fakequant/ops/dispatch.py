@@ -80,6 +80,7 @@ _backends: tuple[Backend, ...] = (CpuBackend(), TritonBackend(), REFERENCE)
 # Read while compilers trace, which know sets of strings and no backends.
 node_devices = frozenset(backend.device_type for backend in _backends if backend.compiles_as_node)
 _chosen: dict[Hashable, Backend] = {}
+_MOST = 4096  # kinds of calls that are remembered
 
 
 def backends() -> list[Backend]:
@@ -92,7 +93,7 @@ def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:
     key = _backends, type(x), x.dtype, x.device, spec, codes
     backend = _chosen.get(key)
     if backend is None:
-        backend = _chosen[key] = _first_with(spec, x, lambda backend: backend.unsupported(x, spec, codes=codes))
+        backend = _remember(key, _first_with(spec, x, lambda backend: backend.unsupported(x, spec, codes=codes)))
     return backend
 
 
@@ -101,7 +102,14 @@ def choose_for(x: Tensor) -> Backend:
     key = _backends, type(x), x.dtype, x.device
     backend = _chosen.get(key)
     if backend is None:
-        backend = _chosen[key] = _first_with("any call", x, lambda backend: backend.unfit(x))
+        backend = _remember(key, _first_with("any call", x, lambda backend: backend.unfit(x)))
+    return backend
+
+
+def _remember(key: Hashable, backend: Backend) -> Backend:
+    if len(_chosen) >= _MOST:
+        _chosen.clear()
+    _chosen[key] = backend
     return backend
 
 

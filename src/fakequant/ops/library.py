@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -116,7 +115,7 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     compute_dtype(x.dtype)
     if is_watched(x):
         return _measure(x, granularity)
-    return choose(x, _any_spec(granularity)).measure(x.detach(), granularity)
+    return dispatch.choose_for(x).measure(x.detach(), granularity)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -132,11 +131,6 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
     if is_watched(codes):
         return reference.dequantize(codes, params, spec, dtype)
     return choose(codes, spec, codes=True).dequantize(codes, params, spec, dtype)
-
-
-@lru_cache
-def _any_spec(granularity: Granularity) -> QuantSpec:
-    return QuantSpec("int8", granularity)
 
 
 def _is_compiled_as_node(x: Tensor) -> bool:

@@ -63,11 +63,17 @@ def linear_unavailable(device_type: str) -> str | None:
 def trial(
     name: str, compute: Callable[[Tensor], Tensor], given: tuple[Tensor, ...], exact: Callable[[Tensor], Tensor]
 ) -> str | None:
-    """Why an operator that sums codes exactly, or so it is said, cannot be used, or None."""
+    """Why an operator that sums codes exactly, or so it is said, cannot be used, or None.
+
+    Raises:
+        torch.OutOfMemoryError: not an answer, and so not one that a caller would remember.
+    """
     try:
         wrong = [
             codes.dtype for codes in given if not torch.equal(compute(codes).cpu().double(), exact(codes).double())
         ]
+    except torch.OutOfMemoryError:
+        raise
     # torch raises the last where an operator is not built in, and ValueError for dtypes that it does not multiply.
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return f"{name} does not run here: {str(error).splitlines()[0]}"

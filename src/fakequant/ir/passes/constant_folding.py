@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from fakequant.ir.graph import Constant, Graph, Input, read_frozen
 from fakequant.ir.op import IROp
 from fakequant.ir.table import repeatable
 from fakequant.ir.types import IRType
+
+log = logging.getLogger("fakequant.ir")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def _results(op: IROp, constants: dict[int, Constant]) -> dict[int, Constant] | 
         with torch.set_grad_enabled(grad):
             try:
                 results = alone.run(*(read_frozen(c.tensor) if c.trainable or c.frozen else c.tensor for c in given))
-            except GraphError:
+            except GraphError as error:
+                log.debug("%s stays: %s", op, error)
                 return None
         found.append(results if isinstance(results, tuple) else (results,))
     without, graded = found
