@@ -14,6 +14,7 @@ from fakequant.errors import CheckpointError
 from fakequant.files import writable_folder, write_whole
 from fakequant.model.config import TensorConfig
 from fakequant.model.prepare import attach
+from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.learned import make_learned_range
@@ -91,6 +92,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     for name, entry in entries.items():
         _restore_layer(modules[name], entry, name)
     join_relus(model)
+    leave_fast_paths(model)
     for name, source in manifest["shared"].items():
         tensors[name] = tensors[source]
     try:

@@ -16,6 +16,7 @@ from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
+from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
@@ -62,6 +63,7 @@ def prepare(model: Model, config: Config | str) -> Model:
     for name, rule in held.items():
         quantize_layer(modules[name], rule, name)
     join_relus(model)
+    leave_fast_paths(model)
     return model
 
 
