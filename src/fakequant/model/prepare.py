@@ -357,7 +357,8 @@ def fold(model: Model) -> Model:
     The model computes the same as before, without quantizing weights again in every pass.
 
     Raises:
-        ConfigError: a weight whose quantizer is off, or that another layer uses too (names both); nothing is changed.
+        ConfigError: a weight whose quantizer is off, that another layer uses too (names both), or that is computed from
+            other tensors; nothing is changed.
     """
     held = {
         name: layer
@@ -368,6 +369,11 @@ def fold(model: Model) -> Model:
         quantizer = layer._weight_quantizer
         if quantizer is not None and quantizer.mode is not Mode.QUANTIZE:
             raise ConfigError(f"{name}: its weight quantizer is {quantizer.mode.value}; set its mode to QUANTIZE first")
+        if "weight" not in layer._parameters and "weight" not in layer._buffers:
+            raise ConfigError(
+                f"{name}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be folded; "
+                "make it permanent first, as by prune.remove or remove_parametrizations"
+            )
         users = [
             other
             for other, module in model.named_modules()
