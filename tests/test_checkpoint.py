@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SmallNet, images, small_net
+from models import SmallNet, hook_forward, images, small_net
 from torch import nn
 
 from fakequant import FloatFormat, Specials, files
@@ -163,6 +163,15 @@ def test_another_architecture(tmp_path: Path) -> None:
     wider.head = nn.Linear(8 * 16, 11)
     with pytest.raises(CheckpointError, match=r"does not fit the model: (?s:.)*head\.weight"):
         load(wider, tmp_path)
+
+
+def test_a_forward_that_would_bypass_the_quantizers_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    fresh = small_net()
+    hook_forward(fresh.head)
+    with pytest.raises(CheckpointError, match=r"the model's layer head has a forward of its own .* before load"):
+        load(fresh, tmp_path)
+    assert quantizers(fresh) == {}
 
 
 def test_a_prepared_model_is_refused(tmp_path: Path) -> None:

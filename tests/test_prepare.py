@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SmallNet, images, small_net
+from models import SmallNet, hook_forward, images, small_net
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -219,6 +219,16 @@ def test_fold_refuses_a_computed_weight_until_it_is_made_permanent(kind: str) ->
     assert torch.equal(model(x), expected)
     make_permanent(model[1])
     assert torch.equal(fold(model)(x), expected)
+
+
+def test_a_forward_that_would_bypass_the_quantizers_is_refused() -> None:
+    model = small_net()
+    hook_forward(model.head)
+    with pytest.raises(ConfigError, match=r"^head: a forward of its own .* remove the hook, or leave the layer in flo"):
+        prepare(model, presets.INT8)
+    assert quantizers(model) == {}
+    prepare(model, presets.INT8.with_rule(Rule("head")))
+    assert type(model.head) is nn.Linear
 
 
 def test_weight_options_and_a_bare_tensor() -> None:

@@ -88,7 +88,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in entries if name not in modules]:
         raise CheckpointError(f"the checkpoint has layers that the model lacks: {', '.join(missing)}")
-    _check_types(modules, entries)
+    _check_layers(modules, entries)
     for name, entry in entries.items():
         _restore_layer(modules[name], entry, name)
     join_relus(model)
@@ -141,11 +141,16 @@ def _learned_entry(quantizer: Quantizer) -> dict[str, Any] | None:
     return None if learned is None else {"method": learned.method, "options": learned.options()}
 
 
-def _check_types(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
+def _check_layers(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
     for name, entry in entries.items():
         if type(modules[name]).__name__ != entry["type"]:
             raise CheckpointError(
                 f"the checkpoint's layer {name} is a {entry['type']}, the model's is a {type(modules[name]).__name__}"
+            )
+        if entry["quantizers"] and "forward" in vars(modules[name]):
+            raise CheckpointError(
+                f"the model's layer {name} has a forward of its own (a hook's, as of accelerate), which would bypass "
+                "the quantizers; remove the hook before load"
             )
 
 

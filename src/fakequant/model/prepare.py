@@ -91,6 +91,11 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     if not configs:
         return
     try:
+        if "forward" in vars(layer):
+            raise ConfigError(
+                "a forward of its own (a hook's, as of accelerate) would bypass the quantizers; "
+                "remove the hook, or leave the layer in float by a rule"
+            )
         quantized.check(layer)
         if weight := configs.get("_weight_quantizer"):
             weight.spec.granularity.group_shape(cast("QuantizedLayer", layer).weight.shape)
