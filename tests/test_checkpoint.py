@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import SmallNet, hook_forward, images, small_net
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fakequant import FloatFormat, Specials, files
 from fakequant.errors import CheckpointError, OutputError, SpecError
@@ -180,6 +181,17 @@ def test_a_prepared_model_is_refused(tmp_path: Path) -> None:
         load(model, tmp_path)
     with pytest.raises(CheckpointError, match="no quantizers; prepare it first"):
         save(small_net(), tmp_path)
+
+
+def test_a_parametrized_layer_is_refused_until_it_is_made_permanent(tmp_path: Path) -> None:
+    model = saved(tmp_path / "before")
+    parametrize.register_parametrization(model.head, "weight", nn.Tanh())
+    with pytest.raises(CheckpointError, match=r"^head is parametrized, .*remove_parametrizations on it before save"):
+        save(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    parametrize.remove_parametrizations(model.head, "weight")
+    save(model, tmp_path / "model")
+    assert torch.equal(load(small_net(), tmp_path / "model")(images()), model(images()))
 
 
 def test_an_interrupted_save_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

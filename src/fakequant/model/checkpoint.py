@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fakequant.errors import CheckpointError
 from fakequant.files import writable_folder, write_whole
@@ -37,7 +38,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     the old model or the new one.
 
     Raises:
-        CheckpointError: the model is not prepared.
+        CheckpointError: the model is not prepared, or a quantized layer was parametrized since.
         SpecError: a format that is not registered, so that the checkpoint could not be loaded.
         OutputError: the folder cannot be written.
     """
@@ -45,6 +46,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
 
     if not quantizers(model):
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
+    _check_not_parametrized(model)
     folder = writable_folder(directory)
     data = to_bytes({name: tensor.detach().contiguous().clone() for name, tensor in _tensors(model).items()})
     digest = hashlib.sha256(data).hexdigest()
@@ -100,6 +102,16 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint in {folder} does not fit the model: {error}") from error
     return model
+
+
+def _check_not_parametrized(model: nn.Module) -> None:
+    """Raise where `load` would find a layer of another class and other tensors."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLayer) and is_parametrized(layer):
+            raise CheckpointError(
+                f"{name or 'the model'} is parametrized, and could not be loaded; call "
+                "torch.nn.utils.parametrize.remove_parametrizations on it before save"
+            )
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
