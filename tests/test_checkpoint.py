@@ -194,6 +194,18 @@ def test_a_parametrized_layer_is_refused_until_it_is_made_permanent(tmp_path: Pa
     assert torch.equal(load(small_net(), tmp_path / "model")(images()), model(images()))
 
 
+def test_a_model_on_the_meta_device_is_refused_until_it_has_memory(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    with torch.device("meta"):
+        fresh = small_net()
+    with pytest.raises(
+        CheckpointError, match=r"on the meta device, .* first is stem\.weight; .*to_empty.* before load"
+    ):
+        load(fresh, tmp_path)
+    assert quantizers(fresh) == {}
+    assert torch.equal(load(fresh.to_empty(device="cpu"), tmp_path)(images()), model(images()))
+
+
 def test_an_interrupted_save_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved(tmp_path)
     expected = model(images())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,8 +72,8 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 
     Raises:
-        CheckpointError: no checkpoint there, a damaged one, or one of another architecture; the model is unchanged
-            unless it was of another architecture.
+        CheckpointError: no checkpoint there, a damaged one, one of another architecture, or a model without memory; the
+            model is unchanged unless it was of another architecture.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
@@ -86,6 +87,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
         raise CheckpointError(f"{folder / manifest['tensors']['file']} cannot be read: {error}") from error
     if quantizers(model):
         raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
+    _check_memory(model)
     entries = manifest["layers"]
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in entries if name not in modules]:
@@ -102,6 +104,16 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint in {folder} does not fit the model: {error}") from error
     return model
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raise where torch would take the tensors of a checkpoint without a word and keep nothing of them."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"the model has parameters on the meta device, which hold no values, the first is {name}; build it on "
+                'a device, or call model.to_empty(device="cpu") before load'
+            )
 
 
 def _check_not_parametrized(model: nn.Module) -> None:
