@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,20 @@ def test_a_model_on_the_meta_device_is_refused_until_it_has_memory(tmp_path: Pat
         load(fresh, tmp_path)
     assert quantizers(fresh) == {}
     assert torch.equal(load(fresh.to_empty(device="cpu"), tmp_path)(images()), model(images()))
+
+
+def test_missing_safetensors_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(tmp_path)
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    needed = r"^checkpoints need safetensors, .* pip install 'fakequant\[checkpoint\]'$"
+    with pytest.raises(CheckpointError, match=needed):
+        save(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    fresh = small_net()
+    with pytest.raises(CheckpointError, match=needed):
+        load(fresh, tmp_path)
+    assert quantizers(fresh) == {}
 
 
 def test_an_interrupted_save_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

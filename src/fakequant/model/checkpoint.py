@@ -39,17 +39,18 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     the old model or the new one.
 
     Raises:
-        CheckpointError: the model is not prepared, or a quantized layer was parametrized since.
+        CheckpointError: the model is not prepared, a quantized layer was parametrized since, or safetensors is missing.
         SpecError: a format that is not registered, so that the checkpoint could not be loaded.
         OutputError: the folder cannot be written.
     """
-    from safetensors.torch import save as to_bytes
-
+    safetensors = _safetensors()
     if not quantizers(model):
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
     _check_not_parametrized(model)
     folder = writable_folder(directory)
-    data = to_bytes({name: tensor.detach().contiguous().clone() for name, tensor in _tensors(model).items()})
+    data = safetensors.torch.save(
+        {name: tensor.detach().contiguous().clone() for name, tensor in _tensors(model).items()}
+    )
     digest = hashlib.sha256(data).hexdigest()
     tensors = f"model-{digest[:16]}.safetensors"
     manifest = {
@@ -72,18 +73,16 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 
     Raises:
-        CheckpointError: no checkpoint there, a damaged one, one of another architecture, or a model without memory; the
-            model is unchanged unless it was of another architecture.
+        CheckpointError: no checkpoint there, a damaged one, one of another architecture, a model without memory, or
+            safetensors is missing; the model is unchanged unless it was of another architecture.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load as from_bytes
-
+    safetensors = _safetensors()
     folder = Path(directory)
     manifest = read_manifest(folder)
     data = _read_tensors(folder, manifest)
     try:
-        tensors = from_bytes(data)
-    except SafetensorError as error:
+        tensors = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
         raise CheckpointError(f"{folder / manifest['tensors']['file']} cannot be read: {error}") from error
     if quantizers(model):
         raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
@@ -104,6 +103,16 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint in {folder} does not fit the model: {error}") from error
     return model
+
+
+def _safetensors() -> Any:
+    """The package safetensors, or an error that says how to get it."""
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        message = "checkpoints need safetensors, not installed here; run pip install 'fakequant[checkpoint]'"
+        raise CheckpointError(message) from error
+    return safetensors
 
 
 def _check_memory(model: nn.Module) -> None:
