@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,7 +53,8 @@ class Rule:
         pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
         input: how inputs are quantized; None leaves them in float.
         weight: how the weight is quantized; None leaves it in float.
-        layers: class names of float layers ("Linear", "Conv2d"); empty: every layer that can be quantized.
+        layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
+            can be quantized.
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
 
@@ -79,8 +81,7 @@ class Rule:
             elif value is not None and not isinstance(value, TensorConfig):
                 raise ConfigError(f"a rule's {name} must be a TensorConfig, a QuantSpec, a text or None, got {value!r}")
         object.__setattr__(self, "execution", as_execution(self.execution))
-        names = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
-        object.__setattr__(self, "layers", names)
+        object.__setattr__(self, "layers", _class_names(self.layers))
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule speaks of a layer."""
@@ -149,6 +150,18 @@ class Config:
     def from_dict(cls, values: dict[str, Any]) -> Config:
         """The configuration of a dict made by `to_dict`."""
         return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values["rules"]))
+
+
+def _class_names(layers: Any) -> tuple[str, ...]:
+    """The names of classes that are given by name or as themselves, one or several."""
+    several = isinstance(layers, Iterable) and not isinstance(layers, (str, type))
+    given: tuple[Any, ...] = tuple(layers) if several else (layers,)
+    for layer in given:
+        if not isinstance(layer, (str, type)):
+            raise ConfigError(
+                f'a rule\'s layers must be class names or classes, got {layer!r}; write "Linear" or torch.nn.Linear'
+            )
+    return tuple(layer if isinstance(layer, str) else layer.__name__ for layer in given)
 
 
 def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module]) -> str:
