@@ -102,6 +102,20 @@ def test_texts_stand_for_what_they_say() -> None:
     assert str(prepare(small_net(), "int8-weight-only")) == str(prepare(small_net(), presets.INT8_WEIGHT_ONLY))
 
 
+def test_a_shared_layer_is_matched_by_any_of_its_names() -> None:
+    def shared() -> nn.Module:
+        model = nn.Sequential()
+        model.body = nn.Sequential(nn.Linear(2, 2))
+        model.head = model.body
+        return model
+
+    first, last = Rule(weight="int8"), Rule("head*", weight="int4")  # type: ignore[arg-type]
+    assert Config("c", (first, last)).resolve(shared()) == {"body.0": last}
+    assert Config("c", (last, first)).resolve(shared()) == {"body.0": first}
+    assert Config("c", (last, Rule("body.0"))).resolve(shared()) == {"body.0": Rule("body.0")}
+    assert quantizers(prepare(shared(), presets.INT8.with_rule(Rule("head*")))) == {}
+
+
 def test_layers_may_be_given_as_classes() -> None:
     assert Rule(layers=(nn.Linear, "Conv2d")) == Rule(layers=("Linear", "Conv2d"))  # type: ignore[arg-type]
     rule = Rule("*", layers=nn.Linear)  # type: ignore[arg-type]

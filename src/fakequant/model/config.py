@@ -129,14 +129,21 @@ class Config:
     def resolve(self, model: nn.Module) -> dict[str, Rule]:
         """The rule that holds for every layer of a model that can be quantized and that a rule matches.
 
+        A layer that is used under several names is matched by any of them, and stands under its first.
+
         Raises:
             ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
         """
         table = layers()
         candidates = {name: module for name, module in model.named_modules() if type(module) in table}
+        names = _all_names(model)
         held: dict[str, Rule] = {}
         for rule in self.rules:
-            matched = [name for name, module in candidates.items() if rule.matches(name, module)]
+            matched = [
+                first
+                for first, module in candidates.items()
+                if any(rule.matches(name, module) for name in names[module])
+            ]
             if not matched and not rule.optional:
                 raise ConfigError(_nothing_matched(rule, candidates))
             held.update(dict.fromkeys(matched, rule))
@@ -150,6 +157,14 @@ class Config:
     def from_dict(cls, values: dict[str, Any]) -> Config:
         """The configuration of a dict made by `to_dict`."""
         return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values["rules"]))
+
+
+def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """All paths to every module, of which a shared one has several."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
 
 
 def _class_names(layers: Any) -> tuple[str, ...]:
