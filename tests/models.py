@@ -1,5 +1,7 @@
 """Small models that the tests share."""
 
+from functools import update_wrapper
+
 import torch
 from torch import Tensor, nn
 
@@ -35,3 +37,9 @@ def small_net() -> SmallNet:
 
 def images(count: int = 4, seed: int = 1) -> Tensor:
     return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def hook_forward(layer: nn.Module) -> None:
+    """Give a layer a forward of its own, as the hooks of accelerate do."""
+    forward = layer.forward
+    layer.forward = update_wrapper(lambda *args, **kwargs: forward(*args, **kwargs), forward)  # type: ignore[method-assign]

@@ -1,12 +1,14 @@
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import SmallNet, images, small_net
+from models import SmallNet, hook_forward, images, small_net
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fakequant import FloatFormat, Specials, files
 from fakequant.errors import CheckpointError, OutputError, SpecError
@@ -165,12 +167,58 @@ def test_another_architecture(tmp_path: Path) -> None:
         load(wider, tmp_path)
 
 
+def test_a_forward_that_would_bypass_the_quantizers_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    fresh = small_net()
+    hook_forward(fresh.head)
+    with pytest.raises(CheckpointError, match=r"the model's layer head has a forward of its own .* before load"):
+        load(fresh, tmp_path)
+    assert quantizers(fresh) == {}
+
+
 def test_a_prepared_model_is_refused(tmp_path: Path) -> None:
     model = saved(tmp_path)
     with pytest.raises(CheckpointError, match="already prepared"):
         load(model, tmp_path)
     with pytest.raises(CheckpointError, match="no quantizers; prepare it first"):
         save(small_net(), tmp_path)
+
+
+def test_a_parametrized_layer_is_refused_until_it_is_made_permanent(tmp_path: Path) -> None:
+    model = saved(tmp_path / "before")
+    parametrize.register_parametrization(model.head, "weight", nn.Tanh())
+    with pytest.raises(CheckpointError, match=r"^head is parametrized, .*remove_parametrizations on it before save"):
+        save(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    parametrize.remove_parametrizations(model.head, "weight")
+    save(model, tmp_path / "model")
+    assert torch.equal(load(small_net(), tmp_path / "model")(images()), model(images()))
+
+
+def test_a_model_on_the_meta_device_is_refused_until_it_has_memory(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    with torch.device("meta"):
+        fresh = small_net()
+    with pytest.raises(
+        CheckpointError, match=r"on the meta device, .* first is stem\.weight; .*to_empty.* before load"
+    ):
+        load(fresh, tmp_path)
+    assert quantizers(fresh) == {}
+    assert torch.equal(load(fresh.to_empty(device="cpu"), tmp_path)(images()), model(images()))
+
+
+def test_missing_safetensors_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(tmp_path)
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    needed = r"^checkpoints need safetensors, .* pip install 'fakequant\[checkpoint\]'$"
+    with pytest.raises(CheckpointError, match=needed):
+        save(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    fresh = small_net()
+    with pytest.raises(CheckpointError, match=needed):
+        load(fresh, tmp_path)
+    assert quantizers(fresh) == {}
 
 
 def test_an_interrupted_save_leaves_the_old_model_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

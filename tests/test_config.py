@@ -102,10 +102,38 @@ def test_texts_stand_for_what_they_say() -> None:
     assert str(prepare(small_net(), "int8-weight-only")) == str(prepare(small_net(), presets.INT8_WEIGHT_ONLY))
 
 
+def test_a_shared_layer_is_matched_by_any_of_its_names() -> None:
+    def shared() -> nn.Module:
+        model = nn.Sequential()
+        model.body = nn.Sequential(nn.Linear(2, 2))
+        model.head = model.body
+        return model
+
+    first, last = Rule(weight="int8"), Rule("head*", weight="int4")  # type: ignore[arg-type]
+    assert Config("c", (first, last)).resolve(shared()) == {"body.0": last}
+    assert Config("c", (last, first)).resolve(shared()) == {"body.0": first}
+    assert Config("c", (last, Rule("body.0"))).resolve(shared()) == {"body.0": Rule("body.0")}
+    assert quantizers(prepare(shared(), presets.INT8.with_rule(Rule("head*")))) == {}
+
+
+def test_layers_may_be_given_as_classes() -> None:
+    assert Rule(layers=(nn.Linear, "Conv2d")) == Rule(layers=("Linear", "Conv2d"))  # type: ignore[arg-type]
+    rule = Rule("*", layers=nn.Linear)  # type: ignore[arg-type]
+    assert json.loads(json.dumps(rule.to_dict()))["layers"] == ["Linear"]
+    model = prepare(small_net(), presets.INT8.with_rule(rule))
+    assert type(model.head) is nn.Linear
+    assert model.stem._weight_quantizer is not None
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: Rule(input=8), "a rule's input must be a TensorConfig, a QuantSpec, a text or None, got 8"),
+        (
+            lambda: Rule(layers=(nn.Linear(1, 1),)),
+            r"layers must be class names or classes, got Linear\(.*torch.nn.Linear",
+        ),
+        (lambda: Rule(layers=8), "layers must be class names or classes, got 8"),
         (lambda: Config("c", ["stem"]), "made of rules, got 'stem'"),
         (lambda: prepare(small_net(), "INT9"), "unknown preset 'INT9'; did you mean INT8"),
         (
@@ -113,7 +141,7 @@ def test_texts_stand_for_what_they_say() -> None:
             r"stem: per_channel\(5\) on shape \(8, 1, 3, 3\): axis 5 is out of range",
         ),
     ],
-    ids=["rule", "config", "preset", "granularity"],
+    ids=["rule", "layers", "number", "config", "preset", "granularity"],
 )
 def test_mistakes_are_named(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):

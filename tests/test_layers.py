@@ -97,6 +97,13 @@ def test_embedding_with_max_norm_is_refused() -> None:
         prepare(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), INT8)
 
 
+def test_embedding_with_a_sparse_gradient_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^0: Embedding\(sparse=True\) .*leave it in float by a rule, or set sparse=F"
+    ):
+        prepare(nn.Sequential(nn.Embedding(3, 2, sparse=True)), INT8)
+
+
 def test_registration_needs_a_subclass() -> None:
     class NotLinear(QuantizedLayer):
         pass

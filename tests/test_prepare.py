@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import SmallNet, images, small_net
+from models import SmallNet, hook_forward, images, small_net
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from fakequant import choose_qparams
 from fakequant.calibration import calibrators
@@ -182,6 +183,52 @@ def test_fold_refuses_what_would_change_results() -> None:
     with disabled(model), pytest.raises(ConfigError, match="stem: its weight quantizer is off"):
         fold(model)
     assert model.stem._weight_quantizer is not None
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+COMPUTED_WEIGHTS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
+    "weight_norm": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    "pruning": (
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+        lambda layer: prune.remove(layer, "weight"),
+    ),
+    "parametrization": (
+        lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+        lambda layer: parametrize.remove_parametrizations(layer, "weight"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("kind", COMPUTED_WEIGHTS)
+def test_fold_refuses_a_computed_weight_until_it_is_made_permanent(kind: str) -> None:
+    """The next forward pass would compute the weight anew, in float."""
+    compute, make_permanent = COMPUTED_WEIGHTS[kind]
+    model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT4_WEIGHT_ONLY)
+    calibrate(model)
+    compute(model[1])
+    x = torch.ones(2, 4)
+    expected = model(x)
+    with pytest.raises(ConfigError, match=r"^1: its weight is computed .* make it permanent first"):
+        fold(model)
+    assert model[0]._weight_quantizer is not None
+    assert torch.equal(model(x), expected)
+    make_permanent(model[1])
+    assert torch.equal(fold(model)(x), expected)
+
+
+def test_a_forward_that_would_bypass_the_quantizers_is_refused() -> None:
+    model = small_net()
+    hook_forward(model.head)
+    with pytest.raises(ConfigError, match=r"^head: a forward of its own .* remove the hook, or leave the layer in flo"):
+        prepare(model, presets.INT8)
+    assert quantizers(model) == {}
+    prepare(model, presets.INT8.with_rule(Rule("head")))
+    assert type(model.head) is nn.Linear
 
 
 def test_weight_options_and_a_bare_tensor() -> None:

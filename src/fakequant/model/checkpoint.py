@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fakequant.errors import CheckpointError
 from fakequant.files import writable_folder, write_whole
 from fakequant.model.config import TensorConfig
 from fakequant.model.prepare import attach
+from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.learned import make_learned_range
@@ -36,16 +39,18 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     the old model or the new one.
 
     Raises:
-        CheckpointError: the model is not prepared.
+        CheckpointError: the model is not prepared, a quantized layer was parametrized since, or safetensors is missing.
         SpecError: a format that is not registered, so that the checkpoint could not be loaded.
         OutputError: the folder cannot be written.
     """
-    from safetensors.torch import save as to_bytes
-
+    safetensors = _safetensors()
     if not quantizers(model):
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
+    _check_not_parametrized(model)
     folder = writable_folder(directory)
-    data = to_bytes({name: tensor.detach().contiguous().clone() for name, tensor in _tensors(model).items()})
+    data = safetensors.torch.save(
+        {name: tensor.detach().contiguous().clone() for name, tensor in _tensors(model).items()}
+    )
     digest = hashlib.sha256(data).hexdigest()
     tensors = f"model-{digest[:16]}.safetensors"
     manifest = {
@@ -68,29 +73,29 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 
     Raises:
-        CheckpointError: no checkpoint there, a damaged one, or one of another architecture; the model is unchanged
-            unless it was of another architecture.
+        CheckpointError: no checkpoint there, a damaged one, one of another architecture, a model without memory, or
+            safetensors is missing; the model is unchanged unless it was of another architecture.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load as from_bytes
-
+    safetensors = _safetensors()
     folder = Path(directory)
     manifest = read_manifest(folder)
     data = _read_tensors(folder, manifest)
     try:
-        tensors = from_bytes(data)
-    except SafetensorError as error:
+        tensors = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
         raise CheckpointError(f"{folder / manifest['tensors']['file']} cannot be read: {error}") from error
     if quantizers(model):
         raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
+    _check_memory(model)
     entries = manifest["layers"]
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in entries if name not in modules]:
         raise CheckpointError(f"the checkpoint has layers that the model lacks: {', '.join(missing)}")
-    _check_types(modules, entries)
+    _check_layers(modules, entries)
     for name, entry in entries.items():
         _restore_layer(modules[name], entry, name)
     join_relus(model)
+    leave_fast_paths(model)
     for name, source in manifest["shared"].items():
         tensors[name] = tensors[source]
     try:
@@ -98,6 +103,36 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint in {folder} does not fit the model: {error}") from error
     return model
+
+
+def _safetensors() -> Any:
+    """The package safetensors, or an error that says how to get it."""
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        message = "checkpoints need safetensors, not installed here; run pip install 'fakequant[checkpoint]'"
+        raise CheckpointError(message) from error
+    return safetensors
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raise where torch would take the tensors of a checkpoint without a word and keep nothing of them."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"the model has parameters on the meta device, which hold no values, the first is {name}; build it on "
+                'a device, or call model.to_empty(device="cpu") before load'
+            )
+
+
+def _check_not_parametrized(model: nn.Module) -> None:
+    """Raise where `load` would find a layer of another class and other tensors."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLayer) and is_parametrized(layer):
+            raise CheckpointError(
+                f"{name or 'the model'} is parametrized, and could not be loaded; call "
+                "torch.nn.utils.parametrize.remove_parametrizations on it before save"
+            )
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -139,11 +174,16 @@ def _learned_entry(quantizer: Quantizer) -> dict[str, Any] | None:
     return None if learned is None else {"method": learned.method, "options": learned.options()}
 
 
-def _check_types(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
+def _check_layers(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
     for name, entry in entries.items():
         if type(modules[name]).__name__ != entry["type"]:
             raise CheckpointError(
                 f"the checkpoint's layer {name} is a {entry['type']}, the model's is a {type(modules[name]).__name__}"
+            )
+        if entry["quantizers"] and "forward" in vars(modules[name]):
+            raise CheckpointError(
+                f"the model's layer {name} has a forward of its own (a hook's, as of accelerate), which would bypass "
+                "the quantizers; remove the hook before load"
             )
 
 

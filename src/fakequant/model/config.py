@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,7 +53,8 @@ class Rule:
         pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
         input: how inputs are quantized; None leaves them in float.
         weight: how the weight is quantized; None leaves it in float.
-        layers: class names of float layers ("Linear", "Conv2d"); empty: every layer that can be quantized.
+        layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
+            can be quantized.
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
 
@@ -79,8 +81,7 @@ class Rule:
             elif value is not None and not isinstance(value, TensorConfig):
                 raise ConfigError(f"a rule's {name} must be a TensorConfig, a QuantSpec, a text or None, got {value!r}")
         object.__setattr__(self, "execution", as_execution(self.execution))
-        names = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
-        object.__setattr__(self, "layers", names)
+        object.__setattr__(self, "layers", _class_names(self.layers))
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule speaks of a layer."""
@@ -128,14 +129,21 @@ class Config:
     def resolve(self, model: nn.Module) -> dict[str, Rule]:
         """The rule that holds for every layer of a model that can be quantized and that a rule matches.
 
+        A layer that is used under several names is matched by any of them, and stands under its first.
+
         Raises:
             ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
         """
         table = layers()
         candidates = {name: module for name, module in model.named_modules() if type(module) in table}
+        names = _all_names(model)
         held: dict[str, Rule] = {}
         for rule in self.rules:
-            matched = [name for name, module in candidates.items() if rule.matches(name, module)]
+            matched = [
+                first
+                for first, module in candidates.items()
+                if any(rule.matches(name, module) for name in names[module])
+            ]
             if not matched and not rule.optional:
                 raise ConfigError(_nothing_matched(rule, candidates))
             held.update(dict.fromkeys(matched, rule))
@@ -149,6 +157,26 @@ class Config:
     def from_dict(cls, values: dict[str, Any]) -> Config:
         """The configuration of a dict made by `to_dict`."""
         return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values["rules"]))
+
+
+def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """All paths to every module, of which a shared one has several."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+def _class_names(layers: Any) -> tuple[str, ...]:
+    """The names of classes that are given by name or as themselves, one or several."""
+    several = isinstance(layers, Iterable) and not isinstance(layers, (str, type))
+    given: tuple[Any, ...] = tuple(layers) if several else (layers,)
+    for layer in given:
+        if not isinstance(layer, (str, type)):
+            raise ConfigError(
+                f'a rule\'s layers must be class names or classes, got {layer!r}; write "Linear" or torch.nn.Linear'
+            )
+    return tuple(layer if isinstance(layer, str) else layer.__name__ for layer in given)
 
 
 def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module]) -> str:

@@ -16,6 +16,7 @@ from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
+from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
@@ -62,6 +63,7 @@ def prepare(model: Model, config: Config | str) -> Model:
     for name, rule in held.items():
         quantize_layer(modules[name], rule, name)
     join_relus(model)
+    leave_fast_paths(model)
     return model
 
 
@@ -89,6 +91,11 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     if not configs:
         return
     try:
+        if "forward" in vars(layer):
+            raise ConfigError(
+                "a forward of its own (a hook's, as of accelerate) would bypass the quantizers; "
+                "remove the hook, or leave the layer in float by a rule"
+            )
         quantized.check(layer)
         if weight := configs.get("_weight_quantizer"):
             weight.spec.granularity.group_shape(cast("QuantizedLayer", layer).weight.shape)
@@ -355,7 +362,8 @@ def fold(model: Model) -> Model:
     The model computes the same as before, without quantizing weights again in every pass.
 
     Raises:
-        ConfigError: a weight whose quantizer is off, or that another layer uses too (names both); nothing is changed.
+        ConfigError: a weight whose quantizer is off, that another layer uses too (names both), or that is computed from
+            other tensors; nothing is changed.
     """
     held = {
         name: layer
@@ -366,6 +374,11 @@ def fold(model: Model) -> Model:
         quantizer = layer._weight_quantizer
         if quantizer is not None and quantizer.mode is not Mode.QUANTIZE:
             raise ConfigError(f"{name}: its weight quantizer is {quantizer.mode.value}; set its mode to QUANTIZE first")
+        if "weight" not in layer._parameters and "weight" not in layer._buffers:
+            raise ConfigError(
+                f"{name}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be folded; "
+                "make it permanent first, as by prune.remove or remove_parametrizations"
+            )
         users = [
             other
             for other, module in model.named_modules()

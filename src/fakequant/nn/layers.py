@@ -268,10 +268,16 @@ class QuantEmbedding(QuantizedLayer, nn.Embedding):
 
     @classmethod
     def check(cls, layer: nn.Module) -> None:
-        if cast("nn.Embedding", layer).max_norm is not None:
+        embedding = cast("nn.Embedding", layer)
+        if embedding.max_norm is not None:
             raise ConfigError(
                 "Embedding(max_norm=...) rescales its weight in every forward pass and cannot be quantized; "
                 "leave it in float by a rule, or normalise the weight once and set max_norm=None"
+            )
+        if embedding.sparse:
+            raise ConfigError(
+                "Embedding(sparse=True) has a sparse gradient, which quantizers cannot pass on; "
+                "leave it in float by a rule, or set sparse=False"
             )
 
     def forward(self, input: Tensor) -> Tensor:

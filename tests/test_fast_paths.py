@@ -1,0 +1,85 @@
+"""Encoders of torch: what they compute is quantized with and without gradients, in training and in eval mode."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+
+BATCH = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(7))
+PADDED = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 2 + [True] * 3])
+
+
+def encoder_layer(activation: str = "relu") -> nn.TransformerEncoderLayer:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation=activation, batch_first=True).eval()
+
+
+def encoder() -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(encoder_layer(), 2).eval()
+
+
+def quantized(model: nn.Module, config: fq.Config | str = "INT4_WEIGHT_ONLY") -> nn.Module:
+    fq.prepare(model, config)
+    fq.calibrate(model, [BATCH])
+    return model
+
+
+def assert_quantized_everywhere(model: nn.Module, reference: nn.Module, **masks: Tensor) -> None:
+    """Without gradients it computes what it does with them, which is far from the float model."""
+    expected = model(BATCH, **masks).detach()
+    with torch.no_grad():
+        got = model(BATCH, **masks)
+        in_float = reference(BATCH, **masks)
+    # The attention, which stays in float, is summed in another order without gradients.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    kept = ~masks.get("src_key_padding_mask", torch.zeros(BATCH.shape[:2], dtype=torch.bool))
+    assert (got - in_float)[kept].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_a_layer_is_quantized_without_gradients(activation: str) -> None:
+    layer = encoder_layer(activation)
+    assert_quantized_everywhere(quantized(copy.deepcopy(layer)), layer)
+
+
+@pytest.mark.parametrize("masks", [{}, {"src_key_padding_mask": PADDED}], ids=["whole", "padded"])
+def test_an_encoder_is_quantized_without_gradients(masks: dict[str, Tensor]) -> None:
+    assert_quantized_everywhere(quantized(encoder()), encoder(), **masks)
+
+
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_copies_are_quantized_without_gradients(copier: Callable[[nn.Module], nn.Module]) -> None:
+    assert_quantized_everywhere(copier(quantized(encoder())), encoder(), src_key_padding_mask=PADDED)
+
+
+def test_a_loaded_encoder_is_quantized_without_gradients(tmp_path: Path) -> None:
+    fq.save(quantized(encoder()), tmp_path)
+    assert_quantized_everywhere(fq.load(encoder(), tmp_path), encoder(), src_key_padding_mask=PADDED)
+
+
+def test_static_inputs_are_calibrated() -> None:
+    """Calibration runs in eval mode without gradients, and has to reach the layers."""
+    layer = quantized(encoder_layer(), "INT8")
+    assert all(quantizer.calibrated for quantizer in fq.nn.quantizers(layer).values())
+
+
+def test_an_exported_encoder_computes_the_same() -> None:
+    model = quantized(encoder())
+    with torch.no_grad():
+        program = torch.export.export(model, (BATCH,))
+        torch.testing.assert_close(program.module()(BATCH), model(BATCH), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_in_float_keep_their_fast_path() -> None:
+    model = quantized(nn.Sequential(encoder_layer(), nn.Linear(16, 2)), fq.presets.INT8.with_rule(fq.Rule("0.*")))
+    with torch.no_grad():
+        assert torch.equal(model[0](BATCH), encoder_layer()(BATCH))
+    assert model[0].activation_relu_or_gelu == 1
