@@ -21,7 +21,8 @@ from fakequant.export.record import InputRecord, read
 from fakequant.export.runtime import Session
 from fakequant.export.style import Style
 from fakequant.export.verdict import OutputRow, VerifyReport
-from fakequant.model.prepare import evaluating, run_batch
+from fakequant.model.batches import run_batch
+from fakequant.model.prepare import evaluating
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -69,7 +70,7 @@ def verify_onnx(
             for check in checks:
                 check.compare(values)
             if model is not None:
-                compared.add_torch(values, model, batch)
+                compared.add_torch(values, model, batch, _known(batch, record.inputs))
             if optimised is not None:
                 optimised = compared.add_optimised(values, optimised, inputs)
             report.batches += 1
@@ -136,10 +137,10 @@ class _Outputs:
             self.report.optimised_error = str(error)
             return None
 
-    def add_torch(self, values: Mapping[str, Tensor], model: nn.Module, batch: Any) -> None:
-        """Compare one batch with the torch model."""
+    def add_torch(self, values: Mapping[str, Tensor], model: nn.Module, batch: Any, known: int | None) -> None:
+        """Compare one batch, of which `known` leading items are arguments, with the torch model."""
         with evaluating(model), torch.no_grad():
-            results = pytree.tree_leaves(run_batch(model, batch))
+            results = pytree.tree_leaves(run_batch(model, batch, known))
         expected = [result for result in results if isinstance(result, Tensor)]
         if [list(result.shape) for result in expected] != [list(values[name].shape) for name in self.names]:
             raise VerificationError(
@@ -182,6 +183,18 @@ def _inputs(batch: Any, records: list[InputRecord]) -> dict[str, Tensor]:
     if len(leaves) < len(records):
         raise VerificationError(f"a batch has {len(leaves)} tensors, but the file has {len(records)} inputs")
     return {record.name: leaf for record, leaf in zip(records, leaves, strict=False)}
+
+
+def _known(batch: Any, records: list[InputRecord]) -> int | None:
+    """How many leading items of a tuple are arguments: up to the first tensor that the file has no input for."""
+    if not isinstance(batch, (tuple, list)):
+        return None
+    wanted = len(records)
+    for index, item in enumerate(batch):
+        wanted -= sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(item))
+        if wanted < 0:
+            return index
+    return len(batch)
 
 
 def _random_batch(records: list[InputRecord]) -> Any:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
+from fakequant.model.batches import Forward, run_batch
 from fakequant.model.execution import simulated
-from fakequant.model.prepare import Forward, disabled, evaluating, modes, run_batch
+from fakequant.model.prepare import disabled, evaluating, modes
 from fakequant.model.progress import track
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.nn.layers import QuantizedLayer

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fakequant.errors import ConfigError
-from fakequant.model.prepare import run_batch
+from fakequant.model.batches import run_batch
 from fakequant.model.progress import track
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
@@ -207,7 +207,7 @@ def _epoch(
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr(done)
         optimizer.zero_grad(set_to_none=True)
-        value = loss(run_batch(model, tuple(batch[:-1])), batch[-1])
+        value = loss(run_batch(model, tuple(batch[:-1]), known=len(batch) - 1), batch[-1])
         value.backward()
         optimizer.step()
         losses.append(value.detach())
