@@ -1,6 +1,7 @@
 """How models are called with batches: labels are left out, wrappers are looked through, guesses are refused."""
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,3 +111,8 @@ def test_targets_are_known_so_that_fine_tuning_fills_optional_arguments() -> Non
     finetune(model, [(X, MASK, LABELS)], nn.functional.cross_entropy, Schedule(0.1, 1))
     assert len(seen[0]) == 2
     assert torch.equal(seen[0][1], MASK)
+
+
+def test_any_mapping_holds_keyword_arguments() -> None:
+    model = Masked()
+    assert torch.equal(run_batch(model, UserDict(x=X, mask=MASK)), model(X, MASK))

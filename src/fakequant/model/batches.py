@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ Forward = Callable[[nn.Module, Any], Any]
 
 
 def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
-    """Call a model with a batch: a tensor, a dict of keyword arguments, or a tuple of arguments.
+    """Call a model with a batch: a tensor, a mapping of keyword arguments, or a tuple of arguments.
 
     Of a tuple, as many leading items are passed as `forward` has parameters: a loader's labels are left out.
 
@@ -27,7 +27,7 @@ def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
     Raises:
         ConfigError: the last item of a tuple would be passed as an optional parameter, and might be labels.
     """
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
         return model(*_arguments(model, batch, known))
