@@ -83,8 +83,9 @@ class Sensitivity:
 
     Attributes:
         layer: its path.
-        value: the metric with only this layer quantized.
-        change: `value` minus the metric of the float model (for the default metric: `value` itself, in dB).
+        value: the metric with only this layer quantized, larger is better: by default dB of signal to quantization
+            noise at the model's output, inf where the output does not change.
+        change: `value` minus the metric of the float model; by the default metric the same number as `value`.
     """
 
     layer: str
@@ -108,8 +109,12 @@ def sensitivity(
     Args:
         model: a calibrated model.
         batches: as for `calibrate`, passed over once. May be empty with a metric, which does not see them.
-        metric: called as metric(model), larger is better; by default the signal-to-noise ratio in dB of the model's
-            outputs against those of the float model.
+        metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
+            of the model's outputs, against those of the float model.
+
+    Returns:
+        For every quantized layer the metric with only that layer quantized (`value`), and its difference from that of
+        the float model (`change`; by the default metric the same number).
 
     Raises:
         ConfigError: the model has no quantized layers, the batches are one tensor, or, by the default metric, there was
