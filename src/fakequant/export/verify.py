@@ -52,6 +52,14 @@ def verify_onnx(
     Raises:
         VerificationError: the file is damaged, is not one of ours, cannot be run, or is of another model.
         ExportError: onnx or onnxruntime is not installed.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), "INT8_WEIGHT_ONLY")
+    >>> with TemporaryDirectory() as folder:
+    ...     written = fq.export_onnx(model, torch.ones(3, 4), f"{folder}/model.onnx")
+    ...     report = verify_onnx(written.path, model)
+    >>> report.exact, report.differing
+    (True, 0)
     """
     require("onnx", "onnxruntime")
     with _named(path):

@@ -119,6 +119,12 @@ def sensitivity(
     Raises:
         ConfigError: the model has no quantized layers, the batches are one tensor, or, by the default metric, there was
             no batch or the model's output holds no float tensor.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8.with_rule(Rule("1")))
+    >>> x = torch.linspace(-1, 1, 40).view(10, 4)
+    >>> used = calibrate(model, [x])
+    >>> [(found.layer, 30 < found.value < 60) for found in sensitivity(model, [x])]  # in dB
+    [('0', True)]
     """
     refuse_tensor(batches, "sensitivity")
     held = {

@@ -39,6 +39,12 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         CheckpointError: the model is not prepared.
         SpecError: a format that is not registered, so that the checkpoint could not be loaded.
         OutputError: the folder cannot be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> with TemporaryDirectory() as folder:
+    ...     sorted(path.suffix for path in save(model, folder).iterdir())
+    ['.json', '.safetensors']
     """
     from safetensors.torch import save as to_bytes
 
@@ -70,6 +76,13 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     Raises:
         CheckpointError: no checkpoint there, a damaged one, or one of another architecture; the model is unchanged
             unless it was of another architecture.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> with TemporaryDirectory() as folder:
+    ...     restored = load(nn.Sequential(nn.Linear(4, 4)), save(model, folder))
+    >>> torch.equal(restored(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    True
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
