@@ -1,4 +1,8 @@
 import math
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from fakequant.model.execution import set_execution
 from fakequant.model.prepare import calibrate, prepare
 from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
 
+ROWS = torch.linspace(-1, 1, 8).view(2, 4)
 WORST = presets.INT8.with_rule(Rule("branch", TensorConfig("int2"), TensorConfig("int2 per_channel(0)")))
 
 
@@ -89,3 +94,64 @@ def test_ratios_of_quantizers_are_those_of_the_simulated_model() -> None:
     wanted = layer_sqnr(model, [images()])
     assert layer_sqnr(set_execution(model, "auto"), [images()]) == wanted
     assert all(layer.execution is Execution.AUTO for layer in model.modules() if isinstance(layer, QuantizedLayer))
+
+
+@dataclass
+class Found:
+    """What some models return."""
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+
+
+def returning(wrap: Callable[[torch.Tensor], Any]) -> nn.Module:
+    """A calibrated model with one layer, whose outputs are wrapped."""
+
+    class Wrapped(nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            return wrap(model(input))
+
+    torch.manual_seed(0)
+    model = prepare(nn.Sequential(nn.Linear(4, 3)), presets.INT8)
+    calibrate(model, [ROWS])
+    wrapped = Wrapped(4, 3)
+    wrapped.inner = model
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda y: UserDict(y=y), lambda y: Found(y, y.argmax(1)), lambda y: [Found(y, y), {"y": y.long()}]],
+    ids=["mapping", "dataclass", "nested"],
+)
+def test_tensors_in_mappings_and_dataclasses_are_measured(wrap: Callable[[torch.Tensor], Any]) -> None:
+    (found,) = sensitivity(returning(wrap), [ROWS])
+    (plain,) = sensitivity(returning(lambda y: y), [ROWS])
+    assert math.isfinite(plain.value)
+    assert found.value == pytest.approx(plain.value)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"), [(lambda y: y.argmax(1), "Tensor"), (lambda y: {y}, "set"), (lambda _: Found, "type")]
+)
+def test_outputs_without_a_float_tensor_are_refused(wrap: Callable[[torch.Tensor], Any], name: str) -> None:
+    model = returning(wrap)
+    with pytest.raises(ConfigError, match=f"output of type {name} holds no float tensor; give metric="):
+        sensitivity(model, [ROWS])
+    assert all(quantizer.mode is Mode.QUANTIZE for quantizer in quantizers(model).values())
+
+
+@pytest.mark.parametrize("measure", [sensitivity, layer_sqnr])
+def test_nothing_is_said_where_nothing_was_measured(measure: Callable[..., Any]) -> None:
+    model, batches = calibrated(), iter([images()])
+    assert measure(model, batches)
+    for empty in (batches, []):
+        with pytest.raises(ConfigError, match="batches were empty; give a list or a loader that can be iterated again"):
+            measure(model, empty)
+    with pytest.raises(ConfigError, match=f"{measure.__name__} takes batches, .* row by row; give a list"):
+        measure(model, images())
+
+
+def test_batches_without_rows_measure_nothing() -> None:
+    with pytest.raises(ConfigError, match="the batches were empty"):
+        sensitivity(returning(lambda y: y), [ROWS[:0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import UserDict
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -58,8 +59,9 @@ def test_unknown_preset_offers_the_nearest() -> None:
         (torch.ones(2, 6), (torch.ones(2, 6),)),
         ((torch.ones(2, 6), "label"), (torch.ones(2, 6),)),
         ({"input": torch.ones(2, 6)}, {"input": torch.ones(2, 6)}),
+        (UserDict(input=torch.ones(2, 6)), {"input": torch.ones(2, 6)}),
     ],
-    ids=["tensor", "tuple with label", "dict"],
+    ids=["tensor", "tuple with label", "dict", "mapping"],
 )
 def test_example_is_what_the_model_is_called_with(batch, expected) -> None:
     class Model(torch.nn.Linear):

@@ -319,3 +319,25 @@ def test_report_goes_to_json(path: Path) -> None:
     assert lines[0].split() == ["quantizer", "specification", "kind", "elements", "differing"]
     assert lines[2].split() == [INPUT, "uint8", "per_tensor", "activation", "24", "0"]
     assert lines[6].startswith(f"{path}: exact in ONNX Runtime {onnxruntime.__version__}; 1 batches: given")
+
+
+class Masked(nn.Module):
+    """A model with an optional argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.linear(x if mask is None else x * mask)
+
+
+@pytest.mark.parametrize("given", [1, 2])
+def test_optional_arguments_are_those_that_the_file_has_as_inputs(tmp_path: Path, given: int) -> None:
+    model, example = prepare(Masked(), presets.INT8_AFFINE), (batch(), batch(3))[:given]
+    calibrate(model, [{"x": batch(), "mask": batch(3)}])
+    export_onnx(model, example, tmp_path / "m.onnx")
+    for batches in (None, [(*example, torch.zeros(3, 8))]):
+        (output,) = verify_onnx(tmp_path / "m.onnx", model, batches).outputs
+        assert output.max_abs < 1e-5

@@ -1,3 +1,5 @@
+from collections import UserDict
+
 import pytest
 import torch
 from models import images, small_net
@@ -63,6 +65,11 @@ def test_a_float_model_has_only_float_operations() -> None:
 def test_a_dynamic_quantizer_is_not_an_operation() -> None:
     model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_PER_TOKEN)
     assert unquantized(model, {"input": torch.ones(2, 4)}) == []
+
+
+def test_an_example_may_be_any_mapping() -> None:
+    found = operations(nn.Linear(4, 4), UserDict(input=torch.ones(2, 4)))
+    assert [operation.name for operation in found] == ["linear"]
 
 
 def test_values_that_only_move_stay_quantized() -> None:

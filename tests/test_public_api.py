@@ -68,6 +68,13 @@ def test_names_exist_and_are_documented():
             assert value.__doc__, name
 
 
+def test_what_is_called_has_an_example():
+    called = [value for name in fq.__all__ if inspect.isfunction(value := getattr(fq, name))]
+    called += [fq.QParams, fq.Range, fq.nn.quantizes]
+    called += [fq.qat.Options, fq.qat.Schedule, fq.qat.finetune, fq.qat.scheduler, fq.qat.set_scales]
+    assert [value.__name__ for value in called if ">>> " not in value.__doc__] == []
+
+
 def test_signatures():
     given = "scale: 'Number | None' = None, zero_point: 'Number | None' = None, amax: 'Number | None' = None"
     given += ", seed: 'int | Tensor | None' = None"

@@ -111,6 +111,18 @@ def register_calibrator(name: str) -> Callable[[_Class], _Class]:
 
     Raises:
         ConfigError: another class already has the name.
+
+    >>> from fakequant.calibration import MaxCalibrator
+    >>> @register_calibrator("example_half")
+    ... class Half(MaxCalibrator):
+    ...     def compute_range(self):
+    ...         lo, hi = super().compute_range()
+    ...         return Range(lo / 2, hi / 2)
+    >>> calibrator = make_calibrator("example_half", "int8")
+    >>> calibrator.observe(torch.tensor([-1.0, 8.0]))
+    >>> calibrator.compute_range()
+    Range(lo=tensor([-0.5000]), hi=tensor([4.]))
+    >>> del _registry["example_half"]  # of the example only
     """
 
     def register(cls: _Class) -> _Class:

@@ -26,11 +26,11 @@ class PercentileCalibrator(HistogramCalibrator):
 
     Args:
         spec: how the tensor will be quantized.
-        percentile: more than 0, up to 100.
+        percentile: more than 1, up to 100; a share, such as 0.999, is refused.
         num_bins: see `HistogramCalibrator`.
 
     Raises:
-        ConfigError: a percentile that is not in (0, 100].
+        ConfigError: a percentile that is not in (1, 100].
 
     >>> calibrator = PercentileCalibrator("int8", percentile=90)
     >>> calibrator.observe(torch.tensor([-1.0] * 9 + [1000.0]))
@@ -40,8 +40,9 @@ class PercentileCalibrator(HistogramCalibrator):
 
     def __init__(self, spec: QuantSpec | str, *, percentile: float = 99.99, num_bins: int | None = None) -> None:
         super().__init__(spec, num_bins=num_bins)
-        if not 0 < percentile <= 100:
-            raise ConfigError(f"percentile must be more than 0 and at most 100, such as 99.99; got {percentile}")
+        # 1 too: as a share it means all values, as a percentage hardly any.
+        if not 1 < percentile <= 100:
+            raise ConfigError(f"percentile {percentile}: expected a percentage above 1, such as 99.9, and at most 100")
         self.percentile = percentile
 
     def search_key(self) -> Hashable:

@@ -22,10 +22,11 @@ from fakequant.export.style import Style
 from fakequant.files import writable_folder, write_whole
 from fakequant.ir import capture, to_svg, to_text
 from fakequant.model.analysis import layer_sqnr
+from fakequant.model.batches import run_batch
 from fakequant.model.checkpoint import load, save
 from fakequant.model.config import Config, as_execution
 from fakequant.model.execution import set_execution
-from fakequant.model.prepare import calibrate, evaluating, prepare, run_batch
+from fakequant.model.prepare import calibrate, evaluating, prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.summary import summary
 from fakequant.nn import Execution, cached_weights

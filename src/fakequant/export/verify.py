@@ -21,7 +21,8 @@ from fakequant.export.record import InputRecord, read
 from fakequant.export.runtime import Session
 from fakequant.export.style import Style
 from fakequant.export.verdict import OutputRow, VerifyReport
-from fakequant.model.prepare import evaluating, run_batch
+from fakequant.model.batches import run_batch
+from fakequant.model.prepare import evaluating
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -51,6 +52,14 @@ def verify_onnx(
     Raises:
         VerificationError: the file is damaged, is not one of ours, cannot be run, or is of another model.
         ExportError: onnx or onnxruntime is not installed.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), "INT8_WEIGHT_ONLY")
+    >>> with TemporaryDirectory() as folder:
+    ...     written = fq.export_onnx(model, torch.ones(3, 4), f"{folder}/model.onnx")
+    ...     report = verify_onnx(written.path, model)
+    >>> report.exact, report.differing
+    (True, 0)
     """
     require("onnx", "onnxruntime")
     with _named(path):
@@ -69,7 +78,7 @@ def verify_onnx(
             for check in checks:
                 check.compare(values)
             if model is not None:
-                compared.add_torch(values, model, batch)
+                compared.add_torch(values, model, batch, _known(batch, record.inputs))
             if optimised is not None:
                 optimised = compared.add_optimised(values, optimised, inputs)
             report.batches += 1
@@ -136,10 +145,10 @@ class _Outputs:
             self.report.optimised_error = str(error)
             return None
 
-    def add_torch(self, values: Mapping[str, Tensor], model: nn.Module, batch: Any) -> None:
-        """Compare one batch with the torch model."""
+    def add_torch(self, values: Mapping[str, Tensor], model: nn.Module, batch: Any, known: int | None) -> None:
+        """Compare one batch, of which `known` leading items are arguments, with the torch model."""
         with evaluating(model), torch.no_grad():
-            results = pytree.tree_leaves(run_batch(model, batch))
+            results = pytree.tree_leaves(run_batch(model, batch, known))
         expected = [result for result in results if isinstance(result, Tensor)]
         if [list(result.shape) for result in expected] != [list(values[name].shape) for name in self.names]:
             raise VerificationError(
@@ -182,6 +191,18 @@ def _inputs(batch: Any, records: list[InputRecord]) -> dict[str, Tensor]:
     if len(leaves) < len(records):
         raise VerificationError(f"a batch has {len(leaves)} tensors, but the file has {len(records)} inputs")
     return {record.name: leaf for record, leaf in zip(records, leaves, strict=False)}
+
+
+def _known(batch: Any, records: list[InputRecord]) -> int | None:
+    """How many leading items of a tuple are arguments: up to the first tensor that the file has no input for."""
+    if not isinstance(batch, (tuple, list)):
+        return None
+    wanted = len(records)
+    for index, item in enumerate(batch):
+        wanted -= sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(item))
+        if wanted < 0:
+            return index
+    return len(batch)
 
 
 def _random_batch(records: list[InputRecord]) -> Any:

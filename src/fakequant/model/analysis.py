@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
+from fakequant.model.batches import Forward, refuse_tensor, run_batch
 from fakequant.model.execution import simulated
-from fakequant.model.prepare import Forward, disabled, evaluating, modes, run_batch
+from fakequant.model.prepare import disabled, evaluating, modes
 from fakequant.model.progress import track
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, cached_weights, quantizers
 
 Metric = Callable[[nn.Module], float]
+
+_NO_BATCHES = "the batches were empty; give a list or a loader that can be iterated again"
 
 
 @dataclass
@@ -47,11 +50,15 @@ def layer_sqnr(
         model: a calibrated model.
         batches: as for `calibrate`.
 
+    Raises:
+        ConfigError: there was no batch, or the batches are one tensor.
+
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(1, 4)])
     >>> sorted(layer_sqnr(model, [torch.ones(1, 4)]))
     ['0._input_quantizer', '0._weight_quantizer']
     """
+    refuse_tensor(batches, "layer_sqnr")
     found = quantizers(model)
     power = {name: _Power() for name in found}
 
@@ -61,10 +68,12 @@ def layer_sqnr(
     hooks = [quantizer.register_forward_hook(watch(name)) for name, quantizer in found.items()]
     try:
         with simulated(model):  # products of codes call no quantizer
-            _run(model, batches, forward or run_batch, progress)
+            count = _run(model, batches, forward or run_batch, progress)
     finally:
         for hook in hooks:
             hook.remove()
+    if not count:
+        raise ConfigError(_NO_BATCHES)
     return {name: value.decibels() for name, value in power.items() if value.signal or value.noise}
 
 
@@ -74,8 +83,9 @@ class Sensitivity:
 
     Attributes:
         layer: its path.
-        value: the metric with only this layer quantized.
-        change: `value` minus the metric of the float model (for the default metric: `value` itself, in dB).
+        value: the metric with only this layer quantized, larger is better: by default dB of signal to quantization
+            noise at the model's output, inf where the output does not change.
+        change: `value` minus the metric of the float model; by the default metric the same number as `value`.
     """
 
     layer: str
@@ -99,12 +109,24 @@ def sensitivity(
     Args:
         model: a calibrated model.
         batches: as for `calibrate`, passed over once. May be empty with a metric, which does not see them.
-        metric: called as metric(model), larger is better; by default the signal-to-noise ratio in dB of the model's
-            outputs against those of the float model.
+        metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
+            of the model's outputs, against those of the float model.
+
+    Returns:
+        For every quantized layer the metric with only that layer quantized (`value`), and its difference from that of
+        the float model (`change`; by the default metric the same number).
 
     Raises:
-        ConfigError: the model has no quantized layers.
+        ConfigError: the model has no quantized layers, the batches are one tensor, or, by the default metric, there was
+            no batch or the model's output holds no float tensor.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8.with_rule(Rule("1")))
+    >>> x = torch.linspace(-1, 1, 40).view(10, 4)
+    >>> used = calibrate(model, [x])
+    >>> [(found.layer, 30 < found.value < 60) for found in sensitivity(model, [x])]  # in dB
+    [('0', True)]
     """
+    refuse_tensor(batches, "sensitivity")
     held = {
         name: [quantizer for quantizer in layer.children() if isinstance(quantizer, Quantizer)]
         for name, layer in model.named_modules()
@@ -129,17 +151,25 @@ def _output_sqnr(
     model: nn.Module, batches: Iterable[Any], held: dict[str, list[Quantizer]], run: Forward, progress: bool | None
 ) -> dict[str, float]:
     """The signal-to-noise ratio of the outputs with the quantizers of one layer on, by layer."""
-    power, kept = {name: _Power() for name in held}, ReusedOutputs(model)
+    power, kept, measured = {name: _Power() for name in held}, ReusedOutputs(model), 0
     total = len(batches) if isinstance(batches, Sized) else None
     with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
         for batch in track(batches, "measuring layers", total, progress):
             with kept.record():
-                exact = [tensor.clone() for tensor in _tensors(run(model, batch))]
+                output = run(model, batch)
+                exact = [tensor.clone() for tensor in _tensors(output)]
+            if not exact:
+                raise ConfigError(
+                    f"the model's output of type {type(output).__name__} holds no float tensor; give metric="
+                )
+            measured += sum(tensor.numel() for tensor in exact)
             for name, own in held.items():
                 with _quantizing(own), kept.reuse():
                     outputs = _tensors(run(model, batch))
                 for right, approximate in zip(exact, outputs, strict=True):
                     power[name].add(right, approximate)
+    if not measured:
+        raise ConfigError(_NO_BATCHES)
     return {name: value.decibels() for name, value in power.items()}
 
 
@@ -156,14 +186,24 @@ def _quantizing(own: list[Quantizer]) -> Iterator[None]:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """All floating tensors in a model's output."""
+    """All floating tensors in a model's output: in tuples, lists, mappings and dataclasses, however nested."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    items: Iterable[Any] = ()
+    if isinstance(output, Mapping):
+        items = output.values()
+    elif isinstance(output, (tuple, list)):
+        items = output
+    elif is_dataclass(output) and not isinstance(output, type):
+        items = [getattr(output, field.name) for field in fields(output)]
     return [tensor for item in items for tensor in _tensors(item)]
 
 
-def _run(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool | None) -> None:
+def _run(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool | None) -> int:
+    """Run all batches; how many there were is returned."""
+    count = 0
     with evaluating(model), torch.no_grad():
         for batch in track(batches, "measuring", None, progress):
             run(model, batch)
+            count += 1
+    return count

@@ -42,6 +42,12 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         CheckpointError: the model is not prepared, a quantized layer was parametrized since, or safetensors is missing.
         SpecError: a format that is not registered, so that the checkpoint could not be loaded.
         OutputError: the folder cannot be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> with TemporaryDirectory() as folder:
+    ...     sorted(path.suffix for path in save(model, folder).iterdir())
+    ['.json', '.safetensors']
     """
     safetensors = _safetensors()
     if not quantizers(model):
@@ -75,6 +81,13 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     Raises:
         CheckpointError: no checkpoint there, a damaged one, one of another architecture, a model without memory, or
             safetensors is missing; the model is unchanged unless it was of another architecture.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> with TemporaryDirectory() as folder:
+    ...     restored = load(nn.Sequential(nn.Linear(4, 4)), save(model, folder))
+    >>> torch.equal(restored(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    True
     """
     safetensors = _safetensors()
     folder = Path(directory)

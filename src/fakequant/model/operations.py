@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -114,9 +114,9 @@ def unquantized(model: nn.Module, example: Any, *, products_only: bool = False) 
 
 
 def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of an example: a tensor, a tuple of arguments, or a dict."""
-    if isinstance(example, dict):
-        return (), example
+    """Positional and keyword arguments of an example: a tensor, a tuple of arguments, or a mapping."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
+from fakequant.model.batches import Forward, refuse_tensor, run_batch
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
@@ -24,7 +24,6 @@ from fakequant.nn.sequential import join_relus
 from fakequant.numerics.granularity import PerBlock, PerChannel
 
 Model = TypeVar("Model", bound=nn.Module)
-Forward = Callable[[nn.Module, Any], Any]
 
 
 def prepare(model: Model, config: Config | str) -> Model:
@@ -164,8 +163,9 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
 
     Args:
         model: a prepared model.
-        batches: tensors, tuples of arguments (a data loader's labels at the end are left out), or dicts of keyword
-            arguments. May be empty if no input needs calibration.
+        batches: tensors, tuples of arguments, or dicts of keyword arguments. A tuple's items beyond the parameters of
+            the model's `forward`, such as a data loader's labels, are left out; a tuple whose last item would be passed
+            as an optional parameter is refused, because it may be labels. May be empty if no input needs calibration.
         method: "max", "percentile", "entropy" or "mse", for inputs.
         weight_method: the same, for weights.
         weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
@@ -180,15 +180,15 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     Raises:
         CalibrationError: a batch with NaN or inf (names the quantizer), quantizers that saw no data (names them all),
             or a model without quantizers.
-        ConfigError: an unknown method or option, or a pattern that matches no layer with a static quantizer.
+        ConfigError: an unknown method or option, a pattern that matches no layer with a static quantizer, or a tuple
+            whose last item may be labels or an optional argument.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(2, 4), torch.full((2, 4), 2.54)], method="max")
     >>> model[0]._input_quantizer
     Quantizer(int8 per_tensor, input, scale 0.02)
     """
-    if isinstance(batches, Tensor):
-        raise ConfigError("calibrate takes batches, and a tensor would be taken row by row; give a list: [tensor]")
+    refuse_tensor(batches, "calibrate")
     found = {
         name: quantizer
         for name, quantizer in quantizers(model).items()
@@ -337,25 +337,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def run_batch(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: a tensor, a dict of keyword arguments, or a tuple of arguments.
-
-    Of a tuple, as many leading items are passed as `forward` has parameters: a loader's labels are left out.
-    """
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch[: _parameters_of(model)])
-    return model(batch)
-
-
-def _parameters_of(model: nn.Module) -> int | None:
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
 def fold(model: Model) -> Model:
     """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
 
@@ -364,6 +345,11 @@ def fold(model: Model) -> Model:
     Raises:
         ConfigError: a weight whose quantizer is off, that another layer uses too (names both), or that is computed from
             other tensors; nothing is changed.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> before = model(torch.ones(1, 4))
+    >>> torch.equal(fold(model)(torch.ones(1, 4)), before)
+    True
     """
     held = {
         name: layer

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fakequant.errors import ConfigError
-from fakequant.model.prepare import run_batch
+from fakequant.model.batches import run_batch
 from fakequant.model.progress import track
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
@@ -81,6 +81,11 @@ def scheduler(optimizer: Optimizer, schedule: Schedule, steps: int) -> LambdaLR:
     Args:
         optimizer: made with lr=1.0, which the schedule multiplies.
         steps: optimizer steps in total.
+
+    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> rates = scheduler(optimizer, Schedule(original_lr=0.1, original_epochs=10), steps=100)
+    >>> rates.get_last_lr()
+    [0.001]
     """
     return LambdaLR(optimizer, lambda step: schedule.lr(step / max(1, steps - 1)))
 
@@ -103,6 +108,11 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     Raises:
         ConfigError: LEARNED for a quantizer that has no range yet, or by a method that cannot serve its specification;
             then none begins to learn.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> set_scales(model, Scales.LEARNED, "lsq")
+    >>> model[0]._weight_quantizer.learned.method
+    'lsq'
     """
     if scales is not Scales.LEARNED:
         for quantizer in quantizers(model).values():
@@ -135,6 +145,10 @@ class Options:
         optimizer: makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
         on_epoch: called as on_epoch(epoch, mean loss) after every epoch; returning False ends the training.
         progress: whether to show a progress bar; by default on a terminal.
+
+    >>> options = Options(scales=Scales.LEARNED, on_epoch=lambda epoch, loss: loss > 0.01)
+    >>> options.method, options.freeze_batch_norm_after
+    ('lsq', 0.5)
     """
 
     scales: Scales = Scales.FIXED
@@ -170,6 +184,13 @@ def finetune(
 
     Raises:
         ConfigError: the model has no quantizers, or the loss became NaN or infinite (names the epoch).
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 1)), presets.INT8)
+    >>> batches = [(torch.ones(8, 4), torch.zeros(8, 1))]
+    >>> used = calibrate(model, batches)
+    >>> history = finetune(model, batches, nn.functional.mse_loss, Schedule(original_lr=1.0, original_epochs=20))
+    >>> len(history), history[1] < history[0]
+    (2, True)
     """
     options = options or Options()
     if not quantizers(model):
@@ -207,7 +228,7 @@ def _epoch(
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr(done)
         optimizer.zero_grad(set_to_none=True)
-        value = loss(run_batch(model, tuple(batch[:-1])), batch[-1])
+        value = loss(run_batch(model, tuple(batch[:-1]), known=len(batch) - 1), batch[-1])
         value.backward()
         optimizer.step()
         losses.append(value.detach())

@@ -123,6 +123,15 @@ def quantizes(float_class: type[nn.Module]) -> Callable[[LayerClass], LayerClass
 
     Raises:
         ConfigError: the class is not a subclass of the float layer, or lacks the axis of an input.
+
+    >>> class Scaled(torch.nn.Linear):
+    ...     "A layer of your own, which `prepare` leaves in float."
+    >>> @quantizes(Scaled)
+    ... class QuantScaled(QuantLinear, Scaled):
+    ...     pass
+    >>> prepare(torch.nn.Sequential(Scaled(4, 4)), "INT8")[0].__class__.__name__
+    'QuantScaled'
+    >>> del _layers[Scaled]  # of the example only
     """
 
     def register(quantized: LayerClass) -> LayerClass:

@@ -48,6 +48,11 @@ def register_format(fmt: Format) -> Format:
 
     Raises:
         SpecError: another format already has the name.
+
+    >>> float6 = register_format(FloatFormat("example_float6_e4m1", 4, 1, Specials.NONE))
+    >>> fake_quantize(torch.tensor([1.2, 5.0]), "example_float6_e4m1", scale=1.0)
+    tensor([1., 4.])
+    >>> del _registry["example_float6_e4m1"]  # of the example only
     """
     if _registry.get(fmt.name, fmt) != fmt:
         raise SpecError(f"a different format is already registered as {fmt.name!r}")
@@ -56,7 +61,11 @@ def register_format(fmt: Format) -> Format:
 
 
 def formats() -> dict[str, Format]:
-    """All registered formats by name."""
+    """All registered formats by name.
+
+    >>> formats()["int8"]
+    IntegerFormat(low=-128, high=127)
+    """
     return dict(_registry)
 
 

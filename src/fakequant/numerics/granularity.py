@@ -215,6 +215,11 @@ def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None
 
     Raises:
         SpecError: another granularity already has the name.
+
+    >>> register_granularity("example_per_row", lambda _: PerChannel(0))
+    >>> parse_granularity("example_per_row")
+    PerChannel(axes=(0,))
+    >>> del _registry["example_per_row"]  # of the example only
     """
     if _registry.get(name, parse) != parse:
         raise SpecError(f"a different granularity is already registered as {name!r}")

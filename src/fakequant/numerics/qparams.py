@@ -19,7 +19,11 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Range(NamedTuple):
-    """Lowest and highest value of every group, in units of x; lo <= 0 <= hi. Both [groups, axes kept]."""
+    """Lowest and highest value of every group, in units of x; lo <= 0 <= hi. Both [groups, axes kept].
+
+    >>> Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 5.0])).amax
+    tensor([3., 5.])
+    """
 
     lo: Tensor
     hi: Tensor
@@ -39,6 +43,10 @@ class QParams(NamedTuple):
         zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere.
         range: what the scale was made from, or None; `Gradient.INPUT_RANGE` compares the input with it.
         seed: that of `Rounding.STOCHASTIC` [], int64; None before one is drawn, and where rounding is to nearest.
+
+    >>> params = fq.choose_qparams(torch.tensor([-1.0, 2.54]), "int8")
+    >>> params.scale, params.zero_point, params.range
+    (tensor([0.0200]), None, Range(lo=tensor([-2.5400]), hi=tensor([2.5400])))
     """
 
     scale: Tensor

@@ -1,0 +1,118 @@
+"""How models are called with batches: labels are left out, wrappers are looked through, guesses are refused."""
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim.swa_utils import AveragedModel
+
+from fakequant.errors import ConfigError
+from fakequant.model import presets
+from fakequant.model.analysis import layer_sqnr, sensitivity
+from fakequant.model.batches import run_batch
+from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.qat import Schedule, finetune
+
+X, LABELS, MASK = torch.linspace(-1, 1, 8).view(2, 4), torch.zeros(2, dtype=torch.long), torch.full((2, 4), 2.0)
+
+
+class Masked(nn.Module):
+    """A model with optional arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        y = self.linear(x if mask is None else x * mask)
+        return y if bias is None else y + bias
+
+
+class Echo(nn.Module):
+    """Returns what it is called with."""
+
+    def forward(self, x: Any, y: Any, /, z: Any = None) -> tuple[Any, ...]:
+        return x, y, z
+
+
+class AnyNumber(nn.Module):
+    """Takes any number of arguments, and happens to have a module of the name that wrappers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 3)
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        return self.module(torch.stack(parts).sum(0))
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    if not distributed.is_gloo_available():
+        pytest.skip("needs gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "averaged": AveragedModel,
+    "distributed": nn.parallel.DistributedDataParallel,
+    "averaged, compiled": lambda model: torch.compile(AveragedModel(model), backend="eager"),
+}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_labels_do_not_reach_a_wrapped_model(wrap: Callable[[nn.Module], Any]) -> None:
+    plain = prepare(nn.Sequential(nn.Linear(4, 3)), presets.INT8)
+    model, batches = wrap(copy.deepcopy(plain)), [(X, LABELS)]
+    calibrate(plain, [X])
+    calibrate(model, batches)
+    assert torch.equal(run_batch(model, batches[0]), model(X))
+    assert list(layer_sqnr(model, batches).values()) == list(layer_sqnr(plain, [X]).values())
+    assert sensitivity(model, batches)[0].value == sensitivity(plain, [X])[0].value
+    assert len(finetune(model, batches, nn.functional.cross_entropy, Schedule(0.1, 1))) == 1
+
+
+def test_a_model_with_any_number_of_arguments_gets_all_of_them() -> None:
+    model = AnyNumber()
+    assert torch.equal(run_batch(model, (X, X)), model(X, X))
+
+
+def test_items_beyond_the_parameters_are_left_out() -> None:
+    assert run_batch(Echo(), (1, 2)) == (1, 2, None)
+    assert run_batch(Echo(), (1, 2, 3, 4)) == (1, 2, 3)
+    model = Masked()
+    assert torch.equal(run_batch(model, (X,)), model(X))
+    assert torch.equal(run_batch(model, (X, MASK, X[:, :3], LABELS)), model(X, MASK, X[:, :3]))
+
+
+@pytest.mark.parametrize("batch", [(X, LABELS), [X, LABELS], (X, MASK, LABELS)], ids=["tuple", "list", "two"])
+def test_an_item_that_may_be_labels_or_an_optional_argument_is_refused(batch: Any) -> None:
+    model = prepare(Masked(), presets.INT8)
+    with pytest.raises(ConfigError, match=rf"tuple of {len(batch)} items, but forward needs only 1: .* give a dict"):
+        calibrate(model, [batch])
+    calibrate(model, [{"x": X, "mask": MASK}])
+    calibrate(model, [batch], forward=lambda model, batch: model(batch[0]))
+
+
+def test_targets_are_known_so_that_fine_tuning_fills_optional_arguments() -> None:
+    seen = []
+    model = prepare(Masked(), presets.INT8)
+    calibrate(model, [X])
+    model.register_forward_pre_hook(lambda _, args: seen.append(args))
+    finetune(model, [(X, MASK, LABELS)], nn.functional.cross_entropy, Schedule(0.1, 1))
+    assert len(seen[0]) == 2
+    assert torch.equal(seen[0][1], MASK)
+
+
+def test_any_mapping_holds_keyword_arguments() -> None:
+    model = Masked()
+    assert torch.equal(run_batch(model, UserDict(x=X, mask=MASK)), model(X, MASK))
