@@ -255,3 +255,12 @@ def test_an_unregistered_format_is_refused_before_anything_is_written(tmp_path: 
         with pytest.raises(SpecError, match=r"make its format known by fakequant\.register_format"):
             save(model, tmp_path / label)
         assert list((tmp_path / label).iterdir()) == []
+
+
+def test_a_class_of_the_same_name_without_a_quantized_form_is_refused_before_anything_changes(tmp_path):
+    save(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "INT8_WEIGHT_ONLY"), tmp_path)
+    other = type("Linear", (nn.Linear,), {})
+    model = nn.Sequential(nn.Linear(4, 4), other(4, 4))
+    with pytest.raises(CheckpointError, match=r"layer 1 is a .*Linear, which has no quantized form; import what"):
+        load(model, tmp_path)
+    assert type(model[0]) is nn.Linear

@@ -146,3 +146,24 @@ def test_layers_may_be_given_as_classes() -> None:
 def test_mistakes_are_named(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"name": "x", "rules": [{"pattern": "*", "exection": "integer"}]},
+            "unknown key 'exection' in a rule; did you",
+        ),
+        ({"name": "x", "rule": []}, "unknown key 'rule' in a configuration; did you mean"),
+        ({"rules": []}, "needs a name"),
+        ({"name": "x", "rules": ["int8"]}, "expected a dict as made by to_dict, got 'int8'"),
+    ],
+)
+def test_a_dict_with_mistakes_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.from_dict(values)
+
+
+def test_missing_keys_take_their_defaults():
+    assert Config.from_dict({"name": "x", "rules": [{"weight": "int8"}]}) == Config("x", (Rule(weight="int8"),))

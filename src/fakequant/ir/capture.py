@@ -18,7 +18,7 @@ from fakequant.ir.convert import Converter, needed, type_of
 from fakequant.ir.functional import remove_changes_in_place
 from fakequant.ir.graph import Constant, Graph, Input
 from fakequant.model.operations import example_arguments
-from fakequant.nn.quantizer import fixed_ranges
+from fakequant.nn.contexts import fixed_ranges
 
 
 def capture(model: nn.Module, example: Any, *, dynamic_shapes: Any = None, name: str | None = None) -> Graph:

@@ -17,8 +17,9 @@ from fakequant.model.execution import simulated
 from fakequant.model.prepare import disabled, evaluating, modes
 from fakequant.model.progress import track
 from fakequant.model.reuse import ReusedOutputs
+from fakequant.nn.contexts import cached_weights
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import Mode, Quantizer, cached_weights, quantizers
+from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 
 Metric = Callable[[nn.Module], float]
 

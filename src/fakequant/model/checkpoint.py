@@ -18,7 +18,7 @@ from fakequant.model.config import TensorConfig
 from fakequant.model.prepare import attach
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.layers import QuantizedLayer, layers
 from fakequant.nn.learned import make_learned_range
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.nn.sequential import join_relus
@@ -189,9 +189,15 @@ def _learned_entry(quantizer: Quantizer) -> dict[str, Any] | None:
 
 def _check_layers(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
     for name, entry in entries.items():
-        if type(modules[name]).__name__ != entry["type"]:
+        cls = type(modules[name])
+        if cls.__name__ != entry["type"]:
             raise CheckpointError(
-                f"the checkpoint's layer {name} is a {entry['type']}, the model's is a {type(modules[name]).__name__}"
+                f"the checkpoint's layer {name} is a {entry['type']}, the model's is a {cls.__name__}"
+            )
+        if cls not in layers():
+            raise CheckpointError(
+                f"the model's layer {name} is a {cls.__module__}.{cls.__name__}, which has no quantized form; import "
+                "what registers it (fakequant.nn.quantizes) before load"
             )
         if entry["quantizers"] and "forward" in vars(modules[name]):
             raise CheckpointError(

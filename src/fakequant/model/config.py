@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, nearest
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import layers
 from fakequant.numerics.spec import QuantSpec, as_spec
@@ -100,10 +100,15 @@ class Rule:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Rule:
-        """The rule of a dict made by `to_dict`."""
-        read = {key: values[key] and TensorConfig.parse(values[key]) for key in ("input", "weight")}
-        rest = tuple(values["layers"]), values["optional"], values.get("execution", Execution.SIMULATE)
-        return cls(values["pattern"], read["input"], read["weight"], *rest)
+        """The rule of a dict made by `to_dict`; missing keys take their defaults.
+
+        Raises:
+            ConfigError: an unknown key or value.
+
+        >>> Rule.from_dict({"pattern": "head"}) == Rule("head")
+        True
+        """
+        return cls(**_with_known_keys(cls, values, "a rule"))
 
 
 @dataclass(frozen=True)
@@ -155,8 +160,18 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Config:
-        """The configuration of a dict made by `to_dict`."""
-        return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values["rules"]))
+        """The configuration of a dict made by `to_dict`.
+
+        Raises:
+            ConfigError: an unknown key or value, or no name.
+
+        >>> Config.from_dict(presets.INT8.to_dict()) == presets.INT8
+        True
+        """
+        values = _with_known_keys(cls, values, "a configuration")
+        if "name" not in values:
+            raise ConfigError(f"a configuration needs a name, got {values}")
+        return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values.get("rules", ())))
 
 
 def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -177,6 +192,16 @@ def _class_names(layers: Any) -> tuple[str, ...]:
                 f'a rule\'s layers must be class names or classes, got {layer!r}; write "Linear" or torch.nn.Linear'
             )
     return tuple(layer if isinstance(layer, str) else layer.__name__ for layer in given)
+
+
+def _with_known_keys(cls: type[Any], values: Any, what: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ConfigError(f"expected a dict as made by to_dict, got {values!r}")
+    known = [one.name for one in fields(cls)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r} in {what}{nearest(key, known)}")
+    return values
 
 
 def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module]) -> str:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn.layers import Add, MatMul, QuantizedLayer
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.pairs import Add, MatMul
 from fakequant.nn.quantizer import Mode, Quantizer
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,9 +1,11 @@
 """Quantizers and quantized layers."""
 
+from fakequant.nn.contexts import cached_weights, fixed_ranges
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import Add, MatMul, QuantizedLayer, layers, quantizes
+from fakequant.nn.layers import QuantizedLayer, layers, quantizes
 from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, cached_weights, fixed_ranges, quantizers
+from fakequant.nn.pairs import Add, MatMul
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 
 __all__ = [
     "Add",

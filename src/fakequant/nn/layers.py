@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fakequant.errors import ConfigError
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
+from fakequant.nn.pairs import Add, MatMul
 from fakequant.nn.quantizer import Quantizer
 
 
@@ -370,27 +371,6 @@ class QuantAdaptiveAvgPool3d(_QuantPool, nn.AdaptiveAvgPool3d):
     """AdaptiveAvgPool3d of a quantized input."""
 
     input_reductions = (-4,)
-
-
-class MatMul(nn.Module):
-    """The product of two activations as a module, so that `prepare` can quantize it (attention).
-
-    >>> MatMul()(torch.eye(2), torch.ones(2, 2))
-    tensor([[1., 1.],
-            [1., 1.]])
-    """
-
-    def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """input [..., n, k] times other [..., k, m]."""
-        return torch.matmul(input, other)
-
-
-class Add(nn.Module):
-    """The sum of two activations as a module, so that `prepare` can quantize it (residual connections)."""
-
-    def forward(self, input: Tensor, other: Tensor) -> Tensor:
-        """Input plus other, broadcast."""
-        return input + other
 
 
 class _QuantPair(QuantizedLayer):

@@ -16,7 +16,7 @@ from fakequant.calibration import Calibrator
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as choose_qparams_of
 from fakequant.nn.learned import LearnedRange, PreciseModule, learned_ranges, make_learned_range, shared_by
-from fakequant.nn.weight_cache import WeightCache, counting_optimizer_steps
+from fakequant.nn.weight_cache import WeightCache
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec, as_spec
@@ -366,51 +366,3 @@ def observed_ranges(quantizers: Mapping[str, Quantizer]) -> dict[str, Range]:
     for cls, calibrators in classes.items():
         found |= zip(calibrators, cls.compute_ranges(list(calibrators.values())) or (), strict=False)
     return {name: found.get(name) or quantizer.observed_range() for name, quantizer in quantizers.items()}
-
-
-@contextmanager
-def fixed_ranges(model: nn.Module) -> Iterator[None]:
-    """A context in which learned ranges are constants, as exporters need them; then they are learned again."""
-    learned = [(quantizer, quantizer.learned) for quantizer in quantizers(model).values()]
-    try:
-        for quantizer, _ in learned:
-            quantizer.stop_learning()
-        yield
-    finally:
-        for quantizer, what in learned:
-            if what is not None:
-                quantizer.attach_learned(what)
-
-
-@contextmanager
-def cached_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which weights that have not changed are not quantized again: evaluation, gradient accumulation.
-
-    Of layers that multiply codes, the codes and what is made of them are kept.
-
-    Results and gradients are the same bits. A weight is quantized again after everything that leaves a trace: a step of
-    any torch optimizer, operations in place (`copy_`, `load_state_dict`), another tensor or other memory in its place
-    (`.data =`, `to`, `half`), another scale, zero point or specification. What is written through `weight.data`, as by
-    `weight.data.copy_(average)`, or through a numpy array leaves none: do that outside of the context, or write to the
-    weight itself under `torch.no_grad()`. A compiled model quantizes at every call.
-
-    While the context lasts, every weight's quantized values and one bit per element are kept; copies and pickles of
-    the model have none of it.
-
-    >>> layer = nn.Linear(4, 4)
-    >>> layer.weight_quantizer = Quantizer("int8 per_channel(0)", kind=Kind.WEIGHT)
-    >>> with cached_weights(layer), torch.no_grad():
-    ...     first, again = (layer.weight_quantizer(layer.weight) for _ in range(2))
-    >>> first.data_ptr() == again.data_ptr()
-    True
-    """
-    found = [quantizer for quantizer in quantizers(model).values() if quantizer.kind is Kind.WEIGHT]
-    before = [quantizer._cache for quantizer in found]
-    with counting_optimizer_steps():
-        try:
-            for quantizer in found:
-                quantizer._cache = WeightCache()
-            yield
-        finally:
-            for quantizer, cache in zip(found, before, strict=True):
-                quantizer._cache = cache
