@@ -38,7 +38,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return library.through(dy, ctx.kept.mask, ctx.kept.call), None, None
+        return library.masked_gradient(dy, ctx.kept.mask, ctx.kept.call), None, None
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fakequant import Arithmetic, PerBlock, PerChannel, PerTensor, PerToken, QPa
 from fakequant.errors import ConfigError
 from fakequant.nn import Kind, LearnedRange, Quantizer, fixed_ranges, learned_ranges, register_learned_range
 from fakequant.nn import learned as registry
-from fakequant.nn.learned import through
+from fakequant.nn.learned import straight_through
 
 GRANULARITIES = [
     PerTensor(),
@@ -380,7 +380,7 @@ def test_a_method_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_through_is_the_value_to_the_bit() -> None:
     parameter = torch.tensor([-0.0, 1e-45, -3.7, 3e38], requires_grad=True)
     value = torch.tensor([0.1, -1e-45, 1e38, -3e38])
-    out = through(value, parameter, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    out = straight_through(value, parameter, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert_same_bits(out.detach(), value)
     out.sum().backward()
     assert_same_bits(parameter.grad, torch.tensor([1.0, 2.0, 3.0, 4.0]))

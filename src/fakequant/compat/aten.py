@@ -22,7 +22,7 @@ from torch import Tensor
 from fakequant.compat.codes import CodeRange
 from fakequant.errors import AxisError, CallError, SpecError, UnsupportedDTypeError
 from fakequant.functional import check_scale
-from fakequant.nn.learned import through
+from fakequant.nn.learned import straight_through
 from fakequant.numerics.granularity import Granularity, PerChannel, PerTensor
 from fakequant.numerics.qparams import FLOATING, QParams, compute_dtype, has_values
 from fakequant.numerics.reference import grad_input
@@ -288,7 +288,8 @@ def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, g
         raise CallError("a learned scale or zero point needs an input in float32, float16 or bfloat16, got float64")
     _check_codes(None, codes)
     nearest = zero_point.detach().round().clamp(codes.quant_min, codes.quant_max)
-    return _call(x, through(scale, scale, grad_factor), through(nearest, zero_point, grad_factor), codes)
+    given = straight_through(scale, scale, grad_factor), straight_through(nearest, zero_point, grad_factor)
+    return _call(x, *given, codes)
 
 
 def _check_input(x: object) -> None:

@@ -174,7 +174,7 @@ def _gradients(dy: Tensor, factors: tuple[_Factor, _Factor], form: _Form, wants:
             found, of_params = [*found, None], [*of_params, None, None]
             continue
         d = d.to(factor.x.dtype)
-        found.append(library.through(d, one.mask, one.call))
+        found.append(library.masked_gradient(d, one.mask, one.call))
         slopes = library.grad_params(d, *factor, (wanted[0], wanted[1])) if any(wanted) else (None, None)
         of_params += slopes
     found = [*found, of_bias, *of_params]

@@ -73,7 +73,11 @@ class CodedTensor(NamedTuple):
 
 
 def encode(quantizer: Quantizer, x: Tensor, *, relu: bool = False) -> CodedTensor | None:
-    """The codes of a tensor or, by fixed parameters, of its ReLU; None if it holds NaN, which has none."""
+    """The codes of a tensor or, by fixed parameters, of its ReLU; None if it holds NaN, which has none.
+
+    By the first that serves: what `cached_weights` holds, one operator that checks parameters too (`ops.direct`), codes
+    whose gradient moves a learned scale, and the backend's own way.
+    """
     spec, wants_grad = quantizer.spec, torch.is_grad_enabled()
     wants_mask = wants_grad and x.requires_grad
     if (found := quantizer.codes(x, relu=relu, mask=wants_mask)) is not None:
@@ -293,7 +297,7 @@ def _values(saved: _Saved, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
 
 def _masked(d: Tensor, mask: Tensor | None, call: BackwardCall, dense: bool) -> Tensor:
     """What passes of a gradient that the product has just computed, and that nobody else reads."""
-    return (library.through_dense if dense else library.through)(d, mask, call, over=True)
+    return (library.masked_gradient_dense if dense else library.masked_gradient)(d, mask, call, over=True)
 
 
 def cannot_multiply(spec: QuantSpec) -> str | None:

@@ -71,11 +71,11 @@ def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: boo
 _shared_by = lru_cache(maxsize=4096)(shared_by)  # asked at every call, and the same for every tensor of a shape
 
 
-def through(value: Tensor, parameter: Tensor, factor: float | Tensor = 1.0) -> Tensor:
+def straight_through(value: Tensor, parameter: Tensor, factor: float | Tensor = 1.0) -> Tensor:
     """A value to the bit, whose gradient is passed to a finite parameter times a factor (straight-through).
 
     >>> step = torch.tensor([1.4], requires_grad=True)
-    >>> through(step.ceil(), step, 0.5).backward()
+    >>> straight_through(step.ceil(), step, 0.5).backward()
     >>> step.grad
     tensor([0.5000])
     """
@@ -132,7 +132,7 @@ class LearnedRange(PreciseModule, ABC):
         y = fake_quantize_directly(x, self.spec, params.scale, params.zero_point)
         return library.fake_quantize(x, params, self.spec) if y is None else y
 
-    def fake_quantize_directly(self, x: Tensor, *, examples: bool) -> Tensor | None:
+    def fake_quantize_in_one_call(self, x: Tensor, *, examples: bool) -> Tensor | None:
         """x quantized by one operator; None where it takes those of `qparams` and `fake_quantize`, as here.
 
         Args:
@@ -254,10 +254,10 @@ class LSQ(LearnedRange):
         self.zero_point = None if params.zero_point is None else params.zero_point.detach().clone()
 
     def qparams(self, elements: int) -> QParams:
-        step = through(_positive(self.step, self.spec), self.step, self._factor(elements))
+        step = straight_through(_positive(self.step, self.spec), self.step, self._factor(elements))
         return QParams(_step_of(step, self.spec), self.zero_point)
 
-    def fake_quantize_directly(self, x: Tensor, *, examples: bool) -> Tensor | None:
+    def fake_quantize_in_one_call(self, x: Tensor, *, examples: bool) -> Tensor | None:
         step, spec = self._parameters.get("step"), self.spec
         # A class that inherits from these may find its parameters in another way.
         known = type(self) is LSQ or (type(self) is LSQPlus and spec.symmetric)
@@ -295,9 +295,9 @@ class LSQPlus(LSQ):
         scale = super().qparams(elements).scale
         if self.spec.symmetric:
             return QParams(scale)
-        steps = -through(self.offset, self.offset, self._factor(elements)) / scale
+        steps = -straight_through(self.offset, self.offset, self._factor(elements)) / scale
         fmt = self.spec.format
-        return QParams(scale, through(steps.round().clamp(fmt.quant_min, fmt.quant_max), steps))
+        return QParams(scale, straight_through(steps.round().clamp(fmt.quant_min, fmt.quant_max), steps))
 
 
 @register_learned_range("pact")
@@ -327,7 +327,7 @@ class PACT(LearnedRange):
 
     def qparams(self, elements: int) -> QParams:
         step = self.amax / torch.full_like(self.amax, self.spec.format.bound)
-        return QParams(_step_of(through(_positive(step, self.spec), step), self.spec))
+        return QParams(_step_of(straight_through(_positive(step, self.spec), step), self.spec))
 
 
 @register_learned_range("tqt")
@@ -357,7 +357,7 @@ class TQT(LearnedRange):
     def qparams(self, elements: int) -> QParams:
         exponent = (self.log2_threshold.detach().ceil() - self._magnitude_bits()).clamp(-126, 127)
         scale = power_of_two(exponent.to(torch.int64)).to(self.log2_threshold.dtype)
-        return QParams(_step_of(through(scale, self.log2_threshold, scale * math.log(2)), self.spec))
+        return QParams(_step_of(straight_through(scale, self.log2_threshold, scale * math.log(2)), self.spec))
 
     def _magnitude_bits(self) -> int:
         fmt = self.spec.format

@@ -129,7 +129,7 @@ class Quantizer(PreciseModule):
         learned = self.learned
         if learned is None:
             return library.fake_quantize(x, self.qparams(x), self.spec)
-        y = learned.fake_quantize_directly(x, examples=self.kind is Kind.INPUT)
+        y = learned.fake_quantize_in_one_call(x, examples=self.kind is Kind.INPUT)
         return learned.fake_quantize(x, self.qparams(x)) if y is None else y
 
     def after_relu(self, x: Tensor) -> Tensor:

@@ -20,13 +20,13 @@ from fakequant.numerics.spec import Gradient, QuantSpec
 from . import dispatch
 from .backend import Direct
 from .kept import Kept
-from .library import grad_params, through_dense
+from .library import grad_params, masked_gradient_dense
 from .rectified import rectifies
 
 _MOST = 4096  # kinds of tensors that are remembered
 _found: dict[Hashable, Direct | None] = {}
-_Call = tuple[Direct, QuantSpec, Tensor, Tensor | None]
-_Learned = tuple[Direct, QuantSpec, float | None]  # the last is the factor of `fake_quantize_by_step`
+_FixedCall = tuple[Direct, QuantSpec, Tensor, Tensor | None]
+_LearnedCall = tuple[Direct, QuantSpec, float | None]  # the last is the factor of `fake_quantize_by_step`
 
 
 def fake_quantize_directly(
@@ -107,8 +107,9 @@ def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | N
     return direct if direct is None or zero_point is None or _fits(zero_point, scale, spec) else None
 
 
-def _with_gradient(x: Tensor, call: _Call) -> Tensor | None:
-    if call[1].gradient is not Gradient.CODE_RANGE:
+def _with_gradient(x: Tensor, call: _FixedCall) -> Tensor | None:
+    _, spec, *_ = call
+    if spec.gradient is not Gradient.CODE_RANGE:
         return None
     try:
         return _apply(x, call)
@@ -116,8 +117,9 @@ def _with_gradient(x: Tensor, call: _Call) -> Tensor | None:
         return None
 
 
-def _with_all_gradients(x: Tensor, scale: Tensor, zero_point: Tensor | None, call: _Learned) -> Tensor | None:
-    if call[1].gradient is not Gradient.CODE_RANGE or call[0].gradients is None:
+def _with_all_gradients(x: Tensor, scale: Tensor, zero_point: Tensor | None, call: _LearnedCall) -> Tensor | None:
+    direct, spec, _ = call
+    if spec.gradient is not Gradient.CODE_RANGE or direct.gradients is None:
         return None
     try:
         return _apply_learned(x, scale, zero_point, call)
@@ -157,11 +159,11 @@ def _is_backward_watched() -> bool:
     return not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled()
 
 
-class _Direct(torch.autograd.Function):
+class _QuantizeDirectly(torch.autograd.Function):
     """Every argument costs time at each call: the parameters, which get no gradient, come as one that is no tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: _FixedCall) -> Tensor:
         direct, spec, scale, zero_point = call
         y, mask = direct.values_and_mask(x, scale, zero_point, direct.form)
         if y is None:
@@ -177,18 +179,18 @@ class _Direct(torch.autograd.Function):
         grad_input, call = ctx.call
         if dy.stride() == call[-1] and not _is_backward_watched():
             return grad_input(dy, mask), None
-        return through_dense(dy, mask, call), None
+        return masked_gradient_dense(dy, mask, call), None
 
 
 # Without what `Function.apply` asks and does for function transforms, which were asked for above.
-_apply: Any = super(torch.autograd.Function, _Direct).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply: Any = super(torch.autograd.Function, _QuantizeDirectly).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _DirectLearned(torch.autograd.Function):
-    """`_Direct` where scale or zero point get a gradient too."""
+class _QuantizeDirectlyLearned(torch.autograd.Function):
+    """`_QuantizeDirectly` where scale or zero point get a gradient too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, call: _Learned) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, call: _LearnedCall) -> Tensor:
         (direct, _, factor), mask = call, None
         if factor is not None:
             ctx.step, scale = scale, scale.clone()
@@ -228,8 +230,8 @@ def _gradients(
     (scale, zero_point), groups = given, spec.granularity.group_shape(x.shape)
     params = QParams(scale.view(groups), None if zero_point is None else zero_point.view(groups))
     of_params = grad_params(dy, x, params, spec, (wants[0], wants[1]))
-    dx = None if mask is None else through_dense(dy, mask, (dispatch.choose(x, spec), spec, x.stride()))
+    dx = None if mask is None else masked_gradient_dense(dy, mask, (dispatch.choose(x, spec), spec, x.stride()))
     return dx, *(None if one is None else one.view(scale.shape) for one in of_params)
 
 
-_apply_learned: Any = super(torch.autograd.Function, _DirectLearned).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply_learned: Any = super(torch.autograd.Function, _QuantizeDirectlyLearned).apply  # pyright: ignore[reportAttributeAccessIssue]

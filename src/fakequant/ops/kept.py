@@ -11,7 +11,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from .dispatch import choose
-from .library import BackwardCall, EagerLearnedCodes, through
+from .library import BackwardCall, EagerLearnedCodes, masked_gradient
 from .traced import tensors_of
 
 
@@ -24,7 +24,7 @@ class Kept(NamedTuple):
     """Where gradients pass, packed by the backend that made it; None if it was not asked for, or they pass anywhere."""
     call: BackwardCall
     dense: bool = False
-    """Whether the gradient is to lie in memory as x does, see `through_dense`."""
+    """Whether the gradient is to lie in memory as x does, see `masked_gradient_dense`."""
 
 
 def keep(x: Tensor, params: QParams | None, spec: QuantSpec, *, mask: bool) -> Kept:
@@ -77,4 +77,4 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return through(grad_outputs[0], ctx.kept.mask, ctx.kept.call), None
+        return masked_gradient(grad_outputs[0], ctx.kept.mask, ctx.kept.call), None

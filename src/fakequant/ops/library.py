@@ -184,7 +184,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (mask,) = ctx.saved_tensors
-        return through(grad_outputs[0], mask, ctx.call), None, None, None
+        return masked_gradient(grad_outputs[0], mask, ctx.call), None, None, None
 
 
 # `Function.apply` asks for function transforms, of which `is_watched` knows already, and looks through every argument;
@@ -210,7 +210,7 @@ class _EagerLearned(torch.autograd.Function):
         mask, x, *params = ctx.saved_tensors
         dy, wants = grad_outputs[0], (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         scale_grad, zero_point_grad = grad_params(dy, x, params_of(*params), ctx.call[1], wants)
-        return through(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
+        return masked_gradient(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
 class EagerLearnedCodes(torch.autograd.Function):
@@ -235,7 +235,7 @@ class EagerLearnedCodes(torch.autograd.Function):
 BackwardCall = tuple[Backend, QuantSpec, tuple[int, ...]]  # the last are the strides of the input
 
 
-def through(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
+def masked_gradient(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
     """The gradient of the input of an eager function; `over` says that dy is read by nobody else and may be it."""
     if mask is None:
         return dy
@@ -249,9 +249,9 @@ def through(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool =
     return (backend.grad_input_over if over else backend.grad_input)(dy, mask, spec, x_stride)
 
 
-def through_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
-    """`through` for an input without gaps in memory: the gradient gets its strides, those of single elements too."""
-    dx, stride = through(dy, mask, call, over=over), call[-1]
+def masked_gradient_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
+    """`masked_gradient` for an input without gaps in memory, whose strides it gets, also along single elements."""
+    dx, stride = masked_gradient(dy, mask, call, over=over), call[-1]
     return dx if dx.stride() == stride or is_watched(dx) else dx.as_strided(dx.shape, stride)
 
 
@@ -265,7 +265,7 @@ def grad_params(
         by_scale, by_zero_point = torch.ops.fakequant.grad_params(dy, x, *given)
         has_zero_point = wants[1] and params.zero_point is not None
         return by_scale if wants[0] else None, by_zero_point if has_zero_point else None
-    # Grad mode as in `through`: torch operations can be differentiated again, and give the same bits.
+    # Grad mode as in `masked_gradient`: torch operations can be differentiated again, and give the same bits.
     if watched or torch.is_grad_enabled():
         return reference.grad_params(dy, x, params, spec, wants)
     return choose(x, spec).grad_params(dy, x, params, spec, wants)
@@ -300,7 +300,7 @@ class _MaskedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return through(grad_outputs[0], mask, ctx.call), None, None
+        return masked_gradient(grad_outputs[0], mask, ctx.call), None, None
 
 
 @torch.library.custom_op(

@@ -13,7 +13,7 @@ from fakequant.numerics.spec import QuantSpec, Rounding
 
 from .backend import Backend
 from .dispatch import choose
-from .library import are_learned, fake_quantize, is_watched, through_dense
+from .library import are_learned, fake_quantize, is_watched, masked_gradient_dense
 
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
@@ -78,4 +78,4 @@ class _Rectified(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return through_dense(grad_outputs[0], mask, ctx.call), None, None
+        return masked_gradient_dense(grad_outputs[0], mask, ctx.call), None, None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fakequant.nn.learned import through
+from fakequant.nn.learned import straight_through
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams
@@ -60,7 +60,7 @@ def _to_bound(output: Tensor, reached: Tensor, bound: Tensor) -> Tensor:
     flags = reached.to(torch.promote_types(output.dtype, bound.dtype))
     # A bound that is not finite would make the scale NaN, and nothing would be learned from it.
     finite = bound.nan_to_num(0.0, 0.0, 0.0).reshape((1,) * output.dim())
-    scale = through(torch.ones_like(finite), finite)
+    scale = straight_through(torch.ones_like(finite), finite)
     # Subtracting +0.0 changes no value, not even -0.0.
     return output - (flags - library.fake_quantize(flags, QParams(scale), _REACHED)).to(output.dtype)
 
