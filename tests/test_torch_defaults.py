@@ -86,14 +86,15 @@ def test_results_do_not_depend_on_the_defaults_of_torch(preset, method):
     forget()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# Those whose files are made in different ways, under the two defaults that differ most from what is meant.
+@pytest.mark.parametrize("preset", ["INT8", "INT8_PER_TOKEN", "MXFP4", "NVFP4", "NF4_WEIGHT_ONLY"])
 def test_exported_files_do_not_depend_on_the_defaults_of_torch(preset, tmp_path):
     pytest.importorskip("onnxruntime")
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     model = fq.prepare(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), preset)
     fq.calibrate(model, [x], progress=False)
     fq.export_onnx(model, x, tmp_path / "expected.onnx")
-    for value in DEFAULTS:
+    for value in (torch.bfloat16, "meta"):
         with default(value):
             fq.export_onnx(model, x, tmp_path / "found.onnx")
             assert fq.verify_onnx(tmp_path / "found.onnx", model, [x]).exact, value
