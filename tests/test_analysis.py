@@ -153,5 +153,5 @@ def test_nothing_is_said_where_nothing_was_measured(measure: Callable[..., Any])
 
 
 def test_batches_without_rows_measure_nothing() -> None:
-    with pytest.raises(ConfigError, match="the batches were empty"):
+    with pytest.raises(ConfigError, match="the batches held no examples"):
         sensitivity(returning(lambda y: y), [ROWS[:0]])

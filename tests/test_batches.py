@@ -51,6 +51,13 @@ class AnyNumber(nn.Module):
         return self.module(torch.stack(parts).sum(0))
 
 
+class AnyKeywords(AnyNumber):
+    """Takes keywords too, as wrappers do."""
+
+    def forward(self, *parts: Tensor, **named: Tensor) -> Tensor:
+        return super().forward(*parts, *named.values())
+
+
 @pytest.fixture
 def one_process() -> Iterator[None]:
     if not distributed.is_gloo_available():
@@ -81,9 +88,15 @@ def test_labels_do_not_reach_a_wrapped_model(wrap: Callable[[nn.Module], Any]) -
     assert len(finetune(model, batches, nn.functional.cross_entropy, Schedule(0.1, 1))) == 1
 
 
-def test_a_model_with_any_number_of_arguments_gets_all_of_them() -> None:
-    model = AnyNumber()
+@pytest.mark.parametrize("cls", [AnyNumber, AnyKeywords])
+def test_a_model_with_any_number_of_arguments_gets_all_of_them(cls: type[nn.Module]) -> None:
+    model = cls()
     assert torch.equal(run_batch(model, (X, X)), model(X, X))
+
+
+def test_what_is_no_argument_cannot_be_labels() -> None:
+    model = Masked()
+    assert torch.equal(run_batch(model, (X, MASK, None)), model(X, MASK))
 
 
 def test_items_beyond_the_parameters_are_left_out() -> None:

@@ -158,6 +158,11 @@ def test_mistakes_are_named(make: Callable[[], object], text: str) -> None:
         ({"name": "x", "rule": []}, "unknown key 'rule' in a configuration; did you mean"),
         ({"rules": []}, "needs a name"),
         ({"name": "x", "rules": ["int8"]}, "expected a dict as made by to_dict, got 'int8'"),
+        ({"name": "x", "rules": {"pattern": "*"}}, "rules of a configuration cannot be {'pattern'"),
+        ({"name": 5}, "name of a configuration cannot be 5"),
+        ({"name": "x", "rules": [{"pattern": 5}]}, "pattern of a rule cannot be 5"),
+        ({"name": "x", "rules": [{"optional": "no"}]}, "optional of a rule cannot be 'no'"),
+        ({5: 5}, "unknown key 5 in a configuration"),
     ],
 )
 def test_a_dict_with_mistakes_is_refused(values, message):

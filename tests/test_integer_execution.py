@@ -134,13 +134,22 @@ def test_a_first_call_that_is_watched_decides_nothing():
     assert_integer(model)
 
 
-def test_a_trial_without_memory_decides_nothing(monkeypatch):
+def allocate_too_much():
+    torch.empty(1 << 55, dtype=torch.int8)
+
+
+def raise_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("fail", [allocate_too_much, raise_out_of_memory])
+def test_a_trial_without_memory_decides_nothing(fail, monkeypatch):
     def without_memory(*_):
-        raise torch.OutOfMemoryError("out of memory")
+        fail()
 
     products.linear_unavailable.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", without_memory)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="memory"):
         products.linear_unavailable("cpu")
     monkeypatch.undo()
     assert products.linear_unavailable("cpu") is None

@@ -27,8 +27,15 @@ LAYERS = {
     "tokens": (lambda: nn.Linear(24, 9, bias=False), (2, 3, 24)),
     "convolution": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 7, 5)),
     "grouped": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2, bias=False), (2, 4, 7, 5)),
+    "channels_last": (lambda: nn.Conv2d(8, 8, 3, stride=2, padding=1, dilation=2, groups=2), (2, 8, 9, 7)),
+    "three_axes": (lambda: nn.Conv3d(4, 6, 3, padding=1), (2, 4, 5, 4, 6)),
     "one_axis": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 11)),
 }
+
+
+def input_of(kind):
+    x = hostile(*LAYERS[kind][1]).clamp(-100, 100)
+    return x.contiguous(memory_format=torch.channels_last) if kind == "channels_last" else x
 
 
 @pytest.mark.parametrize("learn", ["", "lsq"])
@@ -38,9 +45,8 @@ def test_gradients_are_those_of_the_simulated_layer(kind, input, learn):
     if learn and input != "int8":
         learn = "lsq_plus" if input == "uint8" else learn
     torch.manual_seed(0)
-    make, shape = LAYERS[kind]
-    model, simulated = prepared(make(), input)
-    x = hostile(*shape).clamp(-100, 100)
+    model, simulated = prepared(LAYERS[kind][0](), input)
+    x = input_of(kind)
     found, wanted = step(model, x, learn=learn), step(simulated, x, learn=learn)
     assert_integer(model)
     assert found.keys() == wanted.keys()
@@ -75,9 +81,8 @@ def test_a_fixed_scale_may_get_a_gradient(name):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_the_gradient_from_above_is_not_written_to(kind):
-    make, shape = LAYERS[kind]
-    model, _ = prepared(make())
-    x = hostile(*shape).clamp(-100, 100).requires_grad_()
+    model, _ = prepared(LAYERS[kind][0]())
+    x = input_of(kind).requires_grad_()
     y = model(x)
     dy = torch.randn_like(y)
     before = dy.clone()
@@ -88,12 +93,11 @@ def test_the_gradient_from_above_is_not_written_to(kind):
 @pytest.mark.parametrize("wants", [{"x"}, {"weight"}, {"bias"}, {"x", "weight"}, {"x", "bias"}, {"weight", "bias"}])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_of_some_gradients_only_their_factors_are_kept(kind, wants):
-    make, shape = LAYERS[kind]
     dy, gradients = None, []
-    for model in prepared(make()):
+    for model in prepared(LAYERS[kind][0]()):
         for name, parameter in model[0].named_parameters():
             parameter.requires_grad_(name in wants)
-        x = hostile(*shape).clamp(-100, 100).requires_grad_("x" in wants)
+        x = input_of(kind).requires_grad_("x" in wants)
         y = model(x)
         if not y.requires_grad:  # of a bias, which this layer has not
             assert model[0].bias is None

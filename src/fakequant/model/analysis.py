@@ -23,7 +23,7 @@ from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 
 Metric = Callable[[nn.Module], float]
 
-_NO_BATCHES = "the batches were empty; give a list or a loader that can be iterated again"
+_NO_BATCHES = "the batches held no examples; give a list or a loader that can be iterated again"
 
 
 @dataclass

@@ -12,11 +12,21 @@ from fakequant.errors import ConfigError
 
 Forward = Callable[[nn.Module, Any], Any]
 
+# torch's wrappers, by name because importing them all takes long, and where they hold the module.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "AveragedModel": "module",
+}
+
 
 def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
     """Call a model with a batch: a tensor, a mapping of keyword arguments, or a tuple of arguments.
 
-    Of a tuple, as many leading items are passed as `forward` has parameters: a loader's labels are left out.
+    Of a tuple, as many leading items are passed as `forward` has parameters: a loader's labels are left out. Where the
+    last item would fill an optional parameter, nothing tells it from labels, and it is refused, unless it is None.
 
     Args:
         model: any module, or a wrapper such as DistributedDataParallel.
@@ -49,7 +59,7 @@ def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Seq
     if known is not None:
         return items[: min(max(known, required), len(positional))]
     # The first item is an argument in any case: a batch of labels alone means nothing.
-    if max(required, 1) < len(items) <= len(positional):
+    if max(required, 1) < len(items) <= len(positional) and items[-1] is not None:
         names = [p.name for p in positional[: len(items)]]
         raise ConfigError(
             f"a batch is a tuple of {len(items)} items, but forward needs only {max(required, 1)}: the last one may be "
@@ -60,12 +70,9 @@ def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Seq
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """The parameters of a model's `forward`; of a wrapper, which passes all on, those of the module in it."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    kinds = {p.kind for p in parameters}
-    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
-        # torch.compile's name for it, then that of DistributedDataParallel, DataParallel and AveragedModel.
-        for name in ("_orig_mod", "module"):
-            if isinstance(inner := getattr(model, name, None), nn.Module):
-                return _parameters(inner)
-    return parameters
+    """The parameters of a model's `forward`, or of the module in a wrapper of torch, which passes all on."""
+    for cls in type(model).__mro__:
+        inner = _WRAPPERS.get(cls.__name__) if cls.__module__.startswith("torch.") else None
+        if inner is not None:
+            return _parameters(getattr(model, inner))
+    return list(inspect.signature(model.forward).parameters.values())

@@ -200,7 +200,10 @@ def _with_known_keys(cls: type[Any], values: Any, what: str) -> dict[str, Any]:
     known = [one.name for one in fields(cls)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"unknown key {key!r} in {what}{nearest(key, known)}")
+            raise ConfigError(f"unknown key {key!r} in {what}{nearest(str(key), known)}")
+    for key, kind in (("name", str), ("pattern", str), ("optional", bool), ("rules", (list, tuple))):
+        if key in values and not isinstance(values[key], kind):
+            raise ConfigError(f"{key} of {what} cannot be {values[key]!r}")
     return values
 
 

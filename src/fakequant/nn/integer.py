@@ -244,7 +244,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*_saved(x, codes=is_read[0]), *_saved(other, codes=is_read[1]))
         # Without their tensors, which are saved.
         ctx.calls = [(one.kept.call, one.kept.dense) for one in (x, other)]
-        ctx.laid = [Laid(one.codes.shape, one.kept.call[-1]) for one in (x, other)]
+        ctx.laid = [Laid(one.codes.shape, one.codes.stride()) for one in (x, other)]
         ctx.specs, ctx.product, ctx.places = (x.spec, other.spec), product, ready.places
         y = product.multiply(ready, x, other, bias)
         # Of a view, autograd would refuse to let anything change it in place, such as a ReLU.

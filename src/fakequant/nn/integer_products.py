@@ -110,8 +110,8 @@ class ConvolutionProduct(IntegerProduct):
         return d_weight, d_bias if with_bias else None
 
     def grad_bias(self, dy: Tensor, x: Laid, other: Laid, places: Places) -> Tensor:
-        # Summed in the order of torch's kernel, which finds the weight's with it: of zeros.
-        given = dy.new_zeros(x.shape), dy.new_empty_strided(*other)
+        # Summed in the order of torch's kernel, which finds the weight's with it, here of zeros that lie as x does.
+        given = dy.new_empty_strided(*x).zero_(), dy.new_empty_strided(*other)
         return _convolution_backward(dy, *given, places, [False, False, True])[2]
 
 
