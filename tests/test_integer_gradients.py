@@ -27,7 +27,7 @@ LAYERS = {
     "tokens": (lambda: nn.Linear(24, 9, bias=False), (2, 3, 24)),
     "convolution": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 7, 5)),
     "grouped": (lambda: nn.Conv2d(4, 6, 3, stride=2, groups=2, bias=False), (2, 4, 7, 5)),
-    "channels_last": (lambda: nn.Conv2d(8, 8, 3, stride=2, padding=1, dilation=2, groups=2), (2, 8, 9, 7)),
+    "channels_last": (lambda: nn.Conv2d(8, 8, 3, stride=2, padding=1, dilation=2, groups=2), (4, 8, 17, 15)),
     "three_axes": (lambda: nn.Conv3d(4, 6, 3, padding=1), (2, 4, 5, 4, 6)),
     "one_axis": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 11)),
 }
