@@ -146,7 +146,7 @@ def test_nothing_is_said_where_nothing_was_measured(measure: Callable[..., Any])
     model, batches = calibrated(), iter([images()])
     assert measure(model, batches)
     for empty in (batches, []):
-        with pytest.raises(ConfigError, match="batches held no examples; give a list or a loader that can be iterated again"):
+        with pytest.raises(ConfigError, match="held no examples; give a list or a loader that can be iterated again"):
             measure(model, empty)
     with pytest.raises(ConfigError, match=f"{measure.__name__} takes batches, .* row by row; give a list"):
         measure(model, images())
