@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class FakeQuantError(Exception):
@@ -72,6 +73,20 @@ class VerificationError(FakeQuantError, RuntimeError):
 
 class RecipeError(FakeQuantError, ValueError):
     """A recipe file for the command line that lacks what it must offer."""
+
+
+def check_keys(values: Any, known: Sequence[str], what: str, error: type[FakeQuantError]) -> None:
+    """Raise the error unless values are a dict with known keys.
+
+    >>> check_keys({"scales": 1}, ["scale"], "a specification", SpecError)
+    Traceback (most recent call last):
+    fakequant.errors.SpecError: unknown key 'scales' in a specification; did you mean scale?
+    """
+    if not isinstance(values, dict):
+        raise error(f"expected a dict as made by to_dict, got {values!r}")
+    for key in values:
+        if key not in known:
+            raise error(f"unknown key {key!r} in {what}{nearest(str(key), known)}")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -188,13 +188,14 @@ def _learned_entry(quantizer: Quantizer) -> dict[str, Any] | None:
 
 
 def _check_layers(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
+    known = layers()
     for name, entry in entries.items():
         cls = type(modules[name])
         if cls.__name__ != entry["type"]:
             raise CheckpointError(
                 f"the checkpoint's layer {name} is a {entry['type']}, the model's is a {cls.__name__}"
             )
-        if cls not in layers():
+        if cls not in known:
             raise CheckpointError(
                 f"the model's layer {name} is a {cls.__module__}.{cls.__name__}, which has no quantized form; import "
                 "what registers it (fakequant.nn.quantizes) before load"

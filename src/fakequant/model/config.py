@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.errors import ConfigError, nearest
+from fakequant.errors import ConfigError, check_keys
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import layers
 from fakequant.numerics.spec import QuantSpec, as_spec
@@ -195,12 +195,7 @@ def _class_names(layers: Any) -> tuple[str, ...]:
 
 
 def _with_known_keys(cls: type[Any], values: Any, what: str) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise ConfigError(f"expected a dict as made by to_dict, got {values!r}")
-    known = [one.name for one in fields(cls)]
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"unknown key {key!r} in {what}{nearest(str(key), known)}")
+    check_keys(values, [one.name for one in fields(cls)], what, ConfigError)
     for key, kind in (("name", str), ("pattern", str), ("optional", bool), ("rules", (list, tuple))):
         if key in values and not isinstance(values[key], kind):
             raise ConfigError(f"{key} of {what} cannot be {values[key]!r}")

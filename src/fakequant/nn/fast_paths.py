@@ -15,11 +15,13 @@ def leave_fast_paths(model: nn.Module) -> None:
     output projection is a subclass of Linear, whose weight it reads itself on every path.
     """
     for module in model.modules():
+        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
         if not any(isinstance(child, QuantizedLayer) for child in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             # What it computes is `activation`; this number is only asked for by the fast path, and 0 keeps it off.
             module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
+        else:
             # It makes padded inputs nested tensors for the fast path of its layers, and quantizers take none.
             module.use_nested_tensor = False

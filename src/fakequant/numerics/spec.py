@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fakequant.errors import SpecError, nearest
+from fakequant.errors import SpecError, check_keys, nearest
 
 from .formats import Format, parse_format
 from .granularity import Granularity, PerTensor, parse_granularity
@@ -242,12 +242,7 @@ class QuantSpec:
         Raises:
             SpecError: an unknown key or value.
         """
-        if not isinstance(values, dict):
-            raise SpecError(f"expected a dict as made by to_dict, got {values!r}")
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise SpecError(f"unknown key {key!r} in a specification{nearest(key, known)}")
+        check_keys(values, [f.name for f in fields(cls)], "a specification", SpecError)
         options = dict(values)
         try:
             options["granularity"] = parse_granularity(options.get("granularity", "per_tensor"))

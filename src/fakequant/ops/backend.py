@@ -45,6 +45,7 @@ class Direct(NamedTuple):
             parameter is not valid or x has NaN, and the packed mask where masked. None for formats without integer
             codes.
         form: what follows from the specification and the kind of tensor.
+        call: the backend, whose masks these are, the specification and the strides of x, see `library.BackwardCall`.
     """
 
     values: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor | None]
@@ -54,6 +55,7 @@ class Direct(NamedTuple):
     gradients: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None
     codes: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, bool], tuple[bool, Tensor | None]] | None
     form: Tensor
+    call: tuple[Backend, QuantSpec, tuple[int, ...]]
 
 
 class Backend(ABC):

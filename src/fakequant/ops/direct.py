@@ -20,7 +20,7 @@ from fakequant.numerics.spec import Gradient, QuantSpec
 from . import dispatch
 from .backend import Direct
 from .kept import Kept
-from .library import grad_params, masked_gradient_dense
+from .library import BackwardCall, grad_params, masked_gradient_dense
 from .rectified import rectifies
 
 _MOST = 4096  # kinds of tensors that are remembered
@@ -91,7 +91,7 @@ def encode_directly(
     with torch.no_grad():
         codes = torch.empty_like(x, dtype=spec.format.storage)
         found, bits = direct.codes(x, scale, zero_point, direct.form, codes, mask)
-    return Kept(codes, bits, (dispatch.choose(x, spec, codes=True), spec, x.stride()), relu) if found else None
+    return Kept(codes, bits, direct.call, relu) if found else None
 
 
 def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:
@@ -164,22 +164,21 @@ class _QuantizeDirectly(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _FixedCall) -> Tensor:
-        direct, spec, scale, zero_point = call
+        direct, _, scale, zero_point = call
         y, mask = direct.values_and_mask(x, scale, zero_point, direct.form)
         if y is None:
             raise _NotValidError
-        # The backend that packed the mask: dy may be of another kind, which another backend serves.
-        ctx.call = direct.grad_input, (dispatch.choose(x, spec), spec, x.stride())
+        ctx.direct = direct
         ctx.save_for_backward(mask)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        (mask,), (dy,) = ctx.saved_tensors, grad_outputs
-        grad_input, call = ctx.call
-        if dy.stride() == call[-1] and not _is_backward_watched():
-            return grad_input(dy, mask), None
-        return masked_gradient_dense(dy, mask, call), None
+        (mask,), (dy,), direct = ctx.saved_tensors, grad_outputs, ctx.direct
+        if dy.stride() == direct.call[-1] and not _is_backward_watched():
+            return direct.grad_input(dy, mask), None
+        # By the backend that packed the mask: dy may be of another kind, which another one serves.
+        return masked_gradient_dense(dy, mask, direct.call), None
 
 
 # Without what `Function.apply` asks and does for function transforms, which were asked for above.
@@ -206,13 +205,13 @@ class _QuantizeDirectlyLearned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (mask, x, scale, zero_point), (dy,), (direct, spec, factor) = ctx.saved_tensors, grad_outputs, ctx.call
+        (mask, x, scale, zero_point), (dy,), (direct, _, factor) = ctx.saved_tensors, grad_outputs, ctx.call
         _, *wants, _ = ctx.needs_input_grad
         plain = type(dy) in PLAIN and not is_legacy_batchedtensor(dy)
         if not plain or dy.stride() != x.stride() or _is_backward_watched():
             if factor is not None:
                 scale = scale + (ctx.step - ctx.step.detach()) * factor  # its value, with the gradient of the step
-            found = _gradients(dy, mask, x, (scale, zero_point), spec, wants)
+            found = _gradients(dy, mask, x, (scale, zero_point), direct.call, wants)
         else:
             if zero_point is not None and zero_point.dtype != scale.dtype:
                 zero_point = zero_point.to(scale.dtype)
@@ -224,13 +223,19 @@ class _QuantizeDirectlyLearned(torch.autograd.Function):
 
 
 def _gradients(
-    dy: Tensor, mask: Tensor | None, x: Tensor, given: tuple[Tensor, Tensor | None], spec: QuantSpec, wants: list[bool]
+    dy: Tensor,
+    mask: Tensor | None,
+    x: Tensor,
+    given: tuple[Tensor, Tensor | None],
+    call: BackwardCall,
+    wants: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """Those of x, scale and zero point in the general way."""
-    (scale, zero_point), groups = given, spec.granularity.group_shape(x.shape)
+    (scale, zero_point), spec = given, call[1]
+    groups = spec.granularity.group_shape(x.shape)
     params = QParams(scale.view(groups), None if zero_point is None else zero_point.view(groups))
     of_params = grad_params(dy, x, params, spec, (wants[0], wants[1]))
-    dx = None if mask is None else masked_gradient_dense(dy, mask, (dispatch.choose(x, spec), spec, x.stride()))
+    dx = None if mask is None else masked_gradient_dense(dy, mask, call)
     return dx, *(None if one is None else one.view(scale.shape) for one in of_params)
 
 

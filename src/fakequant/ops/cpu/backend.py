@@ -94,7 +94,7 @@ class CpuBackend(Backend):
         codes = ops.checked_codes.default if spec.format.has_zero_point else None
         values = ops.checked.default, ops.checked_over.default, ops.checked_with_mask.default
         gradients = ops.mask_gradient.default, ops.learned_gradients.default if x.numel() else None
-        return Direct(*values, *gradients, codes, plan.form)
+        return Direct(*values, *gradients, codes, plan.form, (self, spec, x.stride()))
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
