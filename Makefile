@@ -27,7 +27,7 @@ demo: setup
 	$(BIN)/fakequant demo --out demo-output
 
 test: setup lint
-	$(BIN)/pytest -n 2 -m 'not exhaustive'
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not exhaustive'
 
 # Three of these tests take many minutes each: a process that has nothing left takes them over.
 test-exhaustive: setup

@@ -10,9 +10,23 @@ import torch
 collect_ignore = ["scripts"] if os.environ.get("TRITON_INTERPRET") == "1" else ["scripts", "interpreted"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     """What takes minutes first: at the end, one process would work at it while the others wait."""
     items.sort(key=lambda item: item.path.name != "test_triton.py")
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        if marker and not runs_always(item.callspec.indices.values(), *marker.args):
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def runs_always(places, every):
+    """Whether a case of a test marked `one_in(every)` is in every test run; the others are exhaustive.
+
+    By its places in the lists of parameters, so that every two values of three lists meet if the third is as long as
+    `every`.
+    """
+    return sum(places) % every == 0
 
 
 @pytest.fixture(autouse=True)

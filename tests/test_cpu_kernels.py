@@ -133,6 +133,7 @@ def compare(backend, numbers, spec, label):
     return served
 
 
+@pytest.mark.one_in(2)
 @each_backend
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)

@@ -8,6 +8,7 @@ from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_graph_of_the_gradients_gives_those_of_the_model(network, preset):

@@ -38,6 +38,7 @@ def only(graph, one):
     return found.graph
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_exact_passes_keep_every_bit(network, preset):

@@ -25,6 +25,7 @@ def eager(x, params, spec, dy):
     return y, reference.grad_input(dy, reference.passes(x, params, spec))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -42,6 +43,7 @@ def test_backward_is_the_references(layout, dtype, gradient):
         assert_same_bits(dx, right_dx, name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)

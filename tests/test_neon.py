@@ -32,6 +32,7 @@ def test_values_and_masks_are_those_of_the_portable_loops(tmp_path):
     assert compiled_and_run(NATIVE, tmp_path) == "0 values, 0 codes and 0 bits differ of 12219090\n"
 
 
+@pytest.mark.exhaustive  # a minute to compile them once more
 def test_the_comparison_can_fail(tmp_path):
     """A minimum that tells zeros apart and returns NaN wherever one is, as NEON's own does."""
     shutil.copytree(KERNELS, tmp_path / "kernels")

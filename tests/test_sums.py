@@ -53,7 +53,7 @@ def make(name, size, seed=0):
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 1000, 100_003])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_error_is_below_the_bound(name, size):
-    for seed in range(3):
+    for seed in range(3 if size < 100_000 else 1):
         values = make(name, size, seed)
         exact = exact_sum(values)
         actual = order_free_sum(values, (0,)).item()

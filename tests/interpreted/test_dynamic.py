@@ -43,6 +43,7 @@ def compare(name, dtype, each):
             assert_dynamic(backend_of(turn // 4, x), x, spec.replace(gradient=MASKED[turn // 4 % len(MASKED)]), label)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_equals_the_definition(name, dtype):

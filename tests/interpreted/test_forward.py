@@ -40,6 +40,7 @@ def compare(name, dtype, each):
                 assert_codes(backend, (x, numbers.params), spec, where_name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_equals_the_reference(name, dtype):

@@ -29,6 +29,7 @@ def assert_observes(values, bins, backend=None):
     assert (found.counts[finite].sum((1, 2)) == values.shape[1]).all()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("bins", [None, 16, 4096])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
