@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import runs_always
 
 TESTS = Path(__file__).parent
