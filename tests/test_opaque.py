@@ -5,6 +5,7 @@ import torch
 from bits import assert_same_bits
 
 import fakequant as fq
+from fakequant.numerics import reference
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import dispatch, library
 from fakequant.ops.opaque import Opaque
@@ -78,6 +79,22 @@ def test_results_lie_in_memory_like_the_input():
         for where, x in laid_out((2, 3, 4, 5)):
             if where != "every second":
                 assert fq.fake_quantize(x, text).stride() == x.stride(), (text, where)
+
+
+class Watching(torch.Tensor):
+    """A subclass, which the reference serves."""
+
+
+@pytest.mark.parametrize("spec", ["int8", "int8 per_channel(1)"])
+@pytest.mark.parametrize(("kind_of_x", "kind_of_dy"), [(Watching, torch.Tensor), (torch.Tensor, Watching)])
+def test_a_mask_is_read_by_what_packed_it(spec, kind_of_x, kind_of_dy):
+    x = (torch.arange(96.0) - 40).view(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    spec = fq.QuantSpec.parse(spec)
+    params = QParams(torch.full(spec.granularity.group_shape(x.shape), 0.25))
+    right = reference.passes(x, params, spec)
+    leaf = x.as_subclass(kind_of_x).detach().requires_grad_()
+    Opaque(spec)(leaf, params, None).backward(torch.ones_like(x).as_subclass(kind_of_dy))
+    assert torch.equal(leaf.grad.as_subclass(torch.Tensor), right.float())
 
 
 def _with_gradients(function, x, params, spec):

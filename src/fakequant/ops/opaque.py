@@ -18,14 +18,15 @@ from fakequant.numerics.granularity import padding
 from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.spec import Gradient, QuantSpec
 
-from .dispatch import choose
+from .dispatch import backends, choose
+from .library import masked_gradient
 
 _ARGUMENTS = "Tensor x, Tensor? scale, Tensor? zero_point, Tensor? seed, str spec, Tensor? lo=None, Tensor? hi=None"
 # Held, because the operators vanish with it.
 _LIBRARY = torch.library.Library("fakequant", "FRAGMENT")
 _LIBRARY.define(f"opaque({_ARGUMENTS}) -> Tensor")
-_LIBRARY.define(f"opaque_masked({_ARGUMENTS}) -> (Tensor y, Tensor mask, Tensor stride)")
-_LIBRARY.define("opaque_backward(Tensor dy, Tensor mask, Tensor stride, str spec, SymInt[] declared) -> Tensor")
+_LIBRARY.define(f"opaque_masked({_ARGUMENTS}) -> (Tensor y, Tensor mask, Tensor packed_by)")
+_LIBRARY.define("opaque_backward(Tensor dy, Tensor mask, Tensor packed_by, str spec, SymInt[] declared) -> Tensor")
 _LIBRARY.define(
     "opaque_params_backward(Tensor dy, Tensor x, Tensor scale, Tensor? zero_point, Tensor? seed, str spec) "
     "-> (Tensor by_scale, Tensor by_zero_point)"
@@ -82,8 +83,16 @@ def _masked_forward(
     y, mask = _run(x, parsed, (scale, zero_point, seed, *_two(ends)), mask=True)
     assert mask is not None
     missing = _mask_bytes(x, parsed) - mask.numel()
-    # The real strides: those that a compiler expects of x may be others, and the bits lie as x does.
-    return _laid_like(y, x), F.pad(mask, (0, missing)) if missing else mask, torch.tensor(x.stride(), device="cpu")
+    return _laid_like(y, x), F.pad(mask, (0, missing)) if missing else mask, _packed_by(x, parsed)
+
+
+def _packed_by(x: Tensor, spec: QuantSpec) -> Tensor:
+    """What a mask is read by, as a tensor, which is all that graphs hold: the backend's number, and the strides of x.
+
+    The real strides: those that a compiler expects of x may be others, and the bits lie as x does. The backend that
+    packed: dy may be of another kind, which another one serves.
+    """
+    return torch.tensor([backends().index(choose(x, spec)), *x.stride()], dtype=torch.int64, device="cpu")
 
 
 def _two(ends: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -93,9 +102,9 @@ def _two(ends: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 @torch.library.impl(_LIBRARY, "opaque_backward", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _backward(dy: Tensor, mask: Tensor, stride: Tensor, spec: str, declared: list[int]) -> Tensor:
-    parsed = QuantSpec.parse(spec)
-    dx = choose(dy, parsed).grad_input(dy, mask, parsed, tuple(stride.tolist()))
+def _backward(dy: Tensor, mask: Tensor, packed_by: Tensor, spec: str, declared: list[int]) -> Tensor:
+    number, *stride = packed_by.tolist()
+    dx = masked_gradient(dy, mask, (backends()[number], QuantSpec.parse(spec), tuple(stride)))
     if list(dx.stride()) == declared:
         return dx
     return dx.new_empty_strided(dx.shape, declared).copy_(dx)
@@ -166,7 +175,7 @@ def _(
     *_ends: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = x.new_empty(_mask_bytes(x, QuantSpec.parse(spec)), dtype=torch.uint8)
-    return _declared(x), mask, torch.empty(x.dim(), dtype=torch.int64, device="meta" if x.is_meta else "cpu")
+    return _declared(x), mask, torch.empty(1 + x.dim(), dtype=torch.int64, device="meta" if x.is_meta else "cpu")
 
 
 @torch.library.register_fake("fakequant::opaque_params_backward", lib=_LIBRARY)
@@ -178,7 +187,7 @@ def _(
 
 
 @torch.library.register_fake("fakequant::opaque_backward", lib=_LIBRARY)
-def _(dy: Tensor, mask: Tensor, stride: Tensor, spec: str, declared: list[int]) -> Tensor:
+def _(dy: Tensor, mask: Tensor, packed_by: Tensor, spec: str, declared: list[int]) -> Tensor:
     return dy.new_empty_strided(dy.shape, declared)
 
 
@@ -191,9 +200,9 @@ class _Masked(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        y, mask, stride = output
-        ctx.mark_non_differentiable(mask, stride)
-        ctx.save_for_backward(mask, stride)
+        y, mask, packed_by = output
+        ctx.mark_non_differentiable(mask, packed_by)
+        ctx.save_for_backward(mask, packed_by)
         ctx.spec, ctx.declared = inputs[4], y.stride()
 
     @staticmethod
@@ -231,18 +240,18 @@ class _Learned(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        y, mask, stride = output
+        y, mask, packed_by = output
         x, scale, zero_point, seed, spec, _, _, masked = inputs
-        ctx.mark_non_differentiable(mask, stride)
-        ctx.save_for_backward(mask, stride, x, scale, zero_point, seed)
+        ctx.mark_non_differentiable(mask, packed_by)
+        ctx.save_for_backward(mask, packed_by, x, scale, zero_point, seed)
         ctx.spec, ctx.declared, ctx.masked = spec, y.stride(), masked
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        mask, stride, x, *params = ctx.saved_tensors
+        mask, packed_by, x, *params = ctx.saved_tensors
         dy = dx = grad_outputs[0]
         if ctx.masked:
-            dx = torch.ops.fakequant.opaque_backward(dy, mask, stride, ctx.spec, ctx.declared)
+            dx = torch.ops.fakequant.opaque_backward(dy, mask, packed_by, ctx.spec, ctx.declared)
         by_scale, by_zero_point = torch.ops.fakequant.opaque_params_backward(dy, x, *params, ctx.spec)
         return dx, by_scale, None if params[1] is None else by_zero_point, None, None, None, None, None
 
