@@ -213,6 +213,25 @@ def test_function_and_module_take_it(monkeypatch):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_numbers_go_the_direct_way(monkeypatch, dtype):
+    x, computed = X.to(dtype), torch.float64 if dtype == torch.float64 else torch.float32
+    one, three = torch.tensor(0.1, dtype=computed), torch.tensor(3, dtype=computed)
+    for backend in dispatch.backends():
+        monkeypatch.setattr(backend, "fake_quantize", None)
+    for leaf in (x, x.clone().requires_grad_()):
+        assert_same_bits(fq.fake_quantize(leaf, INT8, scale=0.1), fake_quantize_directly(x, INT8, one, None))
+        for given in (
+            {"scale": 0.1, "zero_point": 3},
+            {"scale": one, "zero_point": 3},
+            {"scale": 0.1, "zero_point": three},
+        ):
+            assert_same_bits(fq.fake_quantize(leaf, AFFINE, **given), fake_quantize_directly(x, AFFINE, one, three))
+    expected = fake_quantize_directly(x, AFFINE, one, three)
+    assert_same_bits(fq.fake_quantize_(x.clone(), AFFINE, scale=0.1, zero_point=3), expected)
+
+
+@needs_kernels
 def test_the_gradient_has_a_gradient():
     x = X.nan_to_num(100.0).double().requires_grad_()
     weight = torch.ones_like(x, requires_grad=True)

@@ -32,6 +32,24 @@ def test_numbers_and_tensors_of_any_dtype_mean_the_same():
             assert_same_bits(fq.fake_quantize(X, UINT8, scale=scale, zero_point=zero_point), expected)
 
 
+def test_of_two_errors_the_first_is_said():
+    """Whether numbers become tensors early or late."""
+    for function in (fq.fake_quantize, fq.fake_quantize_):
+        for error, x, spec, given in (
+            (DTypeError, [1.0], "int8", {"scale": 1e-60}),
+            (DTypeError, X.int(), "int8", {"scale": 10**400}),
+            (SpecError, X, "int8", {"scale": 1e-60, "zero_point": 1}),
+            (ShapeError, X, CHANNELS, {"scale": 0.1}),
+        ):
+            with pytest.raises(error):
+                function(x, spec, **given)
+        with pytest.raises(QParamsError, match="scale must be a positive"):
+            function(X, UINT8, scale=-1.0, zero_point="3")
+        for name, given in (("scale", {"scale": 1e-60}), ("zero_point", {"scale": 1.0, "zero_point": 1e-60})):
+            with pytest.raises(QParamsError, match=f"{name}=1e-60 is 0 in torch.float32"):
+                function(X, UINT8, **given)
+
+
 def test_the_range_is_taken_from_x():
     params = fq.choose_qparams(X, CHANNELS)
     assert_same_bits(params.scale, torch.tensor([[1.27], [5.0]]) / 127)

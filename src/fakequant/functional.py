@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .errors import CallError, DTypeError, QParamsError, ShapeError, SpecError
 from .numerics.philox import draw_seed
-from .numerics.qparams import QParams, Range, compute_dtype, is_at_hand
+from .numerics.qparams import FLOATING, QParams, Range, compute_dtype, is_at_hand
 from .numerics.qparams import choose_qparams as _choose_qparams
 from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
@@ -71,9 +71,11 @@ def fake_quantize(
     tensor([0., 1., 0., 0., 0., 0., 1., 0.])
     """
     spec = as_spec(spec)
-    if isinstance(scale, Tensor) and amax is None and seed is None and not isinstance(zero_point, (float, int)):
-        if (y := fake_quantize_directly(x, spec, scale, zero_point)) is not None:
-            return y
+    if scale is not None and amax is None and seed is None:
+        if (given := _as_tensors(scale, zero_point, x, spec)) is not None:
+            scale, zero_point = given
+            if (y := fake_quantize_directly(x, spec, scale, zero_point)) is not None:
+                return y
     elif scale is None and zero_point is None and amax is None:
         _check_tensor("x", x)
         return library.fake_quantize_dynamic(x, spec, _resolve_seed(seed, spec))
@@ -116,6 +118,11 @@ def fake_quantize_(
     if scale is None and zero_point is None and amax is None:
         values = fake_quantize(x, spec, seed=seed)  # first, because it says what is wrong with x
         return x.copy_(values)
+    given = None if scale is None or amax is not None else _as_tensors(scale, zero_point, x, spec)
+    if given is not None and seed is None:
+        scale, zero_point = given
+        if fake_quantize_over(x, spec, scale, zero_point):
+            return x
     params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
     if fake_quantize_over(x, spec, params.scale, params.zero_point):
         return x
@@ -275,14 +282,36 @@ def _check_tensor(name: str, value: object) -> None:
         raise DTypeError(f"{name} must be a dense torch.Tensor, got {kind}; convert it first, as by {way}")
 
 
-def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_tensors(
+    scale: Number, zero_point: Number | None, x: Tensor, spec: QuantSpec
+) -> tuple[Tensor, Tensor | None] | None:
+    """Scale and zero point, made tensors where they are numbers; None where that or what comes before it will raise."""
+    if isinstance(scale, Tensor) and (zero_point is None or isinstance(zero_point, Tensor)):
+        return scale, zero_point
+    if not isinstance(x, Tensor) or x.dtype not in FLOATING or (zero_point is not None and spec.symmetric):
+        return None
+    dtype = compute_dtype(x.dtype)
+    made, made_zero_point = _made_tensor(scale, dtype), None
+    if zero_point is not None and (made_zero_point := _made_tensor(zero_point, dtype)) is None:
+        return None
+    return None if made is None else (made, made_zero_point)
+
+
+def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
+    """A tensor as it is, the tensor of a number; None of all else, and of a number that would become 0."""
     if isinstance(value, Tensor):
-        return value if value.dtype == dtype else value.to(dtype)
+        return value
+    if not isinstance(value, (int, float)) or (0 < abs(value) <= _ROUNDED_TO_0 and dtype == torch.float32):
+        return None
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
+    if (made := _made_tensor(value, dtype)) is not None:
+        return made if made.dtype == dtype else made.to(dtype)
     if not isinstance(value, (int, float)):
         raise QParamsError(f"{name} must be a number or a tensor, got {value!r}")
-    if 0 < abs(value) <= _ROUNDED_TO_0 and dtype == torch.float32:
-        raise QParamsError(f"{name}={value!r} is 0 in {dtype}, in which tensors of {x.dtype} are quantized")
-    return torch.tensor(value, dtype=dtype, device="cpu")
+    raise QParamsError(f"{name}={value!r} is 0 in {dtype}, in which tensors of {x.dtype} are quantized")
 
 
 def _beside(x: Tensor, values: Tensor) -> Tensor:
