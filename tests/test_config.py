@@ -1,15 +1,19 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pytest
 from models import small_net
 from torch import nn
 
+import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model import presets
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
+from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.spec import QuantSpec
 
 
 @pytest.mark.parametrize("name", sorted(presets.presets()))
@@ -71,6 +75,37 @@ def test_output_channels_of_transposed_convolutions() -> None:
     model = prepare(small_net(), presets.INT8)
     assert str(model.up._weight_quantizer.spec.granularity) == "per_channel(1)"
     assert str(model.stem._weight_quantizer.spec.granularity) == "per_channel(0)"
+
+
+@dataclass(frozen=True)
+class PerPair(Granularity):
+    """One scale for every two neighbours along an axis; it is not registered, so rules take it as a value."""
+
+    axis: int = 0
+
+    def block_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(2 if axis == self.axis else n for axis, n in enumerate(shape))
+
+    def moved(self, axes: Mapping[int, int]) -> "PerPair":
+        return PerPair(axes.get(self.axis, self.axis))
+
+    @classmethod
+    def parse(cls, arguments: str) -> "PerPair":
+        return cls(int(arguments))
+
+
+def test_a_granularity_of_your_own_moves_its_axes() -> None:
+    config = Config("mine", [Rule("*", weight=TensorConfig(QuantSpec("int8", PerPair())))])
+    model = prepare(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ConvTranspose2d(6, 4, 3)), config)
+    shapes = [tuple(fq.choose_qparams(layer.weight, layer._weight_quantizer.spec).scale.shape) for layer in model]
+    assert shapes == [(3, 1, 1, 1), (1, 2, 1, 1)]
+
+
+def test_the_granularity_of_scales_moves_its_axes() -> None:
+    weight = "float4_e2m1fn per_block(-1:2) scale=float8_e4m3fn@per_channel(0)"
+    model = prepare(nn.Sequential(nn.ConvTranspose2d(6, 4, 3)), Config("mine", [Rule("*", weight=weight)]))
+    moved = "float4_e2m1fn per_block(0:2) scale=float8_e4m3fn@per_channel(1)"
+    assert str(model[0]._weight_quantizer.spec) == moved
 
 
 def test_subclasses_of_float_layers_stay() -> None:

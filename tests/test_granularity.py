@@ -143,5 +143,12 @@ def test_axes_of_either_sign_mean_the_same():
     assert PerBlock({-1: 5}).block_shape((4, 5)) == PerBlock({1: 5}).block_shape((4, 5))
 
 
+def test_axes_move():
+    axes = {0: 1, -1: 0}
+    assert PerChannel(0, 2).moved(axes) == PerChannel(1, 2)
+    assert PerBlock({-1: 32, 2: 3}, pad=True).moved(axes) == PerBlock({0: 32, 2: 3}, pad=True)
+    assert (PerTensor().moved(axes), PerToken().moved(axes)) == (PerTensor(), PerToken())
+
+
 def test_names_are_listed():
     assert {str(case.granularity).partition("(")[0] for case in GRANULARITIES.values()} <= set(granularities())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
@@ -21,7 +22,6 @@ from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
 from fakequant.nn.sequential import join_relus
-from fakequant.numerics.granularity import PerBlock, PerChannel
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -134,13 +134,10 @@ def _placed(config: TensorConfig | None, axes: dict[int, int]) -> TensorConfig |
     """A rule's configuration with the axes that it names by their role moved to where the layer has them."""
     if config is None:
         return None
-    granularity = config.spec.granularity
-    if isinstance(granularity, PerChannel):
-        granularity = PerChannel(*(axes.get(axis, axis) for axis in granularity.axes))
-    elif isinstance(granularity, PerBlock):
-        sizes = {axes.get(axis, axis): size for axis, size in granularity.sizes}
-        granularity = PerBlock(sizes, pad=granularity.pad)
-    return TensorConfig(config.spec.replace(granularity=granularity), config.dynamic)
+    spec = config.spec.replace(granularity=config.spec.granularity.moved(axes))
+    if spec.scale.granularity is not None:  # that of the tensor of scales, which has the axes of the tensor
+        spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.moved(axes)))
+    return TensorConfig(spec, config.dynamic)
 
 
 def calibrate(  # noqa: PLR0913  all but the first three by name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,17 @@ class Granularity(ABC):
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
         """Shapes in which scales may be given; the first is the one that broadcasts."""
         return [self.group_shape(shape)]
+
+    def moved(self, axes: Mapping[int, int]) -> Granularity:
+        """The same for tensors of which some axes lie elsewhere; one that names no axis stays as it is.
+
+        Weights of layers come here: rules say 0 for the axis of output channels and -1 for the one that a product sums
+        over, and in transposed convolutions these are 1 and 0.
+
+        Args:
+            axes: from an axis that the granularity may name to the one to name instead; others stay.
+        """
+        return self
 
     @classmethod
     @abstractmethod
@@ -109,6 +120,9 @@ class PerChannel(Granularity):
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
         full = self.group_shape(shape)
         return [full, (full[self.axes[0]],)] if len(self.axes) == 1 else [full]
+
+    def moved(self, axes: Mapping[int, int]) -> PerChannel:
+        return PerChannel(*(axes.get(axis, axis) for axis in self.axes))
 
     @classmethod
     def parse(cls, arguments: str) -> PerChannel:
@@ -188,6 +202,9 @@ class PerBlock(Granularity):
             blocks[index] = size
         return tuple(blocks)
 
+    def moved(self, axes: Mapping[int, int]) -> PerBlock:
+        return PerBlock({axes.get(axis, axis): size for axis, size in self.sizes}, pad=self.pad)
+
     @classmethod
     def parse(cls, arguments: str) -> PerBlock:
         words = arguments.split(",")
@@ -212,6 +229,9 @@ _TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
 
 def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None:
     """Make a granularity known under the name that its text form begins with.
+
+    One of your own is a subclass of `Granularity` that says its block size along every axis (`block_shape`); if it
+    names axes, also what it is where they lie elsewhere (`moved`).
 
     Raises:
         SpecError: another granularity already has the name.
