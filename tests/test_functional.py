@@ -50,6 +50,20 @@ def test_of_two_errors_the_first_is_said():
                 function(X, UINT8, **given)
 
 
+@pytest.mark.parametrize("given", [{"scale": -1.0}, {"scale": torch.tensor(-1.0)}, {"scale": 1.0, "zero_point": 300}])
+def test_values_are_not_read_where_something_watches(given):
+    def function(x):
+        return fq.fake_quantize(x, UINT8, **given)
+
+    torch._dynamo.reset()
+    for watched in (torch.func.vmap(function), torch.compile(function, backend="aot_eager", fullgraph=True)):
+        assert watched(X).shape == X.shape
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert function(X).shape == X.shape
+    with pytest.raises(QParamsError, match=next(reversed(given))):
+        function(X)
+
+
 def test_the_range_is_taken_from_x():
     params = fq.choose_qparams(X, CHANNELS)
     assert_same_bits(params.scale, torch.tensor([[1.27], [5.0]]) / 127)

@@ -59,7 +59,8 @@ def fake_quantize(
     Raises:
         DTypeError: x is not a floating tensor.
         ShapeError: x does not fit the granularity, or a parameter does not fit x.
-        QParamsError: a scale that is not positive and finite, a zero point out of range, a seed that is no int64.
+        QParamsError: a scale that is not positive and finite, a zero point out of range, a seed that is no int64;
+            values are not read under torch.compile, torch.func and dispatch modes, nor of tensors on an accelerator.
         SpecError: a seed for a specification that rounds to nearest, a zero point for a symmetric one.
 
     >>> fake_quantize(torch.tensor([0.1, -0.52, 1.27]), "int8", scale=0.01)
