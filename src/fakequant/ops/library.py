@@ -1,10 +1,10 @@
 """The operator: `fake_quantize` for eager code, compilers, exporters and function transforms.
 
-* Eager: an autograd function over a backend's kernels; saves one bit per element unless a scale is learned. Most calls
-  with given parameters do not come here: `direct.py`.
+* Eager: an autograd function over a backend's kernels; saves one bit per element unless a scale is learned. On the CPU
+  most calls with given parameters do not come here: `direct.py`.
 * torch.compile where compilers would compute other bits (`dispatch.node_devices`): one node, `opaque.py`.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
-  that a compiler fuses it with its neighbours.
+  that a compiler fuses it with its neighbours. What is saved there is x itself, see `traced.py`.
 * torch.export: the opaque operators `fakequant::fake_quantize` and, for scales that follow from the range of the
   tensor itself, `fakequant::choose_scale`, so that exporters see nodes that carry the specification as text.
 """
