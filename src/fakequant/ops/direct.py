@@ -35,8 +35,9 @@ def fake_quantize_directly(
     """`library.fake_quantize` of x or its ReLU with parameters nobody checked yet; None where one operator cannot.
 
     That is: where something watches (`library.is_watched`) or is no plain tensor; where a parameter is not valid, has
-    another shape or dtype than kernels read, or is learned beside a ReLU; and where no backend offers it. The general
-    way then serves, or says what is wrong.
+    another shape, dtype or device than kernels read, or is learned beside a ReLU; where x or a parameter is to get
+    another gradient than `Gradient.CODE_RANGE`; and where no backend offers it. The general way then serves, or says
+    what is wrong.
     """
     direct = _direct_of(x, spec, scale, zero_point, relu)
     if direct is None:
