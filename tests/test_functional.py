@@ -251,3 +251,13 @@ def test_parameters_elsewhere_than_on_the_cpu_are_not_read_and_others_are_checke
         fq.fake_quantize(x, spec, scale=1.0, zero_point=0.5)
     for right in (1.0, torch.ones(1), torch.ones(1, device="meta")):
         assert fq.fake_quantize(x, spec, scale=right, zero_point=right).is_meta
+
+
+def test_sizes_that_depend_on_values_are_exported():
+    class Positive(torch.nn.Module):
+        def forward(self, x):
+            return fq.fake_quantize(x[x > 0], "int8", scale=torch.tensor(0.5))
+
+    exported = torch.export.export(Positive(), (torch.randn(8),)).module()
+    for x in (X, -X):
+        assert_same_bits(exported(x.view(-1)[:1].expand(8).contiguous()), Positive()(x.view(-1)[:1].expand(8)))

@@ -25,8 +25,11 @@ from fakequant.ops.direct import encode_directly, fake_quantize_directly
 from fakequant.ops.kept import Kept
 from fakequant.ops.rectified import fake_quantize_relu
 
-# Asked at every call, and the same for every tensor of a shape.
-_group_shape = lru_cache(maxsize=4096)(Granularity.group_shape)
+
+@lru_cache(maxsize=4096)
+def _group_shape(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Asked at every call, and the same for every tensor of a shape."""
+    return granularity.group_shape(shape)
 
 
 class Mode(Enum):
@@ -153,7 +156,8 @@ class Quantizer(PreciseModule):
         if torch.is_grad_enabled():
             if library.are_learned(params):
                 return None
-            params = self._fitted(params, x)  # the backward pass takes them in the shape that broadcasts
+            if _group_shape(self.spec.granularity, x.shape) != scale.shape:
+                params = self._fitted(params, x)  # the backward pass takes them in the shape that broadcasts
         found = encode_directly(x, self.spec, params.scale, params.zero_point, relu=relu, mask=mask)
         return None if found is None else (found, params)
 

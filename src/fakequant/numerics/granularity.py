@@ -79,6 +79,7 @@ class PerTensor(Granularity):
         return tuple(shape)
 
     def group_shape(self, shape: Shape) -> tuple[int, ...]:
+        # Sizes are not looked at: exporters do not know those that depend on values.
         return (1,) * len(shape)
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
