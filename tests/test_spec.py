@@ -84,6 +84,11 @@ def test_is_a_value():
     ("make", "message"),
     [
         (lambda: fq.QuantSpec("int9x"), r"unknown format 'int9x'; did you mean int9"),
+        (
+            lambda: fq.QuantSpec("int8 per_channel(1)"),
+            r"unknown format 'int8 per_channel\(1\)'; a text with more than a format is read by "
+            r"QuantSpec\.parse\('int8 per_channel\(1\)'\)",
+        ),
         (lambda: fq.QuantSpec("int8", 0), r"granularity must be a Granularity such as PerChannel\(0\), got 0"),
         (lambda: fq.QuantSpec("float8_e5m2", symmetric=False), r"float8_e5m2 has no zero point: symmetric=False is"),
         (

@@ -73,7 +73,7 @@ def parse_format(fmt: str | Format) -> Format:
     """The format of a name; a format is returned as it is.
 
     Raises:
-        SpecError: no format has the name; the nearest names are offered.
+        SpecError: no format has the name; the nearest names are offered, or what reads a longer text.
 
     >>> parse_format("uint4")
     IntegerFormat(low=0, high=15)
@@ -81,6 +81,8 @@ def parse_format(fmt: str | Format) -> Format:
     if isinstance(fmt, Format):
         return fmt
     found = _registry.get(fmt) or IntegerFormat.parse(fmt)
+    if found is None and len(fmt.split()) > 1:
+        raise SpecError(f"unknown format {fmt!r}; a text with more than a format is read by QuantSpec.parse({fmt!r})")
     if found is None:
         raise SpecError(f"unknown format {fmt!r}{nearest(fmt, list(_registry))}")
     return found
