@@ -98,7 +98,7 @@ def test_where_only_whole_blocks_of_signed_codes_are_multiplied(input, other, mo
         return multiply(a, b)
 
     monkeypatch.setattr(torch, "_int_mm", particular)
-    monkeypatch.setattr(products, "_is_particular", lambda device: True)
+    monkeypatch.setattr(products, "_has_cuda_limits", lambda device: True)
     monkeypatch.setattr(products, "_SMALL", 0)
     assert products.linear_unavailable.__wrapped__("cpu") is None
     model, _ = prepared(input, other)
@@ -116,7 +116,7 @@ def test_whole_blocks_of_codes_are_multiplied_where_they_lie(monkeypatch):
     """Copied are only those of other sizes, those that begin between multiples of 16 bytes, and those with gaps."""
     multiply, given = torch._int_mm, []
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: (given.append((a.data_ptr(), b.data_ptr())), multiply(a, b))[1])
-    monkeypatch.setattr(products, "_is_particular", lambda device: True)
+    monkeypatch.setattr(products, "_has_cuda_limits", lambda device: True)
     codes = torch.randint(-128, 128, (64 * 64 + 8,), dtype=torch.int8)
     a, b = codes[: 24 * 16].view(24, 16), codes[: 40 * 16].view(40, 16).t()
     cases = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from .errors import CallError, DTypeError, QParamsError, ShapeError, SpecError
 from .numerics.philox import draw_seed
 from .numerics.qparams import FLOATING, QParams, Range, compute_dtype, is_at_hand
-from .numerics.qparams import choose_qparams as _choose_qparams
+from .numerics.qparams import choose_qparams as _qparams_of_range
 from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
 from .ops.direct import fake_quantize_directly, fake_quantize_over
@@ -183,7 +183,7 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
     spec = as_spec(spec)
     _check_tensor("x", x)
     compute_dtype(x.dtype)
-    return _choose_qparams(library.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
+    return _qparams_of_range(library.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
 
 
 def _resolve(
@@ -215,7 +215,7 @@ def _resolve(
         limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
         _check_values("amax", limit, _MAGNITUDE, watched=watched)
         limit = _beside(x, limit)
-        params = _choose_qparams(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
+        params = _qparams_of_range(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
     else:
         params = choose_qparams(x, spec)
     if seed is not None or spec.rounding is Rounding.STOCHASTIC:

@@ -20,9 +20,9 @@ from fakequant.numerics.products import Factor, Places
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library, products
+from fakequant.ops.backend import BackwardCall
 from fakequant.ops.convolutions import PackedWeight
 from fakequant.ops.kept import Kept, encode_learned, keep_codes
-from fakequant.ops.library import BackwardCall
 from fakequant.ops.rectified import in_one_pass
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -239,9 +239,9 @@ class _Product(torch.autograd.Function):
         product: IntegerProduct,
         ready: Ready,
     ) -> Tensor:
-        # Of each factor what the other's gradient is a product with.
-        is_read = ctx.needs_input_grad[1::-1]
-        ctx.save_for_backward(*_saved(x, codes=is_read[0]), *_saved(other, codes=is_read[1]))
+        wants_x, wants_other, *_ = ctx.needs_input_grad
+        # Of each factor the codes only if the other's gradient is wanted, which is a product with them.
+        ctx.save_for_backward(*_saved(x, codes=wants_other), *_saved(other, codes=wants_x))
         # Without their tensors, which are saved.
         ctx.calls = [(one.kept.call, one.kept.dense) for one in (x, other)]
         ctx.laid = [Laid(one.codes.shape, one.codes.stride()) for one in (x, other)]

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
-from fakequant.functional import choose_qparams as choose_qparams_of
+from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.nn.learned import LearnedRange, PreciseModule, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.weight_cache import WeightCache
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams, Range, choose_qparams
+from fakequant.numerics.qparams import QParams, Range
+from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
 from fakequant.ops.direct import encode_directly, fake_quantize_directly
@@ -191,7 +192,7 @@ class Quantizer(PreciseModule):
                 "call fakequant.calibrate(model, batches), or load a checkpoint"
             )
         if self.follows_input:
-            return choose_qparams_of(x, self.spec)
+            return qparams_of_tensor(x, self.spec)
         return self._fitted(self._current(self._elements(x)), x)
 
     def _fitted(self, params: QParams, x: Tensor) -> QParams:
@@ -219,7 +220,7 @@ class Quantizer(PreciseModule):
 
     def set_range(self, range: Range) -> None:
         """Set scale and zero point by a range [groups, axes kept]; what is learned starts again from there."""
-        self.set_qparams(choose_qparams(range, self.spec))
+        self.set_qparams(qparams_of_range(range, self.spec))
 
     def set_qparams(self, params: QParams) -> None:
         """Set scale and zero point; what is learned starts again from there."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fakequant.errors import QParamsError
 
-from .granularity import block_axes, blocked, blocked_groups, unblocked
+from .granularity import Shape, block_axes, blocked, blocked_groups, unblocked
 from .philox import random_words
 from .qparams import QParams, Range, compute_dtype
 from .spec import Arithmetic, Gradient, QuantSpec, Rounding
@@ -32,7 +32,7 @@ class Codes(NamedTuple):
 
 
 class _Blocked(NamedTuple):
-    """Parameters in the compute dtype, shaped to broadcast with the blocked view of x."""
+    """The blocked view of x, and parameters shaped to broadcast with it, in the compute dtype."""
 
     x: Tensor
     scale: Tensor
@@ -42,13 +42,15 @@ class _Blocked(NamedTuple):
 
 
 def _blocked(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
-    blocks = spec.granularity.block_shape(x.shape)
-    dtype = compute_dtype(x.dtype)
-    scale = blocked_groups(params.scale.to(dtype), x.shape, blocks)
+    blocks, dtype = spec.granularity.block_shape(x.shape), compute_dtype(x.dtype)
+    return _Blocked(blocked(x.to(dtype), blocks), *_blocked_params(params, x.shape, blocks, dtype))
+
+
+def _blocked_params(params: QParams, shape: Shape, blocks: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point, shaped to broadcast with the blocked view of a tensor [shape]."""
+    scale = blocked_groups(params.scale.to(dtype), shape, blocks)
     zero_point = params.zero_point
-    if zero_point is not None:
-        zero_point = blocked_groups(zero_point.to(dtype), x.shape, blocks)
-    return _Blocked(blocked(x.to(dtype), blocks), scale, zero_point)
+    return scale, None if zero_point is None else blocked_groups(zero_point.to(dtype), shape, blocks)
 
 
 def seed_of(seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
@@ -86,21 +88,21 @@ def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
     return Codes(scaled, unclamped, spec.format.clamp(unclamped))
 
 
-def _decode(codes: Tensor, b: _Blocked, spec: QuantSpec) -> Tensor:
+def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
     if spec.arithmetic is Arithmetic.MULTIPLIER:
-        return codes / b.scale
-    if b.zero_point is not None:
-        codes = codes - b.zero_point
+        return codes / scale
+    if zero_point is not None:
+        codes = codes - zero_point
     elif spec.format.has_zero_point:
         # Integers have no negative zero: -0.0 + 0.0 is +0.0, every other value stays.
         codes = codes + 0.0
-    return codes * b.scale
+    return codes * scale
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The values that x becomes: encoded, then decoded; shape and dtype of x."""
     b = _to_encode(x, params, spec)
-    values = _decode(_encode(b, spec).clamped, b, spec)
+    values = _decode(_encode(b, spec).clamped, b.scale, b.zero_point, spec)
     return unblocked(values, x.shape, spec.granularity.block_shape(x.shape)).to(x.dtype)
 
 
@@ -112,8 +114,10 @@ def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
 
 def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """The values of codes, in the given dtype."""
-    b = _blocked(spec.format.from_storage(codes, compute_dtype(dtype)), params, spec)
-    return unblocked(_decode(b.x, b, spec), codes.shape, spec.granularity.block_shape(codes.shape)).to(dtype)
+    blocks, computed = spec.granularity.block_shape(codes.shape), compute_dtype(dtype)
+    stored = blocked(spec.format.from_storage(codes, computed), blocks)
+    scale, zero_point = _blocked_params(params, codes.shape, blocks, computed)
+    return unblocked(_decode(stored, scale, zero_point, spec), codes.shape, blocks).to(dtype)
 
 
 def input_range(params: QParams, spec: QuantSpec) -> Range:
@@ -131,13 +135,13 @@ def input_range(params: QParams, spec: QuantSpec) -> Range:
 
 def clip_range(params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Range:
     """The values of the lowest and the highest code [groups, axes kept], as they come out in a compute dtype."""
-    scale = params.scale.to(dtype)
-    return _ends(_Blocked(scale, scale, None if params.zero_point is None else params.zero_point.to(dtype)), spec)
+    zero_point = None if params.zero_point is None else params.zero_point.to(dtype)
+    return _ends(params.scale.to(dtype), zero_point, spec)
 
 
-def _ends(b: _Blocked, spec: QuantSpec) -> Range:
-    fmt = spec.format
-    return Range(*(_decode(torch.full_like(b.scale, code), b, spec) for code in (fmt.quant_min, fmt.quant_max)))
+def _ends(scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Range:
+    codes = (torch.full_like(scale, code) for code in (spec.format.quant_min, spec.format.quant_max))
+    return Range(*(_decode(code, scale, zero_point, spec) for code in codes))
 
 
 def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -150,7 +154,7 @@ def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         code = _encode(b, spec).unclamped
         inside = (code >= spec.format.quant_min) & (code <= spec.format.quant_max)
     elif spec.gradient is Gradient.CLIP:
-        lo, hi = _ends(b, spec)
+        lo, hi = _ends(b.scale, b.zero_point, spec)
         inside = (b.x > lo) & (b.x < hi)
     else:
         lo, hi = (blocked_groups(r.to(b.x.dtype), x.shape, blocks) for r in input_range(params, spec))
@@ -182,7 +186,7 @@ def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
     """
     fmt, offset = spec.format, torch.zeros_like(b.scale) if b.zero_point is None else b.zero_point
     if spec.gradient is Gradient.CLIP:
-        lo, hi = _ends(b, spec)
+        lo, hi = _ends(b.scale, b.zero_point, spec)
         low, high = b.x <= lo, b.x >= hi
         inside = ~(low | high)
         scale = torch.where(low, fmt.quant_min - offset, torch.where(high, fmt.quant_max - offset, 0.0))

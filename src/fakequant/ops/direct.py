@@ -18,9 +18,9 @@ from fakequant.numerics.qparams import PLAIN, QParams, runs_eagerly
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from . import dispatch
-from .backend import Direct
+from .backend import BackwardCall, Direct
 from .kept import Kept
-from .library import BackwardCall, grad_params, masked_gradient_dense
+from .library import grad_params, masked_gradient_dense
 from .rectified import rectifies
 
 _MOST = 4096  # kinds of tensors that are remembered
@@ -176,7 +176,8 @@ class _QuantizeDirectly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (mask,), (dy,), direct = ctx.saved_tensors, grad_outputs, ctx.direct
-        if dy.stride() == direct.call[-1] and not _is_backward_watched():
+        _, _, stride = direct.call
+        if dy.stride() == stride and not _is_backward_watched():
             return direct.grad_input(dy, mask), None
         # By the backend that packed the mask: dy may be of another kind, which another one serves.
         return masked_gradient_dense(dy, mask, direct.call), None
@@ -232,7 +233,7 @@ def _gradients(
     wants: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """Those of x, scale and zero point in the general way."""
-    (scale, zero_point), spec = given, call[1]
+    (scale, zero_point), (_, spec, _) = given, call
     groups = spec.granularity.group_shape(x.shape)
     params = QParams(scale.view(groups), None if zero_point is None else zero_point.view(groups))
     of_params = grad_params(dy, x, params, spec, (wants[0], wants[1]))

@@ -10,8 +10,9 @@ from torch import Tensor
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec
 
+from .backend import BackwardCall
 from .dispatch import choose
-from .library import BackwardCall, EagerLearnedCodes, masked_gradient
+from .library import EagerLearnedCodes, masked_gradient
 from .traced import tensors_of
 
 

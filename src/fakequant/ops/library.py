@@ -27,7 +27,8 @@ from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from . import dispatch
-from .dispatch import Backend, choose
+from .backend import BackwardCall
+from .dispatch import choose
 from .traced import Grads, Traced, Transformed, params_of, tensors_of
 
 
@@ -209,7 +210,8 @@ class _EagerLearned(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
         mask, x, *params = ctx.saved_tensors
         dy, wants = grad_outputs[0], (ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        scale_grad, zero_point_grad = grad_params(dy, x, params_of(*params), ctx.call[1], wants)
+        _, spec, _ = ctx.call
+        scale_grad, zero_point_grad = grad_params(dy, x, params_of(*params), spec, wants)
         return masked_gradient(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
@@ -232,9 +234,6 @@ class EagerLearnedCodes(torch.autograd.Function):
         return _EagerLearned.backward(ctx, grad_outputs[0])
 
 
-BackwardCall = tuple[Backend, QuantSpec, tuple[int, ...]]  # the last are the strides of the input
-
-
 def masked_gradient(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
     """The gradient of the input of an eager function; `over` says that dy is read by nobody else and may be it."""
     if mask is None:
@@ -251,7 +250,7 @@ def masked_gradient(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over
 
 def masked_gradient_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
     """`masked_gradient` for an input without gaps in memory, whose strides it gets, also along single elements."""
-    dx, stride = masked_gradient(dy, mask, call, over=over), call[-1]
+    dx, (_, _, stride) = masked_gradient(dy, mask, call, over=over), call
     return dx if dx.stride() == stride or is_watched(dx) else dx.as_strided(dx.shape, stride)
 
 

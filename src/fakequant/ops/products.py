@@ -53,7 +53,7 @@ def linear_unavailable(device_type: str) -> str | None:
     def exact(a: Tensor) -> Tensor:
         return a.cpu().long() @ others.cpu().long()
 
-    given = (codes,) if _is_particular(device_type) else (codes, unsigned)
+    given = (codes,) if _has_cuda_limits(device_type) else (codes, unsigned)
     # In memory the others of `linear` lie by columns, those of `matmul` by rows.
     by_columns = others.t().contiguous().t()
     by_rows = trial("torch._int_mm", lambda a: _int_mm(a, others), given, exact)
@@ -118,14 +118,14 @@ def _centred(x: Factor) -> Tensor:
     return codes if x.zero_point is None else codes.sub_(x.zero_point)
 
 
-def _is_particular(device_type: str) -> bool:
-    """Whether `torch._int_mm` takes only int8, more than 16 rows, and sizes that 8 divides: that of CUDA."""
+def _has_cuda_limits(device_type: str) -> bool:
+    """Whether `torch._int_mm` is that of CUDA, which takes only int8, more than 16 rows, and sizes that 8 divides."""
     return device_type == "cuda"
 
 
 def _taken(x: Factor) -> Factor:
     """A factor as `torch._int_mm` takes the first one."""
-    return _signed(x) if _is_particular(x.codes.device.type) else x
+    return _signed(x) if _has_cuda_limits(x.codes.device.type) else x
 
 
 def _signed(x: Factor) -> Factor:
@@ -139,7 +139,7 @@ def _signed(x: Factor) -> Factor:
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     """Exact sums [n, m] of codes [n, k] and [k, m]."""
-    if not _is_particular(a.device.type):
+    if not _has_cuda_limits(a.device.type):
         return torch._int_mm(a, b)
     (rows, inner), columns = a.shape, b.shape[1]
     a = padded(a.contiguous(), max(17 - rows, 0), -inner % 8)

@@ -80,7 +80,7 @@ class CpuBackend(Backend):
     def fake_quantize_relu(
         self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
     ) -> tuple[Tensor, Tensor | None]:
-        # What both share stands there: as a function that both call, every call of the other would pay for it.
+        # By a flag of `fake_quantize`, whose calls a function that both of these call would cost one frame more.
         return self.fake_quantize(x, params, spec, mask=mask, rectified=True)
 
     def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor, *, relu: bool = False) -> Direct | None:
@@ -91,17 +91,23 @@ class CpuBackend(Backend):
         if not takes or scale.dtype != plan.dtype or scale.shape not in shapes or spec.rounding is Rounding.STOCHASTIC:
             return None
         ops = torch.ops.fakequant_cpu
-        codes = ops.checked_codes.default if spec.format.has_zero_point else None
-        values = ops.checked.default, ops.checked_over.default, ops.checked_with_mask.default
-        gradients = ops.mask_gradient.default, ops.learned_gradients.default if x.numel() else None
-        return Direct(*values, *gradients, codes, plan.form, (self, spec, x.stride()))
+        return Direct(
+            values=ops.checked.default,
+            values_over=ops.checked_over.default,
+            values_and_mask=ops.checked_with_mask.default,
+            grad_input=ops.mask_gradient.default,
+            gradients=ops.learned_gradients.default if x.numel() else None,
+            codes=ops.checked_codes.default if spec.format.has_zero_point else None,
+            form=plan.form,
+            call=(self, spec, x.stride()),
+        )
 
     def fake_quantize_dynamic(
         self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         plan = _plan(spec, x.dtype, x.shape, x.stride())
-        if plan.apart:
-            log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), plan.apart)
+        if plan.cannot_choose:
+            log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), plan.cannot_choose)
             return super().fake_quantize_dynamic(x, spec, mask=mask, seed=seed)
         packed = x if plan.as_it_is else plan.layout.pack(x)
         kind = plan.mask if mask else _NO_MASK
@@ -225,7 +231,7 @@ class _Plan:
     form: Tensor  # the tiles, the format, the arithmetic and whether there is a ReLU, as one tensor, see chunks.h
     rule: Tensor | None  # by which the kernels find scales; None where they do not
     mask: int  # the kind that the gradient needs
-    apart: str | None  # why the kernels do not find the scales
+    cannot_choose: str | None  # why the kernels do not find the scales
 
     def params(self, params: QParams, spec: QuantSpec, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
         """Scale, zero point and range as the kernels read them."""
@@ -252,10 +258,10 @@ def _plan(
     spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], rectified: bool = False
 ) -> _Plan:
     layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
-    apart = cannot_choose(spec, dtype, layout.group_shape)
-    rule = scale_rule(spec, dtype) if apart is None else None
+    reason = cannot_choose(spec, dtype, layout.group_shape)
+    rule = scale_rule(spec, dtype) if reason is None else None
     table = table_fields(spec.format, computed)
     fields = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], rectified, *table
     form = torch.tensor(fields, dtype=torch.float64, device="cpu")
     mask = _EVERYWHERE if rectified and spec.gradient is Gradient.IDENTITY else _MASK[spec.gradient]
-    return _Plan(layout, stride == layout.packed_stride, computed, form, rule, mask, apart)
+    return _Plan(layout, stride == layout.packed_stride, computed, form, rule, mask, reason)
