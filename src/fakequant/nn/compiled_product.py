@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fakequant.functional import choose_qparams
-from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Laid, Ready, mixes_dtypes
+from fakequant.nn.integer import CodedTensor, IntegerProduct, Laid, Ready, mixes_dtypes
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.products import Places
@@ -38,6 +38,7 @@ _LIBRARY.define(f"product_backward(Tensor dy, {_TENSORS}, str form, bool[] wants
 # Called when a graph is made, instead of being traced.
 torch.compiler.assume_constant_result(QuantizedLayer.product_form)
 
+# By the names of their classes: products have no state.
 _products: dict[str, IntegerProduct] = {}
 
 
@@ -57,14 +58,7 @@ def multiply(product: IntegerProduct, layer: Any, x: Tensor, other: Tensor, bias
     quantizers = [layer._modules.get(name) for name in product.quantizers]
     if any(quantizer is None or quantizer.mode is not Mode.QUANTIZE for quantizer in quantizers):
         return None
-    if (
-        mixes_dtypes(x, other)
-        or min(x.dim(), other.dim()) < product.fewest_axes
-        or x.numel() == 0
-        or other.numel() == 0
-    ):
-        return None
-    if x.dtype not in DTYPES or other.dtype not in DTYPES:
+    if mixes_dtypes(x, other) or not product.fits(x, other, None):
         return None
     # Compilers guard on arguments, and so on all that the form is made of.
     if not (form := layer.product_form([str(q.spec) for q in quantizers], product.windows(layer))):

@@ -115,7 +115,10 @@ class Ready:
 
 
 class IntegerProduct(ABC):
-    """How a kind of layer multiplies codes: those of its input with those of its weight, or of its other input."""
+    """How a kind of layer multiplies codes: those of its input with those of its weight, or of its other input.
+
+    Instances have no state: compiled graphs know a product by the name of its class.
+    """
 
     quantizers: ClassVar[tuple[str, str]] = ("_input_quantizer", "_weight_quantizer")
     """The layer's attributes that hold those of the factors."""
@@ -179,9 +182,21 @@ class IntegerProduct(ABC):
         """The attributes of a layer that say where its windows are; none of other layers than convolutions."""
         return ()
 
-    def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec]) -> bool:
-        """Whether factors can be multiplied by what only they tell: dtypes and sizes."""
-        return x.dtype in DTYPES and other.dtype in DTYPES and x.numel() > 0 and other.numel() > 0
+    def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec] | None) -> bool:
+        """Whether factors can be multiplied by what only they tell: dtypes and sizes.
+
+        Args:
+            x: the input.
+            other: the weight, or the other input.
+            specs: of both; None while a graph is made, which asks again with them when it runs.
+        """
+        return (
+            x.dtype in DTYPES
+            and other.dtype in DTYPES
+            and min(x.dim(), other.dim()) >= self.fewest_axes
+            and x.numel() > 0
+            and other.numel() > 0
+        )
 
     @abstractmethod
     def cannot(self, layer: Any, input: QuantSpec | None, other: QuantSpec | None, *, exact: bool) -> str | None:

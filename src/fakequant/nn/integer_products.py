@@ -131,10 +131,10 @@ class MatMulProduct(IntegerProduct):
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
         return ()
 
-    def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec]) -> bool:
-        enough_axes = x.dim() >= 2 and other.dim() >= 2
-        known = enough_axes and products.linear_unavailable(x.device.type) is None
-        return known and super().fits(x, other, specs) and x.shape[-1] <= _most(*specs)
+    def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec] | None) -> bool:
+        if not super().fits(x, other, specs):
+            return False
+        return specs is None or (products.linear_unavailable(x.device.type) is None and x.shape[-1] <= _most(*specs))
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         return products.matmul(x.factor, other.factor)
