@@ -192,6 +192,7 @@ def cases_spread(scale, shape):
 def test_what_can_be_tried_on_the_cpu_is_right_there():
     assert execution.beyond_32_bits("cpu", 30_001, 4096) == "30,001 elements"
     assert execution.compiled_bits("cpu", "aot_eager", 2) == "2 kinds in 2 dtypes"
+    assert execution.compiled_parameters("cpu", "aot_eager") == "4 chosen, 5 learned"
     for name in ("integer products", "histograms", "calibration"):
         assert execution.tried(name, "cpu")[0] == "ok"
 

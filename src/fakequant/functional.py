@@ -183,7 +183,13 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
     spec = as_spec(spec)
     _check_tensor("x", x)
     compute_dtype(x.dtype)
-    return _qparams_of_range(library.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
+    return _qparams_like(x, library.measure(x, spec.granularity), spec)
+
+
+def _qparams_like(x: Tensor, range: Range, spec: QuantSpec) -> QParams:
+    """Of a range of a tensor like x."""
+    wide = library.needs_wide_division(range.lo)
+    return _qparams_of_range(range, spec, largest=torch.finfo(x.dtype).max, wide=wide)
 
 
 def _resolve(
@@ -215,7 +221,7 @@ def _resolve(
         limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
         _check_values("amax", limit, _MAGNITUDE, watched=watched)
         limit = _beside(x, limit)
-        params = _qparams_of_range(Range(-limit, limit), spec, largest=torch.finfo(x.dtype).max)
+        params = _qparams_like(x, Range(-limit, limit), spec)
     else:
         params = choose_qparams(x, spec)
     if seed is not None or spec.rounding is Rounding.STOCHASTIC:

@@ -40,6 +40,19 @@ _ONE_LAUNCH = (
     kinds.MXFP4,
 )
 _QUANTIZERS = (*_ONE_LAUNCH, kinds.NVFP4)
+_CHOSEN = (
+    "uint8 per_token",
+    "int8 per_channel(1) multiplier",
+    "float8_e4m3fn per_block(-1:4) scale=float8_e8m0fnu:ceil",
+    "float4_e2m1fn per_block(-1:4) scale=float8_e4m3fn@per_tensor",
+)
+_LEARNED = (
+    ("pact", "int8 per_channel(1)"),
+    ("pact", "int8 per_channel(1) multiplier"),
+    ("lsq", "int8 per_channel(1) multiplier"),
+    ("lsq_plus", "uint8 per_channel(1)"),
+    ("tqt", "int8 per_channel(1) multiplier"),
+)
 Quantize = Callable[[Tensor], Tensor]
 
 
@@ -248,6 +261,31 @@ def compiled_bits(device: str, backend: str = "inductor", many: int = len(_QUANT
     return f"{many} kinds in {len(dtypes)} dtypes"
 
 
+def compiled_parameters(device: str, backend: str = "inductor") -> str:
+    """Scales and zero points chosen or learned under torch.compile have the eager bits, and so have their gradients."""
+    x, dy = numbers(7).to(device), numbers(8).nan_to_num().to(device)
+    for text in _CHOSEN:
+        spec = fq.QuantSpec.parse(text)
+        torch.compiler.reset()
+        compiled = torch.compile(lambda x, spec=spec: fq.choose_qparams(x, spec)[:2], backend=backend)
+        for one, right in zip(compiled(x), fq.choose_qparams(x, spec)[:2], strict=True):
+            assert right is None or one is not None
+            if right is not None:
+                assert_same_bits(one, right, f"chosen for {text}")
+    for method, text in _LEARNED:
+        quantize = fq.nn.Quantizer(fq.QuantSpec.parse(text)).to(device)
+        quantize.set_range(fq.choose_qparams(x * 0.7, quantize.spec).range)
+        quantize.learn(method)
+        torch.compiler.reset()
+        results = []
+        for function in (torch.compile(quantize, backend=backend), quantize):
+            y = function(x)
+            results.append([y.detach(), *torch.autograd.grad(y, list(quantize.parameters()), dy)])
+        for place, (one, right) in enumerate(zip(*results, strict=True)):
+            assert_same_bits(one, right, f"{method} {text} {place}")
+    return f"{len(_CHOSEN)} chosen, {len(_LEARNED)} learned"
+
+
 def integer_products(device: str) -> str:
     """Products of codes are exact: of either dtype with either, with weights and of two tensors."""
     if reason := products.linear_unavailable(torch.device(device).type):
@@ -336,6 +374,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "no synchronisation in a call": call_without_synchronisation,
     "the current stream": current_stream,
     "torch.compile": compiled_bits,
+    "torch.compile, parameters": compiled_parameters,
     "integer products": integer_products,
     "float8 products": float8.products,
     "histograms": histograms,

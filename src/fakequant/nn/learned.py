@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError, nearest
+from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.floats import power_of_two
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, compute_dtype, is_at_hand
@@ -206,7 +207,9 @@ def make_learned_range(method: str, spec: QuantSpec, **options: Any) -> LearnedR
 
 def _step_of(scale: Tensor, spec: QuantSpec) -> Tensor:
     """Units of x per code from the scale of a specification, and back."""
-    return scale.reciprocal() if spec.arithmetic is Arithmetic.MULTIPLIER else scale
+    if spec.arithmetic is not Arithmetic.MULTIPLIER:
+        return scale
+    return reciprocal(scale, wide=library.needs_wide_division(scale))
 
 
 _SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
@@ -295,7 +298,8 @@ class LSQPlus(LSQ):
         scale = super().qparams(elements).scale
         if self.spec.symmetric:
             return QParams(scale)
-        steps = -straight_through(self.offset, self.offset, self._factor(elements)) / scale
+        offset = -straight_through(self.offset, self.offset, self._factor(elements))
+        steps = divide(offset, scale, wide=library.needs_wide_division(scale))
         fmt = self.spec.format
         return QParams(scale, straight_through(steps.round().clamp(fmt.quant_min, fmt.quant_max), steps))
 
@@ -326,7 +330,8 @@ class PACT(LearnedRange):
         self._set(amax=_step_of(params.scale, self.spec) * self.spec.format.bound)
 
     def qparams(self, elements: int) -> QParams:
-        step = self.amax / torch.full_like(self.amax, self.spec.format.bound)
+        bound = torch.full_like(self.amax, self.spec.format.bound)
+        step = divide(self.amax, bound, wide=library.needs_wide_division(bound))
         return QParams(_step_of(straight_through(_positive(step, self.spec), step), self.spec))
 
 

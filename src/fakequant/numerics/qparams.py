@@ -10,6 +10,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from fakequant.errors import CalibrationError, DTypeError
 
+from .division import divide
 from .granularity import Granularity, block_axes, blocked
 from .spec import Arithmetic, QuantSpec
 
@@ -127,7 +128,7 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return Range(lo.reshape(groups).clamp(max=0.0), hi.reshape(groups).clamp(min=0.0))
 
 
-def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = None) -> QParams:
+def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = None, wide: bool = False) -> QParams:
     """The scale and zero point that map a range onto the codes of a format.
 
     Symmetric: amax is mapped to the format's bound. Asymmetric: lo and hi to quant_min and quant_max, 0.0 to a code.
@@ -139,6 +140,7 @@ def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = Non
         range: lo and hi of every group [groups, axes kept], in units of x.
         spec: decides symmetry, format and which reciprocal `scale` is.
         largest: the largest finite value of x's dtype; by default of the range's.
+        wide: see `division.divide`; no bit depends on it.
 
     Returns:
         scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
@@ -162,22 +164,22 @@ def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = Non
     if spec.symmetric:
         amax = range.amax
         limit = largest / max(-fmt.quant_min, fmt.quant_max)
-        return QParams(_symmetric_scale(amax, spec, limit), None, Range(-amax, amax))
+        return QParams(_symmetric_scale(amax, spec, limit, wide), None, Range(-amax, amax))
     tiny = torch.finfo(lo.dtype).tiny
     lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
     # Halved before the subtraction, so that hi - lo cannot overflow; exact in binary.
     steps = torch.full_like(lo, fmt.quant_max - fmt.quant_min)
-    scale = ((hi * 0.5 - lo * 0.5) / steps * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
-    zero_point = (fmt.quant_min - (lo / scale).round()).clamp(fmt.quant_min, fmt.quant_max)
+    scale = (divide(hi * 0.5 - lo * 0.5, steps, wide=wide) * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
+    zero_point = (fmt.quant_min - divide(lo, scale, wide=wide).round()).clamp(fmt.quant_min, fmt.quant_max)
     farthest = torch.maximum(zero_point - fmt.quant_min, fmt.quant_max - zero_point)
-    scale = torch.minimum(scale, torch.full_like(scale, largest) / farthest)
+    scale = torch.minimum(scale, divide(torch.full_like(scale, largest), farthest, wide=wide))
     return QParams(scale, zero_point.to(torch.int32), Range(lo, hi))
 
 
-def _symmetric_scale(amax: Tensor, spec: QuantSpec, limit: float) -> Tensor:
+def _symmetric_scale(amax: Tensor, spec: QuantSpec, limit: float, wide: bool) -> Tensor:
     """The scale that maps amax to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
     if spec.arithmetic is not Arithmetic.MULTIPLIER:
-        return spec.scale.choose(amax, spec.format, limit)
+        return spec.scale.choose(amax, spec.format, limit, wide=wide)
     tiny = torch.finfo(amax.dtype).tiny
-    multiplier = torch.full_like(amax, spec.format.bound) / amax
+    multiplier = divide(torch.full_like(amax, spec.format.bound), amax, wide=wide)
     return multiplier.clamp(1.0 / limit, 1.0 / tiny)

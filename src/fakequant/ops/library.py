@@ -134,6 +134,19 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dty
     return choose(codes, spec, codes=True).dequantize(codes, params, spec, dtype)
 
 
+def needs_wide_division(x: Tensor) -> bool:
+    """Whether a compiler would divide numbers like x approximately; for the few of each group, see `numerics.division`.
+
+    Not for exporters, which are shown the plain division. Nor for function transforms: within a compiled graph they
+    differentiate what an autograd function does in place of it, which gives other bits.
+    """
+    return (
+        _is_compiled_as_node(x)
+        and not torch.compiler.is_exporting()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 def _is_compiled_as_node(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and x.device.type in dispatch.node_devices
 
