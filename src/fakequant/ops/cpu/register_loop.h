@@ -257,10 +257,21 @@ struct DecodeLoop {
   }
 };
 
+// Asks memory for n elements, which may lie behind the end of the tensor.
+template <typename T>
+FAKEQUANT_LANES void fetch(const T* x, int64_t ahead, int64_t n) {
+  constexpr uintptr_t kLine = 64, kSize = sizeof(T);
+  const uintptr_t first = reinterpret_cast<uintptr_t>(x) + ahead * kSize;
+  for (uintptr_t line = first; line < first + n * kSize; line += kLine)
+    __builtin_prefetch(reinterpret_cast<const void*>(line));
+}
+
 // Runs of `length` elements, the last of which may end sooner, with the parameters of one group each.
 template <typename L, typename T, typename U>
-FAKEQUANT_LANES void each_run(L& loop, const T* x, U* y, int64_t n, int64_t length, const Params<float>& p) {
+FAKEQUANT_LANES void each_run(L& loop, const Call<float>& call, const T* x, U* y, int64_t n, int64_t length,
+                              const Params<float>& p) {
   for (int64_t i = 0, g = 0; i < n; i += length, ++g) {
+    if (call.ahead) fetch(x + i, call.ahead, std::min(length, n - i));
     const Lanes scale = same(p.scale[g]);
     const UniformLanes uniform{scale, L::kWithReciprocal ? reciprocal_of(scale) : scale, one_of(p.zero_point, g),
                                one_of(p.lo, g), one_of(p.hi, g)};
@@ -278,7 +289,7 @@ FAKEQUANT_LANES void walk(L& loop, const Call<float>& call, const T* x, U* y, in
     const int64_t columns = at.columns * at.rows == 1 ? (n - i) / at.length + 1 : at.columns - at.column;
     if (at.within || at.length >= kLanes) {
       piece = std::min(n - i, at.within ? at.length - at.within : columns * at.length);
-      each_run(loop, x + i, y + i, piece, at.within ? piece : at.length, p);
+      each_run(loop, call, x + i, y + i, piece, at.within ? piece : at.length, p);
     } else if (at.length == 1 && at.columns >= 2 * kLanes) {
       piece = std::min(n - i, columns);
       loop.run(x + i, y + i, piece, ElementLanes<L::kWithReciprocal>{p});
