@@ -48,6 +48,9 @@ def test_of_two_errors_the_first_is_said():
         for name, given in (("scale", {"scale": 1e-60}), ("zero_point", {"scale": 1.0, "zero_point": 1e-60})):
             with pytest.raises(QParamsError, match=f"{name}=1e-60 is 0 in torch.float32"):
                 function(X, UINT8, **given)
+            given = {**given, name: -(10**400)}
+            with pytest.raises(QParamsError, match=f"{name}=-10+ is beyond all numbers in torch.float32"):
+                function(X, UINT8, **given)
 
 
 @pytest.mark.parametrize("given", [{"scale": -1.0}, {"scale": torch.tensor(-1.0)}, {"scale": 1.0, "zero_point": 300}])

@@ -148,6 +148,10 @@ def test_axes_move():
     assert PerChannel(0, 2).moved(axes) == PerChannel(1, 2)
     assert PerBlock({-1: 32, 2: 3}, pad=True).moved(axes) == PerBlock({0: 32, 2: 3}, pad=True)
     assert (PerTensor().moved(axes), PerToken().moved(axes)) == (PerTensor(), PerToken())
+    with pytest.raises(SpecError, match="names two axes that are one"):
+        PerBlock({0: 4, 1: 8}).moved(axes)
+    with pytest.raises(ShapeError, match="an axis is named twice"):
+        PerChannel(0, 1).moved(axes).block_shape((4, 8))
 
 
 def test_names_are_listed():

@@ -184,6 +184,22 @@ def test_gradients_of_scale_and_input_together():
             assert_same_bits(one, other.detach(), gradient.value)
 
 
+@pytest.mark.parametrize("scale", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_gradients_in_batches_are_quantized(scale):
+    class Quantized(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            return fq.fake_quantize(dy, "int8", scale=scale)
+
+    x, dys = torch.randn(3, requires_grad=True), torch.rand(2, 3)
+    (found,) = torch.autograd.grad(Quantized.apply(x), x, dys, is_grads_batched=True)
+    assert_same_bits(found, fq.fake_quantize(dys, "int8", scale=scale))
+
+
 def test_vmap_over_inputs_and_scales():
     x, scale = torch.randn(4, 5, 6), torch.rand(4) + 0.01
     batched = torch.func.vmap(lambda t: fq.fake_quantize(t, "int8"))(x)

@@ -89,6 +89,7 @@ def test_is_a_value():
             r"unknown format 'int8 per_channel\(1\)'; a text with more than a format is read by "
             r"QuantSpec\.parse\('int8 per_channel\(1\)'\)",
         ),
+        (lambda: fq.QuantSpec("int 8"), r"unknown format 'int 8'; did you mean int8"),
         (lambda: fq.QuantSpec("int8", 0), r"granularity must be a Granularity such as PerChannel\(0\), got 0"),
         (lambda: fq.QuantSpec("float8_e5m2", symmetric=False), r"float8_e5m2 has no zero point: symmetric=False is"),
         (

@@ -21,6 +21,12 @@ def test_every_two_parameters_meet(every):
         assert len({(places[one], places[other]) for places in kept}) == sizes[one] * sizes[other]
 
 
+@pytest.mark.parametrize("every", [3, 5])
+def test_what_tests_take_in_turn_by_sums_of_places_is_met(every):
+    kept = [places for places in itertools.product(range(26), range(4)) if runs_always(places, every)]
+    assert {sum(places) % 12 for places in kept} == set(range(12))
+
+
 def test_each_case_runs_every_time_or_when_asked_for():
     def collected(*options):
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider"]

@@ -305,12 +305,15 @@ def _as_tensors(
 
 
 def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
-    """A tensor as it is, the tensor of a number; None of all else, and of a number that would become 0."""
+    """A tensor as it is, the tensor of a number; None of all else, and of a number that is 0 or none in the dtype."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, (int, float)) or (0 < abs(value) <= _ROUNDED_TO_0 and dtype == torch.float32):
         return None
-    return torch.tensor(value, dtype=dtype, device="cpu")
+    try:
+        return torch.tensor(value, dtype=dtype, device="cpu")
+    except OverflowError:
+        return None
 
 
 def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -318,7 +321,8 @@ def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tenso
         return made if made.dtype == dtype else made.to(dtype)
     if not isinstance(value, (int, float)):
         raise QParamsError(f"{name} must be a number or a tensor, got {value!r}")
-    raise QParamsError(f"{name}={value!r} is 0 in {dtype}, in which tensors of {x.dtype} are quantized")
+    found = "0" if abs(value) < 1 else "beyond all numbers"
+    raise QParamsError(f"{name}={value!r} is {found} in {dtype}, in which tensors of {x.dtype} are quantized")
 
 
 def _beside(x: Tensor, values: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def parse_format(fmt: str | Format) -> Format:
     if isinstance(fmt, Format):
         return fmt
     found = _registry.get(fmt) or IntegerFormat.parse(fmt)
-    if found is None and len(fmt.split()) > 1:
+    if found is None and len(fmt.split()) > 1 and (fmt.split()[0] in _registry or IntegerFormat.parse(fmt.split()[0])):
         raise SpecError(f"unknown format {fmt!r}; a text with more than a format is read by QuantSpec.parse({fmt!r})")
     if found is None:
         raise SpecError(f"unknown format {fmt!r}{nearest(fmt, list(_registry))}")

@@ -204,7 +204,10 @@ class PerBlock(Granularity):
         return tuple(blocks)
 
     def moved(self, axes: Mapping[int, int]) -> PerBlock:
-        return PerBlock({axes.get(axis, axis): size for axis, size in self.sizes}, pad=self.pad)
+        sizes = {axes.get(axis, axis): size for axis, size in self.sizes}
+        if len(sizes) < len(self.sizes):
+            raise SpecError(f"{self} names two axes that are one where {dict(axes)} moves them; name one of them")
+        return PerBlock(sizes, pad=self.pad)
 
     @classmethod
     def parse(cls, arguments: str) -> PerBlock:

@@ -98,7 +98,7 @@ def encode_directly(
 def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:
     if not runs_eagerly() or forward_ad._current_level >= 0 or type(x) not in PLAIN or type(scale) not in PLAIN:
         return None
-    if x.layout is not torch.strided or not scale.is_contiguous():
+    if x.layout is not torch.strided or not scale.is_contiguous() or is_legacy_batchedtensor(x):
         return None
     key = dispatch._backends, spec, relu, x.dtype, x.device, x.shape, x.stride(), scale.dtype, scale.device, scale.shape
     try:
