@@ -26,8 +26,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/fakequant/ops/c
 demo: setup
 	$(BIN)/fakequant demo --out demo-output
 
+# What the tests of a file share is made once, in the process that has the file.
 test: setup lint
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not exhaustive'
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not exhaustive'
 
 # Three of these tests take many minutes each: a process that has nothing left takes them over.
 test-exhaustive: setup

@@ -108,6 +108,7 @@ def test_report_has_every_section(done: tuple[Path, dict[str, Any]]) -> None:
     assert "batch_norm" in page
 
 
+@pytest.mark.exhaustive  # trains once more
 def test_held_out_images_choose_nothing(
     done: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,7 @@ DAMAGE = (
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", ["CNN", "transformer"])
 def test_invalid_by_machine(name, damage, captured):
