@@ -146,3 +146,18 @@ def test_export_has_one_node_per_call_with_the_specification_as_text(strict):
     for columns in (7, 3, 64):
         x = torch.randn(2, columns)
         assert_same_bits(exported.module()(x), module(x), str(columns))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "uint8 per_channel(0) asymmetric reciprocal",
+        "float4_e2m1fn per_block(-1:32) scale=float8_e8m0fnu:floor",
+        "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor",
+    ],
+)
+def test_a_text_is_read_within_what_is_compiled(text):
+    torch._dynamo.reset()
+    x = torch.randn(4, 64)
+    compiled = torch.compile(lambda x: fq.fake_quantize(x, text), backend="aot_eager", fullgraph=True)
+    assert_same_bits(compiled(x), fq.fake_quantize(x, text))

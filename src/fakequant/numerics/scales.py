@@ -92,9 +92,10 @@ class ScaleSpec:
     def __str__(self) -> str:
         if self.format is None:
             return ""
+        # Added up, because torch.compile does not know the texts of formats that are filled in.
         if self.granularity is not None:
-            return f"scale={self.format}@{self.granularity}"
-        return f"scale={self.format}:{self.rounding.value}"
+            return "scale=" + str(self.format) + "@" + str(self.granularity)
+        return "scale=" + str(self.format) + ":" + self.rounding.value
 
     @classmethod
     def parse(cls, text: str) -> ScaleSpec:
