@@ -58,7 +58,7 @@ def _poisoned_memory():
 
 
 @needs_kernels
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_equals_the_definition(name, dtype):

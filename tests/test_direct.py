@@ -64,6 +64,7 @@ def assert_served_if_supported(served, case, dtype):
 
 
 @needs_kernels
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_bits_are_those_of_the_reference(name, dtype):

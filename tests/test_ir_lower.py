@@ -81,6 +81,7 @@ def assert_same_gradients(graph, x):
         assert got.stride() == wanted.stride()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("text", SPECS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_chains_keep_every_bit_and_stride(window, text, monkeypatch):

@@ -43,7 +43,7 @@ def assert_same(x, params, spec, label):
         assert got.stride() == wanted.stride(), label
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_equals_one_after_the_other(name, dtype):
@@ -59,7 +59,7 @@ def test_equals_one_after_the_other(name, dtype):
                 assert_same(LAYOUTS[layout](numbers.x), numbers.params, spec, f"{label} {way}")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
 @pytest.mark.parametrize("name", ["int8", "uint4"])

@@ -73,7 +73,10 @@ def test_every_gradient_of_every_family(gradient, rounding):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stochastic_rounding_follows_positions(layout):
+    """On every second granularity, the others in every second layout."""
     for turn, (where_name, where) in enumerate(GRANULARITIES.items()):
+        if (turn + list(LAYOUTS).index(layout)) % 2:
+            continue
         name = ("int8", "float8_e4m3fn", "nf4", "uint8_affine")[turn % 4]
         case, dtype = FORMATS[name], (torch.float32, torch.bfloat16, torch.float64)[turn % 3]
         arithmetic = case.arithmetics()[turn % len(case.arithmetics())]

@@ -28,6 +28,9 @@ def compare(name, where_name, dtype, arithmetic, gradient, block=2048):
 def test_every_granularity(dtype):
     for turn, where_name in enumerate(GRANULARITIES):
         turn += list(DTYPES.values()).index(dtype)
+        if turn % 2:
+            continue  # of every two dtypes, one
+        turn //= 2
         name = TURNS[turn % len(TURNS)]
         arithmetics = FORMATS[name].arithmetics()
         compare(name, where_name, dtype, arithmetics[turn % len(arithmetics)], GRADIENTS[turn % 2])
