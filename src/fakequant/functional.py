@@ -119,8 +119,7 @@ def fake_quantize_(
     if scale is None and zero_point is None and amax is None:
         values = fake_quantize(x, spec, seed=seed)  # first, because it says what is wrong with x
         return x.copy_(values)
-    given = None if scale is None or amax is not None else _as_tensors(scale, zero_point, x, spec)
-    if given is not None and seed is None:
+    if scale is not None and amax is None and seed is None and (given := _as_tensors(scale, zero_point, x, spec)):
         scale, zero_point = given
         if fake_quantize_over(x, spec, scale, zero_point):
             return x

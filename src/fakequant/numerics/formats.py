@@ -81,8 +81,9 @@ def parse_format(fmt: str | Format) -> Format:
     if isinstance(fmt, Format):
         return fmt
     found = _registry.get(fmt) or IntegerFormat.parse(fmt)
-    if found is None and len(fmt.split()) > 1 and (fmt.split()[0] in _registry or IntegerFormat.parse(fmt.split()[0])):
+    if found is not None:
+        return found
+    first, *others = fmt.split() or [fmt]
+    if others and (first in _registry or IntegerFormat.parse(first)):
         raise SpecError(f"unknown format {fmt!r}; a text with more than a format is read by QuantSpec.parse({fmt!r})")
-    if found is None:
-        raise SpecError(f"unknown format {fmt!r}{nearest(fmt, list(_registry))}")
-    return found
+    raise SpecError(f"unknown format {fmt!r}{nearest(fmt, list(_registry))}")

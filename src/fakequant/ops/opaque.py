@@ -18,6 +18,7 @@ from fakequant.numerics.granularity import padding
 from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.spec import Gradient, QuantSpec
 
+from .backend import Backend
 from .dispatch import backends, choose
 from .library import masked_gradient
 
@@ -66,7 +67,9 @@ def _forward(
     spec: str,
     *ends: Tensor | None,
 ) -> Tensor:
-    return _laid_like(_run(x, QuantSpec.parse(spec), (scale, zero_point, seed, *_two(ends)), mask=False)[0], x)
+    parsed = QuantSpec.parse(spec)
+    y, _ = _run(choose(x, parsed), x, parsed, (scale, zero_point, seed, *_two(ends)), mask=False)
+    return _laid_like(y, x)
 
 
 @torch.library.impl(_LIBRARY, "opaque_masked", "CompositeExplicitAutograd")
@@ -80,19 +83,20 @@ def _masked_forward(
     *ends: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parsed = QuantSpec.parse(spec)
-    y, mask = _run(x, parsed, (scale, zero_point, seed, *_two(ends)), mask=True)
+    backend = choose(x, parsed)
+    y, mask = _run(backend, x, parsed, (scale, zero_point, seed, *_two(ends)), mask=True)
     assert mask is not None
     missing = _mask_bytes(x, parsed) - mask.numel()
-    return _laid_like(y, x), F.pad(mask, (0, missing)) if missing else mask, _packed_by(x, parsed)
+    return _laid_like(y, x), F.pad(mask, (0, missing)) if missing else mask, _packed_by(backend, x)
 
 
-def _packed_by(x: Tensor, spec: QuantSpec) -> Tensor:
+def _packed_by(backend: Backend, x: Tensor) -> Tensor:
     """What a mask is read by, as a tensor, which is all that graphs hold: the backend's number, and the strides of x.
 
     The real strides: those that a compiler expects of x may be others, and the bits lie as x does. The backend that
     packed: dy may be of another kind, which another one serves.
     """
-    return torch.tensor([backends().index(choose(x, spec)), *x.stride()], dtype=torch.int64, device="cpu")
+    return torch.tensor([backends().index(backend), *x.stride()], dtype=torch.int64, device="cpu")
 
 
 def _two(ends: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -121,10 +125,11 @@ def _params_backward(
     return by_scale, by_zero_point
 
 
-def _run(x: Tensor, spec: QuantSpec, params: tuple[Tensor | None, ...], *, mask: bool) -> tuple[Tensor, Tensor | None]:
+def _run(
+    backend: Backend, x: Tensor, spec: QuantSpec, params: tuple[Tensor | None, ...], *, mask: bool
+) -> tuple[Tensor, Tensor | None]:
     """Params are scale, zero point, seed and the ends of the range."""
     scale, zero_point, seed, lo, hi = params
-    backend = choose(x, spec)
     if scale is None:
         return backend.fake_quantize_dynamic(x, spec, mask=mask, seed=seed)
     measured = None if lo is None or hi is None else Range(lo, hi)
