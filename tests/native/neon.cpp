@@ -139,12 +139,20 @@ void compare_codes(const Call<float>& call, const std::vector<T>& from, const st
   counts.values += differing_values(found, kept_by<T>(values));
 }
 
+// Times a power of two: of few bits, or such that bfloat16 times the reciprocal has another code than the quotient.
+float any_scale(std::mt19937& random) {
+  const float told_apart[] = {0x1.ccccccp1f, 0x1.924926p1f};
+  const uint32_t pick = random() % 512, exponent = random() % 20;
+  return std::ldexp(pick % 4 ? 1.0f + static_cast<float>(pick) / 512 : told_apart[pick / 4 % 2],
+                    static_cast<int>(exponent) - 14);
+}
+
 template <typename T>
 void compare(Call<float> call, const Format& format, std::mt19937& random, Counts& counts) {
   const int64_t n = call.tiles.elements(), groups = call.tiles.g0 * call.tiles.g1;
   std::vector<float> scale(groups), zero_point(groups), lo(groups), hi(groups), x(n);
   for (int64_t g = 0; g < groups; ++g) {
-    scale[g] = std::ldexp(1.0f + static_cast<float>(random() % 512) / 512, static_cast<int>(random() % 20) - 14);
+    scale[g] = any_scale(random);
     zero_point[g] = static_cast<float>(random() % 256), lo[g] = -90 * scale[g], hi[g] = 70 * scale[g];
   }
   call.params = {scale.data(), format.affine ? zero_point.data() : nullptr, lo.data(), hi.data()};

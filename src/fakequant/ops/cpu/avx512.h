@@ -142,6 +142,11 @@ FAKEQUANT_LANES Bits equal(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _
 FAKEQUANT_LANES Bits differ(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
 FAKEQUANT_LANES Bits below(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 FAKEQUANT_LANES Bits at_most(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
+// Whether no more than 8 steps of float32 away from a number whose lower 16 bits are zero.
+FAKEQUANT_LANES Bits near_upper_half(Lanes v) {
+  const Words lower = _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(v), same(8)), 16);
+  return _mm512_cmple_epu32_mask(lower, same(16 << 16));
+}
 
 }  // namespace
 }  // namespace fakequant

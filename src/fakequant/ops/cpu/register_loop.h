@@ -6,68 +6,21 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
 #include "call.h"
+#include "lane_rounding.h"
 #include "lanes.h"
+#include "quotients.h"
 #include "registers.h"
-#include "rounding.h"
 #include "runs.h"
 #include "streaming.h"
 
 namespace fakequant {
 namespace {
-
-// A code within the bounds of its format, and whether it was before it was brought there.
-struct Rounded {
-  Lanes code;
-  Bits inside;
-};
-
-// The roundings of rounding.h, of quotients with the sign of x. A zero gets the sign that the format gives it by adding
-// `zero`: -0.0 changes nothing, +0.0 takes a sign away.
-template <bool kWithOffset>
-struct IntegerLanes {
-  static constexpr bool kOffset = kWithOffset;
-  Lanes lo, hi, zero;
-  float smallest = 1.0f;
-  FAKEQUANT_LANES explicit IntegerLanes(const Grid& grid)
-      : lo(same(static_cast<float>(grid.quant_min))), hi(same(static_cast<float>(grid.quant_max))), zero(same(0.0f)) {}
-  FAKEQUANT_LANES Rounded round(Lanes v, Lanes, Lanes offset) const {
-    Lanes code = nearest(v);
-    if constexpr (kOffset) code = code + offset;
-    const Lanes clamped = lower_of(hi, higher_of(lo, code));
-    return {clamped, equal(code, clamped)};
-  }
-};
-
-// For formats whose least value is the negative of the largest.
-struct FloatLanes {
-  static constexpr bool kOffset = false;
-  Lanes hi, reaches_hi, zero;
-  Words least, shift;
-  float smallest;
-  FAKEQUANT_LANES explicit FloatLanes(const Grid& grid) {
-    const FloatRounding<float> rounding(grid);
-    const int mantissa_bits = static_cast<int>(grid.mantissa_bits);
-    hi = same(rounding.hi), zero = same(rounding.zero);
-    least = same(static_cast<int32_t>(rounding.least)), shift = same(static_cast<int32_t>(rounding.shift));
-    smallest = std::ldexp(1.0f, static_cast<int>(grid.min_exponent) - mantissa_bits);
-    // The middle between the largest value and the next that the format would have, or the number before it.
-    const float middle = rounding.hi + std::ldexp(0.5f, std::ilogb(rounding.hi) - mantissa_bits);
-    reaches_hi = same(rounding.round(middle) > rounding.hi ? std::nextafter(middle, 0.0f) : middle);
-  }
-  FAKEQUANT_LANES Rounded round(Lanes v, Lanes x, Lanes) const {
-    const Lanes magnitude = magnitude_of(v);
-    const Lanes limited = lower_of(hi, magnitude);  // NaN stays
-    const Lanes c = power_below(limited, least, shift);
-    return {with_sign_of(x, (limited + c) - c), at_most(magnitude, reaches_hi)};
-  }
-};
 
 // Bits in the order of the elements, bit i % 8 of byte i / 8, where runs end anywhere within a byte.
 struct BitWriter {
@@ -103,6 +56,14 @@ struct UniformLanes {
 
 FAKEQUANT_LANES Lanes reciprocal_of(Lanes scale) { return same(1.0f) / scale; }
 
+// The same where x times the reciprocal has the codes of x / scale, see quotients.h.
+struct ProductLanes : UniformLanes {
+  template <typename L>
+  FAKEQUANT_LANES const ProductLanes& at(int64_t, L) const {
+    return *this;
+  }
+};
+
 inline Params<float> after(const Params<float>& p, int64_t groups) {
   const auto moved = [groups](const float* from) { return from ? from + groups : nullptr; };
   return {p.scale + groups, moved(p.zero_point), moved(p.lo), moved(p.hi)};
@@ -112,7 +73,6 @@ template <typename L>
 FAKEQUANT_LANES Lanes load_present(const float* from, int64_t i, L lanes) {
   return from ? load_lanes(from + i, lanes) : same(0.0f);
 }
-FAKEQUANT_LANES Lanes one_of(const float* from, int64_t i) { return same(from ? from[i] : 0.0f); }
 
 // Parameters that lie in memory as the elements do.
 template <bool kWithReciprocal>
@@ -168,15 +128,17 @@ struct Loop {
   }
 
   // Division it is: on a Zen 4 and a Zen 5, x r and two FMA that correct it (Markstein 1990) take as long.
-  FAKEQUANT_LANES Rounded rounded(Lanes x, const UniformLanes& p) const {
-    const Lanes scaled = A == Arithmetic::kDivide       ? x / p.scale
-                         : A == Arithmetic::kReciprocal ? x * p.reciprocal
-                                                        : x * p.scale;
+  template <typename P>
+  FAKEQUANT_LANES Rounded rounded(Lanes x, const P& p) const {
+    constexpr bool kByProduct = A == Arithmetic::kReciprocal || std::is_same_v<P, ProductLanes>;
+    const Lanes scaled = kByProduct                ? x * p.reciprocal
+                         : A == Arithmetic::kDivide ? x / p.scale
+                                                    : x * p.scale;
     return rounding.round(scaled, x, p.zero_point);
   }
 
-  template <typename T, typename U, typename L>
-  FAKEQUANT_LANES void step(const T* from, U* to, const UniformLanes& p, L lanes) {
+  template <typename T, typename U, typename P, typename L>
+  FAKEQUANT_LANES void step(const T* from, U* to, const P& p, L lanes) {
     const Lanes x = rectified(load_lanes(from, lanes));
     const Rounded found = rounded(x, p);
     if constexpr (kMasked) bits.append(passes(x, found, p), lanes);
@@ -197,7 +159,7 @@ struct Loop {
   template <typename T, typename U, typename P, typename L>
   FAKEQUANT_LANES void run_by(const T* x, U* y, int64_t n, const P& p, L all) {
     int64_t i = 0;
-    if constexpr (!kMasked && kInPairs<T> && !kIsCode<U> && std::is_same_v<P, UniformLanes>) {
+    if constexpr (!kMasked && kInPairs<T> && !kIsCode<U> && std::is_base_of_v<UniformLanes, P>) {
       for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
         const Pairs v = load_pairs(x + i);
         const Lanes even = rectified(v.even), odd = rectified(v.odd);
@@ -214,9 +176,18 @@ struct Loop {
     return least >= std::numeric_limits<float>::min();
   }
 
-  // A run with the parameters of one group, whose scale is `scale`.
+  // A run with the parameters of one group, `of`.
   template <typename T, typename U>
-  FAKEQUANT_LANES void run_of_one(const T* x, U* y, int64_t n, const UniformLanes& p, float scale) {
+  FAKEQUANT_LANES void run_of_one(const T* x, U* y, int64_t n, const UniformLanes& p, const Uniform<float>& of) {
+    if constexpr (A == Arithmetic::kDivide && Rounding::kInteger && std::is_same_v<T, BFloat16>) {
+      if (n >= kWorthAsking && divides_by_product(of.scale, rounding.middles(of.zero_point)))
+        return run_with(x, y, n, ProductLanes{{p.scale, reciprocal_of(p.scale), p.zero_point, p.lo, p.hi}}, of.scale);
+    }
+    run_with(x, y, n, p, of.scale);
+  }
+
+  template <typename T, typename U, typename P>
+  FAKEQUANT_LANES void run_with(const T* x, U* y, int64_t n, const P& p, float scale) {
     if constexpr (std::is_same_v<T, BFloat16> && !kIsCode<U>) {
       if (kConvertsBFloat16 && gives_normal(scale))
         return run(static_cast<const NormalBFloat16*>(x), static_cast<NormalBFloat16*>(y), n, p);
@@ -252,7 +223,7 @@ struct DecodeLoop {
   }
 
   template <typename Q, typename T>
-  FAKEQUANT_LANES void run_of_one(const Q* codes, T* y, int64_t n, const UniformLanes& p, float) const {
+  FAKEQUANT_LANES void run_of_one(const Q* codes, T* y, int64_t n, const UniformLanes& p, const Uniform<float>&) const {
     run(codes, y, n, p);
   }
 };
@@ -272,10 +243,11 @@ FAKEQUANT_LANES void each_run(L& loop, const Call<float>& call, const T* x, U* y
                               const Params<float>& p) {
   for (int64_t i = 0, g = 0; i < n; i += length, ++g) {
     if (call.ahead) fetch(x + i, call.ahead, std::min(length, n - i));
-    const Lanes scale = same(p.scale[g]);
-    const UniformLanes uniform{scale, L::kWithReciprocal ? reciprocal_of(scale) : scale, one_of(p.zero_point, g),
-                               one_of(p.lo, g), one_of(p.hi, g)};
-    loop.run_of_one(x + i, y + i, std::min(length, n - i), uniform, p.scale[g]);
+    const Uniform<float> of = uniform_of(p, g);
+    const Lanes scale = same(of.scale);
+    const UniformLanes uniform{scale, L::kWithReciprocal ? reciprocal_of(scale) : scale, same(of.zero_point),
+                               same(of.lo), same(of.hi)};
+    loop.run_of_one(x + i, y + i, std::min(length, n - i), uniform, of);
   }
 }
 
