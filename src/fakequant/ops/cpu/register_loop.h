@@ -228,13 +228,13 @@ struct DecodeLoop {
   }
 };
 
-// Asks memory for n elements, which may lie behind the end of the tensor.
-template <typename T>
+// Asks memory for n elements, which may lie behind the end of the tensor, to read or to write them.
+template <bool kToWrite = false, typename T>
 FAKEQUANT_LANES void fetch(const T* x, int64_t ahead, int64_t n) {
   constexpr uintptr_t kLine = 64, kSize = sizeof(T);
   const uintptr_t first = reinterpret_cast<uintptr_t>(x) + ahead * kSize;
   for (uintptr_t line = first; line < first + n * kSize; line += kLine)
-    __builtin_prefetch(reinterpret_cast<const void*>(line));
+    __builtin_prefetch(reinterpret_cast<const void*>(line), kToWrite);
 }
 
 // Runs of `length` elements, the last of which may end sooner, with the parameters of one group each.
@@ -242,7 +242,10 @@ template <typename L, typename T, typename U>
 FAKEQUANT_LANES void each_run(L& loop, const Call<float>& call, const T* x, U* y, int64_t n, int64_t length,
                               const Params<float>& p) {
   for (int64_t i = 0, g = 0; i < n; i += length, ++g) {
-    if (call.ahead) fetch(x + i, call.ahead, std::min(length, n - i));
+    if (call.ahead) {
+      fetch(x + i, call.ahead, std::min(length, n - i));
+      fetch<true>(y + i, call.ahead, std::min(length, n - i));
+    }
     const Uniform<float> of = uniform_of(p, g);
     const Lanes scale = same(of.scale);
     const UniformLanes uniform{scale, L::kWithReciprocal ? reciprocal_of(scale) : scale, same(of.zero_point),
