@@ -143,10 +143,11 @@ FAKEQUANT_LANES Bits equal(Lanes a, Lanes b) { return bits_of(_mm256_cmp_ps(a, b
 FAKEQUANT_LANES Bits differ(Lanes a, Lanes b) { return bits_of(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)); }
 FAKEQUANT_LANES Bits below(Lanes a, Lanes b) { return bits_of(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
 FAKEQUANT_LANES Bits at_most(Lanes a, Lanes b) { return bits_of(_mm256_cmp_ps(a, b, _CMP_LE_OQ)); }
+FAKEQUANT_LANES Words eight_further(Lanes v) { return _mm256_add_epi32(words_of(v), same(8)); }
 FAKEQUANT_LANES Bits near_upper_half(Lanes v) {
-  const Words lower = _mm256_and_si256(_mm256_add_epi32(words_of(v), same(8)), same(0xFFFF));
-  return bits_of(lanes_of(_mm256_cmpgt_epi32(same(17), lower)));
+  return bits_of(lanes_of(_mm256_cmpgt_epi32(same(17), _mm256_and_si256(eight_further(v), same(0xFFFF)))));
 }
+FAKEQUANT_LANES Lanes upper_half(Lanes v) { return lanes_of(_mm256_and_si256(eight_further(v), upper_half())); }
 
 }  // namespace
 }  // namespace fakequant

@@ -141,10 +141,17 @@ FAKEQUANT_LANES Bits equal(Lanes a, Lanes b) { return bits_of(vceqq_f32(a.low, b
 FAKEQUANT_LANES Bits differ(Lanes a, Lanes b) { return static_cast<Bits>(~equal(a, b)); }
 FAKEQUANT_LANES Bits below(Lanes a, Lanes b) { return bits_of(vcltq_f32(a.low, b.low), vcltq_f32(a.high, b.high)); }
 FAKEQUANT_LANES Bits at_most(Lanes a, Lanes b) { return bits_of(vcleq_f32(a.low, b.low), vcleq_f32(a.high, b.high)); }
+FAKEQUANT_LANES uint32x4_t eight_further(float32x4_t v) {
+  return vaddq_u32(vreinterpretq_u32_f32(v), vdupq_n_u32(8));
+}
 FAKEQUANT_LANES uint32x4_t near_upper_half(float32x4_t v) {
-  return vcleq_u32(vshlq_n_u32(vaddq_u32(vreinterpretq_u32_f32(v), vdupq_n_u32(8)), 16), vdupq_n_u32(16u << 16));
+  return vcleq_u32(vshlq_n_u32(eight_further(v), 16), vdupq_n_u32(16u << 16));
+}
+FAKEQUANT_LANES float32x4_t upper_half(float32x4_t v) {
+  return vreinterpretq_f32_u32(vandq_u32(eight_further(v), vdupq_n_u32(0xFFFF0000u)));
 }
 FAKEQUANT_LANES Bits near_upper_half(Lanes v) { return bits_of(near_upper_half(v.low), near_upper_half(v.high)); }
+FAKEQUANT_LANES Lanes upper_half(Lanes v) { return {upper_half(v.low), upper_half(v.high)}; }
 
 }  // namespace
 }  // namespace fakequant
