@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fakequant.benchmark import Result
 
 from . import compat, compat_exactness, exactness, ir, pages
 from .cases import COMPARED_SIZES
-from .limits import COPY_4M, LIMITS, ONE_ATEN, Limit
+from .limits import LIMITS, Limit
 from .processes import Plan, run
 from .record import LINES, ROOT, Line, machine, put_between, read_lines, write_results
 
@@ -122,8 +122,6 @@ def limit_bars(results: Sequence[Result]) -> list[Bar]:
 
 def _limit_bar(limit: Limit, own: Sequence[Result], results: Sequence[Result]) -> Bar:
     what = limit.what
-    if limit is ONE_ATEN:
-        what += f" (that of `x.clone()` is {_copy_over_aten(results):.3f})"
     if len(own) < len(limit.cases):
         return Bar(what, f"<= {limit.most:g}", f"{len(limit.cases) - len(own)} not measured", False)
     for result in own:
@@ -134,6 +132,8 @@ def _limit_bar(limit: Limit, own: Sequence[Result], results: Sequence[Result]) -
         what += f", slowest ({_apart(worst, own)})"
     digits = max(2, 2 - math.floor(math.log10(limit.most)))
     median, low, high = (f"{value:.{digits}f}" for value in (found.p50, found.p20, found.p80))
+    if floors := _floors(limit, results, digits):
+        what += f" (at best: {floors})"
     return Bar(what, f"<= {limit.most:g}", f"{median} ({low} to {high})", found.p50 <= limit.most)
 
 
@@ -144,10 +144,11 @@ def _apart(worst: Result, own: Sequence[Result]) -> str:
     return ", ".join(f"{value:,}" if isinstance(value, int) else value for value in values.values())
 
 
-def _copy_over_aten(results: Sequence[Result]) -> float:
-    """The least that a call over ATen could take."""
-    found = next((r.ratio for r in results if r.case == COPY_4M.name), None)
-    return found.p50 if found else math.nan
+def _floors(limit: Limit, results: Sequence[Result], digits: int) -> str:
+    """What is left of the cases of a limit when all is left out that could be."""
+    measured = replace(limit, cases=limit.floors)
+    own = [(result, result.ratio) for result in results if measured.holds_for(result)]
+    return "; ".join(f"{result.case} {ratio.p50:.{digits}f}" for result, ratio in own if ratio is not None)
 
 
 def peer_bars(path: Path = LINES) -> list[Bar]:

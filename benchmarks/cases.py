@@ -12,7 +12,7 @@ from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, Timed
 from . import kinds
 from .calibration import LOOPS, Search
 from .kinds import GROWTH, OTHERS, SHOWN, Kind
-from .limits import COPY_4M, LIMITS, K, M
+from .limits import LIMITS, K, M
 from .peers import CALLS
 from .peers.measure import PeerCase
 
@@ -100,13 +100,12 @@ def _beside_peers() -> Iterable[Entry]:
 
 
 def promised() -> list[Entry]:
-    """What limits are promised of, and a copy beside ATen."""
-    entries = (
+    """What limits are promised of, and their floors."""
+    return merged(
         Entry(case, once=(limit.against,)) if limit.slow else Entry(case, (limit.against,))
         for limit in LIMITS
-        for case in limit.cases
+        for case in (*limit.cases, *limit.floors)
     )
-    return merged([*entries, Entry(COPY_4M, (ATEN,))])
 
 
 def everything() -> list[Entry]:

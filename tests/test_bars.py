@@ -130,12 +130,13 @@ def test_small_limits_have_more_digits(monkeypatch):
     assert bar.measured.startswith("0.0017 (")
 
 
-def test_the_row_over_aten_says_what_a_copy_takes():
-    (copied,) = results_of(replace(bars.ONE_ATEN, cases=(bars.COPY_4M,)), 0.08)
-    found = bars.limit_bars([*results_of(bars.ONE_ATEN, 0.1), copied])
-    (bar,) = [bar for bar in found if "over ATen (that of" in bar.what]
-    assert bar.what == "int8 forward, 4,194,304 float32: time over ATen (that of `x.clone()` is 0.080)"
-    assert (bar.measured, bar.ok) == ("0.100 (0.070 to 0.220)", True)
+def test_a_row_says_what_its_floors_take(monkeypatch):
+    floor = replace(NEAR, name="a copy")
+    limit = replace(TWO, floors=(floor,))
+    monkeypatch.setattr(bars, "LIMITS", (limit,))
+    (bar,) = bars.limit_bars([*results_of(limit, 2.5, 1.0), *results_of(replace(limit, cases=(floor,)), 0.08)])
+    assert bar.what == "two, slowest (int8 per tensor, 64) (at best: a copy 0.08)"
+    assert (bar.measured[:4], bar.ok) == ("2.50", False)
 
 
 def test_every_limit_has_cases_of_its_own_key():

@@ -68,8 +68,8 @@ def test_everything_that_is_promised_is_timed_and_nothing_twice():
     by_case = {entry.case: entry for entry in every}
     for entry in promised:
         assert set(entry.of_process(0)) <= set(by_case[entry.case].of_process(0))
-    assert {(case, limit.against) for limit in limits.LIMITS for case in limit.cases} == {
-        (entry.case, name) for entry in promised for name in entry.of_process(0) if entry.case != limits.COPY_4M
+    assert {(case, limit.against) for limit in limits.LIMITS for case in (*limit.cases, *limit.floors)} == {
+        (entry.case, name) for entry in promised for name in entry.of_process(0)
     }
 
 
