@@ -20,8 +20,9 @@ from fakequant.numerics.products import Factor, Places
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library, products
-from fakequant.ops.backend import BackwardCall
+from fakequant.ops.backend import Direct
 from fakequant.ops.convolutions import PackedWeight
+from fakequant.ops.direct import mask_directly, values_directly
 from fakequant.ops.kept import Kept, encode_learned, keep_codes
 from fakequant.ops.rectified import in_one_pass
 
@@ -258,7 +259,7 @@ class _Product(torch.autograd.Function):
         # Of each factor the codes only if the other's gradient is wanted, which is a product with them.
         ctx.save_for_backward(*_saved(x, codes=wants_other), *_saved(other, codes=wants_x))
         # Without their tensors, which are saved.
-        ctx.calls = [(one.kept.call, one.kept.dense) for one in (x, other)]
+        ctx.kept = [one.kept._replace(values=None, mask=None) for one in (x, other)]
         ctx.laid = [Laid(one.codes.shape, one.codes.stride()) for one in (x, other)]
         ctx.specs, ctx.product, ctx.places = (x.spec, other.spec), product, ready.places
         y = product.multiply(ready, x, other, bias)
@@ -281,12 +282,12 @@ class _Product(torch.autograd.Function):
         dx = d_other = d_bias = None
         # One after the other, because a factor takes four times the memory of its codes.
         if wants_x:
-            dx = product.grad_input(dy, _values(of_other, ctx.specs[1], dy.dtype), laid_x, places)
-            dx = _masked(dx, of_x[-1], *ctx.calls[0])
+            values = _values(of_other, ctx.specs[1], ctx.kept[1].direct, dy)
+            dx = _masked(product.grad_input(dy, values, laid_x, places), of_x[-1], ctx.kept[0])
         if wants_other:
-            x = _values(of_x, ctx.specs[0], dy.dtype)
-            d_other, d_bias = product.grad_other(dy, x, laid_other, places, with_bias=wants_bias)
-            d_other = _masked(d_other, of_other[-1], *ctx.calls[1])
+            values = _values(of_x, ctx.specs[0], ctx.kept[0].direct, dy)
+            d_other, d_bias = product.grad_other(dy, values, laid_other, places, with_bias=wants_bias)
+            d_other = _masked(d_other, of_other[-1], ctx.kept[1])
         elif wants_bias:
             d_bias = product.grad_bias(dy, laid_x, laid_other, places)
         return dx, d_other, d_bias, None, None, None, None
@@ -303,16 +304,20 @@ def _saved(one: CodedTensor, *, codes: bool) -> _Saved:
     return one.codes, scale, zero_point, one.kept.mask
 
 
-def _values(saved: _Saved, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+def _values(saved: _Saved, spec: QuantSpec, direct: Direct | None, like: Tensor) -> Tensor:
+    """The values of saved codes in the dtype of `like`."""
     codes, scale, zero_point, _ = saved
     assert codes is not None, "a factor was saved that nobody reads"
     assert scale is not None, "codes without a scale"
-    return library.dequantize(codes, QParams(scale, zero_point), spec, dtype)
+    values = None if direct is None else values_directly(codes, scale, zero_point, direct, like)
+    return library.dequantize(codes, QParams(scale, zero_point), spec, like.dtype) if values is None else values
 
 
-def _masked(d: Tensor, mask: Tensor | None, call: BackwardCall, dense: bool) -> Tensor:
+def _masked(d: Tensor, mask: Tensor | None, kept: Kept) -> Tensor:
     """What passes of a gradient that the product has just computed, and that nobody else reads."""
-    return (library.masked_gradient_dense if dense else library.masked_gradient)(d, mask, call, over=True)
+    if mask is not None and kept.direct is not None and mask_directly(d, mask, kept.direct):
+        return d
+    return (library.masked_gradient_dense if kept.dense else library.masked_gradient)(d, mask, kept.call, over=True)
 
 
 def cannot_multiply(spec: QuantSpec) -> str | None:

@@ -38,13 +38,17 @@ class Direct(NamedTuple):
         values_over: from the same to whether x now holds its quantized values: not if a parameter is not valid.
         values_and_mask: from the same to the quantized values, with the packed mask of `Gradient.CODE_RANGE`.
         grad_input: from (dy, mask) to the gradient, for dy that lies in memory as x does.
+        grad_input_over: the same, written over dy.
         gradients: from (dy, x, mask, scale, zero_point, form, wants_scale, wants_zero_point) to the gradients of x,
             None without a mask, and of scale and zero point [shape of scale], None where not wanted. dy lies in memory
             as x does, and the zero point has the dtype of the scale. None for an x without elements.
         codes: from (x, scale, zero_point, form, codes, masked) to whether `codes` now holds the codes, not if a
             parameter is not valid or x has NaN, and the packed mask where masked. None for formats without integer
-            codes.
+            codes. No mask where it passes everything.
+        values_of: from (codes, scale, zero_point, form, like) to their values, of the dtype of x and `like`, for codes
+            that lie in memory as x does.
         form: what follows from the specification and the kind of tensor.
+        dtype: of x.
         call: the backend, whose masks these are, the specification and the strides of x.
     """
 
@@ -52,9 +56,12 @@ class Direct(NamedTuple):
     values_over: Callable[[Tensor, Tensor, Tensor | None, Tensor], bool]
     values_and_mask: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor | None, Tensor | None]]
     grad_input: Callable[[Tensor, Tensor], Tensor]
+    grad_input_over: Callable[[Tensor, Tensor], None]
     gradients: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None
     codes: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, bool], tuple[bool, Tensor | None]] | None
+    values_of: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], Tensor]
     form: Tensor
+    dtype: torch.dtype
     call: BackwardCall
 
 

@@ -92,7 +92,24 @@ def encode_directly(
     with torch.no_grad():
         codes = torch.empty_like(x, dtype=spec.format.storage)
         found, bits = direct.codes(x, scale, zero_point, direct.form, codes, mask)
-    return Kept(codes, bits, direct.call, relu) if found else None
+    return Kept(codes, bits, direct.call, relu, direct) if found else None
+
+
+def values_directly(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, direct: Direct, like: Tensor
+) -> Tensor | None:
+    """The values of codes of `encode_directly` in a backward pass; None if the dtype of `like` is not that of x."""
+    if like.dtype != direct.dtype or codes.stride() != direct.call[2] or _is_backward_watched():
+        return None
+    return direct.values_of(codes, scale, zero_point, direct.form, like)
+
+
+def mask_directly(dy: Tensor, mask: Tensor, direct: Direct) -> bool:
+    """Write what passes over a gradient that nobody else reads, in a backward pass; whether dy lies in memory as x."""
+    if dy.stride() != direct.call[2] or dy.dtype != direct.dtype or type(dy) not in PLAIN or _is_backward_watched():
+        return False
+    direct.grad_input_over(dy, mask)
+    return True
 
 
 def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:

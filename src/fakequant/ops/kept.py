@@ -10,7 +10,7 @@ from torch import Tensor
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec
 
-from .backend import BackwardCall
+from .backend import BackwardCall, Direct
 from .dispatch import choose
 from .library import EagerLearnedCodes, masked_gradient
 from .traced import tensors_of
@@ -26,6 +26,8 @@ class Kept(NamedTuple):
     call: BackwardCall
     dense: bool = False
     """Whether the gradient is to lie in memory as x does, see `masked_gradient_dense`."""
+    direct: Direct | None = None
+    """By what the codes were found, if by one operator; then the backward pass may go this way too."""
 
 
 def keep(x: Tensor, params: QParams | None, spec: QuantSpec, *, mask: bool) -> Kept:

@@ -96,9 +96,12 @@ class CpuBackend(Backend):
             values_over=ops.checked_over.default,
             values_and_mask=ops.checked_with_mask.default,
             grad_input=ops.mask_gradient.default,
+            grad_input_over=ops.mask_gradient_over.default,
             gradients=ops.learned_gradients.default if x.numel() else None,
             codes=ops.checked_codes.default if spec.format.has_zero_point else None,
+            values_of=ops.dequantize.default,
             form=plan.form,
+            dtype=x.dtype,
             call=(self, spec, x.stride()),
         )
 
@@ -200,10 +203,12 @@ class CpuBackend(Backend):
 
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
         plan = _plan(spec, dtype, codes.shape, codes.stride())
+        scale, zero_point, *_ = plan.params(params, spec)
+        like = torch.empty(0, dtype=dtype, device="cpu")
         packed = plan.layout.pack(codes)
-        y = torch.empty_like(packed, dtype=dtype)
-        torch.ops.fakequant_cpu.dequantize(packed, *plan.params(params, spec), plan.form, y)
-        return plan.layout.unpack(y)
+        return plan.layout.unpack(
+            torch.ops.fakequant_cpu.dequantize.default(packed, scale, zero_point, plan.form, like)
+        )
 
 
 @lru_cache(maxsize=64)

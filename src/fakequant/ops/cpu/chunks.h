@@ -70,10 +70,14 @@ torch::stable::Tensor made(int64_t axes, const int64_t* sizes, const int64_t* st
   return torch::stable::Tensor(handle);
 }
 
-torch::stable::Tensor made_like(const torch::stable::Tensor& x) {
+int32_t dtype_of(const torch::stable::Tensor& x) {
   int32_t dtype;
   STD_TORCH_CHECK(aoti_torch_get_dtype(x.get(), &dtype) == 0, "fakequant_cpu: a tensor without a dtype");
-  return made(x.dim(), x.sizes().data(), x.strides().data(), dtype);
+  return dtype;
+}
+
+torch::stable::Tensor made_like(const torch::stable::Tensor& x) {
+  return made(x.dim(), x.sizes().data(), x.strides().data(), dtype_of(x));
 }
 
 std::optional<torch::stable::Tensor> made_mask(const torch::stable::Tensor& x, int64_t kind) {
@@ -101,6 +105,11 @@ void for_each_chunk(int64_t elements, const F& body) {
 
 // The packed mask from an element on that begins a byte; null where there is none.
 inline uint8_t* bits_from(uint8_t* mask, int64_t first) { return mask ? mask + first / 8 : nullptr; }
+
+inline bool passes_everything(const uint8_t* mask, int64_t n) {
+  const bool whole = std::all_of(mask, mask + n / 8, [](uint8_t byte) { return byte == 0xFF; });
+  return whole && (n % 8 == 0 || mask[n / 8] == (1 << n % 8) - 1);
+}
 
 // What is quantized of a chunk: x itself, or what `converted` gets.
 template <typename T, typename C>

@@ -303,8 +303,8 @@ bool checked_over(Tensor x, const Tensor& scale, const std::optional<Tensor>& ze
   return valid;
 }
 
-// The codes, into `codes`, and their mask where it is asked for; whether the parameters are valid and x has codes: no
-// NaN.
+// The codes, into `codes`, and their mask where it is asked for and does not pass everything; whether the parameters are
+// valid and x has codes: no NaN.
 std::tuple<bool, std::optional<Tensor>> checked_codes(const Tensor& x, const Tensor& scale,
                                                       const std::optional<Tensor>& zero_point, const Tensor& form,
                                                       Tensor codes, bool masked) {
@@ -317,7 +317,24 @@ std::tuple<bool, std::optional<Tensor>> checked_codes(const Tensor& x, const Ten
       found = !encode_all(call, in, static_cast<decltype(q)*>(codes.data_ptr()), bits_of(mask));
     });
   });
+  if (mask.has_value() && passes_everything(bits_of(mask), x.numel())) mask.reset();
   return {found, mask};
+}
+
+// The values of codes in the order of the tiles, of the dtype of `like`.
+Tensor dequantize(const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form,
+                  const Tensor& like) {
+  Tensor y = made(codes.dim(), codes.sizes().data(), codes.strides().data(), dtype_of(like));
+  with_float_type(y, [&](auto t, auto c) {
+    using C = decltype(c);
+    std::vector<C> memory;
+    Call<C> call = call_of<C>(form, static_cast<int64_t>(Mask::kNone), std::nullopt);
+    call.params = {static_cast<const C*>(scale.data_ptr()), converted(zero_point, memory), nullptr, nullptr};
+    with_code_type(codes, [&](auto q) {
+      decode_all(call, static_cast<const decltype(q)*>(codes.data_ptr()), static_cast<decltype(t)*>(y.data_ptr()));
+    });
+  });
+  return y;
 }
 
 std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form, Tensor codes,
@@ -333,17 +350,6 @@ std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARA
     });
   });
   return {mask, nan};
-}
-
-void dequantize(const Tensor& codes, FAKEQUANT_PARAMS, const Tensor& form, Tensor y) {
-  with_float_type(y, [&](auto t, auto c) {
-    using T = decltype(t);
-    using C = decltype(c);
-    with_code_type(codes, [&](auto q) {
-      decode_all(make_call<C>(scale, zero_point, lo, hi, form, 0, std::nullopt),
-                 static_cast<const decltype(q)*>(codes.data_ptr()), static_cast<T*>(y.data_ptr()));
-    });
-  });
 }
 
 void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
@@ -370,9 +376,9 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("checked_over(Tensor(a!) x, Tensor scale, Tensor? zero_point, Tensor form) -> bool");
   m.def("checked_codes(Tensor x, Tensor scale, Tensor? zero_point, Tensor form, Tensor(a!) codes, bool masked) "
         "-> (bool, Tensor?)");
+  m.def("dequantize(Tensor codes, Tensor scale, Tensor? zero_point, Tensor form, Tensor like) -> Tensor");
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
-  m.def("dequantize(Tensor codes, " FAKEQUANT_SCHEMA_PARAMS "Tensor(a!) y) -> ()");
   m.def("grad_params(Tensor dy, Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!)? scale_grad, Tensor(b!)? zero_point_grad, int mask_kind) -> ()");
 }
