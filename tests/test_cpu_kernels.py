@@ -133,7 +133,7 @@ def compare(backend, numbers, spec, label):
     return served
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @each_backend
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -174,7 +174,7 @@ def test_equals_the_reference_in_every_layout(backend, name, dtype):
 SIZES = [1, 7, 8, 9, 15, 16, 17, 1023, 1024, 1025, 2047, 4099, 32768, 32769, 70001]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @each_backend
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["int8", "uint8_affine", "float8_e4m3fn", "nf4"])

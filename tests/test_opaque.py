@@ -27,7 +27,7 @@ def laid_out(shape):
     yield "every second", torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("text", SPECS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
