@@ -133,7 +133,7 @@ def _limit_bar(limit: Limit, own: Sequence[Result], results: Sequence[Result]) -
     digits = max(2, 2 - math.floor(math.log10(limit.most)))
     median, low, high = (f"{value:.{digits}f}" for value in (found.p50, found.p20, found.p80))
     if floors := _floors(limit, results, digits):
-        what += f" (at best: {floors})"
+        what += f" (compare: {floors})"
     return Bar(what, f"<= {limit.most:g}", f"{median} ({low} to {high})", found.p50 <= limit.most)
 
 

@@ -45,7 +45,7 @@ class Limit:
         against: what they are timed beside.
         most: the largest ratio of their time to that of the other.
         slow: whether it takes so long to make them ready that one process is enough.
-        floors: timed beside the same, to say how near to nothing the ratios could come; see `floors.py`.
+        floors: timed beside the same, to compare the ratios with; see `floors.py`.
     """
 
     what: str

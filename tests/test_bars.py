@@ -135,7 +135,7 @@ def test_a_row_says_what_its_floors_take(monkeypatch):
     limit = replace(TWO, floors=(floor,))
     monkeypatch.setattr(bars, "LIMITS", (limit,))
     (bar,) = bars.limit_bars([*results_of(limit, 2.5, 1.0), *results_of(replace(limit, cases=(floor,)), 0.08)])
-    assert bar.what == "two, slowest (int8 per tensor, 64) (at best: a copy 0.08)"
+    assert bar.what == "two, slowest (int8 per tensor, 64) (compare: a copy 0.08)"
     assert (bar.measured[:4], bar.ok) == ("2.50", False)
 
 

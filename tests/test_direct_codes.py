@@ -1,11 +1,15 @@
 """Codes by one operator, and the backward pass by two more: the reference's bits, or the general way."""
 
+import copy
+
 import pytest
 import torch
 from bits import assert_same_bits
 from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile, hostile_gradient
+from torch import nn
 
 import fakequant as fq
+from fakequant.nn import integer
 from fakequant.numerics import reference
 from fakequant.ops import direct, dispatch
 from fakequant.ops.cpu.backend import load_kernels
@@ -92,3 +96,50 @@ def test_what_lies_otherwise_than_x_goes_the_general_way():
     with torch.enable_grad():
         assert not mask_directly(x, kept.mask, kept.direct)
         assert values_directly(kept.values, scale, None, kept.direct, x) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (7, 9)])
+def test_without_a_mask_gradients_lie_as_x_does(shape):
+    """As with one: the elements stay in their places, whatever the layout of the gradient is."""
+    x = torch.rand(shape) + 0.1
+    for relu in (False, True):
+        kept = encode_directly(x, fq.QuantSpec("int8"), torch.tensor(0.1), None, relu=relu, mask=True)
+        assert kept.mask is None
+        dy = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+        right = dy.clone()
+        dx = integer._masked(dy, None, kept)
+        assert_same_bits(dx, right)
+        assert dx.stride() == x.stride()
+
+
+def quantized(*layers, like):
+    model = fq.prepare(nn.Sequential(*layers), fq.presets.INT8)
+    fq.calibrate(model, [2 * like], progress=False)
+    return model
+
+
+def gradients_by(execution, model, x, dy, **options):
+    model, x = fq.set_execution(copy.deepcopy(model), execution), x.detach().requires_grad_()
+    return torch.autograd.grad(model(x), [x, *model.parameters()], dy, **options)
+
+
+@pytest.mark.parametrize("lowest", [0.1, -1.0])
+@pytest.mark.parametrize("relu", [True, False])
+def test_products_of_any_layout_get_the_gradients_of_simulated_layers(relu, lowest):
+    x = (torch.rand(2, 3, 4, 5) + lowest).contiguous(memory_format=torch.channels_last)
+    model = quantized(nn.ReLU() if relu else nn.Identity(), nn.Linear(5, 6), like=x)
+    dy = torch.randn(2, 3, 4, 6)
+    for one, other in zip(*(gradients_by(way, model, x, dy) for way in ("auto", "simulate")), strict=True):
+        assert_same_bits(one, other)
+        assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_batches_of_gradients_go_the_general_way(size):
+    x = torch.rand(4, 5) - 0.5
+    model, batch = quantized(nn.Linear(5, 6), like=x), torch.randn(3, 4, 6)
+    found = gradients_by("auto", model, size * x, batch, is_grads_batched=True)
+    each = [gradients_by("auto", model, size * x, dy) for dy in batch]
+    for one, others in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(others))

@@ -6,9 +6,10 @@ from bits import assert_same_bits
 
 import fakequant as fq
 from benchmarks import kinds
-from benchmarks.floors import CopiesBothWays, OperatorAlone, PlainCopy, ProductsAlone
+from benchmarks.floors import CopiesBothWays, OperatorAlone, PlainCopy, ProductsAlone, _Copied
 from benchmarks.training import STEPS_BY_CODES
 from fakequant.nn.integer_products import LinearProduct
+from fakequant.numerics import reference
 from fakequant.ops.convolutions import convolution_unavailable
 
 INT8 = kinds.INT8_TENSOR.case(4096)
@@ -17,7 +18,7 @@ INT8 = kinds.INT8_TENSOR.case(4096)
 def test_the_operator_alone_gives_the_same_values():
     case = OperatorAlone("alone", INT8.spec, INT8.shape)
     (x,) = case.inputs(1)
-    assert_same_bits(case.run()(x), fq.fake_quantize(x, case.spec, scale=case.scale()))
+    assert_same_bits(case.run()(x), reference.fake_quantize(x, fq.QParams(case.scale()), case.spec))
 
 
 def test_copies_are_copies_with_a_gradient():
@@ -26,6 +27,7 @@ def test_copies_are_copies_with_a_gradient():
         (x,) = case.inputs(1)
         (dx,) = case.run()(x)
         assert_same_bits(dx, torch.ones_like(x))
+    assert_same_bits(_Copied.apply(x), x)
 
 
 @pytest.mark.skipif(convolution_unavailable("cpu") is not None, reason="no integer convolutions here")

@@ -61,7 +61,8 @@ def test_some_scales_tell_the_two_apart():
 @pytest.mark.parametrize(("format", "zero_point"), CODES, ids=str)
 def test_every_bfloat16_has_the_code_of_its_quotient(format, zero_point):
     scale = scales()
-    x = EVERY_PATTERN.expand(len(scale), -1).contiguous()
+    # Rows that end within a register, at another place each.
+    x = torch.cat([EVERY_PATTERN, EVERY_PATTERN[17000:17005]]).expand(len(scale), -1).contiguous()
     spec = fq.QuantSpec(format, fq.PerChannel(0), symmetric=zero_point is None)
     params = fq.QParams(scale, None if zero_point is None else torch.full_like(scale, zero_point))
     values, codes = reference.fake_quantize(x, params, spec), reference.quantize(x, params, spec)
@@ -73,3 +74,13 @@ def test_every_bfloat16_has_the_code_of_its_quotient(format, zero_point):
         assert_same_bits(masked[1], mask, f"{way} mask")
         assert_same_bits(CPU.fake_quantize_relu(x, params, spec, mask=True)[1], passed, f"{way} mask of a ReLU")
         assert_same_bits(CPU.encode(x, params, spec, mask=False).codes, codes, f"{way} codes")
+
+
+@pytest.mark.parametrize("length", [16, 511, 512, 513])
+def test_the_numbers_that_tell_apart_are_right_in_runs_of_any_length(length):
+    scale = told_apart()[::50, None]
+    x = ((torch.arange(256) + 0.5) * scale).bfloat16().repeat(1, 3)[:, -length:].contiguous()
+    spec, params = fq.QuantSpec("uint8", fq.PerChannel(0), symmetric=False), fq.QParams(scale, torch.zeros_like(scale))
+    values = reference.fake_quantize(x, params, spec)
+    for way in cases.each_way():
+        assert_same_bits(CPU.fake_quantize(x, params, spec, mask=False)[0], values, way)

@@ -98,15 +98,23 @@ def encode_directly(
 def values_directly(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, direct: Direct, like: Tensor
 ) -> Tensor | None:
-    """The values of codes of `encode_directly` in a backward pass; None if the dtype of `like` is not that of x."""
-    if like.dtype != direct.dtype or codes.stride() != direct.call[2] or _is_backward_watched():
+    """The values of codes of `encode_directly` in a backward pass, in the dtype of the gradient `like`.
+
+    None where that is not the dtype of x, where it is no plain tensor, where something watches, and for codes that a
+    hook laid otherwise: the general way then serves.
+    """
+    if like.dtype != direct.dtype or codes.stride() != direct.call[2] or not _is_plain_backward(like):
         return None
     return direct.values_of(codes, scale, zero_point, direct.form, like)
 
 
 def mask_directly(dy: Tensor, mask: Tensor, direct: Direct) -> bool:
-    """Write what passes over a gradient that nobody else reads, in a backward pass; whether dy lies in memory as x."""
-    if dy.stride() != direct.call[2] or dy.dtype != direct.dtype or type(dy) not in PLAIN or _is_backward_watched():
+    """Write what passes over a gradient that nobody else reads, in a backward pass.
+
+    False, and nothing is written, where it does not lie in memory as x does, where it is no plain tensor of the dtype
+    of x, and where something watches.
+    """
+    if dy.stride() != direct.call[2] or dy.dtype != direct.dtype or not _is_plain_backward(dy):
         return False
     direct.grad_input_over(dy, mask)
     return True
@@ -175,6 +183,10 @@ class _NotValidError(Exception):
 def _is_backward_watched() -> bool:
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
     return not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled()
+
+
+def _is_plain_backward(dy: Tensor) -> bool:
+    return type(dy) in PLAIN and not is_legacy_batchedtensor(dy) and not _is_backward_watched()
 
 
 class _QuantizeDirectly(torch.autograd.Function):

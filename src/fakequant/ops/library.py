@@ -264,7 +264,10 @@ def masked_gradient(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over
 def masked_gradient_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
     """`masked_gradient` for an input without gaps in memory, whose strides it gets, also along single elements."""
     dx, (_, _, stride) = masked_gradient(dy, mask, call, over=over), call
-    return dx if dx.stride() == stride or is_watched(dx) else dx.as_strided(dx.shape, stride)
+    if dx.stride() == stride or is_watched(dx):
+        return dx
+    # Masks give the order of x; without one dx is dy, in any order.
+    return dx.new_empty_strided(dx.shape, stride).copy_(dx) if mask is None else dx.as_strided(dx.shape, stride)
 
 
 def grad_params(

@@ -142,8 +142,8 @@ FAKEQUANT_LANES Bits equal(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _
 FAKEQUANT_LANES Bits differ(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
 FAKEQUANT_LANES Bits below(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 FAKEQUANT_LANES Bits at_most(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
-// Whether no more than 8 steps of float32 away from a number whose lower 16 bits are zero, and that number.
 FAKEQUANT_LANES Words eight_further(Lanes v) { return _mm512_add_epi32(_mm512_castps_si512(v), same(8)); }
+// Whether no more than 8 steps of float32 away from a number whose lower 16 bits are zero; upper_half is that number.
 FAKEQUANT_LANES Bits near_upper_half(Lanes v) {
   return _mm512_cmple_epu32_mask(_mm512_slli_epi32(eight_further(v), 16), same(16 << 16));
 }

@@ -212,7 +212,7 @@ void quantize_short_runs(const Job<T, C>& job) {
   C whole;
   const I most = largest;
   load_patterns<T>(&most, &whole, 1);
-  // What is read once here need not fit the first cache.
+  // What this pass reads once need not fit the first cache.
   Pieces(runs, length, 4 * kPieceElements).for_each([&](int64_t first, int64_t count) {
     quantize_piece(job, high.get(), whole, first, count);
   });

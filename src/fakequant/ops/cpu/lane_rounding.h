@@ -32,7 +32,7 @@ struct IntegerLanes {
         lo(same(first)),
         hi(same(last)),
         zero(same(0.0f)) {}
-  // How many middles between codes, and beside the first and the last, there are at most on one side of zero.
+  // How many middles between integers decide a code, or whether it is inside, on the side of zero that has more.
   float middles(float zero_point) const { return std::max(zero_point - first, last - zero_point) + 1; }
   FAKEQUANT_LANES Rounded round(Lanes v, Lanes, Lanes offset) const {
     Lanes code = nearest(v);

@@ -127,7 +127,8 @@ struct Loop {
     return fused(code, p.scale, rounding.zero);
   }
 
-  // Division it is: on a Zen 4 and a Zen 5, x r and two FMA that correct it (Markstein 1990) take as long.
+  // Division, where quotients.h does not allow a product: on a Zen 4 and a Zen 5, x r and two FMA that correct it
+  // (Markstein 1990) take as long.
   template <typename P>
   FAKEQUANT_LANES Rounded rounded(Lanes x, const P& p) const {
     constexpr bool kByProduct = A == Arithmetic::kReciprocal || std::is_same_v<P, ProductLanes>;
@@ -228,13 +229,13 @@ struct DecodeLoop {
   }
 };
 
-// Asks memory for n elements, which may lie behind the end of the tensor, to read or to write them.
-template <bool kToWrite = false, typename T>
+// Asks memory for n elements, which may lie behind the end of the tensor.
+template <typename T>
 FAKEQUANT_LANES void fetch(const T* x, int64_t ahead, int64_t n) {
   constexpr uintptr_t kLine = 64, kSize = sizeof(T);
   const uintptr_t first = reinterpret_cast<uintptr_t>(x) + ahead * kSize;
   for (uintptr_t line = first; line < first + n * kSize; line += kLine)
-    __builtin_prefetch(reinterpret_cast<const void*>(line), kToWrite);
+    __builtin_prefetch(reinterpret_cast<const void*>(line));
 }
 
 // Runs of `length` elements, the last of which may end sooner, with the parameters of one group each.
@@ -244,7 +245,7 @@ FAKEQUANT_LANES void each_run(L& loop, const Call<float>& call, const T* x, U* y
   for (int64_t i = 0, g = 0; i < n; i += length, ++g) {
     if (call.ahead) {
       fetch(x + i, call.ahead, std::min(length, n - i));
-      fetch<true>(y + i, call.ahead, std::min(length, n - i));
+      fetch(y + i, call.ahead, std::min(length, n - i));
     }
     const Uniform<float> of = uniform_of(p, g);
     const Lanes scale = same(of.scale);
