@@ -124,6 +124,23 @@ def gradients_by(execution, model, x, dy, **options):
     return torch.autograd.grad(model(x), [x, *model.parameters()], dy, **options)
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 1), nn.Conv2d(4, 4, 3, groups=4)], ids=str)
+@pytest.mark.parametrize("relu", [True, False])
+def test_axes_of_one_element_lie_as_with_a_mask(relu, layer):
+    """Their strides change no element, but decide how the layers before multiply."""
+    layer = copy.deepcopy(layer).to(memory_format=torch.channels_last)
+    x = (torch.rand(3, layer.in_channels, 4, 4) + 0.1).contiguous(memory_format=torch.channels_last)
+    model = quantized(nn.ReLU() if relu else nn.Identity(), layer, like=x)
+    dy = torch.randn(model(x).shape)
+    strides = [
+        [d.stride() for d in gradients_by("auto", model, given, dy)]
+        for given in (x, x.where(x > x.mean(), -torch.ones(()) if relu else torch.full((), 100.0)))
+    ]
+    assert strides[0] == strides[1]
+    for one, other in zip(*(gradients_by(way, model, x, dy) for way in ("auto", "simulate")), strict=True):
+        assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize("lowest", [0.1, -1.0])
 @pytest.mark.parametrize("relu", [True, False])
 def test_products_of_any_layout_get_the_gradients_of_simulated_layers(relu, lowest):

@@ -317,8 +317,8 @@ def _masked(d: Tensor, mask: Tensor | None, kept: Kept) -> Tensor:
     """What passes of a gradient that the product has just computed, and that nobody else reads."""
     if mask is not None and kept.direct is not None and mask_directly(d, mask, kept.direct):
         return d
-    # A mask that passes everything is left out, and the gradient lies in memory as it does with one.
-    dense = kept.dense or (mask is None and kept.direct is not None)
+    # What one operator encodes has no gaps, and its gradient lies as it does, also where a mask was left out.
+    dense = kept.dense or kept.direct is not None
     return (library.masked_gradient_dense if dense else library.masked_gradient)(d, mask, kept.call, over=True)
 
 

@@ -82,7 +82,7 @@ class WeightCache:
             entry is None
             or entry.state != state
             or entry.version != entry.kept.values._version
-            or (mask and entry.kept.mask is None)
+            or (mask and entry.kept.mask is None)  # `keep` and `keep_codes` leave none out that was asked for
         ):
             if codes:
                 params = choose_qparams(x.detach(), spec) if params is None else params

@@ -82,7 +82,7 @@ def _lies_with(x: Tensor, other: Tensor) -> bool:
 def encode_directly(
     x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, *, relu: bool = False, mask: bool = False
 ) -> Kept | None:
-    """What `kept.keep_codes` returns.
+    """What `kept.keep_codes` returns, but no mask where it passes everything.
 
     None as in `fake_quantize_directly`, and for a mask of another gradient than `Gradient.CODE_RANGE`.
     """
@@ -100,10 +100,15 @@ def values_directly(
 ) -> Tensor | None:
     """The values of codes of `encode_directly` in a backward pass, in the dtype of the gradient `like`.
 
-    None where that is not the dtype of x, where it is no plain tensor, where something watches, and for codes that a
+    None where that is not the dtype of x, where one is no plain tensor, where something watches, and for codes that a
     hook laid otherwise: the general way then serves.
     """
-    if like.dtype != direct.dtype or codes.stride() != direct.call[2] or not _is_plain_backward(like):
+    if (
+        type(codes) not in PLAIN
+        or like.dtype != direct.dtype
+        or codes.stride() != direct.call[2]
+        or not _is_plain_backward(like)
+    ):
         return None
     return direct.values_of(codes, scale, zero_point, direct.form, like)
 

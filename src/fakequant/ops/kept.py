@@ -22,7 +22,11 @@ class Kept(NamedTuple):
     values: Tensor
     """The quantized values, or the codes."""
     mask: Tensor | None
-    """Where gradients pass, packed by the backend that made it; None if it was not asked for, or they pass anywhere."""
+    """Where gradients pass, packed by the backend that made it.
+
+    None if it was not asked for, if gradients always pass (`Gradient.IDENTITY`), or if `encode_directly` found that
+    they pass everywhere.
+    """
     call: BackwardCall
     dense: bool = False
     """Whether the gradient is to lie in memory as x does, see `masked_gradient_dense`."""

@@ -266,8 +266,10 @@ def masked_gradient_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall, *
     dx, (_, _, stride) = masked_gradient(dy, mask, call, over=over), call
     if dx.stride() == stride or is_watched(dx):
         return dx
-    # Masks give the order of x; without one dx is dy, in any order.
-    return dx.new_empty_strided(dx.shape, stride).copy_(dx) if mask is None else dx.as_strided(dx.shape, stride)
+    # With a mask dx has the order of x; without one it is dy, in any order.
+    if mask is None and any(n > 1 and a != b for n, a, b in zip(dx.shape, dx.stride(), stride, strict=True)):
+        return dx.new_empty_strided(dx.shape, stride).copy_(dx)
+    return dx.as_strided(dx.shape, stride)
 
 
 def grad_params(
