@@ -77,7 +77,7 @@ struct Call {
   Mask mask;
   Params<C> params;
   Draw draw;
-  int64_t ahead = 0;  // memory is asked early for what lies so many elements further on, if that will be next
+  int64_t ahead = 0;  // memory is asked early for what lies so many elements further on, if it will be read next
 };
 
 }  // namespace fakequant

@@ -243,10 +243,7 @@ template <typename L, typename T, typename U>
 FAKEQUANT_LANES void each_run(L& loop, const Call<float>& call, const T* x, U* y, int64_t n, int64_t length,
                               const Params<float>& p) {
   for (int64_t i = 0, g = 0; i < n; i += length, ++g) {
-    if (call.ahead) {
-      fetch(x + i, call.ahead, std::min(length, n - i));
-      fetch(y + i, call.ahead, std::min(length, n - i));
-    }
+    if (call.ahead) fetch(x + i, call.ahead, std::min(length, n - i));
     const Uniform<float> of = uniform_of(p, g);
     const Lanes scale = same(of.scale);
     const UniformLanes uniform{scale, L::kWithReciprocal ? reciprocal_of(scale) : scale, same(of.zero_point),
