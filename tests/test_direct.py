@@ -57,9 +57,9 @@ def compare(case, granularity, arithmetic, dtype, layout):
     return served
 
 
-def assert_served_if_supported(served, case, dtype):
+def assert_served_if_supported(served, case, dtype, *, codes=False):
     cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
-    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=False)
+    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=codes)
     assert (served > 0) == (unsupported is None), unsupported
 
 

@@ -1,21 +1,22 @@
 """Codes by one operator, and the backward pass by two more: the reference's bits, or the general way."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile, hostile_gradient
+from cases import DTYPES, FORMATS, GRANULARITIES, hostile_gradient
+from test_direct import assert_served_if_supported, hostile, needs_kernels
 from torch import nn
 
 import fakequant as fq
 from fakequant.nn import integer
 from fakequant.numerics import reference
-from fakequant.ops import direct, dispatch
-from fakequant.ops.cpu.backend import load_kernels
+from fakequant.ops import direct
 from fakequant.ops.direct import encode_directly, mask_directly, values_directly
 
-pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
+pytestmark = needs_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -27,49 +28,47 @@ class Subclass(torch.Tensor):
     pass
 
 
+def compare_codes(x, spec, params):
+    """Codes, their values, the mask and what passes it; whether they were served."""
+    scale, zero_point, label = params.scale, params.zero_point, f"{spec} {x.dtype}"
+    kept = encode_directly(x, spec, scale, zero_point)
+    if kept is None:
+        return False
+    codes, passing = reference.quantize(x, params, spec), reference.passes(x, params, spec)
+    assert_same_bits(kept.values, codes, label)
+    assert kept.values.stride() == x.stride()
+    assert kept.mask is None
+    kept = encode_directly(x, spec, scale, zero_point, mask=True)
+    assert_same_bits(kept.values, codes, f"{label} with a mask")
+    assert (kept.mask is None) == bool(passing.all())
+    dy = hostile_gradient(x).as_strided(x.shape, x.stride())
+    right = reference.grad_input(dy, passing)
+    with torch.no_grad():
+        if kept.mask is not None:
+            assert_same_bits(kept.call[0].unpack_mask(kept.mask, x, spec), passing, f"{label} mask")
+            assert mask_directly(dy, kept.mask, kept.direct)
+            assert_same_bits(dy, right, f"{label} masked")
+        values = values_directly(kept.values, scale, zero_point, kept.direct, dy)
+    assert_same_bits(values, reference.dequantize(codes, params, spec, x.dtype), f"{label} values")
+    assert values.stride() == x.stride()
+    assert encode_directly(x, spec.replace(gradient=fq.Gradient.CLIP), scale, zero_point, mask=True) is None
+    if x.numel():
+        x[(-1,) * x.dim()] = torch.nan
+        assert encode_directly(x, spec, scale, zero_point) is None
+    return True
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_those_of_the_reference(name, dtype):
-    case, served, turn = FORMATS[name], 0, list(FORMATS).index(name)
-    layouts = ("channels_last", "transposed", "contiguous")
-    for granularity in GRANULARITIES.values():
-        for arithmetic in case.arithmetics():
-            turn += 1
-            spec = case.spec(granularity.granularity, arithmetic)
-            numbers = hostile(case, granularity, arithmetic, dtype)
-            scale, zero_point, *_ = numbers.params
-            given = LAYOUTS[layouts[turn % len(layouts)]](numbers.x)
-            x = given.where(~given.isnan(), torch.ones((), dtype=dtype))
-            found = encode_directly(x, spec, scale, zero_point)
-            if found is None:
-                continue
-            codes, mask, *_ = found
-            params = fq.QParams(scale, zero_point)
-            assert_same_bits(codes, reference.quantize(x, params, spec), f"{spec} {dtype}")
-            assert codes.stride() == x.stride()
-            assert mask is None
-            kept = encode_directly(x, spec, scale, zero_point, mask=True)
-            assert_same_bits(kept.values, codes, f"{spec} {dtype} with a mask")
-            passing = reference.passes(x, params, spec)
-            assert (kept.mask is None) == bool(passing.all())
-            dy = hostile_gradient(x).as_strided(x.shape, x.stride())
-            right = reference.grad_input(dy, passing)
-            with torch.no_grad():
-                if kept.mask is not None:
-                    assert_same_bits(kept.call[0].unpack_mask(kept.mask, x, spec), passing, f"{spec} {dtype} mask")
-                    assert mask_directly(dy, kept.mask, kept.direct)
-                    assert_same_bits(dy, right, f"{spec} {dtype} masked")
-                values = values_directly(codes, scale, zero_point, kept.direct, dy)
-            assert_same_bits(values, reference.dequantize(codes, params, spec, dtype), f"{spec} {dtype} values")
-            assert values.stride() == codes.stride()
-            assert encode_directly(x, spec.replace(gradient=fq.Gradient.CLIP), scale, zero_point, mask=True) is None
-            if x.numel():
-                x[(-1,) * x.dim()] = torch.nan
-                assert encode_directly(x, spec, scale, zero_point) is None
-            served += 1
-    cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
-    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=True)
-    assert (served > 0) == (unsupported is None), unsupported
+    case, served = FORMATS[name], 0
+    layouts = itertools.cycle(["channels_last", "transposed", "contiguous"])
+    # Another layout first for every format, so that each meets each granularity.
+    layouts = itertools.islice(layouts, list(FORMATS).index(name) + 1, None)
+    for granularity, arithmetic in itertools.product(GRANULARITIES.values(), case.arithmetics()):
+        given, spec, params = hostile(case, granularity, arithmetic, dtype, next(layouts))
+        served += compare_codes(given.where(~given.isnan(), torch.ones((), dtype=dtype)), spec, params)
+    assert_served_if_supported(served, case, dtype, codes=True)
 
 
 @pytest.mark.parametrize("elements", [1, 7, 8, 9, 1027])
@@ -79,6 +78,19 @@ def test_a_mask_that_passes_everything_is_left_out(elements):
     for place in {0, elements // 2, elements - 1}:
         x.zero_()[place] = 100.0
         assert encode_directly(x, fq.QuantSpec("int8"), scale, None, mask=True).mask is not None, place
+
+
+def test_a_subclass_of_a_gradient_is_not_given_to_kernels():
+    def gradient(dy):
+        return torch.autograd.grad(fq.fake_quantize(x, "int8", scale=0.1), x, dy)[0]
+
+    x = (9 * torch.randn(4, 6)).requires_grad_()
+    right = gradient(torch.ones(4, 6))
+    ((key, found),) = direct._found.items()
+    direct._found[key] = found._replace(grad_input=lambda *_: pytest.fail("by a kernel"))
+    assert_same_bits(torch.Tensor(gradient(torch.ones(4, 6).as_subclass(Subclass))), right)
+    with pytest.raises(pytest.fail.Exception, match="by a kernel"):
+        gradient(torch.ones(4, 6))
 
 
 @torch.no_grad()

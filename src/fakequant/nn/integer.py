@@ -317,9 +317,7 @@ def _masked(d: Tensor, mask: Tensor | None, kept: Kept) -> Tensor:
     """What passes of a gradient that the product has just computed, and that nobody else reads."""
     if mask is not None and kept.direct is not None and mask_directly(d, mask, kept.direct):
         return d
-    # What one operator encodes has no gaps, and its gradient lies as it does, also where a mask was left out.
-    dense = kept.dense or kept.direct is not None
-    return (library.masked_gradient_dense if dense else library.masked_gradient)(d, mask, kept.call, over=True)
+    return (library.masked_gradient_dense if kept.dense else library.masked_gradient)(d, mask, kept.call, over=True)
 
 
 def cannot_multiply(spec: QuantSpec) -> str | None:

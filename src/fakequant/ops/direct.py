@@ -92,7 +92,7 @@ def encode_directly(
     with torch.no_grad():
         codes = torch.empty_like(x, dtype=spec.format.storage)
         found, bits = direct.codes(x, scale, zero_point, direct.form, codes, mask)
-    return Kept(codes, bits, direct.call, relu, direct) if found else None
+    return Kept(codes, bits, direct.call, dense=True, direct=direct) if found else None
 
 
 def values_directly(
@@ -103,12 +103,8 @@ def values_directly(
     None where that is not the dtype of x, where one is no plain tensor, where something watches, and for codes that a
     hook laid otherwise: the general way then serves.
     """
-    if (
-        type(codes) not in PLAIN
-        or like.dtype != direct.dtype
-        or codes.stride() != direct.call[2]
-        or not _is_plain_backward(like)
-    ):
+    _, _, stride = direct.call
+    if codes.stride() != stride or type(codes) not in PLAIN or like.dtype != direct.dtype or not _is_plain(like):
         return None
     return direct.values_of(codes, scale, zero_point, direct.form, like)
 
@@ -119,7 +115,8 @@ def mask_directly(dy: Tensor, mask: Tensor, direct: Direct) -> bool:
     False, and nothing is written, where it does not lie in memory as x does, where it is no plain tensor of the dtype
     of x, and where something watches.
     """
-    if dy.stride() != direct.call[2] or dy.dtype != direct.dtype or not _is_plain_backward(dy):
+    _, _, stride = direct.call
+    if dy.stride() != stride or dy.dtype != direct.dtype or not _is_plain(dy):
         return False
     direct.grad_input_over(dy, mask)
     return True
@@ -185,13 +182,12 @@ class _NotValidError(Exception):
     """A scale or a zero point is not valid; the general way says which."""
 
 
-def _is_backward_watched() -> bool:
+def _is_plain(dy: Tensor) -> bool:
+    """Whether kernels may read a gradient in a backward pass: nothing watches, and it is no other kind of tensor."""
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
-    return not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled()
-
-
-def _is_plain_backward(dy: Tensor) -> bool:
-    return type(dy) in PLAIN and not is_legacy_batchedtensor(dy) and not _is_backward_watched()
+    if not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled():
+        return False
+    return type(dy) in PLAIN and not is_legacy_batchedtensor(dy)
 
 
 class _QuantizeDirectly(torch.autograd.Function):
@@ -211,7 +207,7 @@ class _QuantizeDirectly(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (mask,), (dy,), direct = ctx.saved_tensors, grad_outputs, ctx.direct
         _, _, stride = direct.call
-        if dy.stride() == stride and not _is_backward_watched():
+        if dy.stride() == stride and _is_plain(dy):
             return direct.grad_input(dy, mask), None
         # By the backend that packed the mask: dy may be of another kind, which another one serves.
         return masked_gradient_dense(dy, mask, direct.call), None
@@ -243,8 +239,7 @@ class _QuantizeDirectlyLearned(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (mask, x, scale, zero_point), (dy,), (direct, _, factor) = ctx.saved_tensors, grad_outputs, ctx.call
         _, *wants, _ = ctx.needs_input_grad
-        plain = type(dy) in PLAIN and not is_legacy_batchedtensor(dy)
-        if not plain or dy.stride() != x.stride() or _is_backward_watched():
+        if dy.stride() != x.stride() or not _is_plain(dy):
             if factor is not None:
                 scale = scale + (ctx.step - ctx.step.detach()) * factor  # its value, with the gradient of the step
             found = _gradients(dy, mask, x, (scale, zero_point), direct.call, wants)

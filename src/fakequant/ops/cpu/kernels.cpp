@@ -303,8 +303,8 @@ bool checked_over(Tensor x, const Tensor& scale, const std::optional<Tensor>& ze
   return valid;
 }
 
-// The codes, into `codes`, and their mask where it is asked for and does not pass everything; whether the parameters are
-// valid and x has codes: no NaN.
+// The codes, into `codes`, and their mask where it is asked for and does not pass everything; whether the parameters
+// are valid and x has codes: no NaN.
 std::tuple<bool, std::optional<Tensor>> checked_codes(const Tensor& x, const Tensor& scale,
                                                       const std::optional<Tensor>& zero_point, const Tensor& form,
                                                       Tensor codes, bool masked) {

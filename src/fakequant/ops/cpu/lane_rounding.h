@@ -19,8 +19,8 @@ struct Rounded {
   Bits inside;
 };
 
-// Of quotients with the sign of x. A zero gets the sign that the format gives it by adding `zero`: -0.0 changes nothing,
-// +0.0 takes a sign away.
+// Of quotients with the sign of x. A zero gets the sign that the format gives it by adding `zero`: -0.0 changes
+// nothing, +0.0 takes a sign away.
 template <bool kWithOffset>
 struct IntegerLanes {
   static constexpr bool kOffset = kWithOffset, kInteger = true;

@@ -181,8 +181,11 @@ struct Loop {
   template <typename T, typename U>
   FAKEQUANT_LANES void run_of_one(const T* x, U* y, int64_t n, const UniformLanes& p, const Uniform<float>& of) {
     if constexpr (A == Arithmetic::kDivide && Rounding::kInteger && std::is_same_v<T, BFloat16>) {
-      if (n >= kWorthAsking && divides_by_product(of.scale, rounding.middles(of.zero_point)))
-        return run_with(x, y, n, ProductLanes{{p.scale, reciprocal_of(p.scale), p.zero_point, p.lo, p.hi}}, of.scale);
+      if (n >= kWorthAsking) {
+        const ProductLanes product{{p.scale, reciprocal_of(p.scale), p.zero_point, p.lo, p.hi}};
+        if (divides_by_product(of.scale, product.reciprocal, rounding.middles(of.zero_point)))
+          return run_with(x, y, n, product, of.scale);
+      }
     }
     run_with(x, y, n, p, of.scale);
   }
