@@ -13,7 +13,7 @@ from conftest import runs_always
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("every", [2, 3, 4, 5])
 def test_every_two_parameters_meet(every):
     sizes = (7, 6, 5)
     kept = [places for places in itertools.product(*map(range, sizes)) if runs_always(places, every)]

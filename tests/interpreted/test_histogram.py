@@ -47,6 +47,7 @@ def test_values_of_one_sign(dtype, sign):
     assert_observes(sign * (hostile((3, 100), dtype).abs() + 1), Bins(torch.ones(3, dtype=torch.float64), 16))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("odd", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 511, 512, 4999])
