@@ -56,7 +56,7 @@ struct UniformLanes {
 
 FAKEQUANT_LANES Lanes reciprocal_of(Lanes scale) { return same(1.0f) / scale; }
 
-// The same where x times the reciprocal has the codes of x / scale, see quotients.h.
+// The same where x times `reciprocal` has the codes of x / scale, see quotients.h.
 struct ProductLanes : UniformLanes {
   template <typename L>
   FAKEQUANT_LANES const ProductLanes& at(int64_t, L) const {
@@ -182,9 +182,10 @@ struct Loop {
   FAKEQUANT_LANES void run_of_one(const T* x, U* y, int64_t n, const UniformLanes& p, const Uniform<float>& of) {
     if constexpr (A == Arithmetic::kDivide && Rounding::kInteger && std::is_same_v<T, BFloat16>) {
       if (n >= kWorthAsking) {
-        const ProductLanes product{{p.scale, reciprocal_of(p.scale), p.zero_point, p.lo, p.hi}};
-        if (divides_by_product(of.scale, product.reciprocal, rounding.middles(of.zero_point)))
+        if (const float r = reciprocal_for_integers(of.scale, rounding.middles(of.zero_point))) {
+          const ProductLanes product{{p.scale, same(r), p.zero_point, p.lo, p.hi}};
           return run_with(x, y, n, product, of.scale);
+        }
       }
     }
     run_with(x, y, n, p, of.scale);
