@@ -346,3 +346,11 @@ def test_over_tensors_that_others_watch():
         copied = x.clone()
         over(copied)
         assert_same_bits(copied, expected)
+
+
+def test_a_view_that_holds_the_negatives_is_overwritten_too():
+    x = torch.randn(5, 4)
+    for view in (torch._neg_view(x.clone()), torch.complex(x, -x).conj().imag):
+        expected = fq.fake_quantize(view.clone(), "int8", scale=0.01)
+        fq.fake_quantize_(view, "int8", scale=0.01)
+        assert_same_bits(view.clone(), expected)

@@ -254,6 +254,18 @@ def test_gradients_of_a_step_where_something_watches(monkeypatch, order):
         assert_same_bits(one, other)
 
 
+def test_gradients_of_a_tensor_that_a_hook_lays_otherwise():
+    x, dy = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), torch.randn(2, 3, 4, 5)
+    found = []
+    for pack in (lambda t: t, lambda t: t.contiguous()):
+        leaves = x.detach().requires_grad_(), torch.full((3,), 0.01, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = fq.fake_quantize(leaves[0], "int8 per_channel(1)", scale=leaves[1])
+        found.append(torch.autograd.grad(y, leaves, dy))
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
+
+
 def test_a_step_may_move_before_the_backward_pass():
     quantizer, x, dy = quantizer_of("int8"), torch.randn(6, 8), torch.randn(6, 8)
     (step,) = quantizer.parameters()

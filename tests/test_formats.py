@@ -148,6 +148,8 @@ def test_float_rounding_without_bounds(dtype):
         (lambda: IntegerFormat.of(8, signed=False, narrow=True), r"must contain 0"),
         (lambda: FloatFormat("x", 0, 3, Specials.NONE), r"'x': needs at least 1 exponent bit.*got E=0, M=3"),
         (lambda: FloatFormat("x", 9, 7, Specials.IEEE), r"at most 16 bits"),
+        (lambda: FloatFormat("x", 3, 0, Specials.IEEE), r"'x': IEEE tells NaN from infinity by the mantissa"),
+        (lambda: FloatFormat("x", 1, 0, Specials.NAN_ONLY), r"'x' has no number but 0 with E=1, M=0"),
         (lambda: parse_format("int99"), r"unknown format 'int99'; did you mean int9"),
         (lambda: parse_format("float8_e4m3f"), r"did you mean float8_e4m3fn"),
         (lambda: parse_format("int0"), r"unknown format 'int0'"),

@@ -1,3 +1,4 @@
+import numpy
 import pytest
 import torch
 from bits import assert_same_bits
@@ -143,6 +144,11 @@ BAD_CALLS = {
         DTypeError,
         r"cannot quantize a tensor of dtype torch.int64: expected float32, float64, float16 or bfloat16; convert it",
     ),
+    "nested input": (
+        lambda: fq.fake_quantize(torch.nested.nested_tensor([X[0], X[1]]), "int8"),
+        DTypeError,
+        r"x must be a dense torch.Tensor, got a nested tensor; convert it first, as by torch.nested.to_padded",
+    ),
     "float8 input": (lambda: fq.fake_quantize(X.to(torch.float8_e5m2), "int8"), DTypeError, r"float8_e5m2: expected"),
     "zero scale": (fake(scale=0.0), QParamsError, r"scale must be a positive, finite number in every group, got 0.0"),
     "negative scale": (fake(scale=-0.5), QParamsError, r"scale must be a positive, finite number.*got -0.5"),
@@ -151,6 +157,12 @@ BAD_CALLS = {
     "one bad scale": (fake(spec=CHANNELS, scale=torch.tensor([0.1, NAN])), QParamsError, r"in every group, got nan"),
     "negative amax": (fake(amax=-1.0), QParamsError, r"amax must be a number >= 0 in every group, got -1.0"),
     "NaN amax": (fake(amax=NAN), QParamsError, r"amax must be a number >= 0.*got nan"),
+    "complex scale": (fake(scale=torch.tensor(0.5 + 9j)), QParamsError, r"scale must be real, got .* torch.complex64"),
+    "scale of numpy": (
+        fake(scale=numpy.float32(0.5)),
+        QParamsError,
+        r"scale must be an int, a float or a tensor, got np.float32\(0.5\); convert it, as by float\(\)",
+    ),
     "wrong scale shape": (
         fake(spec=CHANNELS, scale=torch.ones(3)),
         ShapeError,

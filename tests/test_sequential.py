@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from bits import assert_same_bits
+from test_layers import CASES
 from torch import nn
 
 import fakequant as fq
@@ -180,20 +181,15 @@ def test_relus_are_not_run_and_save_nothing(execution, inplace):
 @pytest.mark.parametrize("layer", [cls for cls in fq.nn.layers().values() if hasattr(cls, "forward_after_relu")])
 def test_every_layer_that_takes_a_relu_computes_it(layer):
     """Whatever the layer: its `forward_after_relu` is its `forward` of the ReLU, and not of x."""
-    axes = next((axes for axes in (1, 2, 3) if f"{axes}d" in layer.__name__), 0)
-    if issubclass(layer, nn.Linear):
-        given: tuple[int, ...] = (4, 4)
-    elif "Conv" in layer.__name__:
-        given = (4, 4, 2)
-    else:
-        given = (2,)
-    float_layer = layer.float_class(*given)
+    float_layer, (x,) = copy.deepcopy(next(case for case in CASES.values() if type(case[0]) is layer.float_class))
+    x = x - 2.0
     fq.prepare(float_layer, Config("test", (Rule("*", "int8", "int8 per_channel(0)"),)))
-    x = torch.randn(2, 4, *[4] * axes) - 2.0
     fq.calibrate(float_layer, [x], progress=False)
     assert takes_relu(float_layer)
-    assert_same_bits(float_layer.forward_after_relu(x), float_layer(torch.relu(x)))
-    assert not torch.equal(float_layer.forward_after_relu(x), float_layer(x))
+    calls = float_layer.forward_after_relu(x), float_layer(torch.relu(x)), float_layer(x)
+    found, after, without = (y[0] if isinstance(y, tuple) else y for y in calls)
+    assert_same_bits(found, after)
+    assert not torch.equal(found, without)
 
 
 @pytest.mark.parametrize("preset", ["INT8_WEIGHT_ONLY", "NVFP4"])

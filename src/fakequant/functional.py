@@ -47,7 +47,8 @@ def fake_quantize(
             number or 0-d tensor per tensor, [C] per channel, or x's shape with every axis divided by its block. If it
             requires grad it gets its gradient (LSQ).
         zero_point: the code of 0.0, of the same shape; only where `spec.symmetric` is false.
-        amax: instead of `scale`: the magnitude that is mapped to the format's largest code.
+        amax: instead of `scale`: the magnitude that is mapped to the format's largest code. If it requires grad it gets
+            the gradient of the scale that it becomes.
         seed: an integer or 0-d int64 tensor that decides stochastic rounding, see `Rounding`; only for specifications
             with it. Without one it is drawn from torch's default generator (`torch.manual_seed`). Equal seeds give
             elements at equal positions equal random numbers: give every tensor its own.
@@ -280,8 +281,10 @@ def check_scale(scale: Tensor, arithmetic: Arithmetic, *, watched: bool = True) 
 
 
 def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        if isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
+        if isinstance(value, Tensor) and value.is_nested:
+            kind, way = "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0)"
+        elif isinstance(value, Tensor):
             kind, way = f"a tensor of layout {value.layout}", f"{name}.to_dense()"
         else:
             kind, way = type(value).__name__, f"torch.tensor({name})"
@@ -316,10 +319,12 @@ def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
 
 
 def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, Tensor) and value.is_complex():
+        raise QParamsError(f"{name} must be real, got a tensor of {value.dtype}")
     if (made := _made_tensor(value, dtype)) is not None:
         return made if made.dtype == dtype else made.to(dtype)
     if not isinstance(value, (int, float)):
-        raise QParamsError(f"{name} must be a number or a tensor, got {value!r}")
+        raise QParamsError(f"{name} must be an int, a float or a tensor, got {value!r}; convert it, as by float()")
     found = "0" if abs(value) < 1 else "beyond all numbers"
     raise QParamsError(f"{name}={value!r} is {found} in {dtype}, in which tensors of {x.dtype} are quantized")
 

@@ -70,6 +70,8 @@ class Calibrator(ABC):
     def compute_range(self) -> Range:
         """The range to quantize [groups, axes kept], in units of x; lo <= 0 <= hi, never wider than what was seen.
 
+        Of one value, or equal ones, it is exactly from these to zero.
+
         Raises:
             CalibrationError: nothing was observed.
         """
@@ -112,17 +114,16 @@ def register_calibrator(name: str) -> Callable[[_Class], _Class]:
     Raises:
         ConfigError: another class already has the name.
 
-    >>> from fakequant.calibration import MaxCalibrator
-    >>> @register_calibrator("example_half")
-    ... class Half(MaxCalibrator):
-    ...     def compute_range(self):
-    ...         lo, hi = super().compute_range()
-    ...         return Range(lo / 2, hi / 2)
-    >>> calibrator = make_calibrator("example_half", "int8")
-    >>> calibrator.observe(torch.tensor([-1.0, 8.0]))
+    >>> from fakequant.calibration import PercentileCalibrator
+    >>> @register_calibrator("example_median")
+    ... class Median(PercentileCalibrator):
+    ...     def __init__(self, spec):
+    ...         super().__init__(spec, percentile=50.0)
+    >>> calibrator = make_calibrator("example_median", "int8")
+    >>> calibrator.observe(torch.tensor([-1.0, 2.0, 8.0]))
     >>> calibrator.compute_range()
-    Range(lo=tensor([-0.5000]), hi=tensor([4.]))
-    >>> del _registry["example_half"]  # of the example only
+    Range(lo=tensor([-1.]), hi=tensor([2.]))
+    >>> del _registry["example_median"]  # of the example only
     """
 
     def register(cls: _Class) -> _Class:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ConfigError
-from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.quantizer import Mode, Quantizer, is_as_made
 from fakequant.numerics.products import Factor, Places
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
@@ -162,7 +162,11 @@ class IntegerProduct(ABC):
     def ready(self, layer: Any) -> Ready:
         """What is known of a layer as it is now."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
-        state = (layer.execution, *(q and (q.mode, q.spec) for q in quantizers), *self.depends_on(layer))
+        state = (
+            layer.execution,
+            *(q and (q.mode, q.spec, is_as_made(q)) for q in quantizers),
+            *self.depends_on(layer),
+        )
         ready = layer.__dict__.get("_ready")
         if ready is None or ready.state != state:
             ready = layer._ready = Ready(state, self.why_simulated(layer, layer.execution), self.places(layer))
@@ -172,7 +176,7 @@ class IntegerProduct(ABC):
         """Why a layer, as it is now, does not multiply codes if it is told to, whatever its input; None if it does."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         exact = execution is not Execution.INTEGER
-        return _mode_reason(quantizers) or self.cannot(layer, *(q and q.spec for q in quantizers), exact=exact)
+        return _call_reason(quantizers) or self.cannot(layer, *(q and q.spec for q in quantizers), exact=exact)
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
         """What else decides whether a layer can multiply codes, and where its windows are."""
@@ -347,6 +351,10 @@ def cannot_scale(spec: QuantSpec) -> str | None:
     return None
 
 
-def _mode_reason(quantizers: list[Quantizer | None]) -> str | None:
+def _call_reason(quantizers: list[Quantizer | None]) -> str | None:
+    """Why quantizers are to be called, which products of codes do not."""
     other = [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]
-    return f"a quantizer is in mode {other[0]}" if other else None
+    if other:
+        return f"a quantizer is in mode {other[0]}"
+    made = all(q is None or is_as_made(q) for q in quantizers)
+    return None if made else "a quantizer has a hook or a forward of its own, which products of codes do not call"

@@ -39,6 +39,10 @@ class LinearProduct(IntegerProduct):
             or _sum_reason(layer.weight, input, other)
         )
 
+    def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec] | None) -> bool:
+        # torch says what is wrong with other sizes.
+        return super().fits(x, other, specs) and x.shape[-1] == other.shape[-1]
+
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         of_codes = float8_products if _is_float(x.spec) else products
         return of_codes.linear(x.factor, other.factor, bias)
@@ -94,7 +98,7 @@ class ConvolutionProduct(IntegerProduct):
         return _CONVOLUTIONS[x.dim() - 2](x, other, bias, *places)
 
     def empty_result(self, x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if x.is_contiguous():
+        if not convolutions.is_channels_last(x):
             return x.new_empty(shape, dtype=dtype)
         images, channels, *places = shape
         return x.new_empty((images, *places, channels), dtype=dtype).movedim(-1, 1)
@@ -132,7 +136,7 @@ class MatMulProduct(IntegerProduct):
         return ()
 
     def fits(self, x: Tensor, other: Tensor, specs: tuple[QuantSpec, QuantSpec] | None) -> bool:
-        if not super().fits(x, other, specs):
+        if not super().fits(x, other, specs) or x.shape[-1] != other.shape[-2]:
             return False
         return specs is None or (products.linear_unavailable(x.device.type) is None and x.shape[-1] <= _most(*specs))
 

@@ -190,11 +190,12 @@ class _QuantConv(_QuantProduct):
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
-        one = input.dim() < self.weight.dim()  # no batch axis
-        y = self.integer_product(input.unsqueeze(0) if one else input, self.weight, self.bias, relu=relu)
-        if y is not None:
-            return y.squeeze(0) if one else y
-        return self._conv_forward(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
+        # As one of a batch where that axis is missing: a learned step counts what shares it in an example.
+        one = input.dim() == self.weight.dim() - 1
+        x = input.unsqueeze(0) if one else input
+        if (y := self.integer_product(x, self.weight, self.bias, relu=relu)) is None:
+            y = self._conv_forward(self.quantized_input(x, relu=relu), self.quantized_weight(), self.bias)
+        return y.squeeze(0) if one else y
 
 
 @quantizes(nn.Conv1d)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.quantizer import Mode, Quantizer, is_as_made
 from fakequant.numerics.qparams import runs_eagerly
 
 _NORMALISATIONS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -62,7 +62,7 @@ def join_relus(model: nn.Module) -> None:
 
 def takes_relu(module: nn.Module) -> bool:
     """Whether `module.forward_after_relu(x)` can stand for `module(torch.relu(x))`: nobody sees the difference."""
-    if not _is_as_made(module) or _has_any_global_hook():
+    if not is_as_made(module) or _has_any_global_hook():
         return False
     if type(module) is QuantSequential:
         first = next(iter(module._modules.values()), None)
@@ -70,23 +70,11 @@ def takes_relu(module: nn.Module) -> bool:
     if not isinstance(module, QuantizedLayer) or not _defines_both(type(module)):
         return False
     quantizer = module._input_quantizer
-    return type(quantizer) is Quantizer and _is_as_made(quantizer) and _is_fixed(quantizer)
+    return type(quantizer) is Quantizer and is_as_made(quantizer) and _is_fixed(quantizer)
 
 
 def _is_fixed(quantizer: Quantizer) -> bool:
     return quantizer.mode is Mode.QUANTIZE and quantizer.scale is not None and not quantizer.dynamic
-
-
-def _is_as_made(module: nn.Module) -> bool:
-    """Whether a call of a module is one of its class's `forward`, and no hook looks at it."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
-    )
 
 
 @lru_cache(maxsize=256)
@@ -101,11 +89,11 @@ def _can_wait(module: nn.Module, before: nn.Module | None) -> bool:
 
     One in place changes its input, which is to be seen but where a layer just made it for nobody else.
     """
-    if type(module) is not nn.ReLU or not _is_as_made(module):
+    if type(module) is not nn.ReLU or not is_as_made(module):
         return False
     return not module.inplace or (before is not None and _makes_for_one(before))
 
 
 def _makes_for_one(module: nn.Module) -> bool:
     quantizes = isinstance(module, QuantizedLayer) and _defines_both(type(module))
-    return _is_as_made(module) and (quantizes or type(module) in _NORMALISATIONS)
+    return is_as_made(module) and (quantizes or type(module) in _NORMALISATIONS)

@@ -47,7 +47,17 @@ class FloatFormat(Format):
                 f"FloatFormat {self.label!r}: needs at least 1 exponent bit, no negative mantissa and at most 16 bits "
                 f"with the sign; got E={self.exponent_bits}, M={self.mantissa_bits}"
             )
+        if self.specials is Specials.IEEE and not self.mantissa_bits:
+            raise SpecError(
+                f"FloatFormat {self.label!r}: IEEE tells NaN from infinity by the mantissa, which has no bits; use "
+                "Specials.NAN_ONLY or NONE"
+            )
         object.__setattr__(self, "grid", self._grid())
+        if not self.quant_max:
+            raise SpecError(
+                f"FloatFormat {self.label!r} has no number but 0 with E={self.exponent_bits}, M={self.mantissa_bits}, "
+                f"{self.specials}; give it more bits"
+            )
         if self.quant_max > torch.finfo(torch.float32).max or self.grid.min_exponent < -126:
             raise SpecError(
                 f"FloatFormat {self.label!r} reaches from 2**{self.grid.min_exponent} to {self.quant_max:g}, but codes "

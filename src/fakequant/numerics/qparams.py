@@ -83,7 +83,8 @@ def has_values(*tensors: object) -> bool:
     """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
 
     Not where something watches (`runs_eagerly`), nor for subclasses, nor for the batches of
-    `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor a function transform's.
+    `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor a function transform's, nor for
+    zeros without memory, as autograd makes for the gradient of `torch.sgn`.
     """
     if not runs_eagerly():
         return False
@@ -91,7 +92,7 @@ def has_values(*tensors: object) -> bool:
     for x in tensors:
         if x is None or not isinstance(x, Tensor):
             continue
-        if type(x) not in PLAIN or x.is_meta or is_legacy_batchedtensor(x):
+        if type(x) not in PLAIN or x.is_meta or is_legacy_batchedtensor(x) or x._is_zerotensor():
             return False
     return True
 

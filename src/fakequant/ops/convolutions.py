@@ -103,7 +103,7 @@ class KernelWeight(NamedTuple):
 
 
 def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`products.convolution` with a packed weight; the result lies in memory as the input does.
+    """`products.convolution` with a packed weight; the result lies in memory as that of torch's convolution.
 
     Args:
         x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
@@ -117,13 +117,14 @@ def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | N
     if not alike or min(sizes) < 1:  # torch says what is wrong
         return products.convolution(x, Factor(weight.codes, scale), bias, weight.places)
     zero_point = 0 if x.zero_point is None else int(x.zero_point)
-    if x.codes.is_contiguous() and weight.places.groups == 1 and _has_kernel():
-        return _by_kernel(x, zero_point, weight, scale, bias, sizes)
-    codes = x.codes
+    by_channels = is_channels_last(x.codes)
+    codes = x.codes if by_channels else x.codes.contiguous()
+    if not by_channels and weight.places.groups == 1 and _has_kernel():
+        return _by_kernel(x._replace(codes=codes), zero_point, weight, scale, bias, sizes)
     if codes.dtype == torch.int8:
         codes, zero_point = codes.view(torch.uint8) ^ 128, zero_point + 128
     sums = _sums(codes, zero_point, weight).movedim(1, -1).contiguous()
-    if not codes.is_contiguous():
+    if by_channels:
         return scaled(sums, x.scale, scale, bias).movedim(-1, 1)
     if load_kernels() is not None:
         return scaled(sums, x.scale, scale, bias).movedim(-1, 1).contiguous()
@@ -131,6 +132,11 @@ def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | N
     y = sums.new_empty((images, outputs, *sizes), dtype=torch.float32)
     scale_into(y, sums, (x.scale, scale), bias, channels_first=True)
     return y
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether torch lays the result of a convolution of x channels-last: if it has at least four axes, and lies so."""
+    return x.dim() > 3 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
 @cache

@@ -63,10 +63,13 @@ def fake_quantize_by_step(
 def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> bool:
     """Write the values of x over x, without a gradient; False as in `fake_quantize_directly`, and x is as it was.
 
-    False too where a parameter lies in the memory of x, which kernels overwrite while they read it.
+    False too where a parameter lies in the memory of x, which kernels overwrite while they read it, and for views whose
+    memory holds the negatives, as of `torch.conj(z).imag`.
     """
     direct = _direct_of(x, spec, scale, zero_point, relu=False)
-    if direct is None or x.is_inference() or any(_lies_with(x, one) for one in (scale, zero_point) if one is not None):
+    if direct is None or x.is_inference() or x.is_neg():
+        return False
+    if any(_lies_with(x, one) for one in (scale, zero_point) if one is not None):
         return False
     if not direct.values_over(x, scale, zero_point, direct.form):
         return False
@@ -125,7 +128,7 @@ def mask_directly(dy: Tensor, mask: Tensor, direct: Direct) -> bool:
 def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:
     if not runs_eagerly() or forward_ad._current_level >= 0 or type(x) not in PLAIN or type(scale) not in PLAIN:
         return None
-    if x.layout is not torch.strided or not scale.is_contiguous() or is_legacy_batchedtensor(x):
+    if x.layout is not torch.strided or not scale.is_contiguous() or is_legacy_batchedtensor(x) or x._is_zerotensor():
         return None
     key = dispatch._backends, spec, relu, x.dtype, x.device, x.shape, x.stride(), scale.dtype, scale.device, scale.shape
     try:
@@ -183,11 +186,14 @@ class _NotValidError(Exception):
 
 
 def _is_plain(dy: Tensor) -> bool:
-    """Whether kernels may read a gradient in a backward pass: nothing watches, and it is no other kind of tensor."""
+    """Whether kernels may read a gradient in a backward pass: nothing watches, and it is no other kind of tensor.
+
+    Of zeros without memory (see `has_values`) kernels would be given one element.
+    """
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
     if not runs_eagerly() or forward_ad._current_level >= 0 or torch.is_grad_enabled():
         return False
-    return type(dy) in PLAIN and not is_legacy_batchedtensor(dy)
+    return type(dy) in PLAIN and not is_legacy_batchedtensor(dy) and not dy._is_zerotensor()
 
 
 class _QuantizeDirectly(torch.autograd.Function):
@@ -239,7 +245,8 @@ class _QuantizeDirectlyLearned(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (mask, x, scale, zero_point), (dy,), (direct, _, factor) = ctx.saved_tensors, grad_outputs, ctx.call
         _, *wants, _ = ctx.needs_input_grad
-        if dy.stride() != x.stride() or not _is_plain(dy):
+        _, _, stride = direct.call
+        if not (dy.stride() == x.stride() == stride and _is_plain(dy)):  # hooks on saved tensors may lay x otherwise
             if factor is not None:
                 scale = scale + (ctx.step - ctx.step.detach()) * factor  # its value, with the gradient of the step
             found = _gradients(dy, mask, x, (scale, zero_point), direct.call, wants)

@@ -140,14 +140,24 @@ def _signed(x: Factor) -> Factor:
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     """Exact sums [n, m] of codes [n, k] and [k, m]."""
     if not _has_cuda_limits(a.device.type):
-        return torch._int_mm(a, b)
+        return torch._int_mm(_with_plain_strides(a), _with_plain_strides(b))
     (rows, inner), columns = a.shape, b.shape[1]
     a = padded(a.contiguous(), max(17 - rows, 0), -inner % 8)
     return torch._int_mm(a, padded(b, -inner % 8, -columns % 8))[:rows, :columns].contiguous()
 
 
+def _with_plain_strides(codes: Tensor) -> Tensor:
+    """Codes [n, m] in rows where an axis has one element: its stride means nothing, but torch's kernels go by it.
+
+    That of torch 2.13 for the CPU takes [1, 4] of strides (1, 1), which is what `weight.t()` has of a layer with one
+    input, for columns of some other matrix, and reads behind its end.
+    """
+    return codes.contiguous().view(-1).view(codes.shape) if 1 in codes.shape else codes
+
+
 def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
     """With so many more rows and columns of zeros; a copy also where kernels for whole blocks might not read them."""
+    codes = _with_plain_strides(codes)
     dense = codes.is_contiguous() or codes.t().is_contiguous()
     if not rows and not columns and dense and codes.storage_offset() % _ALIGNED == 0:
         return codes

@@ -1,0 +1,121 @@
+"""Layers that multiply codes of tensors however they lie in memory, or lack an axis: as torch's own layers."""
+
+import itertools
+
+import pytest
+import torch
+from bits import assert_same_bits
+from test_integer import expected, hostile, prepared
+from torch import nn
+
+import fakequant as fq
+from fakequant.ops import products
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+    "last axes exchanged": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "first axes exchanged": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "gaps": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+    "channels last, gaps": lambda x: (
+        torch.stack([x, x], 1).flatten(1, 2).movedim(1, -1).contiguous().movedim(-1, 1)[:, ::2]
+    ),
+}
+CONVOLUTIONS = {
+    1: (lambda: nn.Conv1d(3, 8, 3), (2, 3, 9)),
+    2: (lambda: nn.Conv2d(3, 8, 3), (2, 3, 8, 7)),
+    3: (lambda: nn.Conv3d(3, 8, 3), (2, 3, 5, 6, 4)),
+}
+
+
+def lying_so(matrix):
+    """The same numbers with all strides that axes of one element may have."""
+    yield matrix
+    rows, columns = matrix.shape
+    for stride in itertools.product((0, 1, 7, rows, columns), repeat=2):
+        laid = torch.zeros(4096, dtype=matrix.dtype).as_strided(matrix.shape, stride)
+        if (rows == 1 or stride[0] == columns) and (columns == 1 or stride[1] == 1):
+            yield laid.copy_(matrix)
+
+
+@pytest.mark.parametrize("dtype", products.CODES, ids=str)
+def test_strides_of_axes_of_one_element_mean_nothing(dtype):
+    random = torch.Generator().manual_seed(0)
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    for rows, inner, columns in itertools.product((1, 3, 17), (1, 2, 16), (1, 4, 17)):
+        a = torch.randint(low, high + 1, (rows, inner), generator=random, dtype=torch.int32).to(dtype)
+        b = torch.randint(-128, 128, (inner, columns), generator=random, dtype=torch.int32).to(torch.int8)
+        for left, right in itertools.product(lying_so(a), [*lying_so(b), *(each.t() for each in lying_so(b.t()))]):
+            found = products._int_mm(left, right)
+            assert torch.equal(found.long(), a.long() @ b.long()), (left.shape, left.stride(), right.stride())
+
+
+@pytest.mark.parametrize("input", ["int8", "uint8"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 4), (1, 1), (3, 1)])
+def test_layers_with_one_input_or_output(inputs, outputs, input):
+    torch.manual_seed(0)
+    model, _ = prepared(nn.Linear(inputs, outputs), input)
+    for x in (hostile(12, inputs)[:7], hostile(inputs, 12).t()[:1], hostile(12, inputs)[:1]):
+        assert_same_bits(model(x).detach(), expected(model[0], x).detach())
+        torch.compiler.reset()
+        assert_same_bits(torch.compile(model, backend="aot_eager")(x).detach(), expected(model[0], x).detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axes", CONVOLUTIONS)
+def test_convolutions_lay_their_result_as_torch_does(axes, layout):
+    torch.manual_seed(0)
+    make, shape = CONVOLUTIONS[axes]
+    float_layer = make()  # of a tensor with gaps quantized values lie as those of a contiguous one
+    model, simulated = prepared(make())
+    x = LAYOUTS[layout](hostile(*shape).clamp(-100, 100))
+    stride = float_layer(x.contiguous() if "gaps" in layout else x).stride()
+    with torch.no_grad():
+        assert model(x).stride() == simulated(x).stride() == stride
+        assert_same_bits(model(x), expected(model[0], x.contiguous()))
+        torch.compiler.reset()
+        assert torch.compile(model, backend="aot_eager")(x).stride() == stride
+
+
+@pytest.mark.parametrize("execution", ["simulate", "auto"])
+def test_a_convolution_of_one_image_without_an_axis_for_images(execution):
+    """A learned step gets the gradient that it gets with that axis."""
+    torch.manual_seed(0)
+    model, _ = prepared(nn.Conv2d(16, 8, 3))
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    fq.set_execution(model, execution)
+    x, step, found = hostile(16, 9, 9).clamp(-1, 1), model[0]._input_quantizer.lsq.step, []
+    for given in (x, x[None]):
+        step.grad = None
+        y = model(given)
+        y.sum().backward()
+        found.append((y.detach().reshape(8, 7, 7), step.grad))
+    assert_same_bits(*(y for y, _ in found))
+    assert_same_bits(*(gradient for _, gradient in found))
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (1, 1, 1, 9, 9)], ids=str)
+def test_a_convolution_of_other_axes_is_refused(shape):
+    model, _ = prepared(nn.Conv2d(1, 8, 3))
+    with pytest.raises(RuntimeError, match=r"Expected 3D .* or 4D .* input to conv2d"):
+        model(torch.ones(shape))
+
+
+def test_factors_of_other_widths_are_refused_as_by_torch():
+    model, _ = prepared(nn.Linear(16, 4))
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        model(torch.ones(3, 7))
+
+
+@pytest.mark.parametrize("name", ["_input_quantizer", "_weight_quantizer"])
+def test_quantizers_that_somebody_looks_at_are_called(name):
+    model, simulated = prepared(nn.Linear(16, 4))
+    x, quantizer, seen = hostile(5, 16).clamp(-1, 1), getattr(model[0], name), []
+    assert_same_bits(model(x), expected(model[0], x))
+    hook = quantizer.register_forward_hook(lambda module, given, y: seen.append(y))
+    assert_same_bits(model(x), simulated(x))
+    assert len(seen) == 1
+    assert "a quantizer has a hook" in model[0].why_simulated()
+    hook.remove()
+    assert_same_bits(model(x), expected(model[0], x))
+    assert model[0].why_simulated() is None

@@ -1,0 +1,51 @@
+"""Zeros without memory, which autograd passes on for gradients that are zero everywhere, as of `torch.sgn`."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+from test_integer import prepared
+from torch import nn
+
+import fakequant as fq
+
+
+def zeros(*shape):
+    x = torch.ones(shape, requires_grad=True)
+    torch.sgn(x).sum().backward()
+    assert x.grad._is_zerotensor()
+    return x.grad
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("spec", ["int8", "int8 per_channel(0) clip", "int8 per_tensor stochastic", "float4_e2m1fn"])
+def test_as_a_gradient(spec, learned):
+    spec = fq.QuantSpec.parse(spec)
+    x = torch.randn(256, 256, requires_grad=True)
+    scale = torch.full(spec.granularity.scale_shapes(x.shape)[0], 0.01).requires_grad_(learned)
+    torch.sgn(fq.fake_quantize(x, spec, scale=scale)).sum().backward()
+    assert_same_bits(x.grad.clone(), torch.zeros(256, 256))
+    if learned:
+        assert not scale.grad.any()
+
+
+@pytest.mark.parametrize("spec", ["int8", "int8 per_token", "int8 per_block(-1:32) stochastic", "float8_e4m3fn"])
+def test_as_an_input(spec):
+    for given in ({}, {"scale": 0.5}) if "token" not in spec and "block" not in spec else ({},):
+        assert_same_bits(fq.fake_quantize(zeros(256, 256), spec, **given), torch.zeros(256, 256))
+        codes, _ = fq.quantize(zeros(256, 256), spec, **given)
+        assert not codes.float().any()
+
+
+@pytest.mark.parametrize("execution", ["simulate", "auto"])
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(64, 64), lambda: nn.Conv2d(64, 64, 1)])
+def test_as_the_gradient_of_a_layer(layer, execution):
+    model, _ = prepared(layer())
+    fq.set_execution(model, execution)
+    shape = (64, 64) if isinstance(model[0], nn.Linear) else (2, 64, 16, 16)
+    x = torch.randn(shape, requires_grad=True)
+    torch.sgn(model(x)).sum().backward()
+    for gradient in (x.grad, model[0].weight.grad, model[0].bias.grad):
+        assert_same_bits(gradient.clone(), torch.zeros(gradient.shape))
+    given = zeros(*shape)
+    with torch.no_grad():
+        assert_same_bits(model(given), model(torch.zeros(shape)))
