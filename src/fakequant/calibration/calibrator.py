@@ -121,8 +121,8 @@ def register_calibrator(name: str) -> Callable[[_Class], _Class]:
     ...         super().__init__(spec, percentile=50.0)
     >>> calibrator = make_calibrator("example_median", "int8")
     >>> calibrator.observe(torch.tensor([-1.0, 2.0, 8.0]))
-    >>> calibrator.compute_range()
-    Range(lo=tensor([-1.]), hi=tensor([2.]))
+    >>> calibrator.compute_range()  # up to the end of a bin
+    Range(lo=tensor([-1.]), hi=tensor([2.0039]))
     >>> del _registry["example_median"]  # of the example only
     """
 
