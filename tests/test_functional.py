@@ -158,10 +158,11 @@ BAD_CALLS = {
     "negative amax": (fake(amax=-1.0), QParamsError, r"amax must be a number >= 0 in every group, got -1.0"),
     "NaN amax": (fake(amax=NAN), QParamsError, r"amax must be a number >= 0.*got nan"),
     "complex scale": (fake(scale=torch.tensor(0.5 + 9j)), QParamsError, r"scale must be real, got .* torch.complex64"),
+    "complex number": (fake(scale=2 + 1j), QParamsError, r"or a tensor of real numbers, got \(2\+1j\)"),
     "scale of numpy": (
         fake(scale=numpy.float32(0.5)),
         QParamsError,
-        r"scale must be an int, a float or a tensor, got np.float32\(0.5\); convert it, as by float\(\)",
+        r"scale must be an int, a float or a tensor of real numbers, got np.float32\(0.5\)",
     ),
     "wrong scale shape": (
         fake(spec=CHANNELS, scale=torch.ones(3)),

@@ -77,11 +77,18 @@ def test_convolutions_lay_their_result_as_torch_does(axes, layout):
         assert torch.compile(model, backend="aot_eager")(x).stride() == stride
 
 
-@pytest.mark.parametrize("execution", ["simulate", "auto"])
-def test_a_convolution_of_one_image_without_an_axis_for_images(execution):
+PLACES = {
+    "convolution": lambda: nn.Conv2d(16, 8, 3),
+    "transposed": lambda: nn.ConvTranspose2d(16, 8, 3),
+    "pooling": lambda: nn.AvgPool2d(3, stride=1),
+}
+
+
+@pytest.mark.parametrize(("name", "execution"), [*((name, "simulate") for name in PLACES), ("convolution", "auto")])
+def test_one_image_without_an_axis_for_images(name, execution):
     """A learned step gets the gradient that it gets with that axis."""
     torch.manual_seed(0)
-    model, _ = prepared(nn.Conv2d(16, 8, 3))
+    model, _ = prepared(PLACES[name]())
     fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
     fq.set_execution(model, execution)
     x, step, found = hostile(16, 9, 9).clamp(-1, 1), model[0]._input_quantizer.lsq.step, []
@@ -89,7 +96,7 @@ def test_a_convolution_of_one_image_without_an_axis_for_images(execution):
         step.grad = None
         y = model(given)
         y.sum().backward()
-        found.append((y.detach().reshape(8, 7, 7), step.grad))
+        found.append((y.detach().reshape(y.shape[-3:]), step.grad))
     assert_same_bits(*(y for y, _ in found))
     assert_same_bits(*(gradient for _, gradient in found))
 
@@ -108,7 +115,7 @@ def test_factors_of_other_widths_are_refused_as_by_torch():
 
 
 @pytest.mark.parametrize("name", ["_input_quantizer", "_weight_quantizer"])
-def test_quantizers_that_somebody_looks_at_are_called(name):
+def test_quantizers_with_hooks_are_called(name):
     model, simulated = prepared(nn.Linear(16, 4))
     x, quantizer, seen = hostile(5, 16).clamp(-1, 1), getattr(model[0], name), []
     assert_same_bits(model(x), expected(model[0], x))
@@ -119,3 +126,14 @@ def test_quantizers_that_somebody_looks_at_are_called(name):
     hook.remove()
     assert_same_bits(model(x), expected(model[0], x))
     assert model[0].why_simulated() is None
+
+
+def test_a_quantizer_of_another_class_is_called():
+    class Zeros(fq.nn.Quantizer):
+        def forward(self, x):
+            return torch.zeros_like(x)
+
+    model, _ = prepared(nn.Linear(16, 4))
+    model[0]._input_quantizer.__class__ = Zeros
+    assert_same_bits(model(hostile(5, 16)).detach(), model[0].bias.detach().expand(5, 4))
+    assert "a forward of its own" in model[0].why_simulated()

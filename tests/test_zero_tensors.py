@@ -7,6 +7,7 @@ from test_integer import prepared
 from torch import nn
 
 import fakequant as fq
+from fakequant.errors import QParamsError
 
 
 def zeros(*shape):
@@ -49,3 +50,18 @@ def test_as_the_gradient_of_a_layer(layer, execution):
     given = zeros(*shape)
     with torch.no_grad():
         assert_same_bits(model(given), model(torch.zeros(shape)))
+
+
+def test_as_parameters():
+    x, scale = torch.ones(4096, 8), torch.full((4096,), 0.02)
+    zero_point, spec = torch._efficientzerotensor((4096,)), fq.QuantSpec.parse("uint8 per_channel(0) asymmetric")
+    assert_same_bits(fq.fake_quantize(x, spec, scale=scale, zero_point=zero_point), torch.ones(4096, 8))
+    codes, params = fq.quantize(x, spec, scale=scale, zero_point=zero_point)
+    assert (codes == 50).all()
+    given = fq.QParams(params.scale, torch._efficientzerotensor((4096, 1)))
+    assert_same_bits(fq.dequantize(codes, given, spec), torch.ones(4096, 8))
+    fq.fake_quantize_(x, spec, scale=scale, zero_point=zero_point)
+    assert_same_bits(x, torch.ones(4096, 8))
+    for call in (fq.fake_quantize, fq.fake_quantize_, fq.quantize):
+        with pytest.raises(QParamsError, match="scale must be a positive, finite number in every group, got 0"):
+            call(x, "int8", scale=torch._efficientzerotensor(()))

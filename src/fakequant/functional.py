@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .errors import CallError, DTypeError, QParamsError, ShapeError, SpecError
 from .numerics.philox import draw_seed
-from .numerics.qparams import FLOATING, QParams, Range, compute_dtype, is_at_hand
+from .numerics.qparams import FLOATING, QParams, Range, compute_dtype, is_at_hand, runs_eagerly
 from .numerics.qparams import choose_qparams as _qparams_of_range
 from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
@@ -48,7 +48,7 @@ def fake_quantize(
             requires grad it gets its gradient (LSQ).
         zero_point: the code of 0.0, of the same shape; only where `spec.symmetric` is false.
         amax: instead of `scale`: the magnitude that is mapped to the format's largest code. If it requires grad it gets
-            the gradient of the scale that it becomes.
+            that of the scale by the chain rule.
         seed: an integer or 0-d int64 tensor that decides stochastic rounding, see `Rounding`; only for specifications
             with it. Without one it is drawn from torch's default generator (`torch.manual_seed`). Equal seeds give
             elements at equal positions equal random numbers: give every tensor its own.
@@ -319,12 +319,15 @@ def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
 
 
 def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
-    if isinstance(value, Tensor) and value.is_complex():
-        raise QParamsError(f"{name} must be real, got a tensor of {value.dtype}")
+    if isinstance(value, Tensor):
+        if value.is_complex():
+            raise QParamsError(f"{name} must be real, got a tensor of {value.dtype}")
+        if runs_eagerly() and value._is_zerotensor():  # zeros without memory, see `has_values`
+            value = value.clone()
     if (made := _made_tensor(value, dtype)) is not None:
         return made if made.dtype == dtype else made.to(dtype)
     if not isinstance(value, (int, float)):
-        raise QParamsError(f"{name} must be an int, a float or a tensor, got {value!r}; convert it, as by float()")
+        raise QParamsError(f"{name} must be an int, a float or a tensor of real numbers, got {value!r}")
     found = "0" if abs(value) < 1 else "beyond all numbers"
     raise QParamsError(f"{name}={value!r} is {found} in {dtype}, in which tensors of {x.dtype} are quantized")
 

@@ -183,19 +183,28 @@ class QuantLinear(_QuantProduct, nn.Linear):
         return F.linear(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
 
 
-class _QuantConv(_QuantProduct):
+class OverPlaces(QuantizedLayer):
+    """What layers share whose input [n, channels, ...] has places, and whose axis n may be missing."""
+
+    def quantized_input(self, x: Tensor, *, relu: bool = False) -> Tensor:
+        """As one example where that axis is missing: a learned step counts what shares it in an example."""
+        if x.dim() != -self.input_reductions[0]:
+            return super().quantized_input(x, relu=relu)
+        return super().quantized_input(x.unsqueeze(0), relu=relu).squeeze(0)
+
+
+class _QuantConv(OverPlaces, _QuantProduct):
     weight_reduction: ClassVar[int] = 1
     product = ConvolutionProduct()
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
-        # As one of a batch where that axis is missing: a learned step counts what shares it in an example.
-        one = input.dim() == self.weight.dim() - 1
-        x = input.unsqueeze(0) if one else input
-        if (y := self.integer_product(x, self.weight, self.bias, relu=relu)) is None:
-            y = self._conv_forward(self.quantized_input(x, relu=relu), self.quantized_weight(), self.bias)
-        return y.squeeze(0) if one else y
+        one = input.dim() == self.weight.dim() - 1  # no axis for examples
+        y = self.integer_product(input.unsqueeze(0) if one else input, self.weight, self.bias, relu=relu)
+        if y is not None:
+            return y.squeeze(0) if one else y
+        return self._conv_forward(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
 
 
 @quantizes(nn.Conv1d)
@@ -240,7 +249,7 @@ def conv_transpose(layer: nn.Module, input: Tensor, weight: Tensor, output_size:
     return _TRANSPOSED[axes](input, weight, layer.bias, *places)
 
 
-class _QuantConvTranspose(QuantizedLayer):
+class _QuantConvTranspose(OverPlaces):
     output_channels: ClassVar[int | None] = 1
     weight_reduction: ClassVar[int] = 0
 

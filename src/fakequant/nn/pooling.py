@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fakequant.nn.layers import QuantizedLayer, quantizes
+from fakequant.nn.layers import OverPlaces, quantizes
 
 
-class _QuantPool(QuantizedLayer):
+class _QuantPool(OverPlaces):
     output_channels: ClassVar[int | None] = None
 
     def forward(self, input: Tensor) -> Any:

@@ -103,7 +103,7 @@ class KernelWeight(NamedTuple):
 
 
 def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`products.convolution` with a packed weight; the result lies in memory as that of torch's convolution.
+    """`products.convolution` with a packed weight; the result lies channels-last where the input does.
 
     Args:
         x: int8 or uint8 [n, in, ...]; scale and zero point per tensor.
@@ -135,7 +135,7 @@ def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | N
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether torch lays the result of a convolution of x channels-last: if it has at least four axes, and lies so."""
+    """Whether x has at least four axes, and no other order in memory; torch lays results of convolutions of it so."""
     return x.dim() > 3 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 

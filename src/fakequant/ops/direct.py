@@ -128,7 +128,9 @@ def mask_directly(dy: Tensor, mask: Tensor, direct: Direct) -> bool:
 def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:
     if not runs_eagerly() or forward_ad._current_level >= 0 or type(x) not in PLAIN or type(scale) not in PLAIN:
         return None
-    if x.layout is not torch.strided or not scale.is_contiguous() or is_legacy_batchedtensor(x) or x._is_zerotensor():
+    if x.layout is not torch.strided or not scale.is_contiguous() or is_legacy_batchedtensor(x):
+        return None
+    if x._is_zerotensor() or scale._is_zerotensor():
         return None
     key = dispatch._backends, spec, relu, x.dtype, x.device, x.shape, x.stride(), scale.dtype, scale.device, scale.shape
     try:
@@ -178,6 +180,7 @@ def _fits(zero_point: Tensor, scale: Tensor, spec: QuantSpec) -> bool:
         and (zero_point.dtype == scale.dtype or zero_point.dtype == torch.int32)
         and zero_point.device == scale.device
         and zero_point.is_contiguous()
+        and not zero_point._is_zerotensor()
     )
 
 
