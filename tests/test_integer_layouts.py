@@ -66,9 +66,10 @@ def test_layers_with_one_input_or_output(inputs, outputs, input):
 def test_convolutions_lay_their_result_as_torch_does(axes, layout):
     torch.manual_seed(0)
     make, shape = CONVOLUTIONS[axes]
-    float_layer = make()  # of a tensor with gaps quantized values lie as those of a contiguous one
+    float_layer = make()
     model, simulated = prepared(make())
     x = LAYOUTS[layout](hostile(*shape).clamp(-100, 100))
+    # Quantized values of a tensor with gaps lie as those of a contiguous one.
     stride = float_layer(x.contiguous() if "gaps" in layout else x).stride()
     with torch.no_grad():
         assert model(x).stride() == simulated(x).stride() == stride

@@ -188,9 +188,12 @@ class OverPlaces(QuantizedLayer):
 
     def quantized_input(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """As one example where that axis is missing: a learned step counts what shares it in an example."""
-        if x.dim() != -self.input_reductions[0]:
+        if not self._is_one_example(x):
             return super().quantized_input(x, relu=relu)
         return super().quantized_input(x.unsqueeze(0), relu=relu).squeeze(0)
+
+    def _is_one_example(self, x: Tensor) -> bool:
+        return x.dim() == -self.input_reductions[0]
 
 
 class _QuantConv(OverPlaces, _QuantProduct):
@@ -200,7 +203,7 @@ class _QuantConv(OverPlaces, _QuantProduct):
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
-        one = input.dim() == self.weight.dim() - 1  # no axis for examples
+        one = self._is_one_example(input)
         y = self.integer_product(input.unsqueeze(0) if one else input, self.weight, self.bias, relu=relu)
         if y is not None:
             return y.squeeze(0) if one else y
