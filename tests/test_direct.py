@@ -326,10 +326,14 @@ def test_nothing_is_written_where_something_is_wrong():
 
 
 @pytest.mark.parametrize("spec", ["int8 per_channel(0)", "uint8 per_channel(0) asymmetric"])
-def test_parameters_in_the_memory_of_x_are_read_before_it_is_written(spec):
+@pytest.mark.parametrize("storages", ["one", "numpy", "dlpack"])
+def test_parameters_in_the_memory_of_x_are_read_before_it_is_written(spec, storages):
     x = torch.rand(8, 1000) + 0.01
     x[1, :8] = torch.arange(8.0)
-    given = {"scale": x[0, :8]} | ({"zero_point": x[1, :8]} if "asymmetric" in spec else {})
+    given = {"scale": x[2, :8]} | ({"zero_point": x[1, :8]} if "asymmetric" in spec else {})
+    if storages != "one":  # others on the same memory, which begin within it
+        other = {"numpy": lambda part: torch.from_numpy(part.numpy()), "dlpack": torch.from_dlpack}[storages]
+        given = {name: other(value) for name, value in given.items()}
     expected = fq.fake_quantize(x, spec, **{name: value.clone() for name, value in given.items()})
     assert_same_bits(fq.fake_quantize_(x, spec, **given), expected)
 

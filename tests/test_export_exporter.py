@@ -261,6 +261,17 @@ def test_quantizers_that_are_off_or_not_reached_are_left_out(tmp_path: Path) -> 
     assert f"not in the file (off, or not reached by the example): {', '.join(expected)}" in str(report)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 4), (3, 2, 4, 4)], ids=str)
+def test_a_convolution_reads_what_is_dequantized_without_a_batch_too(shape: tuple[int, ...], tmp_path: Path) -> None:
+    model = prepare(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 2)), presets.INT8)
+    calibrate(model, [torch.randn(shape)])
+    export_onnx(model, torch.randn(shape), tmp_path / "m.onnx")
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    read = [makers[name] for node in graph.node if node.op_type == "Conv" for name in node.input[:2]]
+    assert read == ["DequantizeLinear"] * 4
+
+
 def test_operator_sets(tmp_path: Path) -> None:
     model = linear(presets.INT8)
     for opset in (18, 25):

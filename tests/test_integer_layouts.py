@@ -78,6 +78,32 @@ def test_convolutions_lay_their_result_as_torch_does(axes, layout):
         assert torch.compile(model, backend="aot_eager")(x).stride() == stride
 
 
+PICTURE = torch.rand(9, 8, 3, generator=torch.Generator().manual_seed(0)).permute(2, 0, 1)
+WITH_AXES_OF_ONE = {
+    "a picture": PICTURE[None],
+    "a picture without an axis for images": PICTURE,
+    "one of a batch": torch.stack([PICTURE, PICTURE]).contiguous(memory_format=torch.channels_last)[:1],
+    "gray": torch.rand(2, 8, 9, 1).permute(0, 3, 1, 2),
+    "a pixel": torch.rand(4, 1, 1, 3).permute(0, 3, 1, 2),
+    "a column": torch.rand(2, 8, 1, 3).permute(0, 3, 1, 2),
+    "a channel with a stride of 0": torch.empty_strided((2, 1, 3, 4), (12, 0, 4, 1)).fill_(0.5),
+}
+
+
+@pytest.mark.parametrize("x", WITH_AXES_OF_ONE.values(), ids=WITH_AXES_OF_ONE)
+def test_strides_of_axes_of_one_element_decide_as_in_torch(x):
+    torch.manual_seed(0)
+    make = lambda: nn.Conv2d(x.shape[-3], 5, 1, padding=1)  # noqa: E731
+    float_layer = make()
+    model, simulated = prepared(make())
+    with torch.no_grad():
+        assert model(x).stride() == simulated(x).stride() == float_layer(x).stride()
+        y = model(x)
+        assert_same_bits(y, expected(model[0], x.contiguous().reshape(-1, *x.shape[-3:])).reshape(y.shape))
+        torch.compiler.reset()
+        assert torch.compile(model, backend="aot_eager")(x).stride() == float_layer(x).stride()
+
+
 PLACES = {
     "convolution": lambda: nn.Conv2d(16, 8, 3),
     "transposed": lambda: nn.ConvTranspose2d(16, 8, 3),

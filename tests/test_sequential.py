@@ -130,6 +130,15 @@ def test_same_bits_channels_last_and_with_nan(execution):
 
 
 @pytest.mark.parametrize("execution", ["simulate", "auto"])
+def test_same_bits_of_a_picture_without_an_axis_for_images(execution):
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 3, 2)), fq.presets.INT8)
+    picture = torch.randn(7, 6, 4).permute(2, 0, 1)
+    fq.calibrate(model, [picture], progress=False)
+    assert_same(fq.set_execution(model, execution), picture)
+
+
+@pytest.mark.parametrize("execution", ["simulate", "auto"])
 def test_same_bits_of_learned_off_observing_and_dynamic_quantizers(execution):
     model, x = made(execution=execution)
     quantizer = model[2]._input_quantizer

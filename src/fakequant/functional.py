@@ -48,7 +48,7 @@ def fake_quantize(
             requires grad it gets its gradient (LSQ).
         zero_point: the code of 0.0, of the same shape; only where `spec.symmetric` is false.
         amax: instead of `scale`: the magnitude that is mapped to the format's largest code. If it requires grad it gets
-            that of the scale by the chain rule.
+            a gradient by the chain rule, through the scale.
         seed: an integer or 0-d int64 tensor that decides stochastic rounding, see `Rounding`; only for specifications
             with it. Without one it is drawn from torch's default generator (`torch.manual_seed`). Equal seeds give
             elements at equal positions equal random numbers: give every tensor its own.
@@ -327,7 +327,8 @@ def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tenso
     if (made := _made_tensor(value, dtype)) is not None:
         return made if made.dtype == dtype else made.to(dtype)
     if not isinstance(value, (int, float)):
-        raise QParamsError(f"{name} must be an int, a float or a tensor of real numbers, got {value!r}")
+        wanted = f"{name} must be an int, a float or a tensor of real numbers, got {value!r}"
+        raise QParamsError(f"{wanted}; convert it, for example by float()")
     found = "0" if abs(value) < 1 else "beyond all numbers"
     raise QParamsError(f"{name}={value!r} is {found} in {dtype}, in which tensors of {x.dtype} are quantized")
 

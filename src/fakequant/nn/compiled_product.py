@@ -60,7 +60,7 @@ def multiply(product: IntegerProduct, layer: Any, x: Tensor, other: Tensor, bias
         return None
     if mixes_dtypes(x, other) or not product.fits(x, other, None):
         return None
-    # Compilers guard on arguments, and so on all that the form is made of.
+    # Compilers guard on arguments: the graph is made anew when one of these changes.
     if not (form := layer.product_form([str(q.spec) for q in quantizers], product.windows(layer))):
         return None
     device = x.device.type

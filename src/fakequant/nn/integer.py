@@ -164,7 +164,7 @@ class IntegerProduct(ABC):
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         state = (
             layer.execution,
-            *(q and (q.mode, q.spec, _is_plain(q)) for q in quantizers),
+            *(q and (q.mode, q.spec, _may_be_skipped(q)) for q in quantizers),
             *self.depends_on(layer),
         )
         ready = layer.__dict__.get("_ready")
@@ -356,10 +356,10 @@ def _call_reason(quantizers: list[Quantizer | None]) -> str | None:
     other = [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]
     if other:
         return f"a quantizer is in mode {other[0]}"
-    plain = all(q is None or _is_plain(q) for q in quantizers)
+    plain = all(q is None or _may_be_skipped(q) for q in quantizers)
     return None if plain else "a quantizer has a hook or a forward of its own, which products of codes do not call"
 
 
-def _is_plain(quantizer: Quantizer) -> bool:
+def _may_be_skipped(quantizer: Quantizer) -> bool:
     """Whether nobody sees that a quantizer is not called."""
     return type(quantizer).forward is Quantizer.forward and is_as_made(quantizer)

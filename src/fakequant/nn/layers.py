@@ -187,12 +187,13 @@ class OverPlaces(QuantizedLayer):
     """What layers share whose input [n, channels, ...] has places, and whose axis n may be missing."""
 
     def quantized_input(self, x: Tensor, *, relu: bool = False) -> Tensor:
-        """As one example where that axis is missing: a learned step counts what shares it in an example."""
+        """With an axis n of one where it is missing: a learned step counts what shares it in an example."""
         if not self._is_one_example(x):
             return super().quantized_input(x, relu=relu)
         return super().quantized_input(x.unsqueeze(0), relu=relu).squeeze(0)
 
     def _is_one_example(self, x: Tensor) -> bool:
+        # Channels are the first axis then, and `input_reductions` counts theirs from the end.
         return x.dim() == -self.input_reductions[0]
 
 
@@ -203,10 +204,12 @@ class _QuantConv(OverPlaces, _QuantProduct):
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
-        one = self._is_one_example(input)
-        y = self.integer_product(input.unsqueeze(0) if one else input, self.weight, self.bias, relu=relu)
-        if y is not None:
-            return y.squeeze(0) if one else y
+        if self._is_one_example(input):
+            # The ReLU first: of a tensor with another axis it may lie otherwise, and gradients be rounded so.
+            x = torch.relu(input) if relu else input
+            return self._product(x.unsqueeze(0)).squeeze(0)
+        if (y := self.integer_product(input, self.weight, self.bias, relu=relu)) is not None:
+            return y
         return self._conv_forward(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
 
 

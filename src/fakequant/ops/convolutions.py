@@ -135,8 +135,19 @@ def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | N
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether x has at least four axes, and no other order in memory; torch lays results of convolutions of it so."""
-    return x.dim() > 3 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    """Whether x [n, channels, ...] counts as channels-last, and torch's convolution by oneDNN lies so; never with gaps.
+
+    By the rule of torch (c10/core/MemoryFormat.h), which reads the strides of axes of one element too: a picture whose
+    channels lie last is none where its axis n was added by `unsqueeze`, with a stride too small.
+    """
+    if x.dim() < 4 or not x.numel() or not x.movedim(1, -1).is_contiguous():
+        return False
+    shape, stride, least = x.shape, x.stride(), 0
+    for axis in (1, *range(x.dim() - 1, 1, -1)):
+        if stride[axis] < least:
+            return False
+        least = stride[axis] * shape[axis]
+    return stride[0] >= least != stride[1] > 0
 
 
 @cache

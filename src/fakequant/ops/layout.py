@@ -90,9 +90,9 @@ def layout_of(granularity: Granularity, shape: tuple[int, ...], stride: tuple[in
     group_shape = granularity.group_shape(shape)
     order = _memory_order(shape, stride)
     packed = _strides(shape, order)
-    dense = all(n <= 1 or stride[a] == packed[a] for a, n in enumerate(shape))
+    has_no_gaps = all(n <= 1 or stride[a] == packed[a] for a, n in enumerate(shape))
     # Also where an axis has one element, whose stride decides whether a tensor counts as channels-last.
-    result = stride if dense else packed
+    result = stride if has_no_gaps else packed
     full = not any(padding(shape, blocks))
     tiles = fit_tiles([shape[a] for a in order], [blocks[a] for a in order]) if full else None
     if tiles is not None:
