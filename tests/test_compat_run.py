@@ -31,8 +31,12 @@ def test_the_script_needs_the_original_or_our_run():
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--calibrator", "histogram", "--method", "percentile"]],
-    ids=["max", "percentile"],
+    [
+        pytest.param([], id="max"),
+        pytest.param(
+            ["--calibrator", "histogram", "--method", "percentile"], id="percentile", marks=pytest.mark.exhaustive
+        ),
+    ],
 )
 def test_an_unmodified_script_calibrates_trains_saves_and_exports(tmp_path, options):
     found = python("-m", "fakequant.compat", "run", SCRIPT, tmp_path, *options, cwd=tmp_path)

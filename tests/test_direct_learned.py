@@ -200,6 +200,7 @@ def generally(monkeypatch):
 STEPS = [1.0, -1.0, 0.0, 1e-40, 2.0**-126, float("inf"), -float("inf"), float("nan")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("where", ["per_tensor", "per_channel(0)", "per_channel(1)", "per_token", "per_block(-1:4)"])
 @pytest.mark.parametrize(
