@@ -169,7 +169,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("change", "dynamic"), [*((change, None) for change in CHANGES), ("stride", True)])
 def test_a_change_of_what_is_no_tensor_is_compiled_anew(change, dynamic):
     net, x = model("convolution")

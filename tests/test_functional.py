@@ -162,7 +162,7 @@ BAD_CALLS = {
     "scale of numpy": (
         fake(scale=numpy.float32(0.5)),
         QParamsError,
-        r"scale must be an int, a float or a tensor of real numbers, got np.float32\(0.5\)",
+        r"scale must be an int, a float or a tensor of real numbers, got np.float32\(0.5\); convert it, .* float\(\)",
     ),
     "wrong scale shape": (
         fake(spec=CHANNELS, scale=torch.ones(3)),

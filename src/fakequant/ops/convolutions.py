@@ -140,14 +140,14 @@ def is_channels_last(x: Tensor) -> bool:
     By the rule of torch (c10/core/MemoryFormat.h), which reads the strides of axes of one element too: a picture whose
     channels lie last is none where its axis n was added by `unsqueeze`, with a stride too small.
     """
-    if x.dim() < 4 or not x.numel() or not x.movedim(1, -1).is_contiguous():
+    if x.dim() < 4 or not x.numel():
         return False
     shape, stride, least = x.shape, x.stride(), 0
     for axis in (1, *range(x.dim() - 1, 1, -1)):
         if stride[axis] < least:
             return False
         least = stride[axis] * shape[axis]
-    return stride[0] >= least != stride[1] > 0
+    return stride[0] >= least != stride[1] > 0 and x.movedim(1, -1).is_contiguous()
 
 
 @cache
