@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test test-exhaustive test-gpu lint bench bench-gpu bars docs clean
+.PHONY: setup demo test test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars real-models docs clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,18 @@ test-exhaustive: setup
 test-gpu:
 	PYTHONPATH=src:tests:.:$$PYTHONPATH $(GPU_PYTHON) -m gpu $(ONLY)
 
+# The parity cases in small, with the kernels compiled under AddressSanitizer and UndefinedBehaviorSanitizer, by GCC;
+# about 25 minutes on two cores. `make sanitize ONLY=address` does one of the two.
+sanitize: setup
+	$(BIN)/python tests/native/sanitize.py $(ONLY)
+
+# Damaged files, killed processes, two writers and interrupts in large numbers, by hand; small versions are in `make test`.
+hostile: setup
+	$(BIN)/python tests/hostile/saves.py
+	$(BIN)/python tests/hostile/mutations.py
+	$(BIN)/python tests/hostile/interrupts.py
+	$(BIN)/python tests/hostile/kills.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,6 +70,11 @@ bench-gpu:
 
 bars: setup
 	$(BIN)/python -m benchmarks.bars
+
+# Every step with other people's architectures; `make real-models ONLY="bert swin"` runs those with one of these texts in
+# their names. What the record has for this commit is not run again.
+real-models: setup
+	$(BIN)/python -m benchmarks.real_models $(if $(ONLY),--only $(ONLY))
 
 docs: setup
 	$(BIN)/python docs/generate.py

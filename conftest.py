@@ -6,6 +6,7 @@ from _pytest.doctest import DoctestItem
 
 import fakequant
 from fakequant.numerics import formats
+from tests.support.vision import import_torchvision
 
 NAMES = {
     **{name: value for name, value in vars(formats).items() if name.isupper()},
@@ -16,8 +17,14 @@ NAMES = {
 
 
 @pytest.fixture(autouse=True)
-def _example_names(request: pytest.FixtureRequest) -> None:
-    """Offer torch, fq, the public names and the named formats; what the module itself defines stays the module's."""
+def _examples(request: pytest.FixtureRequest) -> None:
+    """Run examples in an empty folder, with torch, fq, the public names and the named formats.
+
+    What the module itself defines stays the module's.
+    """
     if isinstance(request.node, DoctestItem):
+        request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
+        if request.node.path.stem == "transformers":  # which imports torchvision for its models
+            import_torchvision()
         for name, value in NAMES.items():
             request.node.dtest.globs.setdefault(name, value)

@@ -3,7 +3,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
-from os import cpu_count
+from os import cpu_count, environ
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -17,6 +17,13 @@ else:
     # No FMA contraction and no fast-math, so that results are those of the reference. Loops vectorise because errno and
     # floating-point traps, which nobody reads, need not be kept. -Wno-attributes: clang does not know every attribute.
     FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-attributes"]
+# `make sanitize`: with checks of memory or arithmetic, and a deliberate fault by which these are seen to work. At -O1,
+# because -O3 with checks compiles for hours; without -fwrapv, which Python's own flags may have and by which no sum
+# of integers overflows.
+SANITIZER = environ.get("FAKEQUANT_SANITIZER")
+CHECKS = [f"-fsanitize={SANITIZER}"] if SANITIZER else []
+if SANITIZER:
+    FLAGS += ["-O1", "-g1", "-w", "-fno-wrapv", "-fno-omit-frame-pointer", f"-fno-sanitize-recover={SANITIZER}"]
 
 
 class BuildKernels(build_ext):
@@ -38,7 +45,7 @@ setup(
     ext_modules=[
         Extension(
             "fakequant.ops.cpu._kernels",
-            sources=sorted(glob(f"{KERNELS}/*.cpp")),
+            sources=sorted(glob(f"{KERNELS}/*.cpp")) + (["tests/native/fault.cpp"] if SANITIZER else []),
             depends=glob(f"{KERNELS}/*.h"),
             include_dirs=include_paths(),
             library_dirs=library_paths(),
@@ -47,7 +54,8 @@ setup(
                 ("TORCH_TARGET_VERSION", "0x020A000000000000"),  # the stable ABI of torch 2.10
                 ("Py_LIMITED_API", "0x030A0000"),
             ],
-            extra_compile_args=FLAGS,
+            extra_compile_args=FLAGS + CHECKS,
+            extra_link_args=CHECKS,
             py_limited_api=True,
             optional=True,
         )

@@ -1,11 +1,11 @@
 """The figures that the project promises, measured in one run: `python -m benchmarks.bars`.
 
-Prints a table, writes it to benchmarks/results/bars.json and into README.md, and exits with 1 if a bar is missed. Rows
-of the demo are read from demo-output/results.json, which `make demo` writes; without that file they are left out. So is
-the row of the language model, from transformer-output/results.json, which `python examples/transformer.py` writes. That
-of other libraries is read from benchmarks/results/bench.jsonl, which `make bench` writes. Times are those of the cases
-in `benchmarks/limits.py`, by the runner of `make bench`.
-`--pages` measures nothing and only writes the table of docs/microscaling.md from that file.
+Prints a table, writes it to benchmarks/results/bars.json and docs/bars.md, and five of its rows to README.md. Exits
+with 1 if a bar is missed. Some rows come from files of other commands: the demo's from demo-output/results.json
+(`make demo`), the language model's from transformer-output/results.json (`python examples/transformer.py`), other
+libraries' from benchmarks/results/bench.jsonl (`make bench`). Rows whose file is missing are left out, with a line
+that says so. Times are those of the cases in `benchmarks/limits.py`, by the runner of `make bench`. `--pages`
+measures nothing. It writes the pages from the last results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,20 @@ from .record import LINES, ROOT, Line, machine, put_between, read_lines, write_r
 
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
 DEMO = ROOT / "demo-output" / "results.json"
-README = ROOT / "README.md"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "bars.md"
 STUDY = ROOT / "transformer-output" / "results.json"
 MICROSCALING = ROOT / "docs" / "microscaling.md"
 PROCESSES = 3
 BEGIN, END = "<!-- bars:begin -->", "<!-- bars:end -->"
+FIGURES_BEGIN, FIGURES_END = "<!-- figures:begin -->", "<!-- figures:end -->"
+# What the README says of a row, by the beginning of the row's text.
+FIGURES = {
+    "int8 forward, 4,194,304 float32: time over `x.clone()`": "fake quantization of 4M floats to INT8: time / copy",
+    "int8 forward, 4,194,304 float32: time over ATen": "the same: time / ATen's `fake_quantize`",
+    "training step, INT8 weights and activations": "training step with INT8 weights and activations: time / float",
+    "Linear, codes multiplied, forward": "`Linear` with integer products: time / float `F.linear`",
+    "int8.onnx in ONNX Runtime against torch": "INT8 model in ONNX Runtime: quantized elements that differ from torch",
+}
 STUDY_BEGIN, STUDY_END = "<!-- study:begin -->", "<!-- study:end -->"
 
 
@@ -117,10 +126,10 @@ def pytorch_quantization_bars() -> list[Bar]:
 
 def limit_bars(results: Sequence[Result]) -> list[Bar]:
     """A bar for every promise about times: of its cases the slowest beside its limit."""
-    return [_limit_bar(limit, [result for result in results if limit.holds_for(result)], results) for limit in LIMITS]
+    return [_limit_bar(limit, [result for result in results if limit.holds_for(result)]) for limit in LIMITS]
 
 
-def _limit_bar(limit: Limit, own: Sequence[Result], results: Sequence[Result]) -> Bar:
+def _limit_bar(limit: Limit, own: Sequence[Result]) -> Bar:
     what = limit.what
     if len(own) < len(limit.cases):
         return Bar(what, f"<= {limit.most:g}", f"{len(limit.cases) - len(own)} not measured", False)
@@ -132,8 +141,6 @@ def _limit_bar(limit: Limit, own: Sequence[Result], results: Sequence[Result]) -
         what += f", slowest ({_apart(worst, own)})"
     digits = max(2, 2 - math.floor(math.log10(limit.most)))
     median, low, high = (f"{value:.{digits}f}" for value in (found.p50, found.p20, found.p80))
-    if floors := _floors(limit, results, digits):
-        what += f" (compare: {floors})"
     return Bar(what, f"<= {limit.most:g}", f"{median} ({low} to {high})", found.p50 <= limit.most)
 
 
@@ -142,13 +149,6 @@ def _apart(worst: Result, own: Sequence[Result]) -> str:
     names = ("case", "direction", "elements", "dtype")
     values = {name: getattr(worst, name) for name in names if len({getattr(one, name) for one in own}) > 1}
     return ", ".join(f"{value:,}" if isinstance(value, int) else value for value in values.values())
-
-
-def _floors(limit: Limit, results: Sequence[Result], digits: int) -> str:
-    """What is left of the cases of a limit when all is left out that could be."""
-    measured = replace(limit, cases=limit.floors)
-    own = [(result, result.ratio) for result in results if measured.holds_for(result)]
-    return "; ".join(f"{result.case} {ratio.p50:.{digits}f}" for result, ratio in own if ratio is not None)
 
 
 def peer_bars(path: Path = LINES) -> list[Bar]:
@@ -308,15 +308,30 @@ def as_table(bars: Sequence[Bar]) -> str:
     return "\n".join(rows + [f"| {b.what} | {b.bar} | {b.measured} | {'ok' if b.ok else 'MISSED'} |" for b in bars])
 
 
-def update_readme(bars: Sequence[Bar], readme: Path = README) -> None:
-    """Put the table between the two markers of the README.
+def figures_table(bars: Sequence[Bar]) -> str:
+    """The rows of the README, each from one bar.
 
     Raises:
-        ValueError: a marker is missing.
+        ValueError: a row has no bar, because it was renamed or not measured.
     """
-    where = machine()
+    rows = ["| | measured |", "|---|---|"]
+    for start, words in FIGURES.items():
+        found = [bar for bar in bars if bar.what.startswith(start)]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} bars begin with {start!r}, and the README needs one; correct FIGURES")
+        rows.append(f"| {words} | {found[0].measured} |")
+    return "\n".join(rows)
+
+
+def write_pages(bars: Sequence[Bar], where: dict[str, str], readme: Path = README, page: Path = PAGE) -> None:
+    """Put all bars between the markers of their page, and five of them between those of the README.
+
+    Raises:
+        ValueError: a marker is missing, or a row of the README has no bar.
+    """
     source = f"Measured by `make bars` on {where['processor']}, {where['threads']} threads, torch {where['torch']}."
-    put_between(readme, BEGIN, END, f"{as_table(bars)}\n\n{source}")
+    put_between(page, BEGIN, END, f"{as_table(bars)}\n\n{source}")
+    put_between(readme, FIGURES_BEGIN, FIGURES_END, f"{figures_table(bars)}\n\n{source}")
 
 
 def main() -> int:
@@ -324,6 +339,8 @@ def main() -> int:
     if STUDY.exists():
         put_between(MICROSCALING, STUDY_BEGIN, STUDY_END, study_table())
     if "--pages" in sys.argv[1:]:
+        measured = json.loads(RESULTS.read_text())
+        write_pages([Bar(**bar) for bar in measured["bars"]], measured["machine"])
         return 0
     machine()  # before anything is timed: the load is then that of other programs
     results = run(Plan("promised", processes=PROCESSES))
@@ -341,7 +358,7 @@ def main() -> int:
     bars += import_bars()
     print(as_table(bars))
     write_results(RESULTS, {"machine": machine(), "bars": [asdict(bar) for bar in bars]})
-    update_readme(bars)
+    write_pages(bars, machine())
     missed = [bar.what for bar in bars if not bar.ok]
     print(f"missed: {'; '.join(missed)}" if missed else "all bars are met")
     return 1 if missed else 0

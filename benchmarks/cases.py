@@ -100,11 +100,11 @@ def _beside_peers() -> Iterable[Entry]:
 
 
 def promised() -> list[Entry]:
-    """What limits are promised of, and their floors."""
+    """What limits are promised of."""
     return merged(
         Entry(case, once=(limit.against,)) if limit.slow else Entry(case, (limit.against,))
         for limit in LIMITS
-        for case in (*limit.cases, *limit.floors)
+        for case in limit.cases
     )
 
 

@@ -11,7 +11,6 @@ from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, Case, Prepared, R
 
 from . import kinds
 from .calibration import BINS, FORWARD, LOOPS, METHODS, Search, WholeModel, fewer
-from .floors import CopiesBothWays, OperatorAlone, PlainCopy, ProductsAlone
 from .ir import EAGER, GRAPH_STEPS
 from .peers import PEERS
 from .sensitivity import SENSITIVITY, WHOLE_PASSES
@@ -25,7 +24,6 @@ from .training import (
     FUSED,
     LINEAR_BY_CODES,
     MODULE,
-    STEPS_BY_CODES,
     Step,
 )
 
@@ -45,7 +43,6 @@ class Limit:
         against: what they are timed beside.
         most: the largest ratio of their time to that of the other.
         slow: whether it takes so long to make them ready that one process is enough.
-        floors: timed beside the same, to compare the ratios with; see `floors.py`.
     """
 
     what: str
@@ -53,7 +50,6 @@ class Limit:
     against: str
     most: float
     slow: bool = False
-    floors: tuple[Timed, ...] = ()
 
     def holds_for(self, result: Result) -> bool:
         """Whether this is the result of one of the cases."""
@@ -83,22 +79,12 @@ def _int8(sizes: Iterable[int], *, backward: bool = False) -> tuple[Timed, ...]:
     )
 
 
-def _floors(
-    kind: type[Case], name: str, elements: int, *, dtype: torch.dtype = torch.float32, backward: bool = False
-) -> tuple[Timed, ...]:
-    """What is left of the int8 case of one size, as `name`."""
-    case = kinds.INT8_TENSOR.case(elements, dtype, backward=backward)
-    return (kind(name, case.spec, case.shape, dtype, backward),)
-
-
 _4M_FLOAT32 = f"{4 * M:,} float32"
 _COMPILED = tuple(Step(step.name, step.make, step.shape, compiled=True) for step in (CNN, BLOCK))
 INT8_4M = kinds.INT8_TENSOR.case(4 * M)
 _LARGEST = AtOnce("int8 per tensor, at once", INT8_4M.spec, square(64 * M), torch.float16)
 ONE_COPY = Limit(f"int8 forward, {_4M_FLOAT32}: time over `x.clone()`", (INT8_4M,), COPY, 1.5)
-ONE_ATEN = Limit(
-    f"int8 forward, {_4M_FLOAT32}: time over ATen", (INT8_4M,), ATEN, 0.1, floors=_floors(PlainCopy, "a copy", 4 * M)
-)
+ONE_ATEN = Limit(f"int8 forward, {_4M_FLOAT32}: time over ATen", (INT8_4M,), ATEN, 0.1)
 LIMITS: tuple[Limit, ...] = (
     ONE_COPY,
     ONE_ATEN,
@@ -125,7 +111,6 @@ LIMITS: tuple[Limit, ...] = (
         _int8([64 * K]),
         COPY,
         2.0,
-        floors=_floors(OperatorAlone, "the operator alone", 64 * K, dtype=torch.bfloat16),
     ),
     Limit(
         "int8 per tensor and channel, forward and backward, float32 and bfloat16, 64K, 1M, 4M, 16M elements: "
@@ -133,14 +118,12 @@ LIMITS: tuple[Limit, ...] = (
         _int8([64 * K, *LARGE], backward=True),
         DOUBLED,
         1.1,
-        floors=_floors(CopiesBothWays, "copies both ways, 64K", 64 * K, backward=True),
     ),
     Limit(
         "int8 per tensor and channel, forward, float32, 64K, 1M, 4M elements: time over ATen",
         tuple(kind.case(n) for kind in (kinds.INT8_TENSOR, kinds.INT8_CHANNEL) for n in (64 * K, M, 4 * M)),
         ATEN,
         0.1,
-        floors=_floors(PlainCopy, "a copy, 1M", M),
     ),
     Limit(
         "int8 per tensor and channel, forward, and forward and backward, float32, 4K, 1M, 4M elements: time over ATen",
@@ -166,13 +149,6 @@ LIMITS: tuple[Limit, ...] = (
         EVALUATIONS_BY_CODES,
         FLOAT,
         0.5,
-    ),
-    Limit(
-        "training step, INT8, codes multiplied: time over the float step",
-        STEPS_BY_CODES,
-        FLOAT,
-        0.85,
-        floors=tuple(ProductsAlone.of(step) for step in STEPS_BY_CODES),
     ),
     Limit("models of torch.ao by `compat.aten`, training: time over torch", ROUTED, TORCH_AO, 1.0),
     Limit(

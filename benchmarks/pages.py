@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/peers.md, and the plot, from lines of results."""
+"""The tables of docs/performance.md and docs/peers.md, and the plot, from lines of results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .record import ROOT, Line, put_between
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-README, PEERS_PAGE = ROOT / "README.md", ROOT / "docs" / "peers.md"
+PERFORMANCE, PEERS_PAGE = ROOT / "docs" / "performance.md", ROOT / "docs" / "peers.md"
 PLOT = ROOT / "docs" / "cost-by-size.svg"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 PEERS_BEGIN, PEERS_END = "<!-- peers:begin -->", "<!-- peers:end -->"
@@ -30,14 +30,14 @@ _ROWS = tuple((kind.name, direction) for direction in _CHEAPEST for kind in kind
 _LEARNED = {kind.name for kind in kinds.SHOWN if kind.learned}
 
 
-def write(lines: Sequence[Line], readme: Path = README, page: Path = PEERS_PAGE, plot: Path = PLOT) -> None:
+def write(lines: Sequence[Line], performance: Path = PERFORMANCE, page: Path = PEERS_PAGE, plot: Path = PLOT) -> None:
     """Write all of them.
 
     Raises:
         ValueError: a page lacks its markers.
     """
     content = [over_a_copy(lines), beside_others(lines), source(lines)]
-    put_between(readme, BEGIN, END, "\n\n".join(content))
+    put_between(performance, BEGIN, END, "\n\n".join(content))
     put_between(page, PEERS_BEGIN, PEERS_END, f"{peers_table(lines)}\n\n{source(lines)}")
     write_whole(plot, picture(lines))
 

@@ -24,12 +24,13 @@ _IDENTITY = ("case", "direction", "spec", "elements", "dtype", "against")
 @cache
 def machine() -> dict[str, str]:
     """Where the figures come from."""
-    commit, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
-    return {
-        **benchmark.machine(),
-        "fakequant": fq.__version__,
-        "commit": (commit or "unknown") + ("+changes" if changed else ""),
-    }
+    return {**benchmark.machine(), "fakequant": fq.__version__, "commit": commit()}
+
+
+def commit(*paths: str) -> str:
+    """The commit, with "+changes" where files differ from it: those under some paths, or any."""
+    changed = _git("status", "--porcelain", "--", *paths)
+    return (_git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if changed else "")
 
 
 def _git(*command: str) -> str:

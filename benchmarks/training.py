@@ -229,4 +229,3 @@ CONVOLUTION_BY_CODES = Evaluation(
     execution=_CODES,
 )
 EVALUATIONS_BY_CODES = tuple(Evaluation(step.name, step.make, step.shape, execution=_CODES) for step in (CNN, BLOCK))
-STEPS_BY_CODES = tuple(Step(step.name, step.make, step.shape, execution=_CODES) for step in (CNN, BLOCK))

@@ -11,8 +11,9 @@ from fakequant import FloatFormat, Format, IntegerFormat, export_onnx, formats, 
 from fakequant.errors import ExportError
 from fakequant.export.style import Style
 from fakequant.files import write_whole
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
-from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.prepare import prepare
 from fakequant.model.presets import presets
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.tables import TableFormat

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-# Scripts of users, and the tests in triton's interpreter, which tests start as programs of their own.
-collect_ignore = ["scripts"] if os.environ.get("TRITON_INTERPRET") == "1" else ["scripts", "interpreted"]
+# Scripts of users, scripts to run by hand, and the tests in triton's interpreter, which tests start as programs.
+collect_ignore = ["scripts", "hostile"]
+if os.environ.get("TRITON_INTERPRET") != "1":
+    collect_ignore.append("interpreted")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

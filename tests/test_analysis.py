@@ -12,9 +12,10 @@ from torch import nn
 from fakequant.errors import ConfigError
 from fakequant.model import presets
 from fakequant.model.analysis import layer_sqnr, sensitivity
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.execution import set_execution
-from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.prepare import prepare
 from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
 
 ROWS = torch.linspace(-1, 1, 8).view(2, 4)
@@ -153,5 +154,10 @@ def test_nothing_is_said_where_nothing_was_measured(measure: Callable[..., Any])
 
 
 def test_batches_without_rows_measure_nothing() -> None:
-    with pytest.raises(ConfigError, match="the batches held no examples"):
+    with pytest.raises(ConfigError, match="float outputs are empty: the batches hold no rows"):
         sensitivity(returning(lambda y: y), [ROWS[:0]])
+
+
+def test_a_model_that_finds_nothing_measures_nothing() -> None:
+    with pytest.raises(ConfigError, match="the model found nothing in them"):
+        sensitivity(returning(lambda y: y[:0]), [ROWS])

@@ -1,7 +1,6 @@
 """The measurements themselves: small runs of each, and that a missed bar is seen."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -130,15 +129,6 @@ def test_small_limits_have_more_digits(monkeypatch):
     assert bar.measured.startswith("0.0017 (")
 
 
-def test_a_row_says_what_its_floors_take(monkeypatch):
-    floor = replace(NEAR, name="a copy")
-    limit = replace(TWO, floors=(floor,))
-    monkeypatch.setattr(bars, "LIMITS", (limit,))
-    (bar,) = bars.limit_bars([*results_of(limit, 2.5, 1.0), *results_of(replace(limit, cases=(floor,)), 0.08)])
-    assert bar.what == "two, slowest (int8 per tensor, 64) (compare: a copy 0.08)"
-    assert (bar.measured[:4], bar.ok) == ("2.50", False)
-
-
 def test_every_limit_has_cases_of_its_own_key():
     for limit in LIMITS:
         assert (
@@ -219,25 +209,43 @@ def test_another_amax_is_counted(monkeypatch):
     assert compat.differing_amax(200) == 5
 
 
-def test_readme_gets_the_table_between_its_markers(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{bars.BEGIN}\nold\n{bars.END}\nafter\n")
+WHERE = {"processor": "CPU", "threads": "2", "torch": "2"}
+
+
+def test_the_page_and_the_readme_get_their_tables_between_the_markers(tmp_path):
+    readme, page = tmp_path / "README.md", tmp_path / "bars.md"
+    readme.write_text(f"before\n{bars.FIGURES_BEGIN}\nold\n{bars.FIGURES_END}\nafter\n")
+    page.write_text(f"before\n{bars.BEGIN}\nold\n{bars.END}\nafter\n")
+    measured = [bars.Bar(f"{start}, more words", "<= 1", f"figure {n}", True) for n, start in enumerate(bars.FIGURES)]
     for _ in range(2):
-        bars.update_readme([bars.nothing_differs("what", 0)], readme)
-    text = readme.read_text()
-    assert text.startswith(f"before\n{bars.BEGIN}\n| what | bar |")
-    assert text.endswith(f"\n{bars.END}\nafter\n")
-    assert "old" not in text
-    assert text.count("| what | 0 differing elements | 0 | ok |") == 1
-    assert list(tmp_path.iterdir()) == [readme]
+        bars.write_pages([bars.nothing_differs("what", 0), *measured], WHERE, readme, page)
+    assert page.read_text().startswith(f"before\n{bars.BEGIN}\n| what | bar |")
+    assert page.read_text().endswith(f"\n{bars.END}\nafter\n")
+    assert page.read_text().count("| what | 0 differing elements | 0 | ok |") == 1
+    assert "old" not in page.read_text() + readme.read_text()
+    for n, words in enumerate(bars.FIGURES.values()):
+        assert readme.read_text().count(f"| {words} | figure {n} |") == 1
+    assert sorted(tmp_path.iterdir()) == [readme, page]
 
 
-def test_readme_without_markers_is_an_error(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing")
+def test_a_row_of_the_readme_without_its_bar_is_an_error():
+    with pytest.raises(ValueError, match="0 bars begin with"):
+        bars.figures_table([bars.nothing_differs("what", 0)])
+
+
+def test_the_pages_of_bars_have_their_markers_and_what_was_measured():
+    measured = json.loads(bars.RESULTS.read_text())["bars"]
+    table = bars.as_table([bars.Bar(**bar) for bar in measured])
+    assert table in bars.PAGE.read_text()
+    assert bars.figures_table([bars.Bar(**bar) for bar in measured]) in bars.README.read_text()
+
+
+def test_a_page_without_markers_is_an_error(tmp_path):
+    page = tmp_path / "bars.md"
+    page.write_text("nothing")
     with pytest.raises(ValueError, match="lacks the markers"):
-        bars.update_readme([], readme)
-    assert readme.read_text() == "nothing"
+        bars.write_pages([], WHERE, page, page)
+    assert page.read_text() == "nothing"
 
 
 def test_rows_of_the_demo(tmp_path):

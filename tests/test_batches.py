@@ -14,7 +14,8 @@ from fakequant.errors import ConfigError
 from fakequant.model import presets
 from fakequant.model.analysis import layer_sqnr, sensitivity
 from fakequant.model.batches import run_batch
-from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.calibrate import calibrate
+from fakequant.model.prepare import prepare
 from fakequant.model.qat import Schedule, finetune
 
 X, LABELS, MASK = torch.linspace(-1, 1, 8).view(2, 4), torch.zeros(2, dtype=torch.long), torch.full((2, 4), 2.0)

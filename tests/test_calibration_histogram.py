@@ -205,3 +205,29 @@ def test_a_new_method_is_one_small_class():
     calibrator.observe(torch.tensor([-0.25, 15.0]))
     found = calibrator.compute_range()
     assert (found.lo.item(), found.hi.item()) == (-0.25, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "lie"),
+    [
+        ("counts", lambda counts: -counts),
+        ("counts", lambda counts: counts.index_fill(2, torch.tensor([3]), -1)),
+        ("counts", torch.zeros_like),
+        ("counts", lambda counts: counts.double()),
+        ("counts", lambda counts: counts * float("nan")),
+        ("counts", lambda counts: counts[:, :, :8]),
+        ("counts", lambda counts: counts[:1]),
+        ("exponent", lambda exponent: exponent.float() + 0.5),
+        ("exponent", lambda exponent: exponent[:1]),
+        ("lo", lambda lo: lo * float("nan")),
+    ],
+)
+def test_states_that_no_data_gives_are_refused_and_nothing_is_replaced(name, lie):
+    calibrator = counter(spec="int8 per_channel(0)")
+    calibrator.observe(torch.randn(2, 100))
+    before = calibrator.state_dict()
+    with pytest.raises(CalibrationError, match=r"a calibrator state with .*expected"):
+        calibrator.load_state_dict(before | {name: lie(before[name])})
+    after = calibrator.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    calibrator.load_state_dict(before)

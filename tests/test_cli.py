@@ -127,6 +127,26 @@ def test_tables_take_text_for_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[bold]x[/bold]" in shown
 
 
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\u202e\x9b"
+
+
+def test_no_command_reaches_the_terminal(tmp_path: Path) -> None:
+    import fakequant as fq
+
+    model = torch.nn.Sequential()
+    model.add_module(HOSTILE, torch.nn.Linear(2, 2))
+    fq.save(fq.prepare(model, "int8_weight_only"), tmp_path)
+    (tmp_path / "graph.txt").write_text(f"IR Graph: {HOSTILE}\n  Outputs:\n")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    manifest = (tmp_path / "fakequant.json").read_text().replace('"quantize"', '"\\u001b[2J"')
+    (damaged / "fakequant.json").write_text(manifest)
+    for arguments in ((tmp_path,), (tmp_path, "--graph"), (damaged,)):
+        shown = invoke("inspect", *arguments).output
+        assert r"a\x1b]0;title\x07\x1b[2J\u202e\x9b" in shown or r"\x1b[2J" in shown
+        assert not set(shown) & set("\x1b\x07\u202e\x9b")
+
+
 # quantize: what is wrong is found before the work
 
 
@@ -207,7 +227,7 @@ def test_quantize_measures_by_codes(recipe, tmp_path: Path, monkeypatch: pytest.
     assert [layer.execution.value for layer in (model[0], model[2])] == ["auto", "auto"]
     refused = invoke("quantize", path, "--out", out, "--preset", "fp8", "--execution", "integer")
     assert refused.exit_code == 1
-    assert "0: float8 products are no faster than float32 ones on the CPU" in refused.output
+    assert "0: its input: codes of float8_e4m3fn are no integers" in refused.output
 
 
 def test_quantize_saves_the_model_after_training(done: tuple[Path, Path, Result]) -> None:

@@ -142,7 +142,11 @@ def test_the_predefined_descriptors():
         ({"name": 3}, TypeError, "name must be a string or None"),
         ({"amax": 1}, TypeError, "amax must be float, list or ndarray"),
         ({"amax": torch.tensor(1.0)}, TypeError, "amax must be float, list or ndarray"),
-        ({"learn_amax": True, "axis": 0}, TypeError, "axis must be None when learn_amax"),
+        (
+            {"learn_amax": True, "axis": 0},
+            TypeError,
+            "axis is ignored and must be None when learn_amax is true, got 0; leave axis out",
+        ),
         ({"axis": "x"}, TypeError, "axis must be None, an int or a tuple"),
         ({"axis": 0, "block_sizes": {-1: 32}}, ValueError, "axis must be None when block_sizes"),
         ({"block_sizes": {"type": "static"}}, ValueError, "at least one axis"),

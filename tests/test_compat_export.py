@@ -174,3 +174,136 @@ def test_outside_the_context_the_exporter_says_what_is_wrong(tmp_path):
     model = calibrated(network(), X)
     with pytest.raises(ExportError, match=r"0\._input_quantizer"):
         fq.export_onnx(model, X, tmp_path / "model.onnx")
+
+
+def exported_by_torch(model: nn.Module, x: torch.Tensor, path, opset: int = 13) -> onnx.ModelProto:
+    with torch.no_grad(), pq.enable_onnx_export():
+        torch.onnx.export(model.eval(), (x,), str(path), dynamo=False, opset_version=opset, verbose=False)
+    return onnx.load(path)
+
+
+def operators(file: onnx.ModelProto) -> list[tuple[str, str]]:
+    return [(node.domain, node.op_type) for node in file.graph.node if node.op_type != "Constant"]
+
+
+def second_inputs(file: onnx.ModelProto, *names: str) -> list[np.ndarray]:
+    """The constants that the operators of these names have as their second input."""
+    values = {item.name: onnx.numpy_helper.to_array(item) for item in file.graph.initializer}
+    for node in file.graph.node:
+        if node.op_type == "Constant":
+            values[node.output[0]] = onnx.numpy_helper.to_array(node.attribute[0].t)
+    return [values[node.input[1]] for node in file.graph.node if node.op_type in names]
+
+
+FP8_PAIR = [("trt", "TRT_FP8QuantizeLinear"), ("trt", "TRT_FP8DequantizeLinear")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow"),
+    [(torch.float32, None), (torch.float16, onnx.TensorProto.FLOAT16), (torch.bfloat16, onnx.TensorProto.BFLOAT16)],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["quantizer", "function"])
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_export_of_fp8_writes_the_operators_of_tensorrt(tmp_path, form, dtype, narrow):
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return pq.tensor_quant.scaled_e4m3(x, torch.tensor(0.7))
+
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(num_bits=(4, 3), amax=0.7))
+    model = nn.Sequential(quantizer if form == "quantizer" else Scaled())
+    results = []
+    model.register_forward_hook(lambda module, inputs, result: results.append(result.detach()))
+    file = exported_by_torch(model, X.to(dtype), tmp_path / "model.onnx")
+    with pq.enable_onnx_export():
+        expected = quantizer(X.to(dtype))
+    assert all(torch.equal(result, expected) for result in results)
+    casts = [node.attribute[0].i for node in file.graph.node if node.op_type == "Cast"]
+    if narrow is None:
+        assert operators(file) == FP8_PAIR
+    else:
+        assert operators(file) == [("", "Cast"), *FP8_PAIR, ("", "Cast")]
+        assert casts == [onnx.TensorProto.FLOAT, narrow]
+    scales = second_inputs(file, "TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear")
+    assert len(scales) == 2
+    for scale in scales:
+        assert scale.dtype == np.float32
+        assert scale.shape == ()
+        assert scale == np.float32(0.7) / np.float32(448)
+    assert file.graph.output[0].type.tensor_type.elem_type == (narrow or onnx.TensorProto.FLOAT)
+    assert "trt" in {item.domain for item in file.opset_import}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_export_of_an_fp8_layer(tmp_path):
+    fp8 = QuantDescriptor(num_bits=(4, 3))
+    torch.manual_seed(0)
+    linear = quant_nn.QuantLinear(72, 3, quant_desc_input=fp8, quant_desc_weight=fp8)
+    model = nn.Sequential(nn.Flatten(), linear)
+    file = exported_by_torch(calibrated(model, X), X, tmp_path / "model.onnx")
+    kinds = Counter(operators(file))
+    assert [kinds[pair] for pair in FP8_PAIR] == [2, 2]
+    expected = [
+        (quantizer.amax / 448).item()
+        for quantizer in model.modules()
+        if isinstance(quantizer, quant_nn.TensorQuantizer)
+    ]
+    assert sorted(scale.item() for scale in second_inputs(file, "TRT_FP8QuantizeLinear")) == sorted(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_export_of_fp8_takes_one_positive_scale(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self, amax: torch.Tensor | None) -> None:
+            super().__init__()
+            self.amax = amax
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return pq.tensor_quant.scaled_e4m3(x, self.amax)
+
+    for amax in (None, torch.tensor([0.0])):
+        file = exported_by_torch(Scaled(amax), X, tmp_path / "model.onnx")
+        assert second_inputs(file, "TRT_FP8QuantizeLinear") == [1.0]
+    with pytest.raises(AssertionError, match="per tensor"):
+        exported_by_torch(Scaled(torch.ones(6)), X, tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match="Negative"):
+        exported_by_torch(Scaled(torch.tensor(-1.0)), X, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("opset", [13, 19])
+@pytest.mark.parametrize("axis", [None, 1])
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_export_of_half_precision_casts_around_the_operators(tmp_path, axis, opset):
+    """QuantizeLinear takes no float16 before opset 19, and no float16 beside a float32 scale later."""
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(axis=axis))
+    x = X.half()
+    model = calibrated(nn.Sequential(quantizer), x)
+    path = tmp_path / "model.onnx"
+    file = exported_by_torch(model, x, path, opset)
+    onnx.checker.check_model(file, full_check=True)
+    assert [kind for _, kind in operators(file)] == ["Cast", "QuantizeLinear", "DequantizeLinear", "Cast"]
+    casts = [node.attribute[0].i for node in file.graph.node if node.op_type == "Cast"]
+    assert casts == [onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16]
+    with pq.enable_onnx_export():
+        for inputs in (x, 3 * x):
+            assert np.array_equal(run(path, inputs), model(inputs).numpy())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_export_of_a_layer_in_half_precision_runs(tmp_path):
+    torch.manual_seed(0)
+    x = X.flatten(1).half()
+    model = calibrated(quant_nn.QuantLinear(72, 3).half(), x)
+    path = tmp_path / "model.onnx"
+    onnx.checker.check_model(exported_by_torch(model, x, path), full_check=True)
+    with pq.enable_onnx_export():
+        # Products are summed in another order, in half precision.
+        np.testing.assert_allclose(run(path, x), model(x).detach().numpy(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_export_of_bfloat16_casts_around_the_operators(tmp_path):
+    quantizer = quant_nn.TensorQuantizer(QuantDescriptor(amax=0.7))
+    file = exported_by_torch(nn.Sequential(quantizer), X.bfloat16(), tmp_path / "model.onnx")
+    onnx.checker.check_model(file, full_check=True)
+    assert [kind for _, kind in operators(file)] == ["Cast", "QuantizeLinear", "DequantizeLinear", "Cast"]

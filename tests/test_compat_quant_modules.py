@@ -127,17 +127,17 @@ class TestOptimizerHelpers:
         assert helper.group_parameters(model, [["^0"]], momentums=[0.9])[0]["momentum"] == 0.9
 
     @pytest.mark.parametrize(
-        ("patterns", "options"),
+        ("patterns", "options", "text"),
         [
-            ("weight", {}),
-            (["weight"], {}),
-            ([["weight"]], {"lrs": [0.1, 0.2]}),
-            ([["weight"]], {"momentums": 0.9}),
-            ([["weight"], ["bias"]], {"weight_decays": [0.1]}),
+            ("weight", {}, "must be list of list of patterns, got 'weight'; give"),
+            (["weight"], {}, "must be list of list of patterns"),
+            ([["weight"]], {"lrs": [0.1, 0.2]}, r"lrs must match .* got \[0.1, 0.2\]; give a list with one number"),
+            ([["weight"]], {"momentums": 0.9}, "momentums must match"),
+            ([["weight"], ["bias"]], {"weight_decays": [0.1]}, "weight_decays must match"),
         ],
     )
-    def test_wrong_groups(self, patterns, options):
-        with pytest.raises(TypeError):
+    def test_wrong_groups(self, patterns, options, text):
+        with pytest.raises(TypeError, match=text):
             helper.group_parameters(self.model(), patterns, **options)
 
     def test_freezing(self):

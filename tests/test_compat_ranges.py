@@ -5,6 +5,7 @@ import itertools
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
@@ -166,8 +167,39 @@ class TestLearning:
         with pytest.raises(ValueError, match="can only be scalar"):
             y.sum().backward()
         Clip([-1.0, -1.0], [0.5, 2.0])(x.detach())
-        with pytest.raises(ValueError, match="must be scalar"):
+
+    def test_a_learned_bound_is_one_number(self):
+        text = (
+            r"^clip_value_min/clip_value_max must be scalar for initilizing learnable range. clip_value_max has shape"
+        )
+        with pytest.raises(ValueError, match=text):
             Clip(-1.0, [0.5, 2.0], learn_max=True)
+
+    @pytest.mark.parametrize("learned", [False, True])
+    @pytest.mark.parametrize("bound", ["1.0", None, {}, object(), 1j, torch.tensor(1j), [[1.0], [1.0, 2.0]]])
+    def test_a_bound_that_is_no_number_is_refused(self, bound, learned):
+        with pytest.raises(TypeError, match=r"clip_value_min must be a number, or a tensor .* got"):
+            Clip(bound, 2.0, learn_min=learned)
+        with pytest.raises(TypeError, match=r"clip_value_max must be a number, or a tensor .* got"):
+            Clip(-1.0, bound, learn_max=learned)
+
+    @pytest.mark.parametrize("learned", [False, True])
+    @pytest.mark.parametrize("bound", [2, 2.0, np.float32(2.0), np.array(2.0), torch.tensor(2.0)])
+    def test_a_bound_is_copied(self, bound, learned):
+        clip = Clip(-1.0, bound, learn_max=learned)
+        assert clip(torch.tensor([-5.0, 0.5, 5.0])).tolist() == [-1.0, 0.5, 2.0]
+        assert clip.clip_value_max is not bound
+        assert clip.clip_value_max.dtype == torch.float32
+
+    def test_a_bound_that_is_a_parameter_stays_that_parameter(self):
+        bound = torch.nn.Parameter(torch.tensor(2.0))
+        clip = Clip(-1.0, bound)
+        assert next(clip.parameters()) is bound
+        clip(torch.tensor([0.5, 3.0, 4.0])).sum().backward()
+        assert bound.grad.item() == 2.0
+        copied = Clip(-1.0, bound, learn_max=True)
+        assert copied.clip_value_max is not bound
+        assert copied.clip_value_max.is_leaf
 
     def test_learned_bounds_are_parameters_and_fixed_ones_buffers(self):
         clip = Clip(-1.0, 2.0, learn_max=True)

@@ -48,6 +48,29 @@ class TestValues:
         x = torch.tensor([0.5, 1.2, 2.6, -7.0])
         assert quantizer(num_bits=(2, 1), amax=6.0)(x).tolist() == [0.5, 1.0, 3.0, -6.0]
 
+    @pytest.mark.parametrize("amax", [None, 1.0, 3.3])
+    def test_e5m2_is_the_cast_to_float8_e5m2_under_the_scale(self, amax):
+        x = torch.cat([X.flatten(), torch.tensor([0.0, -0.0, 1e-6, 2.0**-25, 100.0, -100.0])]).requires_grad_()
+        largest = x.detach().abs().max() if amax is None else torch.tensor(amax)
+        q = quantizer(num_bits=(5, 2), amax=amax)
+        assert q.maxbound == 57344.0
+        # The bound times the reciprocal: two roundings, as in E4M3. The cast saturates at the bound.
+        scale = 57344.0 * largest.reciprocal()
+        expected = (x.detach() * scale).clamp(-57344.0, 57344.0).to(torch.float8_e5m2).float() / scale
+        y = q(x)
+        assert_same_bits(y, torch.where(x.detach().abs() < 2.0**-24, 0.0, expected))
+        y.sum().backward()
+        assert_same_bits(x.grad, (x.detach().abs() <= largest).float())
+
+    def test_e5m2_is_calibrated_to_the_largest_magnitude(self):
+        q = quantizer(num_bits=(5, 2), axis=0)
+        q.disable_quant()
+        q.enable_calib()
+        q(X)
+        q(X / 2)
+        q.load_calib_amax()
+        assert_same_bits(q.amax, X.abs().amax((1, 2), keepdim=True))
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
     def test_other_dtypes_keep_theirs_and_a_float32_amax(self, dtype):
         x = X.to(dtype)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 from models import small_net
-from torch import nn
+from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.model import presets
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
@@ -108,13 +108,41 @@ def test_the_granularity_of_scales_moves_its_axes() -> None:
     assert str(model[0]._weight_quantizer.spec) == moved
 
 
-def test_subclasses_of_float_layers_stay() -> None:
-    class MyLinear(nn.Linear):
-        pass
+def test_subclasses_that_compute_something_else_stay() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
 
-    model = nn.Sequential(nn.Linear(2, 2), MyLinear(2, 2))
-    prepare(model, presets.INT8)
+    model = nn.Sequential(nn.Linear(2, 2), Doubled(2, 2))
+    with pytest.warns(CoverageWarning, match=r"Doubled \(1: its own forward\)"):
+        prepare(model, presets.INT8)
     assert list(quantizers(model)) == ["0._input_quantizer", "0._weight_quantizer"]
+
+
+class Large(nn.MaxPool2d):
+    """A subclass that changes only how a layer is made."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+
+def test_rules_name_subclasses_by_their_own_class_and_by_their_base() -> None:
+    for layers in ("Large", "MaxPool2d", nn.MaxPool2d, Large):
+        assert Rule("*", layers=layers).matches("0", Large())  # type: ignore[arg-type]
+    assert not Rule("*", layers=("MaxPool1d",)).matches("0", Large())
+    model = prepare(nn.Sequential(nn.Conv2d(1, 1, 3), Large()), presets.INT8)
+    assert type(model[1]) is Large  # presets leave max pooling in float
+
+
+def test_a_rule_may_leave_in_float_what_cannot_be_quantized() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Bilinear(2, 2, 2), nn.LayerNorm(2))
+    config = presets.INT8.with_rule(Rule("1"))
+    assert set(config.resolve(model)) == {"0"}
+    assert config.left_on_purpose(model) == {model[1]}
+    with pytest.raises(ConfigError, match="the rule '1' matches no layer"):
+        presets.INT8.with_rule(Rule("1", weight="int8")).resolve(model)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the rule '2' matches no layer"):
+        presets.INT8.with_rule(Rule("2")).resolve(model)  # a norm has no weights
 
 
 def test_preparing_twice_raises() -> None:

@@ -98,9 +98,6 @@ def compare_codes(backend, numbers, spec, label):
             assert found.has_nan == bool(x.isnan().any()), f"{label} {way}"
             dx = backend.grad_input(dy, found.mask, spec_of_gradient, x.stride())
             assert_same_bits(dx, passing, f"{label} {gradient.value} {way} dx of codes")
-            over = backend.grad_input_over(dy.clone(), found.mask, spec_of_gradient, x.stride())
-            assert_same_bits(over, passing, f"{label} {gradient.value} {way} dx written over dy")
-            assert over.stride() == dx.stride()
 
 
 def compare(backend, numbers, spec, label):

@@ -249,7 +249,7 @@ def test_without_kernels_nothing_is_served(monkeypatch):
 
 def test_wrong_bits_would_be_seen(monkeypatch):
     case, granularity = FORMATS["int8"], GRANULARITIES["tensor"]
-    right = Direct(*11 * (None,))._replace(values=lambda x, scale, zero_point, form: x + 1)
+    right = Direct(*len(Direct._fields) * (None,))._replace(values=lambda x, scale, zero_point, form: x + 1)
     monkeypatch.setattr(direct, "_find", lambda *args: right)
     with pytest.raises(AssertionError, match="elements differ"):
         compare(case, granularity, fq.Arithmetic.DIVIDE, torch.float32, "contiguous")

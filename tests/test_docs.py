@@ -41,10 +41,8 @@ def test_the_page_about_onnx_is_the_one_that_is_exported(generate):
 EXAMPLE = DOCS.parent / "examples" / "quickstart.py"
 
 
-def test_the_first_example_of_the_readme_is_the_file_that_runs():
-    code = EXAMPLE.read_text()
-    shown = (DOCS.parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    assert shown == code[code.index("import torch") :]
+def test_the_readme_is_one_page():
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 100
 
 
 def test_the_first_example_runs(tmp_path):

@@ -10,13 +10,20 @@ CLASSES = [
     for _, c in inspect.getmembers(errors, inspect.isclass)
     if c is not FakeQuantError and c.__module__ == errors.__name__
 ]
+WARNINGS = [c for c in CLASSES if issubclass(c, Warning)]
 
 
-@pytest.mark.parametrize("error", CLASSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("error", [c for c in CLASSES if c not in WARNINGS], ids=lambda c: c.__name__)
 def test_every_error_is_ours_and_a_built_in_one(error):
     assert issubclass(error, FakeQuantError)
-    assert issubclass(error, ValueError | TypeError | RuntimeError | OSError)
+    assert issubclass(error, ValueError | TypeError | RuntimeError | OSError | AttributeError)
     assert error.__doc__
+
+
+@pytest.mark.parametrize("warning", WARNINGS, ids=lambda c: c.__name__)
+def test_every_warning_is_a_user_warning(warning):
+    assert issubclass(warning, UserWarning)
+    assert warning.__doc__
 
 
 def test_nearest_names():

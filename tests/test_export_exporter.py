@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.model import presets
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.prepare import prepare
 from fakequant.nn import Add, MatMul, Mode, quantizers
 
 onnx = pytest.importorskip("onnx")

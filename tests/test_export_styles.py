@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ExportError, VerificationError
 from fakequant.model import presets
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule
-from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
 
 onnx = pytest.importorskip("onnx")

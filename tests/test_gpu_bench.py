@@ -17,8 +17,8 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import cases, limits, machine, observation, pages, runner
 from benchmarks.gpu.observation import Observation
 from benchmarks.peers.measure import PeerCase
+from benchmarks.training import Step
 from fakequant.benchmark import ATEN, COMPILED, COPY, Case, Effort, Result, measure, timing
-from fakequant.ops import products
 
 ROOT = Path(__file__).parents[1]
 HERE = ["--device", "cpu", "--largest", "8192", "--seconds", "0"]
@@ -65,11 +65,8 @@ def test_what_is_asked_for_is_in_the_list():
     assert ATEN in of_tensors["int8 per channel", "forward and backward", 1 << 26, "bfloat16"]
     assert COPY in of_tensors["NVFP4", "forward", 4096, "float32"]
     assert {e.case.call.peer.name for e in found if isinstance(e.case, PeerCase)} >= {"ModelOpt", "torchao"}
-    steps = {
-        (e.case.name.split(" ")[0], e.case.compiled, e.case.execution) for e in found if hasattr(e.case, "execution")
-    }
-    expected = {(compiled, execution) for compiled in (False, True) for execution in ("simulate", "auto")}
-    assert steps == {(name, *how) for name in ("residual", "transformer's") for how in expected}
+    steps = {(e.case.name.split(" ")[0], e.case.compiled) for e in found if isinstance(e.case, Step)}
+    assert steps == {(name, compiled) for name in ("residual", "transformer's") for compiled in (False, True)}
     assert all(e.case.device == "cuda" for e in found)
     assert len({e.case for e in found}) == len(found)
 
@@ -94,13 +91,6 @@ def test_models_are_residual_and_have_attention():
     model = cases.residual_network()
     assert sum(isinstance(module, torch.nn.Conv2d) for module in model.modules()) == 20
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
-
-
-def test_products_of_codes_that_a_device_has_not_are_no_result(monkeypatch):
-    monkeypatch.setattr(products, "linear_unavailable", lambda device: f"none for {device}")
-    step = next(e.case for e in cases.entries("cpu", 8192) if getattr(e.case, "execution", "") == "auto")
-    (result,) = measure(step, ("the float model",), Effort(0.0), lambda case: 0)
-    assert (result.outcome, result.pairs) == ("none for cpu", ())
 
 
 # The clock

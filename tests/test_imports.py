@@ -14,7 +14,7 @@ PACKAGE = Path(fq.__file__).parent
 # Rooms from the innermost to the outermost; those of one set do not import each other.
 ROOMS = [
     {"errors"},
-    {"files"},
+    {"distributed", "files", "restore"},
     {"numerics"},
     {"ops"},
     {"functional"},
@@ -24,7 +24,7 @@ ROOMS = [
     {"export"},
     {"ir"},
     {"report"},
-    {"compat"},
+    {"compat", "integrations"},
     {"demo"},
     {"cli"},
 ]
@@ -43,6 +43,7 @@ OPTIONAL = {
     "rich",
     "safetensors",
     "sklearn",
+    "transformers",
     "triton",
     "typer",
     "yaml",

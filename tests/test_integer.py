@@ -52,14 +52,14 @@ def hostile(*shape):
 
 
 def prepared(layer, input="int8", weight="int8 per_channel(0)", scale=1 / 64, dynamic=False):
-    """A model of one layer with given scales that multiplies codes, and its simulated twin."""
+    """A frozen model of one layer with given scales that multiplies codes, and its simulated twin."""
     rule = Rule("*", TensorConfig(input, dynamic=dynamic), weight, execution="auto")
     model = fq.prepare(nn.Sequential(layer), Config("test", (rule,)))
     quantizer = model[0]._input_quantizer
     if not dynamic:
         zero_point = None if quantizer.spec.symmetric else torch.tensor([3], dtype=torch.int32)
         quantizer.set_qparams(fq.QParams(torch.tensor([scale]), zero_point))
-    simulated = copy.deepcopy(model)
+    simulated = copy.deepcopy(model.requires_grad_(False))
     fq.set_execution(simulated, "simulate")
     return model, simulated
 
@@ -238,7 +238,7 @@ def test_copies_pickles_and_checkpoints(tmp_path):
     torch.save(model.state_dict(), stream)
     assert not [name for name in model.state_dict() if "ready" in name or "packed" in name]
     fq.save(model, tmp_path)
-    loaded = fq.load(nn.Sequential(nn.Conv2d(2, 3, 3)), tmp_path)
+    loaded = fq.load(nn.Sequential(nn.Conv2d(2, 3, 3)), tmp_path).requires_grad_(False)
     assert loaded[0].execution is Execution.AUTO
     assert_same_bits(loaded(x).detach(), y)
 

@@ -49,18 +49,6 @@ def test_why_a_layer_is_simulated(name):
         fq.set_execution(model, "integer")
 
 
-def test_float8_is_simulated_on_the_cpu_which_is_faster():
-    def model(execution):
-        rule = Rule("*", "float8_e4m3fn", "float8_e4m3fn", execution=execution)
-        return fq.prepare(nn.Sequential(nn.Linear(4, 4)), Config("test", (rule,)))
-
-    with pytest.raises(ConfigError, match="no faster than float32 ones on the CPU"):
-        model("integer")
-    with pytest.raises(ConfigError, match="0: float8 products are no faster"):
-        fq.set_execution(model("simulate"), "integer")
-    assert "float8 products are no faster" in str(fq.summary(model("auto")))
-
-
 def test_set_execution_refuses_whole_or_not_at_all():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4)), Config("w", (Rule("*", "int8", "int8"),)))
     with pytest.raises(ConfigError, match="1: there is no integer product"):

@@ -57,8 +57,6 @@ def test_layers_with_one_input_or_output(inputs, outputs, input):
     model, _ = prepared(nn.Linear(inputs, outputs), input)
     for x in (hostile(12, inputs)[:7], hostile(inputs, 12).t()[:1], hostile(12, inputs)[:1]):
         assert_same_bits(model(x).detach(), expected(model[0], x).detach())
-        torch.compiler.reset()
-        assert_same_bits(torch.compile(model, backend="aot_eager")(x).detach(), expected(model[0], x).detach())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,8 +72,6 @@ def test_convolutions_lay_their_result_as_torch_does(axes, layout):
     with torch.no_grad():
         assert model(x).stride() == simulated(x).stride() == stride
         assert_same_bits(model(x), expected(model[0], x.contiguous()))
-        torch.compiler.reset()
-        assert torch.compile(model, backend="aot_eager")(x).stride() == stride
 
 
 PICTURE = torch.rand(9, 8, 3, generator=torch.Generator().manual_seed(0)).permute(2, 0, 1)
@@ -100,8 +96,6 @@ def test_strides_of_axes_of_one_element_decide_as_in_torch(x):
         y = model(x)
         assert y.stride() == simulated(x).stride() == float_layer(x).stride()
         assert_same_bits(y, expected(model[0], x.contiguous().reshape(-1, *x.shape[-3:])).reshape(y.shape))
-        torch.compiler.reset()
-        assert torch.compile(model, backend="aot_eager")(x).stride() == y.stride()
 
 
 PLACES = {
@@ -111,13 +105,13 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("name", "execution"), [*((name, "simulate") for name in PLACES), ("convolution", "auto")])
-def test_one_image_without_an_axis_for_images(name, execution):
+@pytest.mark.parametrize("name", PLACES)
+def test_one_image_without_an_axis_for_images(name):
     """A learned step gets the gradient that it gets with that axis."""
     torch.manual_seed(0)
     model, _ = prepared(PLACES[name]())
     fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
-    fq.set_execution(model, execution)
+    fq.set_execution(model, "simulate")
     x, step, found = hostile(16, 9, 9).clamp(-1, 1), model[0]._input_quantizer.lsq.step, []
     for given in (x, x[None]):
         step.grad = None

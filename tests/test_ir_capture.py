@@ -105,12 +105,6 @@ def range_of_another(self, x):
     return fq.fake_quantize(x * self.weight, "int8", scale=scale)
 
 
-def a_range_without_gradient(self, x):
-    with torch.no_grad():
-        scale = self.weight.amax()
-    return x * scale
-
-
 FUNCTIONS = [
     *(in_place, in_place_through_a_view, an_index, gathered_and_padded, stochastic, given_scale),
     *(a_scale_that_is_trained, range_of_another),
@@ -208,7 +202,6 @@ def buffer_changed(self, x):
         (lambda self, x: x.to(torch.float8_e4m3fn), "float8_e4m3fn cannot be in a graph"),
         (lambda self, x: x.relu_(), "changes .* in place"),
         (buffer_changed, "changes counter in place"),
-        (a_range_without_gradient, "wrap_with_set_grad_enabled"),
     ],
 )
 def test_what_cannot_be_captured_is_named(function, message):
@@ -264,3 +257,36 @@ def test_automatic_types_are_refused():
 
     with pytest.raises(GraphError, match=r"under torch\.autocast.* model\.bfloat16"):
         ir.capture(Applied(function), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"padding_idx": 2}, {"include_last_offset": True}], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings(mode, arguments):
+    """Of what torch makes beside the bags, and nothing reads, its own rules for shapes contradict each other."""
+    model = nn.EmbeddingBag(8, 3, mode=mode, **arguments)
+    ids, offsets = torch.tensor([1, 2, 3, 4, 2, 2, 0]), torch.tensor([0, 2, 2, 5])
+    graph = ir.capture(model, (ids, offsets))
+    assert_same_bits(graph.run(ids, offsets), model(ids, offsets))
+    again = ir.parse(str(graph), {c.name: c.tensor for c in graph.constants.values()})
+    assert_same_bits(again.run(ids, offsets), model(ids, offsets))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_transformer_encoders_are_captured_beside_the_fast_path_of_torch(prepared):
+    """The graph is the model where gradients are enabled, or torch's fast path is off: in every mode."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(3, 5, 16)
+    if prepared:
+        fq.calibrate(fq.prepare(model, "int8"), [x])
+    expected = model(x)
+    with torch.no_grad():
+        graph = ir.capture(model, x)
+        assert_same_bits(graph.run(x), expected)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert_same_bits(model(x), expected)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert_same_bits(graph.run(x), expected)
+    assert_same_step(step(graph.to_torch(), model, x), step(model, model, x))

@@ -130,7 +130,7 @@ def test_files_that_are_not_there_or_damaged(tmp_path):
     with pytest.raises(GraphError, match="cannot read the graph"):
         ir.load(tmp_path / "none.txt")
     path = ir.save(example(), tmp_path / "graph.txt")
-    path.with_name("graph.txt.safetensors").write_bytes(b"x")
+    next(tmp_path.glob("graph.txt.*.safetensors")).write_bytes(b"x")
     with pytest.raises(GraphError, match="cannot read the graph"):
         ir.load(path)
     ir.save(example(), path)

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from fakequant import fake_quantize
 from fakequant.errors import ConfigError
-from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.calibrate import calibrate
+from fakequant.model.prepare import prepare
 from fakequant.model.presets import INT4_WEIGHT_ONLY, INT8
 from fakequant.nn import Add, MatMul, QuantizedLayer, layers, quantizes
 

@@ -1,13 +1,17 @@
+import re
 from collections import UserDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import images, small_net
 from torch import Tensor, nn
 
 from fakequant.model import presets
 from fakequant.model.config import Rule
-from fakequant.model.operations import operations, unquantized
+from fakequant.model.operations import is_product, operations, unquantized
 from fakequant.model.prepare import prepare
 from fakequant.model.summary import summary
 from fakequant.nn import quantizers
@@ -31,6 +35,132 @@ def test_functional_products_are_listed() -> None:
     assert [(o.name, o.float_inputs, o.inputs) for o in left] == [("matmul", 2, 2), ("matmul", 2, 2)]
     others = [o.name for o in unquantized(model, torch.randn(2, 3, 8)) if not o.is_product]
     assert others == ["softmax", "add"]
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def halves(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.bfloat16() for tensor in tensors]
+
+
+class Calls(nn.Module):
+    """One function as a model."""
+
+    def __init__(self, function: Callable[..., Any], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs)
+
+
+OFFSETS = torch.tensor([16, 32], dtype=torch.int32)
+# A function, its inputs, and its multiply-accumulates.
+PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
+    "linear": (F.linear, (data(5, 2, 4), data(3, 4), data(3)), 10 * 3 * 4),
+    "conv1d": (F.conv1d, (data(1, 4, 5), data(6, 4, 3)), 3 * 6 * 12),
+    "conv2d": (lambda x, w: F.conv2d(x, w, padding=1, groups=2), (data(1, 4, 5, 5), data(6, 2, 3, 3)), 25 * 6 * 18),
+    "conv3d": (F.conv3d, (data(1, 2, 3, 3, 3), data(4, 2, 2, 2, 2)), 8 * 4 * 16),
+    "conv_transpose2d": (F.conv_transpose2d, (data(1, 4, 5, 5), data(4, 3, 2, 2)), 25 * 4 * 12),
+    "conv_tbc": (torch.conv_tbc, (data(5, 2, 4), data(3, 4, 6), data(6)), 6 * 6 * 12),
+    "matmul": (torch.matmul, (data(2, 3, 4), data(2, 4, 5)), 120),
+    "mm": (torch.mm, (data(3, 4), data(4, 5)), 60),
+    "bmm": (torch.bmm, (data(2, 3, 4), data(2, 4, 5)), 120),
+    "mv": (torch.mv, (data(3, 4), data(4)), 12),
+    "dot": (torch.dot, (data(4), data(4)), 4),
+    "vdot": (torch.vdot, (data(4), data(4)), 4),
+    "addmm": (torch.addmm, (data(5), data(3, 4), data(4, 5)), 60),
+    "addmv": (torch.addmv, (data(3), data(3, 4), data(4)), 12),
+    "addr": (torch.addr, (data(3, 4), data(3), data(4)), 12),
+    "baddbmm": (torch.baddbmm, (data(2, 3, 5), data(2, 3, 4), data(2, 4, 5)), 120),
+    "addbmm": (torch.addbmm, (data(3, 5), data(2, 3, 4), data(2, 4, 5)), 120),
+    "linalg_matmul": (torch.linalg.matmul, (data(3, 4), data(4, 5)), 60),
+    "linalg_matrix_power": (lambda x: torch.linalg.matrix_power(x, 3), (data(4, 4),), 128),
+    "linalg_multi_dot": (lambda *x: torch.linalg.multi_dot(x), (data(2, 3), data(3, 4), data(4, 5)), 24 + 40),
+    "chain_matmul": (torch.chain_matmul, (data(2, 3), data(3, 4), data(4, 5)), 24 + 40),
+    "einsum": (lambda x, y: torch.einsum("bhd,bkd->bhk", x, y), (data(2, 3, 4), data(2, 5, 4)), 120),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, 2), (data(2, 3, 4), data(3, 4, 5)), 120),
+    "inner": (torch.inner, (data(3, 4), data(5, 4)), 60),
+    "outer": (torch.outer, (data(3), data(4)), 12),
+    "ger": (torch.ger, (data(3), data(4)), 12),
+    "kron": (torch.kron, (data(2, 3), data(4, 5)), 120),
+    "linalg_vecdot": (torch.linalg.vecdot, (data(3, 4), data(3, 4)), 12),
+    "cdist": (torch.cdist, (data(3, 4), data(5, 4)), 60),
+    "bilinear": (F.bilinear, (data(2, 3), data(2, 4), data(5, 3, 4)), 2 * 5 * 12),
+    "embedding": (F.embedding, (torch.tensor([1]), data(3, 4)), 0),
+    "embedding_bag": (F.embedding_bag, (torch.tensor([[1, 2]]), data(3, 4)), 0),
+    "scaled_dot_product_attention": (
+        F.scaled_dot_product_attention,
+        (data(2, 2, 3, 4), data(2, 2, 5, 4), data(2, 2, 5, 6)),
+        4 * 3 * 5 * (4 + 6),
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        lambda *x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*x)[0],
+        (data(2, 2, 3, 4), data(2, 2, 5, 4), data(2, 2, 5, 4)),
+        4 * 3 * 5 * (4 + 4),
+    ),
+    "_grouped_mm": (
+        lambda x, y: F.grouped_mm(*halves(x, y), offs=OFFSETS),
+        (data(32, 16), data(2, 16, 16)),
+        32 * 16 * 16,
+    ),
+    "_scaled_mm": (
+        lambda x, y: torch._scaled_mm(
+            x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn).t(), torch.ones(()), torch.ones(())
+        ),
+        (data(16, 16), data(16, 16)),
+        16**3,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_is_known(name: str) -> None:
+    function, inputs, count = PRODUCTS[name]
+    (found,) = [operation for operation in operations(Calls(function), inputs) if operation.is_product]
+    assert (found.name, found.multiplications) == (name, count)
+    factors = len(inputs) - (name in ("linear", "conv_tbc") or name.startswith(("add", "badd")))
+    assert found.inputs == found.float_inputs == factors - name.startswith("embedding")
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+@pytest.mark.parametrize(
+    ("layer", "inputs", "count"),
+    [
+        (nn.LSTM(4, 5, 2, bidirectional=True), (data(3, 2, 4),), 6 * 2 * 20 * (4 + 5 + 10 + 5)),
+        (nn.GRU(4, 5), (data(3, 2, 4),), 6 * 15 * (4 + 5)),
+        (nn.RNN(4, 5), (data(3, 2, 4),), 6 * 5 * (4 + 5)),
+        (nn.LSTMCell(4, 5), (data(2, 4),), 2 * 20 * (4 + 5)),
+        (nn.MultiheadAttention(8, 2), (data(3, 1, 8),) * 3, 3 * 4 * 8 * 8 + 2 * 2 * 3 * 3 * 4),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_layers_with_products_inside_are_counted(layer: nn.Module, inputs: tuple[Tensor, ...], count: int) -> None:
+    found = unquantized(layer, inputs, products_only=True)
+    assert sum(operation.multiplications for operation in found) == count
+
+
+# Settings, and what is made of other functions.
+NO_PRODUCTS = {"get_float32_matmul_precision", "set_float32_matmul_precision", "upsample_bilinear"}
+MADE_OF_PRODUCTS = {"multi_head_attention_forward"}
+
+
+def test_functions_of_torch_that_multiply_are_products() -> None:
+    """By their names in torch, torch.linalg and torch.nn.functional, so that a new one of torch is looked at."""
+    parts = re.compile("mm$|matmul|dot|conv|linear|attention|outer|inner|kron|einsum|cdist|lstm|gru|rnn")
+    vendors = re.compile("_|cudnn|miopen|mkldnn|fbgemm|quantized")
+    listed = {
+        name
+        for module in (torch, torch.linalg, F)
+        for name in dir(module)
+        if parts.search(name) and not vendors.match(name) and callable(getattr(module, name))
+    }
+    unknown = {name for name in listed if not is_product(name) and not is_product(f"linalg_{name}")}
+    assert unknown == NO_PRODUCTS | MADE_OF_PRODUCTS
 
 
 def test_nothing_is_left_where_all_products_are_quantized() -> None:

@@ -1,11 +1,13 @@
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import SmallNet, hook_forward, images, small_net
+from support.interrupts import PACKAGE
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -13,8 +15,11 @@ from fakequant import choose_qparams
 from fakequant.calibration import calibrators
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model import presets
+from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Rule
-from fakequant.model.prepare import calibrate, disabled, fold, prepare
+from fakequant.model.fold import fold
+from fakequant.model.modes import disabled
+from fakequant.model.prepare import prepare
 from fakequant.nn import Mode, quantizers
 
 
@@ -237,3 +242,74 @@ def test_weight_options_and_a_bare_tensor() -> None:
     assert (model.head._weight_quantizer.scale < calibrated().head._weight_quantizer.scale).all()
     with pytest.raises(ConfigError, match="row by row; give a list"):
         calibrate(model, images())
+
+
+class Own(nn.Conv2d):
+    """A subclass that is taken."""
+
+
+def parts() -> nn.Module:
+    """Layers, a Sequential that is joined, a transformer layer whose fast path is left, a subclass, a hooked layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 1),
+        nn.ReLU(),
+        Own(2, 2, 1),
+        nn.Flatten(2),
+        nn.TransformerEncoderLayer(4, 2, 8),
+    )
+    layer: Any = model[0]
+    layer._old_forward = layer.forward
+    hook_forward(layer)
+    return model
+
+
+def everything(model: nn.Module) -> list[Any]:
+    """Classes, attributes and children, by what they are."""
+    return [
+        (type(module), {name: repr(value) for name, value in vars(module).items()}, list(module._modules.items()))
+        for module in model.modules()
+    ]
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt at a line of the package, counted from 1; counts them all where it is 0."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, model: nn.Module) -> int:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            prepare(model, presets.INT8)
+        finally:
+            sys.settrace(before)
+        return self.lines
+
+
+@pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
+@pytest.mark.parametrize("start", [0, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(1, 20))])
+def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(start: int) -> None:
+    prepare(parts(), presets.INT8)  # what is kept from the first call is there
+    lines = Interrupted(0).run(parts())
+    assert lines > 400
+    model = parts()
+    before = everything(model)
+    # Every 20th line, and the last ones, where most has been changed.
+    for line in {*range(1 + start, lines + 1, 20), *range(lines - 5, lines + 1)}:
+        with pytest.raises(KeyboardInterrupt):
+            Interrupted(line).run(model)
+        assert everything(model) == before, f"line {line} of {lines}"
+    prepare(model, presets.INT8)
+    assert len(quantizers(model)) == 8

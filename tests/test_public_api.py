@@ -34,6 +34,7 @@ NAMES = [
     "export_onnx",
     "fake_quantize",
     "fake_quantize_",
+    "float_state_dict",
     "fold",
     "formats",
     "layer_sqnr",

@@ -169,5 +169,5 @@ def test_a_granularity_is_asked_once_for_the_groups_of_a_shape():
         Asked.asked.clear()
         quantizer.qparams(x)
         assert Asked.asked == ([] if again else [(4, 3)])
-        quantizer.codes(x, relu=False, mask=True)
+        quantizer.codes(x)
     assert Asked.asked == []

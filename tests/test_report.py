@@ -343,3 +343,9 @@ def test_environment_without_an_installation(monkeypatch: pytest.MonkeyPatch) ->
     assert found["fakequant"] == "from source, not installed"
     assert found["triton"] == "not installed"
     assert found["numpy"] == "1.0"
+
+
+def test_a_name_that_utf_8_cannot_write_is_in_the_report(tmp_path: Path) -> None:
+    path = write_report(tmp_path / "report.html", ReportData("a\ud800", left={"m": ["b\udfff"]}))
+    assert r"a\ud800" in path.read_text()
+    assert r"b\udfff" in path.read_text()

@@ -81,6 +81,7 @@ def by_whole_passes(model, batches):
     return found
 
 
+@pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
 @pytest.mark.parametrize("execution", ["simulate", "auto"])
 @pytest.mark.parametrize("name", MODELS)
 def test_sensitivity_is_that_of_whole_passes(name, execution):

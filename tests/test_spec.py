@@ -8,7 +8,7 @@ from cases import GRANULARITIES
 
 import fakequant as fq
 from fakequant.errors import SpecError
-from fakequant.numerics.spec import as_spec
+from fakequant.numerics.spec import _MOST_PARSED, _parsed, as_spec
 
 SPECS = [
     fq.QuantSpec(
@@ -124,3 +124,12 @@ def test_errors(make, message):
 def test_a_text_that_says_something_twice(text, what):
     with pytest.raises(SpecError, match=what):
         fq.QuantSpec.parse(text)
+
+
+def test_specifications_that_are_read_are_kept_within_bounds():
+    first = fq.QuantSpec.parse("int8 per_channel(3)")
+    assert fq.QuantSpec.parse("int8 per_channel(3)") is first
+    for size in range(1, 3000):
+        assert str(fq.QuantSpec.parse(f"int8 per_block(-1:{size})")) == f"int8 per_block(-1:{size})"
+    assert len(_parsed) <= _MOST_PARSED
+    assert fq.QuantSpec.parse("int8 per_channel(3)") == first

@@ -9,7 +9,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.nn import MatMul
-from fakequant.ops import convolutions, float8_products, products, rules
+from fakequant.ops import convolutions, products, rules
 from fakequant.ops.cpu import backend
 
 PRESETS = ("INT8", "INT8_AFFINE", "INT8_PER_TOKEN", "FP8", "MXFP4", "NVFP4", "INT4_GROUP32", "NF4_WEIGHT_ONLY")
@@ -43,7 +43,7 @@ def default(value):
 def forget():
     """Empty the caches that hold tensors, and the trials, which would otherwise come from before."""
     cached = convolutions.convolution_unavailable, convolutions._ones_and_zeros, products.linear_unavailable
-    made = backend._plan, backend._middles, backend._nowhere, rules.scale_rule, float8_products._refused
+    made = backend._plan, backend._middles, backend._nowhere, rules.scale_rule
     for function in (*cached, *made):
         function.cache_clear()
 
@@ -107,14 +107,12 @@ def test_trials_pass_whatever_the_defaults_of_torch(value):
     expected = [
         products.linear_unavailable("cpu"),
         convolutions.convolution_unavailable("cpu"),
-        float8_products.linear_unavailable(torch.device("cpu"), torch.float8_e4m3fn, torch.float8_e4m3fn),
     ]
     forget()
     with default(value):
         assert expected == [
             products.linear_unavailable("cpu"),
             convolutions.convolution_unavailable("cpu"),
-            float8_products.linear_unavailable(torch.device("cpu"), torch.float8_e4m3fn, torch.float8_e4m3fn),
         ]
     forget()
 

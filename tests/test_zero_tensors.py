@@ -50,7 +50,7 @@ def test_as_an_input(spec, scale):
 @pytest.mark.parametrize("layer", [lambda: nn.Linear(64, 64), lambda: nn.Conv2d(64, 64, 1)])
 def test_as_the_gradient_of_a_layer(layer, execution):
     model, _ = prepared(layer())
-    fq.set_execution(model, execution)
+    fq.set_execution(model.requires_grad_(), execution)
     shape = (64, 64) if isinstance(model[0], nn.Linear) else (2, 64, 16, 16)
     x = torch.randn(shape, requires_grad=True)
     torch.sgn(model(x)).sum().backward()

@@ -96,6 +96,4 @@ def _steps(device: str, largest: int) -> Iterable[Entry]:
     for model in _MODELS:
         shape = model.shape if largest == LARGEST else (1, *model.shape[1:])
         for compiled in (False, True):
-            for execution in ("simulate", "auto"):
-                step = replace(model, shape=shape, compiled=compiled, execution=execution, device=device)
-                yield Entry(step, (FLOAT,))
+            yield Entry(replace(model, shape=shape, compiled=compiled, device=device), (FLOAT,))

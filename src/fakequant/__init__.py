@@ -33,11 +33,15 @@ if TYPE_CHECKING:
     from fakequant.export import export_onnx, verify_onnx
     from fakequant.model import presets, qat
     from fakequant.model.analysis import layer_sqnr, sensitivity
+    from fakequant.model.calibrate import calibrate, recalibrate
     from fakequant.model.checkpoint import load, save
     from fakequant.model.config import Config, Rule, TensorConfig
     from fakequant.model.execution import set_execution
+    from fakequant.model.fold import fold
+    from fakequant.model.modes import disabled
     from fakequant.model.operations import unquantized
-    from fakequant.model.prepare import calibrate, disabled, fold, prepare, recalibrate
+    from fakequant.model.prepare import prepare
+    from fakequant.model.state import float_state_dict
     from fakequant.model.summary import summary
 
 __version__ = "0.1.0"
@@ -72,6 +76,7 @@ __all__ = [
     "export_onnx",
     "fake_quantize",
     "fake_quantize_",
+    "float_state_dict",
     "fold",
     "formats",
     "layer_sqnr",
@@ -106,11 +111,15 @@ _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
     "fakequant.export": ("export_onnx", "verify_onnx"),
     "fakequant.model.analysis": ("layer_sqnr", "sensitivity"),
+    "fakequant.model.calibrate": ("calibrate", "recalibrate"),
     "fakequant.model.checkpoint": ("load", "save"),
     "fakequant.model.config": ("Config", "Rule", "TensorConfig"),
     "fakequant.model.execution": ("set_execution",),
+    "fakequant.model.fold": ("fold",),
+    "fakequant.model.modes": ("disabled",),
     "fakequant.model.operations": ("unquantized",),
-    "fakequant.model.prepare": ("calibrate", "disabled", "fold", "prepare", "recalibrate"),
+    "fakequant.model.prepare": ("prepare",),
+    "fakequant.model.state": ("float_state_dict",),
     "fakequant.model.summary": ("summary",),
 }
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}

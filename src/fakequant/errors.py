@@ -1,7 +1,7 @@
 """What can go wrong, by name.
 
 Every error of this package is a `FakeQuantError` and also the built-in type that a caller would expect, so that both
-`except fakequant.FakeQuantError` and `except ValueError` work.
+`except fakequant.FakeQuantError` and `except ValueError` work. Every warning is a `UserWarning`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,16 @@ class CalibrationError(FakeQuantError, RuntimeError):
     """Calibration met data it cannot use, or saw none."""
 
 
+class NoWeightError(FakeQuantError, AttributeError):
+    """A quantizer that was asked for a weight, as by a style of tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a quantizer has no weight: torch's RowwiseParallel asks every module inside a layer for one, so call "
+            "parallelize_module on the float model first, then fakequant.prepare and fakequant.calibrate"
+        )
+
+
 class ConfigError(FakeQuantError, ValueError):
     """A rule or configuration that matches nothing or contradicts itself."""
 
@@ -75,6 +85,18 @@ class RecipeError(FakeQuantError, ValueError):
     """A recipe file for the command line that lacks what it must offer."""
 
 
+class CalibrationWarning(UserWarning):
+    """Calibration left something in float, chose a range for it, or did not merge what several processes saw."""
+
+
+class StaleScaleWarning(UserWarning):
+    """Weights changed since their scales were set, so that they are clipped or coarser than they need be."""
+
+
+class CoverageWarning(UserWarning):
+    """A prepared model computes in float what could be quantized."""
+
+
 def check_keys(values: Any, known: Sequence[str], what: str, error: type[FakeQuantError]) -> None:
     """Raise the error unless values are a dict with known keys.
 
@@ -95,5 +117,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     >>> nearest("int9x", ["int9", "uint8", "float8_e5m2"])
     '; did you mean int9 or uint8?'
     """
-    matches = get_close_matches(name, known, n=3, cutoff=0.6)
+    # Cut, because a name out of a file may be of any length, and comparing takes many times its memory.
+    matches = get_close_matches(name[:100], known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(matches)}?" if matches else f"; known names are {', '.join(known)}"

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from .errors import CallError, DTypeError, QParamsError, ShapeError, SpecError
 from .numerics.philox import draw_seed
-from .numerics.qparams import FLOATING, QParams, Range, compute_dtype, is_at_hand, runs_eagerly
+from .numerics.qparams import (
+    FLOATING,
+    QParams,
+    Range,
+    check_tensor,
+    compute_dtype,
+    is_at_hand,
+    runs_eagerly,
+    shape_of,
+)
 from .numerics.qparams import choose_qparams as _qparams_of_range
 from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
@@ -19,7 +28,8 @@ _Bounds = tuple[float, float, str]  # the least and the largest value of a param
 _LARGEST = torch.finfo(torch.float64).max
 _ROUNDED_TO_0 = 2.0**-150  # half of the smallest float32
 _MAGNITUDE: _Bounds = 0.0, _LARGEST, "a number >= 0"
-_POSITIVE: _Bounds = 2.0**-1074, _LARGEST, "a positive, finite number"
+_SMALLEST = 2.0**-1074  # which compares equal to 0 where the processor flushes subnormal numbers
+_POSITIVE: _Bounds = _SMALLEST, _LARGEST, "a positive, finite number"
 # 1 / 2**-128 is beyond float32, that of the next number is not; likewise for float64.
 _WITH_RECIPROCAL: dict[torch.dtype, _Bounds] = {
     dtype: (least, _LARGEST, "a positive, finite number with a finite reciprocal")
@@ -79,8 +89,8 @@ def fake_quantize(
             if (y := fake_quantize_directly(x, spec, scale, zero_point)) is not None:
                 return y
     elif scale is None and zero_point is None and amax is None:
-        _check_tensor("x", x)
-        return library.fake_quantize_dynamic(x, spec, _resolve_seed(seed, spec))
+        check_tensor("x", x)
+        return library.fake_quantize_dynamic(x, spec, _resolve_seed(seed, spec, x))
     params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
     return library.fake_quantize(x, params, spec, watched=watched)
 
@@ -161,7 +171,7 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
     tensor([ 0.1000, -0.5200,  1.2700])
     """
     spec = as_spec(spec)
-    _check_tensor("codes", codes)
+    check_tensor("codes", codes)
     if codes.dtype != spec.format.storage:
         raise DTypeError(
             f"codes of dtype {codes.dtype}, but the codes of {spec.format} come in {spec.format.storage}; "
@@ -181,7 +191,7 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
     tensor([0.0079])
     """
     spec = as_spec(spec)
-    _check_tensor("x", x)
+    check_tensor("x", x)
     compute_dtype(x.dtype)
     return _qparams_like(x, library.measure(x, spec.granularity), spec)
 
@@ -205,8 +215,8 @@ def _resolve(
     Behind a tensor that has pushed all else out of the caches, every Python function on the way to the kernel takes as
     long as copying 20,000 elements: hence few of them, and what is found out once is handed on.
     """
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        _check_tensor("x", x)
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+        check_tensor("x", x)
     dtype = compute_dtype(x.dtype)
     watched = library.is_watched(x, scale, zero_point, amax, seed)
     if scale is not None and amax is None:
@@ -225,11 +235,11 @@ def _resolve(
     else:
         params = choose_qparams(x, spec)
     if seed is not None or spec.rounding is Rounding.STOCHASTIC:
-        params = params._replace(seed=_resolve_seed(seed, spec))
+        params = params._replace(seed=_resolve_seed(seed, spec, x))
     return params, watched
 
 
-def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec) -> Tensor | None:
+def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec, x: Tensor) -> Tensor | None:
     """The seed of stochastic rounding, drawn if none is given; None where rounding is to nearest."""
     if spec.rounding is Rounding.NEAREST_EVEN:
         if seed is None:
@@ -238,6 +248,7 @@ def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec) -> Tensor | None:
     if seed is None:
         return draw_seed()
     if isinstance(seed, Tensor):
+        _check_has_values("seed", seed, x)
         if seed.dtype == torch.int64 and seed.dim() == 0:
             return seed
         got = f"a tensor of {seed.dtype} and shape {list(seed.shape)}"
@@ -277,18 +288,14 @@ def check_scale(scale: Tensor, arithmetic: Arithmetic, *, watched: bool = True) 
         QParamsError: one that is not positive and finite, or has no finite reciprocal where that is needed.
     """
     bounds = _WITH_RECIPROCAL[scale.dtype] if arithmetic is Arithmetic.RECIPROCAL else _POSITIVE
-    _check_values("scale", scale, bounds, watched=watched)
+    _check_values("scale", scale, bounds, positive=True, watched=watched)
 
 
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
-        if isinstance(value, Tensor) and value.is_nested:
-            kind, way = "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0)"
-        elif isinstance(value, Tensor):
-            kind, way = f"a tensor of layout {value.layout}", f"{name}.to_dense()"
-        else:
-            kind, way = type(value).__name__, f"torch.tensor({name})"
-        raise DTypeError(f"{name} must be a dense torch.Tensor, got {kind}; convert it first, as by {way}")
+def _check_has_values(name: str, value: Tensor, x: Tensor) -> None:
+    if value.device.type == "meta" != x.device.type:
+        raise QParamsError(
+            f"{name} is on the device meta, which holds no values, and x is on {x.device}; give a {name} with values"
+        )
 
 
 def _as_tensors(
@@ -320,6 +327,8 @@ def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
 
 def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
+        check_tensor(name, value)
+        _check_has_values(name, value, x)
         if value.is_complex():
             raise QParamsError(f"{name} must be real, got a tensor of {value.dtype}")
         if runs_eagerly() and value._is_zerotensor():  # zeros without memory, see `has_values`
@@ -340,10 +349,11 @@ def _beside(x: Tensor, values: Tensor) -> Tensor:
 
 def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     """Parameters in one of the accepted shapes, as the one that broadcasts."""
-    shapes = spec.granularity.scale_shapes(x.shape)
-    if values.shape == shapes[0]:
+    shapes = spec.granularity.scale_shapes(shape_of(x))
+    given = shape_of(values)
+    if given == shapes[0]:
         return values
-    if tuple(values.shape) in shapes:
+    if tuple(given) in shapes:
         return values.reshape(shapes[0])
     accepted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
     raise ShapeError(
@@ -352,19 +362,31 @@ def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     )
 
 
-def _check_values(name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, watched: bool) -> None:
+def _check_values(
+    name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, positive: bool = False, watched: bool
+) -> None:
     """Raise if a parameter is not within bounds in every group; not where its values are not `is_at_hand`.
 
     Most parameters are one number: read, it costs a tenth of comparing and reducing it as a tensor. Behind a tensor
     that has pushed all else out of the caches that difference is as long as copying a million elements.
+
+    Args:
+        positive: whether 0.0 is refused. Where the processor flushes subnormal numbers, they are 0.0 and so is a lower
+            bound among them, and a kernel would divide by it.
     """
     number = values.numel()
     if not number or not is_at_hand(values, watched=watched):
         return
     lowest, highest, expected = bounds
     least, most = (values.item(),) * 2 if number == 1 else (end.item() for end in values.aminmax())
-    if lowest <= least and most <= highest and not (whole and bool((values != values.round()).any())):
+    in_bounds = lowest <= least and most <= highest and (least > 0 or not positive)
+    if in_bounds and not (whole and bool((values != values.round()).any())):
         return
+    if positive and least == 0 and _SMALLEST == 0:
+        raise QParamsError(
+            f"{name} must be {expected} in every group, got one that is 0 because torch.set_flush_denormal(True) makes "
+            f"0 of all numbers below {torch.finfo(values.dtype).tiny:g}; give a larger {name}"
+        )
     exact = values.double()  # torch would round the bounds to the dtype of the values
     good = (exact >= lowest) & (exact <= highest)
     if whole:

@@ -16,14 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import fakequant as fq
 from benchmarks import kinds
-from benchmarks.training import BLOCK, CNN, STEPS_BY_CODES, Step, descent
+from benchmarks.training import BLOCK, CNN, Step, descent
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.numerics import products as definition
 from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.numerics.products import Factor
 from fakequant.ops import dispatch, products
 from fakequant.ops.histogram import observe
-from gpu import NotHere, float8
+from gpu import NotHere
 
 _BATCH = (64, 256)
 _BEYOND_32_BITS = 2**31 + 1
@@ -359,8 +359,6 @@ def calibrated_ranges(device: str) -> str:
 def training_steps(device: str, smaller: dict[Step, tuple[int, ...]] | None = None) -> str:
     """Parameters after steps of gradient descent are those of the reference on the same device."""
     steps = [CNN, BLOCK]
-    if products.linear_unavailable(torch.device(device).type) is None:
-        steps += STEPS_BY_CODES
     for step in steps:
         shape = (smaller or {}).get(step, step.shape)
         wrong = replace(step, device=device, shape=shape).differing()
@@ -376,7 +374,6 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "torch.compile": compiled_bits,
     "torch.compile, parameters": compiled_parameters,
     "integer products": integer_products,
-    "float8 products": float8.products,
     "histograms": histograms,
     "calibration": calibrated_ranges,
     "training steps": training_steps,

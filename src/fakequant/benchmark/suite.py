@@ -12,7 +12,7 @@ from fakequant.benchmark.case import ATEN, COPY, DOUBLED, Case, square
 from fakequant.benchmark.machine import machine
 from fakequant.benchmark.pairs import Result, measure
 from fakequant.benchmark.timing import Effort
-from fakequant.errors import ConfigError, OutputError
+from fakequant.errors import ConfigError
 from fakequant.files import write_whole
 from fakequant.numerics.spec import QuantSpec
 
@@ -84,10 +84,7 @@ class Report:
         Raises:
             OutputError: the file cannot be written.
         """
-        try:
-            write_whole(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode())
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}; choose another file") from error
+        write_whole(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode())
 
 
 def run(sizes: Sequence[int] = SIZES, *, seconds: float = 0.2) -> Report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from threading import Lock
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.numerics.granularity import Granularity, block_axes, blocked
 from fakequant.numerics.histogram import Bins
-from fakequant.numerics.qparams import Range, compute_dtype
+from fakequant.numerics.qparams import Range, check_tensor, compute_dtype
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import observe, take_in
 
@@ -110,21 +111,38 @@ class ExtremaCalibrator(Calibrator):
 
     def __init__(self, spec: QuantSpec | str) -> None:
         super().__init__(spec)
+        # What was seen is read, changed and written back: two threads would lose what one of them adds.
+        self._observing = Lock()
         self._seen: Range | None = None
         # Shape and strides of the last batch, and how its elements are ordered by group.
         self._layout: tuple[torch.Size, tuple[int, ...]] | None = None
         self._view: _GroupView | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the lock, which cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "_observing"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._observing = Lock()
+
     def observe(self, x: Tensor) -> None:
-        """Take in a batch; see `Calibrator.observe`."""
+        """Take in a batch; see `Calibrator.observe`. Several threads may call it."""
         if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self._observe(x)
+            with self._observing:
+                self._observe(x)
             return
         # What is kept must be plain tensors, also when the batches come under torch.inference_mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._observing:
             self._observe(x)
 
     def _observe(self, x: Tensor) -> None:
+        check_tensor("batch", x)
+        if x.is_meta:
+            raise CalibrationError(
+                "a batch on the device meta holds no values; move the model and the batches to a device, such as by "
+                "model.to_empty(device='cpu') and loading its weights"
+            )
         if self.keeps_range_and_counts and self._takes(x):
             return
         batch = read_batch(x, self.spec.granularity, self._known_bins())

@@ -227,6 +227,12 @@ class HistogramCalibrator(ExtremaCalibrator):
                     f"shape {list(exponent.shape)}, expected torch.int64 of shape {list(expected)} and {[groups]}; "
                     "load it into a calibrator with the num_bins of the one that made it"
                 )
+            if exponent.is_floating_point() or bool((counts < 0).any() | (counts.sum((1, 2)) < 1).any()):
+                raise CalibrationError(
+                    f"a calibrator state with counts from {counts.min().item()} on, {int(counts.sum())} in all, and "
+                    f"{exponent.dtype} exponents; expected counts >= 0, at least one in every group, and whole "
+                    "exponents; load what state_dict returned"
+                )
             self._seen, self._counts = seen, counts.clone(memory_format=torch.contiguous_format)
             self._set_exponent(exponent.to(torch.int32, copy=True))
         else:
@@ -319,6 +325,6 @@ def _halve(counts: Tensor, times: Tensor) -> Tensor:
         return counts
     bins = counts.shape[2]
     shift = times[grown].to(torch.int64).clamp(max=bins.bit_length())[:, None, None]
-    index = torch.arange(bins, device=counts.device) >> shift
+    index = torch.bitwise_right_shift(torch.arange(bins, device=counts.device), shift)
     old = counts[grown]
     return counts.index_copy(0, grown, torch.zeros_like(old).scatter_add_(2, index.expand_as(old), old))

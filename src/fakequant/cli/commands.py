@@ -20,8 +20,17 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except FakeQuantError as error:
-            Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="bold red"))
+            _print_error(f"error: {error}")
             raise typer.Exit(1) from None
+        except KeyboardInterrupt as interrupt:
+            _print_error(str(interrupt) or "interrupted")
+            raise typer.Exit(130) from None
+
+
+def _print_error(text: str) -> None:
+    from fakequant.report.terminal import visible
+
+    Console(stderr=True, soft_wrap=True).print(Text(visible(text, keep="\n"), style="bold red"))
 
 
 app = typer.Typer(
@@ -60,11 +69,14 @@ def quantize(  # noqa: PLR0913  the command's options
     execution: Annotated[
         str, typer.Option(help="how products are computed for measuring and fine-tuning: simulate, auto or integer")
     ] = "simulate",
+    unseen: Annotated[
+        str, typer.Option(help="what becomes of layers that no batch reaches: error, float or siblings")
+    ] = "error",
 ) -> None:
     """Quantize the model of a recipe: calibrate, fine-tune, save, export, verify and report."""
     from fakequant.cli.job import Job, run
 
-    job = Job(recipe, preset, method, out, train, compare, static, style, execution)
+    job = Job(recipe, preset, method, out, train, compare, static, style, execution, unseen)
     run(job, Console())
 
 
@@ -78,10 +90,10 @@ def inspect(
     """Show which tensors of a checkpoint or an exported ONNX file are quantized, and how."""
     from fakequant.cli.inspection import graph_text
     from fakequant.cli.inspection import inspect as look
-    from fakequant.report.terminal import print_table
+    from fakequant.report.terminal import print_table, visible
 
     if graph:
-        Console(soft_wrap=True).print(Text(graph_text(what)))
+        Console(soft_wrap=True).print(Text(visible(graph_text(what), keep="\n")))
         return
     found = look(what)
     print_table(Console(), found.title, found.header, found.rows)
@@ -100,9 +112,10 @@ def verify(
     Files in the styles standard and trt that ONNX Runtime cannot load run in onnx's ReferenceEvaluator.
     """
     from fakequant.cli.job import verify_file
+    from fakequant.report.terminal import visible
 
     report = verify_file(onnx_file, recipe, checkpoint)
-    Console().print(Text(str(report)))
+    Console().print(Text(visible(str(report), keep="\n")))
     if not report.exact:
         raise typer.Exit(1)
 
@@ -117,11 +130,11 @@ def bench(
 ) -> None:
     """Time int8, FP8 and NVFP4 on this machine beside a copy and ATen; status 1 if a bit differs from the reference."""
     from fakequant.benchmark import suite
-    from fakequant.files import writable_folder
+    from fakequant.files import writable_file
     from fakequant.report.terminal import print_table
 
     if json_file is not None:
-        writable_folder(json_file.parent)
+        writable_file(json_file)
     console = Console()
     with console.status("timing"):
         report = suite.run(elements or suite.SIZES, seconds=seconds)

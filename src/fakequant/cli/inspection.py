@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fakequant.cli.generation import CHECKPOINT, GRAPH
 from fakequant.errors import CheckpointError, VerificationError
 from fakequant.export.packages import require
 from fakequant.export.record import read
 from fakequant.export.verify import load_exported
-from fakequant.model import checkpoint
-
-GRAPH = "graph.txt"
-"""The file with the graph, in the folder that `fakequant quantize` writes."""
+from fakequant.model.manifest import MANIFEST, read_manifest
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ def inspect(path: Path) -> Inspection:
     """
     if path.is_file():
         return _inspect_onnx(path)
-    folder = next((f for f in (path, path / "checkpoint") if (f / checkpoint.MANIFEST).is_file()), path)
+    folder = next((f for f in (path, path / CHECKPOINT) if (f / MANIFEST).is_file()), path)
     if not folder.exists():
         raise CheckpointError(f"there is no file or folder {path}; give a checkpoint's folder or an ONNX file")
     return _inspect_checkpoint(folder)
@@ -62,15 +60,15 @@ def graph_text(folder: Path) -> str:
 
 
 def _inspect_checkpoint(folder: Path) -> Inspection:
-    manifest = checkpoint.read_manifest(folder)
+    manifest = read_manifest(folder)
     rows = [
-        (f"{name}.{attribute}" if name else attribute, layer["type"], values["tensor"], values["mode"])
-        for name, layer in manifest["layers"].items()
-        for attribute, values in layer["quantizers"].items()
+        (f"{name}.{attribute}" if name else attribute, layer.type, str(quantizer.tensor), quantizer.mode.value)
+        for name, layer in manifest.layers.items()
+        for attribute, quantizer in layer.quantizers.items()
     ]
-    tensors = manifest["tensors"]
+    tensors = manifest.tensors
     return Inspection(
-        f"{folder}: {len(rows)} quantizers, {tensors['bytes']:,} bytes in {tensors['file']}",
+        f"{folder}: {len(rows)} quantizers, {tensors.bytes:,} bytes in {tensors.file}",
         ("quantizer", "layer", "specification", "mode"),
         rows,
     )

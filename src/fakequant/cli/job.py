@@ -10,25 +10,29 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fakequant.calibration import Calibrator, calibrators
-from fakequant.cli.inspection import GRAPH
+from fakequant.cli.generation import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.errors import ConfigError, ExportError, GraphError, VerificationError, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.style import Style
-from fakequant.files import writable_folder, write_whole
+from fakequant.files import write_whole
 from fakequant.ir import capture, to_svg, to_text
 from fakequant.model.analysis import layer_sqnr
 from fakequant.model.batches import run_batch
+from fakequant.model.calibrate import calibrate
 from fakequant.model.checkpoint import load, save
 from fakequant.model.config import Config, as_execution
 from fakequant.model.execution import set_execution
-from fakequant.model.prepare import calibrate, evaluating, prepare
+from fakequant.model.modes import evaluating
+from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.summary import summary
+from fakequant.model.unseen import check_unseen
 from fakequant.nn import Execution, cached_weights
 from fakequant.report import (
     Accuracy,
@@ -43,8 +47,6 @@ from fakequant.report import (
 )
 from fakequant.report.terminal import print_report
 
-CHECKPOINT, ONNX, REPORT = "checkpoint", "model.onnx", "report.html"
-
 
 @dataclass(frozen=True)
 class Job:
@@ -54,13 +56,14 @@ class Job:
         recipe: the recipe file.
         preset: name of a preset, in any case.
         method: calibrator of the activations.
-        out: the folder for `checkpoint`, `model.onnx` and `report.html`.
+        out: the folder for `checkpoint`, `model.onnx`, `graph.txt` and `report.html`.
         train: whether to fine-tune by the recipe's `train(model)`, if it offers one.
         compare: whether to calibrate by every other method too, for the report.
         static: whether the exported model takes batches of the first one's size only.
         style: the dialect of the exported file, see `export_onnx`.
         execution: how the model is measured and fine-tuned: "simulate", "auto" or "integer", see `set_execution`. The
             checkpoint keeps it; the exported file says the same numbers either way.
+        unseen: what becomes of layers that no batch reaches, see `calibrate`.
     """
 
     recipe: Path
@@ -72,6 +75,7 @@ class Job:
     static: bool = False
     style: str = "portable"
     execution: str = "simulate"
+    unseen: str = "error"
 
 
 @dataclass
@@ -92,11 +96,31 @@ class _Progress:
         with evaluating(model), cached_weights(model), torch.no_grad():
             value = self.recipe.evaluate(model)
         self.accuracy.append(Accuracy(format, method, value))
-        self.console.print(f"{format} {method}: {value:.6g}", highlight=False)
+        self.console.print(Text(f"{format} {method}: {value:.6g}"))
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a job wrote.
+
+    Attributes:
+        data: what the report shows.
+        names: of the files and folders.
+        refusal: why the model was not exported.
+        exact: whether the exported file computes what the model does.
+    """
+
+    data: ReportData
+    names: list[str]
+    refusal: ExportError | None
+    exact: bool
 
 
 def run(job: Job, console: Console) -> ReportData:
     """Do a job; what was reported is returned.
+
+    Its files take the place of those of an earlier job in one step, when all are written: until then, and if anything
+    fails, those are unchanged.
 
     Raises:
         ConfigError: an unknown preset, method or execution; the nearest are offered. Or a layer of the model that never
@@ -106,31 +130,50 @@ def run(job: Job, console: Console) -> ReportData:
         OutputError: the folder cannot be written.
         RecipeError: the recipe lacks what it must offer. All these before any work is done.
         VerificationError: the exported file does not compute what the model does; all files are written.
+        KeyboardInterrupt: with a message that says what is in the folder.
     """
     config = find_preset(job.preset)
     if job.method not in calibrators():
         raise ConfigError(f"unknown calibrator {job.method!r}{nearest(job.method, calibrators())}")
     Style.parse(job.style)
     as_execution(job.execution)
-    out = writable_folder(job.out)
-    writable_folder(out / CHECKPOINT)
-    recipe = load_recipe(job.recipe)
-    progress = _Progress(recipe, console)
-    model = quantized_model(job, config, progress)
-    save(model, out / CHECKPOINT)
+    check_unseen(job.unseen)
+    state = f"nothing was written; what was in {job.out} is unchanged"
+    try:
+        with results_folder(job.out) as out:
+            progress = _Progress(load_recipe(job.recipe), console)
+            model = quantized_model(job, config, progress)
+            with staged(out) as folder:
+                written = _write(job, config, progress, model, folder)
+                state = f"{out} holds the files of the run before or those of this one, not of both"
+                publish(folder, out)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted: {state}") from None
+    console.print(Text(f"Written: {', '.join(str(out / name) for name in written.names)}"))
+    if written.refusal is not None:
+        raise written.refusal
+    if not written.exact:
+        raise VerificationError(f"{out / ONNX} does not compute what the model does; see {out / REPORT}")
+    return written.data
+
+
+def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, folder: Path) -> _Written:
+    """Save, export, verify and report a model."""
+    recipe = progress.recipe
+    save(model, folder / CHECKPOINT)
     example = example_of(model, recipe.first_batch())
     refusal: ExportError | None = None
     export: ExportReport | None = None
     check: VerifyReport | None = None
     try:
         dynamic_shapes = None if job.static else dynamic_batch(example)
-        export = export_onnx(model, example, out / ONNX, dynamic_shapes=dynamic_shapes, style=job.style)
-        check = verify_onnx(out / ONNX, model, fitting(recipe.calibration_batches(), example, dynamic_shapes))
+        export = export_onnx(model, example, folder / ONNX, dynamic_shapes=dynamic_shapes, style=job.style)
+        check = verify_onnx(folder / ONNX, model, fitting(recipe.calibration_batches(), example, dynamic_shapes))
     except ExportError as error:
         refusal = error
         progress.missing[Section.VERIFICATION] = f"The model was not exported: {error}"
-    graphs = _write_graph(model, example, config.name, out / GRAPH, progress)
-    files = {CHECKPOINT: out / CHECKPOINT} | ({} if export is None else {ONNX: out / ONNX})
+    graphs = _write_graph(model, example, config.name, folder / GRAPH, progress)
+    files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
     data = ReportData(
         f"{job.recipe.stem}, quantized to {config.name}",
         summary=(
@@ -148,14 +191,9 @@ def run(job: Job, console: Console) -> ReportData:
         environment=environment(),
         missing=progress.missing,
     )
-    write_report(out / REPORT, data)
-    print_report(console, data)
-    console.print(f"Written: {', '.join(str(path) for path in (*files.values(), out / REPORT))}", highlight=False)
-    if refusal is not None:
-        raise refusal
-    if check is not None and not check.exact:
-        raise VerificationError(f"{out / ONNX} does not compute what the model does; see {out / REPORT}")
-    return data
+    write_report(folder / REPORT, data)
+    print_report(progress.console, data)
+    return _Written(data, [*files, REPORT], refusal, check is None or check.exact)
 
 
 def _execution_lines(job: Job, model: nn.Module) -> list[str]:
@@ -175,7 +213,6 @@ def _write_graph(model: nn.Module, example: Any, name: str, path: Path, progress
             graph = capture(model, example)
     except GraphError as error:
         progress.missing[Section.GRAPH] = f"The model could not be captured: {error}"
-        path.unlink(missing_ok=True)
         return {}
     write_whole(path, to_text(graph).encode())
     return {name: to_svg(graph)}
@@ -190,9 +227,9 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
     for method in calibrators():
         if job.compare and method != job.method:
             other = copy.deepcopy(model)
-            progress.calibrators[method] = calibrate(other, recipe.calibration_batches(), method)
+            progress.calibrators[method] = calibrate(other, recipe.calibration_batches(), method, unseen=job.unseen)
             progress.measure(other, config.name, method)
-    chosen = calibrate(model, recipe.calibration_batches(), job.method)
+    chosen = calibrate(model, recipe.calibration_batches(), job.method, unseen=job.unseen)
     progress.calibrators = {job.method: chosen} | progress.calibrators
     progress.measure(model, config.name, job.method)
     if job.train and recipe.offers("train"):

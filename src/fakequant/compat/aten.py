@@ -28,6 +28,7 @@ from fakequant.numerics.qparams import FLOATING, QParams, compute_dtype, has_val
 from fakequant.numerics.reference import grad_input
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.ops import library
+from fakequant.restore import restore_after
 
 _CHANNEL_ZERO_POINTS = (torch.int32, torch.float32, torch.float16)
 
@@ -172,7 +173,8 @@ _ROUTED = (
     _fake_quantize_learnable_per_channel_affine,
 )
 _lock = threading.Lock()
-_replaced: list[dict[str, Any]] = []
+_inside: set[object] = set()
+_originals: dict[str, Any] = {}
 
 
 @contextmanager
@@ -191,18 +193,24 @@ def routed() -> Iterator[None]:
     tensor([   nan, 0.1000])
     """
     # Threads may leave in another order than they entered: the last one out puts back what the first one found.
-    with _lock:
-        _replaced.append(_replaced[0] if _replaced else {f.__name__: getattr(torch, f.__name__) for f in _ROUTED})
-        for function in _ROUTED:
-            setattr(torch, function.__name__, function)
-    try:
-        yield
-    finally:
+    inside = object()
+
+    def leave() -> None:
         with _lock:
-            originals = _replaced.pop()
-            if not _replaced:
-                for name, original in originals.items():
+            _inside.discard(inside)
+            if not _inside:
+                for name, original in _originals.items():
                     setattr(torch, name, original)
+                _originals.clear()
+
+    with restore_after(leave):
+        with _lock:
+            if not _inside:
+                _originals.update({f.__name__: getattr(torch, f.__name__) for f in _ROUTED})
+            _inside.add(inside)
+            for function in _ROUTED:
+                setattr(torch, function.__name__, function)
+        yield
 
 
 class _Call(NamedTuple):

@@ -34,9 +34,10 @@ from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onn
 from fakequant.files import writable_folder, write_whole
 from fakequant.model import presets, qat
 from fakequant.model.analysis import layer_sqnr
+from fakequant.model.calibrate import calibrate
 from fakequant.model.checkpoint import save
 from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.prepare import calibrate, prepare
+from fakequant.model.prepare import prepare
 from fakequant.report import (
     Accuracy,
     ReportData,

@@ -85,12 +85,16 @@ class Encoding:
         portable: whether QuantizeLinear cannot write the format: activations are rounded by other operators, and the
             codes of weights are patterns whose values Gather takes from a table.
         scale: the element type of the scales, or of their codes under a scale of their own; None for float32.
+        guarded: whether a Sum of one tensor stands before QuantizeLinear and after DequantizeLinear. The default
+            optimisations of ONNX Runtime (1.31) fuse float8 there as if it were int8: they end in operators that it
+            lacks, so that the file does not load, or leave out a ReLU, so that it gives other numbers.
     """
 
     element: ElementType
     clips: bool = False
     portable: bool = False
     scale: ElementType | None = None
+    guarded: bool = False
 
     @property
     def powers(self) -> bool:
@@ -117,7 +121,7 @@ def encoding(fmt: Format, style: Style = Style.PORTABLE) -> Encoding:
 
     >>> from fakequant.numerics.formats import parse_format
     >>> encoding(parse_format("int8_narrow"))
-    Encoding(element=ElementType(name='INT8', bits=8, opset=13, integer=True), clips=True, portable=False, scale=None)
+    Encoding(element=ElementType(name='INT8', ...), clips=True, portable=False, scale=None, guarded=False)
     >>> encoding(parse_format("float6_e2m3fn")).portable
     True
     >>> encoding(parse_format("float6_e2m3fn"), Style.STANDARD).element.name
@@ -125,7 +129,7 @@ def encoding(fmt: Format, style: Style = Style.PORTABLE) -> Encoding:
     """
     own_types = style is not Style.PORTABLE
     if found := _FLOATS.get(fmt) or (_FLOATS_BEYOND_ONNX_RUNTIME.get(fmt) if own_types else None):
-        return Encoding(found)
+        return Encoding(found, guarded=not own_types)
     if isinstance(fmt, IntegerFormat):
         for stored, element in _INTEGERS.items():
             # Never negative codes go into an unsigned type, although a signed one of the same bits may hold them.

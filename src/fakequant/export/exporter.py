@@ -9,25 +9,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Size, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 import fakequant
-from fakequant.errors import ExportError, OutputError
+from fakequant.distributed import refuse_sharded
+from fakequant.errors import ExportError
 from fakequant.export import trt
 from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale, check_spec
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
 from fakequant.export.record import FileRecord, InputRecord, write
+from fakequant.export.runtime import element_types
 from fakequant.export.style import Style
 from fakequant.export.trace import Site, sites, to_onnx, trace
-from fakequant.files import writable_folder, write_whole
+from fakequant.files import writable_file, write_whole
+from fakequant.model.execution import simulated
+from fakequant.model.modes import evaluating
 from fakequant.model.operations import example_arguments
-from fakequant.model.prepare import evaluating
+from fakequant.model.weights import warn_stale_scales
 from fakequant.nn import fixed_ranges
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.restore import attributes_of, restore_after
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -130,7 +137,8 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
         torch.export's errors: the model cannot be traced.
 
     >>> import tempfile
-    >>> from fakequant.model.prepare import calibrate, prepare
+    >>> from fakequant.model.calibrate import calibrate
+    >>> from fakequant.model.prepare import prepare
     >>> from fakequant.model import presets
     >>> model = prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(1, 4)])
@@ -140,6 +148,8 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
     (20, ['0._input_quantizer', '0._weight_quantizer'])
     """
     dialect = Style.parse(style)
+    refuse_sharded(model, "export")
+    warn_stale_scales(model)
     ready = traced(model, example, path, dynamic_shapes, opset, dialect)
     needed, who = _most_demanding(ready.sites)
     chosen = check_opset(opset, needed, who)
@@ -195,10 +205,10 @@ def traced(
         torch.export's errors: the model cannot be traced.
     """
     require("onnx", "onnxscript")
-    target = _target(path)
+    target = writable_file(path)
     active = _check(model, opset, style)
     args, kwargs = example_arguments(example)
-    with evaluating(model), fixed_ranges(model), _weights_fixed(model):
+    with evaluating(model), fixed_ranges(model), _weights_fixed(model, args, kwargs):
         program = trace(model, args, kwargs, dynamic_shapes)
     found = sites(program, style)
     if not found:
@@ -206,16 +216,6 @@ def traced(
             "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
         )
     return Traced(target, active, program, found)
-
-
-def _target(path: str | os.PathLike[str]) -> Path:
-    target = Path(path)
-    if target.is_dir():
-        raise OutputError(
-            f"cannot write {target}: it is a folder; give the name of a file, such as {target}/model.onnx"
-        )
-    writable_folder(target.parent)
-    return target
 
 
 def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quantizer]:
@@ -282,20 +282,37 @@ def _weight_quantizers(model: nn.Module) -> Iterator[tuple[QuantizedLayer, Quant
 
 
 @contextmanager
-def _weights_fixed(model: nn.Module) -> Iterator[None]:
+def _weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """A context in which the weights that follow their range have fixed scales, so that they are constants."""
-    before: list[tuple[Quantizer, Tensor | None, Tensor | None, bool]] = []
-    try:
-        for layer, quantizer in _weight_quantizers(model):
-            if quantizer.calibrated and not quantizer.dynamic:
-                continue
-            before.append((quantizer, quantizer.scale, quantizer.zero_point, quantizer.dynamic))
-            quantizer.freeze(layer.weight)
+    following = [(layer, q) for layer, q in _weight_quantizers(model) if q.dynamic or not q.calibrated]
+    with restore_after(attributes_of([q for _, q in following], "scale", "zero_point", "dynamic")):
+        for layer, quantizer in following:
+            if "weight" in layer._parameters:
+                quantizer.freeze(layer.weight)
+        _freeze_as_called(model, [q for layer, q in following if "weight" not in layer._parameters], args, kwargs)
+        for _, quantizer in following:
             quantizer.dynamic = False
         yield
-    finally:
-        for quantizer, scale, zero_point, dynamic in before:
-            quantizer.scale, quantizer.zero_point, quantizer.dynamic = scale, zero_point, dynamic
+
+
+def _freeze_as_called(
+    model: nn.Module, waiting: list[Quantizer], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Fix the scales of computed weights: what `layer.weight` holds may be older than what the model computes."""
+    if not waiting:
+        return
+    hooks: list[RemovableHandle] = []
+    with restore_after(lambda: [hook.remove() for hook in hooks]), simulated(model), torch.no_grad():
+        for quantizer in waiting:
+            hooks.append(_freezing(quantizer))
+        model(*args, **kwargs)
+
+
+def _freezing(quantizer: Quantizer) -> RemovableHandle:
+    def freeze(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        quantizer.freeze(given[0])
+
+    return quantizer.register_forward_pre_hook(freeze)
 
 
 def _most_demanding(found: list[Site]) -> tuple[int, str]:
@@ -330,6 +347,7 @@ def finish(model: ModelProto, needed: int) -> bytes:
         needed: the operator set that has the newest element type.
     """
     import onnx
+    from onnx import TensorProto
 
     with_types = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", needed)])
     model.ir_version = max(_IR_VERSION, with_types)
@@ -341,5 +359,7 @@ def finish(model: ModelProto, needed: int) -> bytes:
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ExportError(f"the converted model is not valid ONNX, so nothing was written: {error}") from error
+        half = TensorProto.BFLOAT16 in element_types(model).values()
+        advice = "; few operators take bfloat16: export the model in float32, as by model.float()" if half else ""
+        raise ExportError(f"the converted model is not valid ONNX, so nothing was written: {error}{advice}") from error
     return model.SerializeToString()

@@ -107,12 +107,13 @@ def _used(graph: GraphProto) -> set[str]:
     names: set[str] = set()
     for node in graph.node:
         names.update(node.input)
-        for inner in _inner(node):
+        for inner in inner_graphs(node):
             names |= _used(inner) | {output.name for output in inner.output}
     return names
 
 
-def _inner(node: NodeProto) -> Sequence[GraphProto]:
+def inner_graphs(node: NodeProto) -> Sequence[GraphProto]:
+    """The graphs in a node's attributes: branches and loops."""
     return [graph for a in node.attribute for graph in (*([a.g] if a.HasField("g") else []), *a.graphs)]
 
 
@@ -124,7 +125,7 @@ def _strip(graph: GraphProto) -> None:
         tensor.ClearField("doc_string")
     for node in graph.node:
         node.ClearField("doc_string")
-        for inner in _inner(node):
+        for inner in inner_graphs(node):
             _strip(inner)
 
 

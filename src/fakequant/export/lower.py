@@ -8,6 +8,7 @@ Exact, because with the scale s, the zero point z and the codes lo to hi:
   to lo and hi, and rounding is monotonic.
 * `Arithmetic.RECIPROCAL` is a product with 1 / s, a QuantizeLinear of scale 1 and a DequantizeLinear of scale s.
 * float16 and bfloat16 are cast to float32 before and back after.
+* Float8 stands between two Sums of one tensor in the portable style, which change nothing: see `Encoding.guarded`.
 
 * Scales that do not broadcast with x, because blocks divide an axis, are repeated by Gather where a product or a bound
   needs them.
@@ -150,7 +151,8 @@ def _fold(site: Site, params: QParams) -> SiteRecord:
         return _record(site, Parameters.CONSTANT, _Stored(codes, ScaleNames(scale, scale), None), words)
     scale, zero_point = _constant_parameters(site, params)
     _dequantize(site, codes, scale.scale, zero_point)
-    words = f"{site.encoding.element.name} codes and DequantizeLinear, {site.layout}{_of_scales(site, scale)}"
+    nodes = "codes, DequantizeLinear and Sum" if site.encoding.guarded else "codes and DequantizeLinear"
+    words = f"{site.encoding.element.name} {nodes}, {site.layout}{_of_scales(site, scale)}"
     return _record(site, Parameters.CONSTANT, _Stored(codes, scale, zero_point), words)
 
 
@@ -161,11 +163,13 @@ def _dequantize(site: Site, codes: str, scale: str, zero_point: str | None) -> N
     names = (codes, scale, zero_point) if zero_point else (codes, scale)
     # A scale of another type than float32 would decide the result's.
     typed = TensorProto.FLOAT if site.encoding.powers else None
-    if kind == TensorProto.FLOAT:
-        site.emit("DequantizeLinear", *names, result=site.y, **site.place(), output_dtype=typed)
-    else:
-        values = site.emit("DequantizeLinear", *names, **site.place(), output_dtype=typed)
-        site.emit("Cast", values, result=site.y, to=kind)
+    guarded, cast = site.encoding.guarded, kind != TensorProto.FLOAT
+    result = None if guarded or cast else site.y
+    value = site.emit("DequantizeLinear", *names, result=result, **site.place(), output_dtype=typed)
+    if guarded:
+        value = site.emit("Sum", value, result=None if cast else site.y)
+    if cast:
+        site.emit("Cast", value, result=site.y, to=kind)
 
 
 def _of_scales(site: Site, scale: ScaleNames) -> str:
@@ -209,7 +213,8 @@ def _quantize_dequantize(site: Site) -> tuple[ScaleNames, str | None, str]:
     reciprocal = site.spec.arithmetic is Arithmetic.RECIPROCAL
     overflow = overflows(site.encoding.element, site.layout, len(site.editor.shape(site.x)))
     value = site.as_float32(site.x)
-    words = [f"QuantizeLinear and DequantizeLinear, {site.encoding.element.name}, {site.layout}"]
+    between = " between Sums" if site.encoding.guarded else ""
+    words = [f"QuantizeLinear and DequantizeLinear{between}, {site.encoding.element.name}, {site.layout}"]
     if reciprocal:
         value = site.emit("Mul", value, _reciprocal(site))
         words.append("after a product with the reciprocal scale")
@@ -223,6 +228,8 @@ def _quantize_dequantize(site: Site) -> tuple[ScaleNames, str | None, str]:
     typed = None if zero_point else TensorProto.DataType.Value(site.encoding.element.name)
     # The quotient would be computed in the type of the scale.
     precision = TensorProto.FLOAT if site.encoding.powers and not reciprocal else None
+    if site.encoding.guarded:
+        value = site.emit("Sum", value)
     unit = _ones(site) if reciprocal else scale.scale
     codes = site.emit("QuantizeLinear", value, unit, *rest, **site.place(), output_dtype=typed, precision=precision)
     _dequantize(site, codes, scale.scale, zero_point)

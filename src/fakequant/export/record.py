@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fakequant.errors import VerificationError
 from fakequant.export.style import Style
@@ -17,6 +20,19 @@ if TYPE_CHECKING:
 
 _KEY = "fakequant"
 _LAYOUT_VERSION = 1
+_MOST_AXES = 64
+"""As many as numpy arrays have."""
+_LONGEST = 2**31
+"""The length of an axis in one ONNX file, which holds less than 2 GB."""
+
+INPUT_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.int8),
+        *(torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    )
+}
+"""The dtypes that an input may have, by name: a name in a file is looked up, never imported."""
 
 
 class Parameters(str, Enum):
@@ -114,16 +130,96 @@ def read(model: ModelProto) -> FileRecord:
     if text is None:
         raise VerificationError("not written by fakequant.export_onnx: it has no record of quantizers")
     try:
-        values: dict[str, Any] = json.loads(text)
-        if values["layout"] != _LAYOUT_VERSION:
+        values = _Values(json.loads(text))
+        if (layout := values.whole("layout", _LONGEST)) != _LAYOUT_VERSION:
             raise VerificationError(
-                f"has a record of layout {values['layout']}, this version reads {_LAYOUT_VERSION}; export it again"
+                f"has a record of layout {layout}, this version reads {_LAYOUT_VERSION}; export it again"
             )
         return FileRecord(
-            values["version"],
-            Style(values["style"]),
-            [SiteRecord(**{**site, "parameters": Parameters(site["parameters"])}) for site in values["sites"]],
-            [InputRecord(**entry) for entry in values["inputs"]],
+            values.text("version"),
+            Style(values.text("style")),
+            [_site(_Values(site)) for site in values.items("sites")],
+            [_input(_Values(entry)) for entry in values.items("inputs")],
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise VerificationError(f"its record of quantizers is damaged: {error}; export it again") from error
+    except (ValueError, KeyError, RecursionError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise VerificationError(f"its record of quantizers is damaged: {what}; export it again") from error
+
+
+class _Values:
+    """A JSON object whose values are asked for by type.
+
+    Raises:
+        ValueError: it is no object, or a value is of another type or beyond what a file can hold.
+        KeyError: a value is missing.
+    """
+
+    def __init__(self, values: Any) -> None:
+        if not isinstance(values, dict):
+            raise ValueError(f"an object was expected, got {values!r:.40}")
+        self._values = values
+
+    def text(self, key: str) -> str:
+        value = str(self._of_type(key, str, "text"))
+        value.encode()  # halves of a character are no text, and no name in a file
+        return value
+
+    def text_or_none(self, key: str) -> str | None:
+        return None if self._values.get(key) is None else self.text(key)
+
+    def items(self, key: str) -> list[Any]:
+        return list(self._of_type(key, list, "a list"))
+
+    def texts(self, key: str) -> list[str]:
+        return [_Values({key: item}).text(key) for item in self.items(key)]
+
+    def number(self, key: str) -> float:
+        value = self._of_type(key, (int, float), "a number")
+        if isinstance(value, bool) or not abs(value) < math.inf:
+            raise ValueError(f"{key} is {value!r}, expected a finite number")
+        return float(value)
+
+    def whole(self, key: str, beyond: int, least: int = 0) -> int:
+        value = self._of_type(key, int, "a whole number")
+        if isinstance(value, bool) or not least <= value < beyond:
+            raise ValueError(f"{key} is {value!r:.40}, expected {least} to {beyond - 1}")
+        return int(value)
+
+    def lengths(self, key: str, least: int = 0) -> list[int]:
+        """Of the axes of a tensor."""
+        items = self.items(key)
+        if len(items) > _MOST_AXES:
+            raise ValueError(f"{key} has {len(items)} axes, expected at most {_MOST_AXES}")
+        return [_Values({key: item}).whole(key, _LONGEST, least) for item in items]
+
+    def _of_type(self, key: str, kind: type | tuple[type, ...], words: str) -> Any:
+        value = self._values[key]
+        if not isinstance(value, kind):
+            raise ValueError(f"{key} is {value!r:.40}, expected {words}")
+        return value
+
+
+def _site(values: _Values) -> SiteRecord:
+    return SiteRecord(
+        quantizer=values.text("quantizer"),
+        spec=values.text("spec"),
+        expressed=values.text("expressed"),
+        x=values.text("x"),
+        y=values.text("y"),
+        parameters=Parameters(values.text("parameters")),
+        scale=values.text("scale"),
+        zero_point=values.text_or_none("zero_point"),
+        codes=values.text_or_none("codes"),
+        groups=values.lengths("groups"),
+        repeats=values.lengths("repeats", least=1),
+        constants=values.texts("constants"),
+        digest=values.text("digest"),
+        scale_of_scales=values.text_or_none("scale_of_scales"),
+    )
+
+
+def _input(values: _Values) -> InputRecord:
+    if (dtype := values.text("dtype")) not in INPUT_DTYPES:
+        raise ValueError(f"dtype is {dtype!r:.40}, expected one of {', '.join(INPUT_DTYPES)}")
+    low, high = values.number("low"), values.number("high")
+    return InputRecord(values.text("name"), values.lengths("shape"), dtype, low, high, values.text_or_none("key"))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 
+NO_BFLOAT16 = "ONNX Runtime has no bfloat16 kernels on the CPU: export the model in float32, as by model.float()"
+
+
 class Watch:
     """A model with outputs for tensors inside it, and what a runtime gives for them as tensors of torch.
 
@@ -26,7 +29,7 @@ class Watch:
 
     def __init__(self, model: ModelProto, watched: Sequence[str]) -> None:
         self.outputs = [output.name for output in model.graph.output]
-        self._types = _types(model)
+        self._types = element_types(model)
         known = {*self.outputs, *(value.name for value in model.graph.input)}
         self._watched = [name for name in dict.fromkeys(watched) if name not in known]
         self.names = [*self.outputs, *(self._alias(name) for name in self._watched)]
@@ -78,6 +81,7 @@ class Session:
 
     def __init__(self, model: ModelProto, watched: Sequence[str] = (), *, optimised: bool = False) -> None:
         import onnxruntime
+        from onnx import TensorProto
 
         self._watch = Watch(model, watched)
         self.outputs = self._watch.outputs
@@ -90,7 +94,9 @@ class Session:
         try:
             self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
         except _errors() as error:
-            raise VerificationError(f"ONNX Runtime cannot load it: {first_line(error)}") from error
+            lacking = "NOT_IMPLEMENTED" in str(error) and TensorProto.BFLOAT16 in element_types(model).values()
+            reason = NO_BFLOAT16 if lacking else first_line(error)
+            raise VerificationError(f"ONNX Runtime cannot load it: {reason}") from error
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs, outputs and watched tensors by name.
@@ -106,11 +112,18 @@ class Session:
 
 
 def as_arrays(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Tensors for a runtime."""
+    """Tensors for a runtime.
+
+    Raises:
+        VerificationError: one is bfloat16.
+    """
+    if any(value.dtype == torch.bfloat16 for value in inputs.values()):
+        raise VerificationError(f"numpy has no bfloat16, and {NO_BFLOAT16}")
     return {name: value.detach().cpu().contiguous().numpy() for name, value in inputs.items()}
 
 
-def _types(model: ModelProto) -> dict[str, int]:
+def element_types(model: ModelProto) -> dict[str, int]:
+    """The element types of the values of a graph that are known, as in TensorProto."""
     graph = model.graph
     found = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
     return {**found, **{tensor.name: tensor.data_type for tensor in graph.initializer}}
@@ -126,4 +139,4 @@ def _errors() -> tuple[type[Exception], ...]:
 
 def first_line(error: Exception) -> str:
     """The first line of an error's message: other libraries add pages of context."""
-    return str(error).strip().splitlines()[0]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -24,8 +24,12 @@ from torch.export import ExportedProgram
 from fakequant.errors import ExportError
 from fakequant.export import trt
 from fakequant.export.capability import LAST_OPSET, Dimension, block_sizes, check_spec, layout
+from fakequant.export.constants import fold_constants
 from fakequant.export.style import Style
+from fakequant.model.tracing import traced_program
 from fakequant.numerics.spec import QuantSpec
+from fakequant.ops import library
+from fakequant.restore import restore_after
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -61,7 +65,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
         torch.export's errors: the model cannot be traced.
     """
     with torch.no_grad(), _quiet():
-        return torch.export.export(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes), strict=False)
+        program = traced_program(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes))
+    fold_constants(program, (_TARGET, _SCALE_TARGET))
+    return program
 
 
 def _without_names(dynamic_shapes: Any) -> Any:
@@ -162,7 +168,7 @@ def to_onnx(
     output_names: Sequence[str] | None,
 ) -> ModelProto:
     """The graph in ONNX, with a node `fakequant::FakeQuantize` for every quantizer."""
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _quiet(), library.translated_to_onnx():
         converted = torch.onnx.export(
             program,
             dynamo=True,
@@ -268,15 +274,16 @@ def _quiet() -> Iterator[None]:
     """Without what torch's exporter reports of its own insides: packages it does not find, its use of old calls."""
     logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
     levels = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            # Two inputs that share a dynamic axis.
-            warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
-            yield
-    finally:
+
+    def restore() -> None:
         for log, level in zip(logs, levels, strict=True):
             log.setLevel(level)
+
+    with restore_after(restore), warnings.catch_warnings():
+        for log in logs:
+            log.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        # Two inputs that share a dynamic axis.
+        warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
+        yield

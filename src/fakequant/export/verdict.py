@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+WITHOUT_OPTIMISATIONS = (
+    "it runs with SessionOptions.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL, as it did here"
+)
+
+_NAMED = 5
 _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -62,6 +68,8 @@ class OutputRow:
         step: the scale of the last integer quantizer before the outputs, or None if there is none.
         rows: rows of a two-axis output, None for another.
         same_argmax: how many of them have their largest value in the same place.
+        signal: the sum of the squares of what was expected, where it is finite.
+        noise: the sum of the squares of the differences.
     """
 
     name: str
@@ -71,6 +79,15 @@ class OutputRow:
     step: float | None = None
     rows: int | None = None
     same_argmax: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    @property
+    def sqnr(self) -> float:
+        """The ratio of signal to noise in dB: inf where nothing differs, -inf where there is no finite signal."""
+        if not self.noise:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal and self.noise < math.inf else -math.inf
 
     @property
     def share(self) -> float:
@@ -90,11 +107,14 @@ class OutputRow:
     def add(self, actual: Tensor, expected: Tensor) -> None:
         """Count one batch."""
         self.elements += actual.numel()
+        exact = expected.detach().double()
+        self.signal += exact.where(exact.isfinite(), 0.0).square().sum().item()
         differs = (actual != expected) & ~(actual.isnan() & expected.isnan())
         self.differing += int(differs.sum())
         if bool(differs.any()):
-            gap = (actual.double() - expected.double())[differs].abs()
-            self.max_abs = max(self.max_abs, gap.nan_to_num(nan=float("inf")).max().item())
+            gap = (actual.double() - exact)[differs].abs().nan_to_num(nan=math.inf)
+            self.max_abs = max(self.max_abs, gap.max().item())
+            self.noise += gap.square().sum().item()
         if actual.dim() == 2 and actual.numel():
             self.rows = (self.rows or 0) + len(actual)
             self.same_argmax += int((actual.argmax(1) == expected.argmax(1)).sum())
@@ -103,6 +123,8 @@ class OutputRow:
         words = [f"{self.name}: {self.differing:,} of {self.elements:,} differ, at most by {self.max_abs:.3g}"]
         if self.steps is not None:
             words.append(f"{self.steps:.3g} steps")
+        if self.differing:
+            words.append(f"{self.sqnr:.1f} dB")
         if self.argmax_agreement is not None:
             words.append(f"arg-max equal in {self.argmax_agreement:.2%}")
         return ", ".join(words)
@@ -123,6 +145,7 @@ class VerifyReport:
         outputs: the model's outputs against torch; empty without a model.
         optimised: the model's outputs with ONNX Runtime's default optimisations against those without.
         optimised_error: ONNX Runtime's message if it cannot load or run the file with its optimisations.
+        uncovered: nodes that quantize and belong to no quantizer that the file names. Nothing compares them.
     """
 
     path: str
@@ -135,11 +158,24 @@ class VerifyReport:
     outputs: list[OutputRow] = field(default_factory=list)
     optimised: list[OutputRow] = field(default_factory=list)
     optimised_error: str | None = None
+    uncovered: list[str] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
-        """Whether every quantizer in the file gave torch's bits, and no constant was changed since the export."""
-        return all(row.exact for row in self.rows)
+        """Whether every quantizer in the file gave torch's bits, and nothing was changed since the export."""
+        return bool(self.rows) and all(row.exact for row in self.rows) and not self.uncovered
+
+    @property
+    def faults(self) -> list[str]:
+        """What keeps the file from being exact besides its quantizers, one sentence each."""
+        found = [] if self.rows else ["The file names no quantizer, so that nothing was compared."]
+        if self.uncovered:
+            first = ", ".join(self.uncovered[:_NAMED]) + (", ..." if len(self.uncovered) > _NAMED else "")
+            found.append(
+                f"{len(self.uncovered)} nodes quantize for no quantizer that the file names, so that nothing compared "
+                f"them: {first}. Export the model again."
+            )
+        return found
 
     @property
     def differing(self) -> int:
@@ -152,6 +188,7 @@ class VerifyReport:
         for name in ("outputs", "optimised"):
             for row, found in zip(values[name], getattr(self, name), strict=True):
                 row.update(share=found.share, steps=found.steps, argmax_agreement=found.argmax_agreement)
+                row.update(sqnr=found.sqnr if math.isfinite(found.sqnr) else None)
         return {**values, "exact": self.exact, "differing": self.differing}
 
     def __str__(self) -> str:
@@ -162,11 +199,12 @@ class VerifyReport:
         lines.insert(1, "  ".join("-" * width for width in widths[:-1]))
         verdict = "exact" if self.exact else f"NOT exact: {self.differing:,} elements differ"
         lines.append(f"{self.path}: {verdict} in {self.runtime}; {self.batches} batches: {self.inputs}")
+        lines += self.faults
         lines += self.not_run
         lines += [f"against torch, {row}" for row in self.outputs]
         lines += [f"with ONNX Runtime's optimisations, {row}" for row in self.optimised]
         if self.optimised_error is not None:
-            lines.append(f"with ONNX Runtime's optimisations: {self.optimised_error}")
+            lines.append(f"with ONNX Runtime's optimisations: {self.optimised_error}; {WITHOUT_OPTIMISATIONS}")
         return "\n".join(lines)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +15,27 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fakequant.errors import VerificationError
-from fakequant.export.check import SiteCheck
+from fakequant.export.check import SiteCheck, recorded_calls
+from fakequant.export.coverage import uncovered_nodes
 from fakequant.export.evaluator import Evaluator
 from fakequant.export.packages import require
-from fakequant.export.record import InputRecord, read
+from fakequant.export.record import INPUT_DTYPES, InputRecord, read
 from fakequant.export.runtime import Session
 from fakequant.export.style import Style
 from fakequant.export.verdict import OutputRow, VerifyReport
 from fakequant.model.batches import run_batch
-from fakequant.model.prepare import evaluating
+from fakequant.model.execution import simulated
+from fakequant.model.modes import evaluating
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
 _SEED = 0
+_BYTES_PER_RANDOM = 40
+"""A float32 number, its copies on the way and an index; measured: 36."""
+_MOST_BYTES = 2**30
+"""What random inputs may need whatever the size of the file: one image of 2,000 by 2,000 needs 480 MB."""
+_LOWEST, _HIGHEST = -(2**62), 2**62
 
 
 def verify_onnx(
@@ -68,17 +76,20 @@ def verify_onnx(
         checks = [SiteCheck(proto, site, model) for site in record.sites]
         chosen = "random numbers in the shapes of the example" if batches is None else "given"
         report = VerifyReport(str(path), chosen, [check.row for check in checks], record.style.value)
+        report.uncovered = uncovered_nodes(proto, record.sites)
         plain = _runtime(proto, [name for check in checks for name in check.watched], record.style, report)
         step = next((check.step for check in reversed(checks) if check.step is not None), None)
         compared = _Outputs(report, plain.outputs, step)
         optimised = compared.optimised_session(proto) if isinstance(plain, Session) else None
-        for batch in [_random_batch(record.inputs)] if batches is None else batches:
+        for batch in [_random_batch(record.inputs, proto.ByteSize())] if batches is None else batches:
             inputs = _inputs(batch, record.inputs)
             values = plain.run(inputs)
+            known = _known(batch, record.inputs)
+            calls = {} if model is None or report.batches else _calls(model, batch, known, checks)
             for check in checks:
-                check.compare(values)
+                check.compare(values, calls)
             if model is not None:
-                compared.add_torch(values, model, batch, _known(batch, record.inputs))
+                compared.add_torch(values, model, batch, known)
             if optimised is not None:
                 optimised = compared.add_optimised(values, optimised, inputs)
             report.batches += 1
@@ -121,7 +132,13 @@ def load_exported(path: Path) -> ModelProto:
         raise VerificationError(f"cannot be read: {error.strerror or error}") from error
     except DecodeError as error:
         raise VerificationError("is not an ONNX file, or is truncated; export it again") from error
-    read(model)
+    record = read(model)
+    if outside := [tensor.name for tensor in model.graph.initializer if tensor.external_data]:
+        raise VerificationError(f"its constants {', '.join(outside)} are in other files; export it again")
+    if (given := [entry.name for entry in record.inputs]) != (names := [value.name for value in model.graph.input]):
+        raise VerificationError(
+            f"its record of quantizers is damaged: it names the inputs {given}, the graph has {names}; export it again"
+        )
     try:
         onnx.checker.check_model(model)
     except onnx.checker.ValidationError as error:
@@ -176,6 +193,16 @@ class _Outputs:
             row.add(a, b)
 
 
+def _calls(model: nn.Module, batch: Any, known: int | None, checks: list[SiteCheck]) -> Mapping[str, Sequence[Tensor]]:
+    """What the quantizers that checks ask for are called with."""
+    paths = {check.computed for check in checks if check.computed is not None}
+    if not paths:
+        return {}
+    with recorded_calls(model, paths) as found, evaluating(model), simulated(model), torch.no_grad():
+        run_batch(model, batch, known)
+    return found
+
+
 def _inputs(batch: Any, records: list[InputRecord]) -> dict[str, Tensor]:
     """A batch as the inputs of the file; of a tuple as many leading tensors as the file has inputs.
 
@@ -205,8 +232,18 @@ def _known(batch: Any, records: list[InputRecord]) -> int | None:
     return len(batch)
 
 
-def _random_batch(records: list[InputRecord]) -> Any:
-    """Random numbers of the example's size: mostly normal, with zeros of both signs, tiny numbers and outliers."""
+def _random_batch(records: list[InputRecord], file_bytes: int) -> Any:
+    """Random numbers of the example's size: mostly normal, with zeros of both signs, tiny numbers and outliers.
+
+    Raises:
+        VerificationError: they would need much more memory than the file.
+    """
+    needed = sum(math.prod(record.shape) * _BYTES_PER_RANDOM for record in records)
+    if needed > max(_MOST_BYTES, 10 * file_bytes):
+        raise VerificationError(
+            f"random numbers in the shapes {[record.shape for record in records]} need {needed:,} bytes of memory, and "
+            f"the file has {file_bytes:,}; give batches"
+        )
     generator = torch.Generator().manual_seed(_SEED)
     tensors = [_random_input(record, generator) for record in records]
     if records and all(record.key is not None for record in records):
@@ -215,10 +252,11 @@ def _random_batch(records: list[InputRecord]) -> Any:
 
 
 def _random_input(record: InputRecord, generator: torch.Generator) -> Tensor:
-    dtype: torch.dtype = getattr(torch, record.dtype)
+    dtype = INPUT_DTYPES[record.dtype]
     if not dtype.is_floating_point:
-        low, high = int(record.low), int(record.high)
-        return torch.randint(low, high + 1, record.shape, generator=generator, device="cpu").to(dtype)
+        low, high = (min(max(int(bound), _LOWEST), _HIGHEST) for bound in (record.low, record.high))
+        values = torch.randint(low, max(high, low) + 1, record.shape, generator=generator, device="cpu")
+        return values.to(dtype)
     # The largest of a few hundred normal numbers is about 3 standard deviations.
     size = max(abs(record.low), abs(record.high)) / 3 or 1.0
     x = torch.randn(record.shape, generator=generator, dtype=torch.float32, device="cpu") * size

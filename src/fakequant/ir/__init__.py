@@ -27,8 +27,10 @@ from fakequant.ir.passes import (
     optimize,
 )
 from fakequant.ir.passes.duplicate_fake_quantize import values_of
+from fakequant.ir.permitted import allow_operator
 from fakequant.ir.picture import to_dot, to_svg
-from fakequant.ir.text import load, parse, parse_op, save, to_text
+from fakequant.ir.storage import load, save
+from fakequant.ir.text import parse, parse_op, to_text
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "TensorShape",
     "TensorType",
     "Validity",
+    "allow_operator",
     "backward",
     "cache_info",
     "capture",

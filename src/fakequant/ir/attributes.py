@@ -79,6 +79,7 @@ def items_to_text(attributes: dict[str, Any]) -> str:
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_SPACES = re.compile(r"\s*")
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*") | (?P<call>(?:device|layout|memory_format)\([\w:]+\)) | %(?P<ref>\d+)
     | (?P<number>-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b) | (?P<word>[A-Za-z_]\w*) | (?P<sign>[\[\]{},=]))""",
@@ -87,11 +88,16 @@ _TOKEN = re.compile(
 
 
 class Reader:
-    """Reads attributes from the front of a text; `rest` is what is left of it."""
+    """Reads attributes from the front of a text, from place to place: a long line takes as long as its characters."""
 
     def __init__(self, text: str) -> None:
-        self.rest = text
+        self._text, self._at = text, 0
         self._depth = 0
+
+    @property
+    def rest(self) -> str:
+        """What is not read yet."""
+        return self._text[self._at :]
 
     def attributes(self) -> dict[str, Any]:
         """What `items_to_text` wrote, if the text begins with it.
@@ -100,17 +106,17 @@ class Reader:
             GraphError: the text begins like attributes but is not such.
         """
         found: dict[str, Any] = {}
-        if not self.rest.lstrip().startswith("{"):
+        if not self._next_is("{"):
             return found
         self._expect("{")
         while not self._next_is("}"):
             if found:
                 self._expect(",")
             # Not a token: "inf" is a number there.
-            name = _NAME.match(self.rest.lstrip())
+            name = _NAME.match(self._text, self._after_spaces())
             if name is None or name[0] in found:
-                raise GraphError(f"expected the name of an attribute, each once, at {self.rest.strip()[:20]!r}")
-            self._expect(name[0])
+                raise GraphError(f"expected the name of an attribute, each once, at {self._shown()}")
+            self._at = name.end()
             self._expect("=")
             found[name[0]] = self.value()
         self._expect("}")
@@ -135,7 +141,7 @@ class Reader:
             return words[token["word"]]
         if token["word"] in IRType.__members__:
             return IRType[token["word"]].dtype
-        raise GraphError(f"cannot read the value of an attribute at {(token[0] + self.rest)[:20].strip()!r}")
+        raise GraphError(f"cannot read the value of an attribute at {self._shown(token.start())}")
 
     def _items(self) -> list[Any]:
         self._depth += 1
@@ -150,19 +156,28 @@ class Reader:
         self._depth -= 1
         return items
 
+    def _after_spaces(self) -> int:
+        found = _SPACES.match(self._text, self._at)
+        assert found is not None
+        return found.end()
+
+    def _shown(self, place: int | None = None) -> str:
+        place = self._at if place is None else place
+        return repr(self._text[place : place + 20].strip())
+
     def _next_is(self, sign: str) -> bool:
-        return self.rest.lstrip().startswith(sign)
+        return self._text.startswith(sign, self._after_spaces())
 
     def _expect(self, sign: str) -> None:
         if not self._next_is(sign):
-            raise GraphError(f"expected {sign!r} at {self.rest[:20].strip()!r}")
-        self.rest = self.rest.lstrip()[len(sign) :]
+            raise GraphError(f"expected {sign!r} at {self._shown()}")
+        self._at = self._after_spaces() + len(sign)
 
     def _token(self) -> re.Match[str]:
-        token = _TOKEN.match(self.rest)
+        token = _TOKEN.match(self._text, self._at)
         if token is None:
-            raise GraphError(f"cannot read {self.rest[:20].strip()!r}")
-        self.rest = self.rest[token.end() :]
+            raise GraphError(f"cannot read {self._shown()}")
+        self._at = token.end()
         return token
 
 

@@ -16,9 +16,12 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from fakequant.errors import GraphError
 from fakequant.ir.convert import Converter, needed, type_of
 from fakequant.ir.functional import remove_changes_in_place
+from fakequant.ir.grad_modes import inline_grad_modes
 from fakequant.ir.graph import Constant, Graph, Input
 from fakequant.model.operations import example_arguments
+from fakequant.model.tracing import traced_program
 from fakequant.nn.contexts import fixed_ranges
+from fakequant.restore import restore_after
 
 
 def capture(model: nn.Module, example: Any, *, dynamic_shapes: Any = None, name: str | None = None) -> Graph:
@@ -48,8 +51,10 @@ def capture(model: nn.Module, example: Any, *, dynamic_shapes: Any = None, name:
     t5 = FakeQuantize(t0) : Float32 [2, 4]
     """
     args, kwargs = example_arguments(example)
-    with fixed_ranges(model), _quiet():
-        program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    # With gradients in any case: only so the trace says which parts of the model are without them.
+    with fixed_ranges(model), _quiet(), torch.enable_grad():
+        program = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+        inline_grad_modes(program)
         # Where views of the same memory are about, torch's own functionalization sorts them out.
         if not remove_changes_in_place(program.graph):
             program = program.run_decompositions({})
@@ -119,11 +124,8 @@ def _quiet() -> Iterator[None]:
     """Without torch's warnings of its own deprecated calls."""
     log = logging.getLogger("torch.export")
     level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            yield
-    finally:
-        log.setLevel(level)
+    with restore_after(lambda: log.setLevel(level)), warnings.catch_warnings():
+        log.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        yield

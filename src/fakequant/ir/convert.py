@@ -125,7 +125,8 @@ class Converter:
         op.input_ids = [self.ids[source] for source in inputs]
         op.outputs = [type_of(part) for part in (value if many else [value])]
         if many:
-            op.outputs = [_MISSING if 0 in type.shape else type for type in op.outputs]
+            read = _read(node)
+            op.outputs = [t if i in read and 0 not in t.shape else _MISSING for i, t in enumerate(op.outputs)]
         op.output_ids = list(range(self._next, self._next + len(op.outputs)))
         op.origin = origin(node)
         self._next += len(op.outputs)
@@ -134,6 +135,15 @@ class Converter:
             self._lists[node] = op.output_ids
         else:
             self.ids[node] = op.output_id
+
+
+def _read(node: fx.Node) -> set[int]:
+    """The places of the results that something reads: of others, torch's rules for shapes contradict each other."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or len(schema.returns) == 1:
+        return set(range(len(node.meta["val"])))
+    places: list[Any] = [user.args[1] for user in node.users if user.target is operator.getitem and user.users]
+    return set(places)
 
 
 def _operation(node: fx.Node) -> tuple[IROp, list[fx.Node]]:

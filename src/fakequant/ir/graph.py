@@ -280,18 +280,23 @@ class Graph:
         """A graph of its own with the same tensors."""
         return self.replaced(self.ops)
 
-    def run(self, *inputs: Tensor) -> Any:
+    def run(self, *inputs: Tensor, limit: int = 2**33) -> Any:
         """The outputs for some inputs: a tensor, or a tuple if there are several.
 
-        For many calls take `to_torch` or `compile` once: this checks the graph every time.
+        For many calls take `to_torch` or `compile` once: this checks the graph every time, and sizes that only a run
+        can tell before each operation.
+
+        Args:
+            inputs: in the order of the graph's inputs.
+            limit: bytes that one result may have; give a small one to run a text that you do not know.
 
         Raises:
-            GraphError: the graph is not valid, an input is not of the declared type, or an operation fails or makes
-                another type than it declares; names it.
+            GraphError: the graph is not valid, an input is not of the declared type, a result has more bytes than the
+                limit, or an operation fails or makes another type than it declares; names it.
         """
         from fakequant.ir.execute import run
 
-        return run(self, inputs)
+        return run(self, inputs, limit)
 
     def to_torch(self) -> fx.GraphModule:
         """The graph as a module of torch, with the constants as its parameters and buffers (the same tensors).

@@ -1,8 +1,7 @@
-"""Faster kernels for a graph, where they change no bit of results and gradients."""
+"""ReLUs fused into the quantizers after them, where that changes no bit of results and gradients."""
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from fakequant.ir.fake_quantization import FakeQuantize
@@ -10,7 +9,6 @@ from fakequant.ir.graph import Graph
 from fakequant.ir.op import IROp
 from fakequant.ir.table import in_order
 from fakequant.numerics.spec import Arithmetic, QuantSpec
-from fakequant.ops.pooling import max_pool2d
 from fakequant.ops.rectified import relu_later
 
 _POOLS = ("MaxPool1d", "MaxPool2d", "MaxPool3d")
@@ -18,7 +16,7 @@ _RESHAPES = ("Reshape", "Flatten")
 
 
 def lower(module: fx.GraphModule, graph: Graph) -> None:
-    """Have quantizers compute the ReLU before them, also over maxima and reshapes in between, and maxima by channels.
+    """Have quantizers compute the ReLU before them, also over maxima and reshapes in between.
 
     A ReLU and a quantizer are one pass over memory instead of two, and after the maxima there are fewer elements.
 
@@ -27,9 +25,7 @@ def lower(module: fx.GraphModule, graph: Graph) -> None:
         graph: says which parameters of quantizers are constant.
     """
     for node in list(module.graph.nodes):
-        if node.target is torch.ops.aten.max_pool2d.default:
-            node.target = max_pool2d
-        elif node.op == "call_module":
+        if node.op == "call_module":
             _take_relu(node, module, graph)
     module.recompile()
 

@@ -163,7 +163,8 @@ def _arguments(op: IROp, signature: Signature, attributes: dict[str, Any]) -> di
     named = references(list(attributes.values()))
     if beyond := [ref for ref in named if ref.position >= len(op.input_ids)]:
         raise GraphError(f"names the input {beyond[0]}, but has {_inputs(len(op.input_ids))}")
-    free = [Ref(i) for i in range(len(op.input_ids)) if Ref(i) not in named]
+    taken = {ref.position for ref in named}
+    free = [Ref(i) for i in range(len(op.input_ids)) if i not in taken]
     given = len(free)
     found: dict[str, Any] = {}
     for parameter in signature.parameters:

@@ -7,13 +7,22 @@ a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 from fakequant.errors import GraphError, nearest
 from fakequant.ir.attributes import same
@@ -48,6 +57,11 @@ class Row:
 
 # Divisible by what sizes are commonly divided by.
 _SOME = 840
+
+_MAX_RESULTS = 2**16
+
+# Libraries of kernels that backends call with arguments that they have checked.
+_PRIVATE = "fakequant_"
 
 ROWS: dict[str, Row] = {}
 OP_CLASSES: dict[str, type[IROp]] = {}
@@ -99,6 +113,8 @@ def find_overload(name: str) -> OpOverload:
         GraphError: torch has none.
     """
     parts = name.split(".")
+    if parts[0].startswith(_PRIVATE):
+        raise GraphError(f"{name} is a kernel that trusts its arguments, and no operation of graphs; FakeQuantize is")
     if len(parts) == 3:
         packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
         overload = None if packet is None else getattr(packet, parts[2], None)
@@ -160,42 +176,120 @@ def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
     if found is None and dynamic:
         return _by_some_sizes(call)
     # A rule says in the words of graphs what does not fit; of static shapes torch knows every restriction.
-    return found if found is not None and dynamic else _by_meta_kernel(call)
+    return found if found is not None and dynamic else _by_fake_tensors(call)
+
+
+# Of operators without a rule for shapes, and where sizes follow from values, as those of nonzero: nothing tells before.
+_UNTOLD = (
+    NotImplementedError,
+    UnsupportedOperatorException,
+    DynamicOutputShapeException,
+    DataDependentOutputException,
+)
 
 
 def _by_some_sizes(call: Call) -> list[TensorType]:
     """What is known of an operator's results before dynamic dimensions are: element types and ranks."""
     types = [TensorType(t.type, TensorShape(_SOME if n == DYNAMIC else n for n in t.shape)) for t in call.inputs]
     try:
-        made = _by_meta_kernel(Call(call.op, call.signature, call.arguments, types))
+        made = _by_fake_tensors(Call(call.op, call.signature, call.arguments, types))
     except GraphError:
         # Other sizes may fit; a run tells.
         return list(call.op.outputs)
     return [TensorType(t.type, TensorShape(DYNAMIC for _ in t.shape)) for t in made]
 
 
-def _by_meta_kernel(call: Call) -> list[TensorType]:
-    """What torch says of tensors without memory, which knows each restriction of an operator."""
-    target = call.signature.target
-    assert target is not None
-    args, kwargs = call.filled([_meta(type) for type in call.inputs])
-    try:
-        made = target(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
-    except NotImplementedError:
-        # Sizes that follow from values, as those of nonzero: nothing tells them before.
-        return list(call.op.outputs)
-    except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError) as error:
-        raise GraphError(f"torch refuses it: {str(error).splitlines()[0]}") from error
+def _by_fake_tensors(call: Call) -> list[TensorType]:
+    """What torch says of tensors without memory, which knows each restriction of an operator; nothing is computed."""
+    assert call.signature.target is not None
+    args, kwargs = call.filled(call.inputs)
+    found = results_of(call.signature.target, args, kwargs)
+    return list(call.op.outputs) if found is None else found
+
+
+def results_of(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[TensorType] | None:
+    """The types of an operator's results; None if only a run can tell them. Nothing is computed.
+
+    Args:
+        target: the operator.
+        args: its arguments; a type, or a tensor, stands for any tensor of that type.
+        kwargs: those by name.
+
+    Raises:
+        GraphError: the operator does not take them.
+    """
+    if isinstance(target, OpOverload):
+        named = dict(zip((a.name for a in target._schema.arguments), args, strict=False))
+        _check_parts(target, named | kwargs)
+    with _without_memory():
+        args, kwargs = _as_fake(args), {name: _as_fake(value) for name, value in kwargs.items()}
+        try:
+            made = target(*args, **kwargs)
+        except _UNTOLD:
+            return None
+        except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError) as error:
+            raise GraphError(f"torch refuses it: {str(error).splitlines()[0]}") from error
     results = made if isinstance(made, (tuple, list)) else [made]
     return [_type_of(result) for result in results]
 
 
-def _on_meta(value: Any) -> Any:
-    return torch.device("meta") if isinstance(value, torch.device) else value
+def check_count(count: int) -> None:
+    """Check how many values one operation makes, before they are made.
+
+    Raises:
+        GraphError: too many.
+    """
+    if count > _MAX_RESULTS:
+        raise GraphError(f"makes {count} values; an operation makes at most {_MAX_RESULTS}")
 
 
-def _meta(type: TensorType) -> torch.Tensor | None:
-    return None if type.type is IRType.Missing else type.meta()
+def _check_parts(target: OpOverload, arguments: dict[str, Any]) -> None:
+    """Check into how many parts an operator cuts a tensor, by the names of its parameters."""
+    x = arguments.get("self")
+    if "List[Tensor]" not in str(target._schema.returns[0].type) or not isinstance(x, (torch.Tensor, TensorType)):
+        return
+    dim = arguments.get("dim", 0)
+    length = x.shape[dim] if -len(x.shape) <= dim < len(x.shape) else 1
+    known = {name: n for name, n in arguments.items() if isinstance(n, int)}
+    if "sections" in known:
+        check_count(known["sections"])
+    elif "chunks" in known:
+        check_count(min(known["chunks"], length))
+    elif "split_size" in known:
+        check_count(length // max(known["split_size"], 1))
+    elif target._schema.name.startswith("aten::unbind"):
+        check_count(length)
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """A context in which operators make no memory and compute nothing, also those that read no tensor."""
+    before = _inferring.set(True)
+    try:
+        # Fallback kernels run an operator that has no rule for shapes on real tensors.
+        with FakeTensorMode(allow_fallback_kernels=False):
+            yield
+    finally:
+        _inferring.reset(before)
+
+
+_inferring = ContextVar("_inferring", default=False)
+# Torch logs arguments that an operator does not take, with a traceback, before it raises.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _inferring.get())
+
+
+def _as_fake(value: Any) -> Any:
+    """A fake tensor for a type or a tensor; devices as the CPU, so that all machines say the same."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    if isinstance(value, TensorType):
+        missing = value.type is IRType.Missing
+        return None if missing else torch.empty(value.shape, dtype=value.type.dtype, device="cpu")
+    if isinstance(value, torch.device):
+        if value.type == "meta":
+            raise GraphError("makes a tensor of the device meta, which has no memory")
+        return torch.device("cpu")
+    return [_as_fake(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _type_of(result: object) -> TensorType:
@@ -205,6 +299,8 @@ def _type_of(result: object) -> TensorType:
         return TensorType(IRType.Index, TensorShape())
     if not isinstance(result, torch.Tensor):
         raise GraphError(f"makes {result!r}, which is no tensor")
+    if result.layout != torch.strided:
+        raise GraphError(f"makes a tensor of layout {result.layout}, and a graph holds dense ones")
     return TensorType.of(result)
 
 

@@ -1,4 +1,4 @@
-"""Graphs as text that people read, and back; constants beside it in a safetensors file.
+"""Graphs as text that people read, and back; see `storage.py` for files.
 
 The text has every attribute, the digest of each constant, and the numbers of those with few elements, so that two
 graphs with the same text compute the same.
@@ -7,21 +7,19 @@ graphs with the same text compute the same.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fakequant.errors import GraphError, OutputError
-from fakequant.files import writable_folder, write_whole
+from fakequant.errors import GraphError
 from fakequant.ir.attributes import Reader, read_integer, read_string
 from fakequant.ir.attributes import to_text as value_to_text
 from fakequant.ir.graph import Constant, Graph
 from fakequant.ir.op import IROp
+from fakequant.ir.permitted import check_permitted
 from fakequant.ir.table import make_op
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
@@ -47,12 +45,12 @@ def _one_line(text: str) -> str:
 
 
 def _constant_text(id: int, constant: Constant) -> str:
-    values = _inline(constant.tensor)
+    values = inline(constant.tensor)
     held = f"sha256:{constant.digest()[:32]}" if values is None else value_to_text(values)
     return f"t{id} = {constant.kind} {json.dumps(constant.name)} : {constant.type} = {held}"
 
 
-def _inline(tensor: Tensor) -> list[Any] | None:
+def inline(tensor: Tensor) -> list[Any] | None:
     """The numbers of a small tensor, row by row; None if it is large or numbers would not say every bit."""
     if tensor.numel() > _INLINE or tensor.is_complex():
         return None
@@ -82,8 +80,8 @@ def parse(text: str, tensors: Mapping[str, Tensor] | None = None) -> Graph:
         tensors: the constants whose numbers are not in the text, by name.
 
     Raises:
-        GraphError: the text is not one (names the line), lacks some of its lines, or a constant is missing or another
-            one. Of a line of outputs that was cut only `load` knows.
+        GraphError: the text is not one (names the line), lacks some of its lines, calls an operator that texts may not
+            call, or a constant is missing or another one. Of a line of outputs that was cut only `load` knows.
 
     >>> graph = Graph("example")
     >>> graph.outputs = [graph.add("ReLU", graph.add_input("x", IRType.Float32, (2, -1)))]
@@ -190,6 +188,10 @@ def _read_operation(line: str) -> IROp:
         raise GraphError(f"cannot read the operation {line.strip()[:60]!r}")
     op = parse_op(found[1])
     op.origin = found[2] or ""
+    check_permitted(op.op_type)
+    body = op.attributes.get("body")
+    for part in body if isinstance(body, list) else ():
+        check_permitted(parse_op(part).op_type if isinstance(part, str) else "")
     return op
 
 
@@ -230,109 +232,27 @@ def parse_ids(text: str) -> list[int]:
 def parse_types(text: str) -> list[TensorType]:
     """The types in "Float32 [3, 4], Int64 scalar"."""
     found = []
-    rest = text.strip()
-    while rest:
-        name, _, rest = rest.partition(" ")
-        if name not in IRType.__members__:
-            raise GraphError(f"unknown type {name!r}; known are {', '.join(IRType.__members__)}")
-        rest = rest.lstrip()
-        if rest.startswith("["):
-            inner, closed, rest = rest[1:].partition("]")
-            words = [word.strip() for word in inner.split(",")]
-            if not closed or not all(re.fullmatch(r"\?|[0-9]+", word) for word in words):
-                raise GraphError(f"cannot read the shape [{inner}]; it is such as [2, ?, 4] or scalar")
-            shape = TensorShape(-1 if word == "?" else read_integer(word) for word in words)
-        else:
-            word, _, rest = rest.partition(",")
-            if word.strip() != "scalar":
-                raise GraphError(f"expected a shape such as [2, ?, 4] or scalar, got {word.strip()!r}")
-            shape, rest = TensorShape(), f",{rest}" if rest else ""
-        found.append(TensorType(IRType[name], shape))
-        rest = rest.strip()
-        if rest and not rest.startswith(","):
-            raise GraphError(f"expected ',' between types at {rest[:20]!r}")
-        rest = rest[1:].strip()
+    place, end = 0, len(text)
+    while (space := _SPACES.match(text, place)) is not None and space.end() < end:
+        if found and text[space.end()] != ",":
+            raise GraphError(f"expected ',' between types at {text[space.end() : space.end() + 20]!r}")
+        type = _TYPE.match(text, space.end() + bool(found))
+        if type is None or type[1] not in IRType.__members__:
+            name = text[space.end() + bool(found) :].split()[:1] or [""]
+            raise GraphError(f"unknown type {name[0][:20]!r}; known are {', '.join(IRType.__members__)}")
+        found.append(TensorType(IRType[type[1]], _shape(type[2].strip())))
+        place = type.end()
     return found
 
 
-def save(graph: Graph, path: str | os.PathLike[str]) -> Path:
-    """Write a graph as text, and the constants that are not in the text to a file beside it.
-
-    That file has the name of the text with `.safetensors` at its end. Strides are not kept: constants come back row by
-    row.
-
-    Raises:
-        GraphError: the graph is not valid.
-        OutputError: the folder cannot be written, or the path ends like that of a file of constants.
-
-    >>> import tempfile
-    >>> graph = Graph("example")
-    >>> graph.outputs = [graph.add("ReLU", graph.add_constant("w", torch.randn(3, 10)))]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     load(save(graph, folder + "/example.txt")) == graph
-    True
-    """
-    from safetensors.torch import save as to_bytes
-
-    graph.check()
-    target = Path(path)
-    if target.suffix == _SUFFIX:
-        raise OutputError(f"cannot write the text of a graph to {target}: {_SUFFIX} is for constants; call it .txt")
-    writable_folder(target.parent)
-    held = {c.name: c.tensor.detach().cpu() for c in graph.constants.values() if _inline(c.tensor) is None}
-    # Cloned, because safetensors refuses tensors that share memory.
-    rows = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in held.items()}
-    write_whole(_beside(target), to_bytes({_key(name): _real(tensor) for name, tensor in rows.items()}))
-    write_whole(target, to_text(graph).encode())
-    return target
+_SPACES = re.compile(r"\s*")
+_TYPE = re.compile(r"\s*(\w*)\s*(\[[^\]]*\]?|[^,]*)", re.ASCII)
 
 
-_SUFFIX = ".safetensors"
-
-
-def _beside(path: Path) -> Path:
-    """The file of the constants: of no other text, whatever its suffix."""
-    return path.with_name(path.name + _SUFFIX)
-
-
-def _key(name: str) -> str:
-    """The name in a safetensors file, which keeps `__metadata__` for itself."""
-    return f"{name}_" if name.startswith("__metadata__") else name
-
-
-def _name(key: str) -> str:
-    return key[:-1] if key.startswith("__metadata__") else key
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A tensor as safetensors can hold it: without complex128, of which it has the two parts."""
-    return torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
-
-
-def load(path: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None = None) -> Graph:
-    """Read a graph that `save` wrote.
-
-    Args:
-        path: of the text. The text must end with a line break, as `save` wrote it: one that was cut has none.
-        tensors: the constants by name; by default those of the file beside it.
-
-    Raises:
-        GraphError: a file is missing or damaged, or they do not belong together.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    target = Path(path)
-    beside = _beside(target)
-    try:
-        text = target.read_bytes().decode()
-        # Cloned, because they lie in a file at no multiple of 64 bytes, and kernels round by where rows begin.
-        held = {_name(key): t.clone() for key, t in load_file(beside).items()} if tensors is None else tensors
-    except (OSError, UnicodeDecodeError, SafetensorError) as error:
-        raise GraphError(f"cannot read the graph {target} with its constants {beside.name}: {error}") from error
-    try:
-        if not text.endswith("\n"):
-            raise GraphError("the text was cut: its last line has no end")
-        return parse(text.replace("\r\n", "\n"), held).check()
-    except GraphError as error:
-        raise GraphError(f"{target}: {error}") from error
+def _shape(text: str) -> TensorShape:
+    if text == "scalar":
+        return TensorShape()
+    words = [word.strip() for word in text[1:-1].split(",")]
+    if text.startswith("[") and text.endswith("]") and all(re.fullmatch(r"\?|[0-9]+", word) for word in words):
+        return TensorShape(-1 if word == "?" else read_integer(word) for word in words)
+    raise GraphError(f"cannot read the shape {text[:60]}; it is such as [2, ?, 4] or scalar")

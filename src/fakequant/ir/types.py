@@ -195,9 +195,5 @@ class TensorType(NamedTuple):
             return f"the shape {self.shape!r} is no tuple of integers"
         return TensorShape(self.shape).fault()
 
-    def meta(self) -> torch.Tensor:
-        """A tensor without memory of this type and shape."""
-        return torch.empty(self.shape, dtype=self.type.dtype, device="meta")
-
     def __str__(self) -> str:
         return f"{self.type.value if isinstance(self.type, IRType) else repr(self.type)} {self.shape}"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -14,12 +13,14 @@ from torch import Tensor, nn
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, refuse_tensor, run_batch
 from fakequant.model.execution import simulated
-from fakequant.model.prepare import disabled, evaluating, modes
+from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.progress import track
 from fakequant.model.reuse import ReusedOutputs
+from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.contexts import cached_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
+from fakequant.restore import restore_after, state_of
 
 Metric = Callable[[nn.Module], float]
 
@@ -60,19 +61,17 @@ def layer_sqnr(
     ['0._input_quantizer', '0._weight_quantizer']
     """
     refuse_tensor(batches, "layer_sqnr")
+    warn_stale_scales(model)
     found = quantizers(model)
     power = {name: _Power() for name in found}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
         return lambda _, inputs, output: power[name].add(inputs[0], output)
 
-    hooks = [quantizer.register_forward_hook(watch(name)) for name, quantizer in found.items()]
-    try:
-        with simulated(model):  # products of codes call no quantizer
-            count = _run(model, batches, forward or run_batch, progress)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with restore_after(state_of(found.values())), simulated(model):  # products of codes call no quantizer
+        for name, quantizer in found.items():
+            quantizer.register_forward_hook(watch(name))
+        count = _run(model, batches, forward or run_batch, progress)
     if not count:
         raise ConfigError(_NO_BATCHES)
     return {name: value.decibels() for name, value in power.items() if value.signal or value.noise}
@@ -128,6 +127,7 @@ def sensitivity(
     [('0', True)]
     """
     refuse_tensor(batches, "sensitivity")
+    warn_stale_scales(model)
     held = {
         name: [quantizer for quantizer in layer.children() if isinstance(quantizer, Quantizer)]
         for name, layer in model.named_modules()
@@ -152,7 +152,8 @@ def _output_sqnr(
     model: nn.Module, batches: Iterable[Any], held: dict[str, list[Quantizer]], run: Forward, progress: bool | None
 ) -> dict[str, float]:
     """The signal-to-noise ratio of the outputs with the quantizers of one layer on, by layer."""
-    power, kept, measured = {name: _Power() for name in held}, ReusedOutputs(model), 0
+    power, kept = {name: _Power() for name in held}, ReusedOutputs(model)
+    batches_seen = measured = 0
     total = len(batches) if isinstance(batches, Sized) else None
     with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
         for batch in track(batches, "measuring layers", total, progress):
@@ -163,27 +164,30 @@ def _output_sqnr(
                 raise ConfigError(
                     f"the model's output of type {type(output).__name__} holds no float tensor; give metric="
                 )
+            batches_seen += 1
             measured += sum(tensor.numel() for tensor in exact)
             for name, own in held.items():
-                with _quantizing(own), kept.reuse():
-                    outputs = _tensors(run(model, batch))
+                try:
+                    _set(own, Mode.QUANTIZE)
+                    with kept.reuse():
+                        outputs = _tensors(run(model, batch))
+                finally:
+                    _set(own, Mode.OFF)  # where it is interrupted, `disabled` gives all modes back
                 for right, approximate in zip(exact, outputs, strict=True):
                     power[name].add(right, approximate)
-    if not measured:
+    if not batches_seen:
         raise ConfigError(_NO_BATCHES)
+    if not measured:
+        raise ConfigError(
+            "the model's float outputs are empty: the batches hold no rows, or the model found nothing in them, as a "
+            "detector may; give other batches, or metric="
+        )
     return {name: value.decibels() for name, value in power.items()}
 
 
-@contextmanager
-def _quantizing(own: list[Quantizer]) -> Iterator[None]:
-    """A context in which quantizers that are off quantize."""
-    try:
-        for quantizer in own:
-            quantizer.mode = Mode.QUANTIZE
-        yield
-    finally:
-        for quantizer in own:
-            quantizer.mode = Mode.OFF
+def _set(own: list[Quantizer], mode: Mode) -> None:
+    for quantizer in own:
+        quantizer.mode = mode
 
 
 def _tensors(output: Any) -> list[Tensor]:

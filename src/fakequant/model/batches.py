@@ -45,7 +45,9 @@ def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
 
 
 def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
-    """Raise if batches are one tensor, which would be iterated row by row."""
+    """Raise if batches are one tensor or one mapping, which would be iterated row by row or key by key."""
+    if isinstance(batches, Mapping):
+        raise ConfigError(f"{caller} takes batches, and a mapping is one batch; give a list: [mapping]")
     if isinstance(batches, Tensor):
         raise ConfigError(f"{caller} takes batches, and a tensor would be taken row by row; give a list: [tensor]")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import stat
+from collections import OrderedDict
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,23 +14,31 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fakequant.errors import CheckpointError
-from fakequant.files import writable_folder, write_whole
+from fakequant.distributed import is_sharded, whole
+from fakequant.errors import CheckpointError, ConfigError
+from fakequant.files import locked, writable_folder, write_in_order
 from fakequant.model.config import TensorConfig
+from fakequant.model.manifest import (
+    MANIFEST,
+    LayerEntry,
+    LearnedEntry,
+    Manifest,
+    QuantizerEntry,
+    TensorFile,
+    named_files,
+    read_manifest,
+    tensor_file_name,
+)
 from fakequant.model.prepare import attach
+from fakequant.model.stored_ranges import check_ranges, is_wide
+from fakequant.model.weights import note_weights, warn_stale_scales
 from fakequant.nn.fast_paths import leave_fast_paths
-from fakequant.nn.integer import Execution
-from fakequant.nn.layers import QuantizedLayer, layers
-from fakequant.nn.learned import make_learned_range
-from fakequant.nn.quantizer import Mode, Quantizer, quantizers
-from fakequant.nn.sequential import join_relus
+from fakequant.nn.forms import bypasses_class, quantized_class
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.restore import state_of
 
 Model = TypeVar("Model", bound=nn.Module)
-
-MANIFEST = "fakequant.json"
-"""The file that says which layers are quantized and where the tensors are."""
-
-_VERSION = 1
 
 
 def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
@@ -36,10 +46,13 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
 
     The folder gets `fakequant.json` (which layers are quantized, how) and one `.safetensors` file (parameters and
     buffers) named by its content. The JSON is replaced last and in one step: a run that is interrupted leaves either
-    the old model or the new one.
+    the old model or the new one. The tensors of the model that was there before are kept until the next save, for
+    processes that read them now; other files in the folder are left alone. Several processes may save to one folder at
+    once (the last one's model stays), but one is enough: of data-parallel ranks let one save. Weights that are sharded
+    over processes are gathered: all of these must call `save`.
 
     Raises:
-        CheckpointError: the model is not prepared, a quantized layer was parametrized since, or safetensors is missing.
+        CheckpointError: the model is not prepared, or safetensors is missing.
         SpecError: a format that is not registered, so that the checkpoint could not be loaded.
         OutputError: the folder cannot be written.
 
@@ -52,35 +65,39 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     safetensors = _safetensors()
     if not quantizers(model):
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
-    _check_not_parametrized(model)
+    warn_stale_scales(model)
     folder = writable_folder(directory)
     data = safetensors.torch.save(
         {name: tensor.detach().contiguous().clone() for name, tensor in _tensors(model).items()}
     )
     digest = hashlib.sha256(data).hexdigest()
-    tensors = f"model-{digest[:16]}.safetensors"
-    manifest = {
-        "fakequant": _VERSION,
-        "tensors": {"file": tensors, "sha256": digest, "bytes": len(data)},
-        "shared": _shared(model),
-        "layers": {
-            name: _layer_entry(layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)
-        },
-    }
-    write_whole(folder / tensors, data)
-    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
-    for old in folder.glob("model-*.safetensors"):
-        if old.name != tensors:
-            old.unlink()
+    file, shared = tensor_file_name(digest), _shared(model)
+    with locked(folder) as alone:
+        before = [name for name in named_files(folder) if name != file]
+        manifest = Manifest(
+            TensorFile(file, digest, len(data)),
+            shared,
+            {name: layer_entry(layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)},
+            _versions(model),
+            next(iter(before), None),
+        )
+        write_in_order({folder / file: data, folder / MANIFEST: manifest.to_bytes()})
+        for name in before[1:] if alone else []:
+            with suppress(OSError):
+                (folder / name).unlink()
     return folder
 
 
 def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 
+    Everything is checked before the model changes; what fails later is undone, for which the values of the model are
+    kept on the CPU for the time of the call.
+
     Raises:
-        CheckpointError: no checkpoint there, a damaged one, one of another architecture, a model without memory, or
-            safetensors is missing; the model is unchanged unless it was of another architecture.
+        CheckpointError: no checkpoint there, a damaged one, one of another architecture or of a later version, scales
+            or zero points that no call would take, a model without memory, or safetensors is missing.
+        What a module's own `_load_from_state_dict` raises. After every error the model is as before.
 
     >>> from tempfile import TemporaryDirectory
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
@@ -91,31 +108,58 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     """
     safetensors = _safetensors()
     folder = Path(directory)
-    manifest = read_manifest(folder)
-    data = _read_tensors(folder, manifest)
+    manifest, data = _read(folder)
+    path = folder / manifest.tensors.file
     try:
         tensors = safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{folder / manifest['tensors']['file']} cannot be read: {error}") from error
+    except (safetensors.SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    del data
     if quantizers(model):
         raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
     _check_memory(model)
-    entries = manifest["layers"]
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    if missing := [name for name in entries if name not in modules]:
+    if missing := [name for name in manifest.layers if name not in modules]:
         raise CheckpointError(f"the checkpoint has layers that the model lacks: {', '.join(missing)}")
-    _check_layers(modules, entries)
-    for name, entry in entries.items():
-        _restore_layer(modules[name], entry, name)
-    join_relus(model)
-    leave_fast_paths(model)
-    for name, source in manifest["shared"].items():
-        tensors[name] = tensors[source]
+    check_layers(modules, manifest.layers)
+    if wrong := [name for name, source in manifest.shared.items() if name in tensors or source not in tensors]:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {wrong[0]} shares no tensor of {path.name}")
+    tensors |= {name: tensors[source] for name, source in manifest.shared.items()}
+    check_ranges(modules, manifest.layers, tensors, is_wide(model))
+    restore = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
     try:
-        model.load_state_dict(tensors)
+        for name, entry in manifest.layers.items():
+            restore_layer(modules[name], entry, name)
+        leave_fast_paths(model)
+        _load_state(model, _state(model, manifest, tensors), folder)
+        note_weights(model)
+        return model
+    except BaseException:  # as in `prepare`
+        restore()
+        raise
+
+
+def _load_state(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+    # A function of its own: CPython 3.11 does not protect the line of a `try` inside another one from interrupts.
+    try:
+        model.load_state_dict(state)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint in {folder} does not fit the model: {error}") from error
-    return model
+
+
+def _state(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a state dict with the versions that the modules had when they were saved."""
+    versions = _versions(model) if manifest.versions is None else manifest.versions
+    state = OrderedDict(tensors)
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    vars(state)["_metadata"] = OrderedDict((name, {"version": versions.get(name, 1)}) for name in paths)
+    return state
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """The versions of the state of modules by path, where they are not torch's default of 1."""
+    found = {name: module._version for name, module in model.named_modules(remove_duplicate=False)}
+    return {name: version for name, version in found.items() if isinstance(version, int) and version != 1}
 
 
 def _safetensors() -> Any:
@@ -138,116 +182,121 @@ def _check_memory(model: nn.Module) -> None:
             )
 
 
-def _check_not_parametrized(model: nn.Module) -> None:
-    """Raise where `load` would find a layer of another class and other tensors."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, QuantizedLayer) and is_parametrized(layer):
-            raise CheckpointError(
-                f"{name or 'the model'} is parametrized, and could not be loaded; call "
-                "torch.nn.utils.parametrize.remove_parametrizations on it before save"
-            )
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state dict without names that share another's memory (tied weights)."""
     shared = _shared(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
+    return {name: whole(tensor) for name, tensor in model.state_dict().items() if name not in shared}
 
 
 def _shared(model: nn.Module) -> dict[str, str]:
     """Names of tied tensors, each with the first name of the same tensor."""
     first: dict[tuple[Any, ...], str] = {}
     shared = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if is_sharded(tensor):  # by the parameter: its memory here may be empty, and every process must find the same
+            key: tuple[Any, ...] = (id(parameters.get(name, tensor)),)
+        else:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and key in first:
             shared[name] = first[key]
         first.setdefault(key, name)
     return shared
 
 
-def _layer_entry(layer: QuantizedLayer) -> dict[str, Any]:
-    return {
-        "type": type(layer).float_class.__name__,
-        "execution": layer.execution.value,
-        "quantizers": {
-            attribute: {
-                "tensor": TensorConfig(quantizer.spec, quantizer.dynamic).to_text(),
-                "mode": quantizer.mode.value,
-                "learned": _learned_entry(quantizer),
-            }
-            for attribute in type(layer).quantizer_names()
-            if (quantizer := getattr(layer, attribute)) is not None
-        },
-    }
+def layer_entry(layer: QuantizedLayer) -> LayerEntry:
+    """What a manifest says of a layer."""
+    held = {attribute: getattr(layer, attribute) for attribute in type(layer).quantizer_names()}
+    return LayerEntry(
+        type(layer).float_class.__name__,
+        layer.execution,
+        {attribute: _quantizer_entry(quantizer) for attribute, quantizer in held.items() if quantizer is not None},
+    )
 
 
-def _learned_entry(quantizer: Quantizer) -> dict[str, Any] | None:
+def _quantizer_entry(quantizer: Quantizer) -> QuantizerEntry:
     learned = quantizer.learned
-    return None if learned is None else {"method": learned.method, "options": learned.options()}
+    return QuantizerEntry(
+        TensorConfig(quantizer.spec, quantizer.dynamic),
+        quantizer.mode,
+        None if learned is None else LearnedEntry(learned.method, learned.options()),
+    )
 
 
-def _check_layers(modules: dict[str, nn.Module], entries: dict[str, Any]) -> None:
-    known = layers()
+def check_layers(modules: dict[str, nn.Module], entries: dict[str, LayerEntry]) -> None:
+    """Raise where a model's modules by path are not what a manifest's entries for layers say."""
     for name, entry in entries.items():
-        cls = type(modules[name])
-        if cls.__name__ != entry["type"]:
-            raise CheckpointError(
-                f"the checkpoint's layer {name} is a {entry['type']}, the model's is a {cls.__name__}"
-            )
-        if cls not in known:
+        # torch gives every parametrized layer a class of its own, whose only base is the class that it had.
+        cls = type(modules[name]).__bases__[0] if is_parametrized(modules[name]) else type(modules[name])
+        if cls.__name__ != entry.type:
+            raise CheckpointError(f"the checkpoint's layer {name} is a {entry.type}, the model's is a {cls.__name__}")
+        quantized = quantized_class(modules[name])
+        if quantized is None:
             raise CheckpointError(
                 f"the model's layer {name} is a {cls.__module__}.{cls.__name__}, which has no quantized form; import "
                 "what registers it (fakequant.nn.quantizes) before load"
             )
-        if entry["quantizers"] and "forward" in vars(modules[name]):
+        if entry.quantizers and bypasses_class(modules[name]):
             raise CheckpointError(
-                f"the model's layer {name} has a forward of its own (a hook's, as of accelerate), which would bypass "
+                f"the model's layer {name} has a forward of its own (a hook's), which would bypass "
                 "the quantizers; remove the hook before load"
             )
+        names = quantized.quantizer_names()
+        if unknown := sorted(set(entry.quantizers) - set(names)):
+            raise CheckpointError(
+                f"the checkpoint's layer {name} has quantizers {', '.join(unknown)}, but a {cls.__name__} has "
+                f"{', '.join(names)}; it is damaged, or of a later version of fakequant"
+            )
+        try:
+            quantized.check(modules[name])
+        except ConfigError as error:
+            raise CheckpointError(f"the model's layer {name} cannot be quantized: {error}") from error
 
 
-def _restore_layer(layer: nn.Module, entry: dict[str, Any], name: str) -> None:
-    stored = entry["quantizers"]
-    attach(layer, {attribute: TensorConfig.parse(values["tensor"]) for attribute, values in stored.items()}, name)
+def restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
+    """Turn a float layer into its quantized form as its entry in a manifest says."""
+    attach(layer, {attribute: quantizer.tensor for attribute, quantizer in entry.quantizers.items()}, name)
     if isinstance(layer, QuantizedLayer):
-        layer.execution = Execution(entry.get("execution", "simulate"))
-    for attribute, values in stored.items():
+        layer.execution = entry.execution
+    for attribute, stored in entry.quantizers.items():
         quantizer: Quantizer = getattr(layer, attribute)
-        quantizer.mode = Mode(values["mode"])
-        if learned := values["learned"]:
-            quantizer.attach_learned(make_learned_range(learned["method"], quantizer.spec, **learned["options"]))
+        quantizer.mode = stored.mode
+        if (learned := stored.make_learned()) is not None:
+            quantizer.attach_learned(learned)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+def _read(folder: Path) -> tuple[Manifest, bytes]:
+    """The manifest and the file that it names, also beside processes that save: they may remove the file in between."""
+    manifest = read_manifest(folder)
+    while True:
+        try:
+            return manifest, _read_tensors(folder, manifest.tensors)
+        except FileNotFoundError as error:
+            newer = read_manifest(folder)
+            if newer.tensors == manifest.tensors:
+                path = folder / manifest.tensors.file
+                raise CheckpointError(f"cannot read {path}: {error.strerror}; save the model again") from error
+            manifest = newer
+
+
+def _read_tensors(folder: Path, expected: TensorFile) -> bytes:
+    """The content of the file of tensors.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        FileNotFoundError: it is not there.
+        CheckpointError: it is damaged.
     """
-    path = folder / MANIFEST
+    path = folder / expected.file
     try:
-        manifest = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("fakequant") != _VERSION:
-        raise CheckpointError(f"{path} is no checkpoint of version {_VERSION}")
-    if missing := [key for key in ("tensors", "shared", "layers") if key not in manifest]:
-        raise CheckpointError(f"{path} is damaged: it lacks {', '.join(missing)}")
-    return manifest
-
-
-def _read_tensors(folder: Path, manifest: dict[str, Any]) -> bytes:
-    expected = manifest["tensors"]
-    path = folder / expected["file"]
-    try:
+        found = path.stat()
+        # A file of another size is not read: it may be of any size, and a pipe never ends.
+        if not stat.S_ISREG(found.st_mode) or found.st_size != expected.bytes:
+            raise CheckpointError(f"{path} is truncated or damaged: {found.st_size} bytes instead of {expected.bytes}")
         data = path.read_bytes()
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(data) != expected["bytes"]:
-        raise CheckpointError(f"{path} is truncated or damaged: {len(data)} bytes instead of {expected['bytes']}")
-    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+    if hashlib.sha256(data).hexdigest() != expected.sha256:
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was recorded")
     return data

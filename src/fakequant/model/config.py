@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from fakequant.errors import ConfigError, check_keys
+from fakequant.model.coverage import weights_of
+from fakequant.nn.forms import computed_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import layers
 from fakequant.numerics.spec import QuantSpec, as_spec
@@ -54,7 +56,7 @@ class Rule:
         input: how inputs are quantized; None leaves them in float.
         weight: how the weight is quantized; None leaves it in float.
         layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
-            can be quantized.
+            can be quantized. A subclass that inherits all that computes is matched by the name of its base, too.
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
 
@@ -85,7 +87,18 @@ class Rule:
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule speaks of a layer."""
-        return fnmatchcase(name, self.pattern) and (not self.layers or type(module).__name__ in self.layers)
+        if not fnmatchcase(name, self.pattern):
+            return False
+        return not self.layers or not {type(module).__name__, computed_class(module).__name__}.isdisjoint(self.layers)
+
+    def matches_any(self, names: Iterable[str], module: nn.Module) -> bool:
+        """Whether the rule speaks of a layer that is used under several names."""
+        return any(self.matches(name, module) for name in names)
+
+    @property
+    def leaves_in_float(self) -> bool:
+        """Whether the rule quantizes nothing."""
+        return self.input is None and self.weight is None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
@@ -134,25 +147,27 @@ class Config:
     def resolve(self, model: nn.Module) -> dict[str, Rule]:
         """The rule that holds for every layer of a model that can be quantized and that a rule matches.
 
-        A layer that is used under several names is matched by any of them, and stands under its first.
+        A layer that is used under several names is matched by any of them, and stands under its first. A rule that
+        leaves layers in float may match only layers that cannot be quantized.
 
         Raises:
             ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
         """
-        table = layers()
-        candidates = {name: module for name, module in model.named_modules() if type(module) in table}
+        candidates = {name: module for name, module in model.named_modules() if quantized_class(module) is not None}
         names = _all_names(model)
         held: dict[str, Rule] = {}
         for rule in self.rules:
-            matched = [
-                first
-                for first, module in candidates.items()
-                if any(rule.matches(name, module) for name in names[module])
-            ]
-            if not matched and not rule.optional:
+            matched = [first for first, module in candidates.items() if rule.matches_any(names[module], module)]
+            if not matched and not rule.optional and not (rule.leaves_in_float and _has_weights(rule, names)):
                 raise ConfigError(_nothing_matched(rule, candidates))
             held.update(dict.fromkeys(matched, rule))
         return held
+
+    def left_on_purpose(self, model: nn.Module) -> set[nn.Module]:
+        """The modules of which the last rule that matches says that they stay in float."""
+        names = _all_names(model)
+        last = {module: rule for rule in self.rules for module in names if rule.matches_any(names[module], module)}
+        return {module for module, rule in last.items() if rule.leaves_in_float}
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
@@ -180,6 +195,11 @@ def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     return names
+
+
+def _has_weights(rule: Rule, names: dict[nn.Module, list[str]]) -> bool:
+    """Whether a rule matches a module that has weights, which it cannot quantize but leave in float."""
+    return any(weights_of(module) and rule.matches_any(own, module) for module, own in names.items())
 
 
 def _class_names(layers: Any) -> tuple[str, ...]:

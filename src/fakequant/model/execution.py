@@ -13,6 +13,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.config import as_execution
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.restore import attributes_of, restore_after, restore_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -49,19 +50,17 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items() if reason is not None)
         if listed:
             raise ConfigError(f'these layers cannot multiply codes; use "auto", which simulates them:\n{listed}')
-    for layer in found.values():
-        layer.execution = execution
+    with restore_on_error(attributes_of(found.values(), "execution")):
+        for layer in found.values():
+            layer.execution = execution
     return model
 
 
 @contextmanager
 def simulated(model: nn.Module) -> Iterator[None]:
     """A context in which every layer is simulated; each layer's own execution comes back."""
-    before = {layer: layer.execution for layer in model.modules() if isinstance(layer, QuantizedLayer)}
-    try:
-        for layer in before:
+    found = [layer for layer in model.modules() if isinstance(layer, QuantizedLayer)]
+    with restore_after(attributes_of(found, "execution")):
+        for layer in found:
             layer.execution = Execution.SIMULATE
         yield
-    finally:
-        for layer, execution in before.items():
-            layer.execution = execution

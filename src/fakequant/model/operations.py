@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from fakequant.model.prepare import evaluating
+from fakequant.distributed import refuse_sharded
+from fakequant.model.modes import evaluating
+from fakequant.model.tracing import traced_program
 from fakequant.nn.quantizer import quantizers
+from fakequant.restore import attributes_of, restore_after
 
 # Operations that an integer or low-precision unit would compute. All others are elementwise, normalisations or
 # reductions, which run in float on most engines.
+# Variants are known by their family: `_scaled_dot_product_flash_attention` is a `scaled_dot_product`.
 _PRODUCTS = frozenset(
     """
-    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution matmul mm bmm addmm
-    baddbmm addbmm einsum dot mv scaled_dot_product_attention embedding embedding_bag lstm gru rnn_tanh rnn_relu
-    bilinear _native_multi_head_attention
+    linear linear_cross_entropy conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    _convolution conv_tbc addmv addr _addmm_activation linalg_multi_dot linalg_matrix_power matrix_power einsum
+    tensordot dot vdot linalg_vecdot mv inner outer ger kron cdist _cdist_forward _euclidean_dist bilinear _trilinear
+    embedding embedding_bag _embedding_bag lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _native_multi_head_attention _transformer_encoder_layer_fwd flex_attention
     """.split()  # noqa: SIM905
 )
+_ATTENTION = ("scaled_dot_product", "flash_attention")
+_PRODUCT_FAMILIES = (*_ATTENTION, "grouped_mm", "scaled_mm", "scaled_grouped_mm")
+_PRODUCT_ENDINGS = ("mm", "matmul")
+_LOOKUPS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
 # Where a product's factors are among its tensors; the rest is a bias. All of them where nothing is said.
 _FACTORS = {
-    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d", "convolution"), slice(2)),
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d", "convolution", "conv_tbc"), slice(2)),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), slice(2)),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), slice(1, 3)),
+    **dict.fromkeys(("addmm", "addmv", "addr", "baddbmm", "addbmm", "_addmm_activation"), slice(1, 3)),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm", "_scaled_mm", "_scaled_grouped_mm"), slice(2)),
     "bilinear": slice(3),
+}
+
+
+def _along_last_axis(outputs: int, first: torch.Tensor, *_: torch.Tensor) -> int:
+    return outputs * first.shape[-1]
+
+
+def _attention(outputs: int, query: torch.Tensor, key: torch.Tensor, *_: torch.Tensor) -> int:
+    return (query.numel() + outputs) * key.shape[-2]
+
+
+def _recurrent(_: int, x: torch.Tensor, *others: torch.Tensor) -> int:
+    return x[..., 0].numel() * sum(weight.numel() for weight in others if weight.dim() == 2)
+
+
+# How many multiply-accumulates a product needs for so many outputs, where torch's counter does not know it.
+_COUNTS: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("outer", "ger", "kron", "addr"), lambda outputs, *_: outputs),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    "addmv": lambda outputs, _, matrix, *__: outputs * matrix.shape[-1],
+    "addbmm": lambda outputs, _, first, *__: outputs * first.shape[0] * first.shape[-1],
+    "bilinear": lambda outputs, _, __, weight, *___: outputs * weight[0].numel(),
+    "conv_tbc": lambda outputs, _, weight, *__: outputs * weight[..., 0].numel(),
 }
 # Operations that move values without computing: their output is quantized if their input is.
 _MOVES = frozenset(
@@ -50,6 +87,8 @@ class Operation:
         is_product: whether quantized hardware would compute it (convolutions, matrix products, attention, recurrence).
         float_inputs: how many of its float tensor inputs reach it unquantized.
         inputs: how many float tensor inputs it has.
+        multiplications: the multiply-accumulates of a product; 0 where its sizes depend on data, and for tables, which
+            are only read.
     """
 
     module: str
@@ -57,6 +96,7 @@ class Operation:
     is_product: bool
     float_inputs: int
     inputs: int
+    multiplications: int = 0
 
     @property
     def quantized(self) -> bool:
@@ -78,9 +118,10 @@ def operations(model: nn.Module, example: Any) -> list[Operation]:
     Raises:
         torch.export's errors: the model cannot be traced.
     """
+    refuse_sharded(model, "look into")
     args, kwargs = example_arguments(example)
     with _ranges_optional(model), evaluating(model), torch.no_grad():
-        program = torch.export.export(model, args, kwargs, strict=False)
+        program = traced_program(model, args, kwargs)
     activations = set(program.graph_signature.user_inputs)
     quantized: dict[fx.Node, bool] = {}
     found = []
@@ -98,7 +139,8 @@ def operations(model: nn.Module, example: Any) -> list[Operation]:
         if not operands:
             continue
         in_float = sum(not quantized[n] for n in operands)
-        found.append(Operation(_module(node), name, name in _PRODUCTS, in_float, len(operands)))
+        count = _multiplications(node) if is_product(name) else 0
+        found.append(Operation(_module(node), name, is_product(name), in_float, len(operands), count))
     return found
 
 
@@ -124,18 +166,39 @@ def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _ranges_optional(model: nn.Module) -> Iterator[None]:
     """A context in which uncalibrated quantizers take their range from the tensor, so that any model can be traced."""
     waiting = [quantizer for quantizer in quantizers(model).values() if quantizer.needs_calibration]
-    for quantizer in waiting:
-        quantizer.dynamic = True
-    try:
-        yield
-    finally:
+    with restore_after(attributes_of(waiting, "dynamic")):
         for quantizer in waiting:
-            quantizer.dynamic = False
+            quantizer.dynamic = True
+        yield
 
 
 def _name(node: fx.Node) -> str:
     packet = getattr(node.target, "overloadpacket", node.target)
     return getattr(packet, "__name__", str(packet)).rstrip("_")
+
+
+def is_product(name: str) -> bool:
+    """Whether an operation of that name is one that quantized hardware would compute."""
+    own = name.removeprefix("_")
+    return name in _PRODUCTS or own.startswith(_PRODUCT_FAMILIES) or own.endswith(_PRODUCT_ENDINGS)
+
+
+def _multiplications(node: fx.Node) -> int:
+    """The multiply-accumulates of a product, from the shapes that the trace has seen."""
+    name = _name(node)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    factors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    fixed = all(isinstance(size, int) for factor in factors for size in factor.shape)
+    if name in _LOOKUPS or not fixed or not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        output = node.target(*args, **kwargs)  # of fake tensors: only shapes are computed
+    if operations := counter.get_total_flops():
+        return operations // 2
+    first = output[0] if isinstance(output, (tuple, list)) else output
+    attends = name.removeprefix("_").startswith(_ATTENTION)
+    count = _attention if attends else _COUNTS.get(name, _along_last_axis)
+    return count(first.numel(), *factors)
 
 
 def _module(node: fx.Node) -> str:
@@ -164,7 +227,7 @@ def _operands(node: fx.Node, inputs: list[fx.Node], constants: set[fx.Node]) -> 
     are no tensors that an engine would quantize.
     """
     name = _name(node)
-    if name not in _PRODUCTS:
+    if not is_product(name):
         return [n for n in inputs if n not in constants]
     if name not in _FACTORS:
         return inputs

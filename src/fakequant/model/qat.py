@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from fakequant.distributed import is_data_parallel, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.batches import run_batch
 from fakequant.model.progress import track
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.model.weights import fresh_weight, note_weight, weighted_layers
 from fakequant.nn.quantizer import quantizers
+from fakequant.restore import attributes_of, restore_on_error, state_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -92,8 +95,9 @@ def scheduler(optimizer: Optimizer, schedule: Schedule, steps: int) -> LambdaLR:
 
 def freeze_batch_norm(model: nn.Module) -> None:
     """Put batch normalisations in eval mode, so that their statistics stay; call it after `model.train()`."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    found = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    with restore_on_error(attributes_of(found, "training")):
+        for module in found:
             module.eval()
 
 
@@ -107,30 +111,52 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
 
     Raises:
         ConfigError: LEARNED for a quantizer that has no range yet, or by a method that cannot serve its specification;
-            then none begins to learn.
+            then nothing is changed. LEARNED for a model that is wrapped in DistributedDataParallel or sharded by
+            fully_shard already.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> set_scales(model, Scales.LEARNED, "lsq")
     >>> model[0]._weight_quantizer.learned.method
     'lsq'
     """
+    with restore_on_error(state_of(quantizers(model).values())):
+        _set_scales(model, scales, method, options)
+
+
+def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[str, Any]) -> None:
+    static = [quantizer for quantizer in quantizers(model).values() if not quantizer.dynamic]
     if scales is not Scales.LEARNED:
         for quantizer in quantizers(model).values():
             quantizer.stop_learning()
-    for layer in model.modules():
-        quantizer = getattr(layer, "_weight_quantizer", None)
-        if not isinstance(layer, QuantizedLayer) or quantizer is None or quantizer.dynamic:
-            continue
-        if scales is Scales.EPOCH:
-            quantizer.reset()
-        if not quantizer.calibrated:
-            quantizer.freeze(layer.weight)
+    elif not all(quantizer.learned for quantizer in static):
+        _refuse_new_parameters(model)
+    _fix_weight_ranges(model, anew=scales is Scales.EPOCH)
     if scales is Scales.LEARNED:
-        static = [quantizer for quantizer in quantizers(model).values() if not quantizer.dynamic]
-        for quantizer in static:
-            quantizer.prepare_learning(method, **options)
         for quantizer in static:
             quantizer.learn(method, **options)
+
+
+def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
+    """Take static ranges of weights that have none yet, or all of them anew, from the weights as they are now."""
+    for name, layer in weighted_layers(model).items():
+        quantizer = layer._weight_quantizer
+        if quantizer is None or quantizer.dynamic:
+            continue
+        if anew:
+            quantizer.reset()
+        if not quantizer.calibrated:
+            quantizer.freeze(whole(fresh_weight(layer, name)))
+            note_weight(layer)
+
+
+def _refuse_new_parameters(model: nn.Module) -> None:
+    """Raise where gradients of new parameters would not be summed over the processes that train the model."""
+    refuse_sharded(model, "call set_scales(LEARNED) on")
+    if is_data_parallel(model):
+        raise ConfigError(
+            "learned scales are parameters, and DistributedDataParallel knows only those that the model had when it "
+            "was wrapped; call set_scales(LEARNED) before, on the model that is wrapped"
+        )
 
 
 @dataclass(frozen=True)
@@ -165,25 +191,32 @@ class Options:
 def finetune(
     model: nn.Module,
     batches: Iterable[Any],
-    loss: Loss,
+    loss: Loss | None,
     schedule: Schedule,
     options: Options | None = None,
+    *,
+    targets: str = "labels",
 ) -> list[float]:
     """Fine-tune a calibrated model with fake quantization in its graph.
 
     Args:
-        model: a prepared and calibrated model; trained in place, left in eval mode.
-        batches: tuples of inputs with the targets as the last item, iterated once per epoch. For other kinds of
-            batches write your own loop around `scheduler`, `freeze_batch_norm` and `set_scales`.
-        loss: called as loss(outputs, targets), for example `nn.functional.cross_entropy`.
+        model: a prepared and calibrated model; trained in place, left in eval mode. After an error or an interrupt,
+            what was trained so far stays, and every module is in the mode that it was in before.
+        batches: tuples of inputs with the targets as the last item, or mappings of keyword arguments with the targets
+            among them, as from a tokenizer of Hugging Face; iterated once per epoch. For other kinds of batches write
+            your own loop around `scheduler`, `freeze_batch_norm` and `set_scales`.
+        loss: called as loss(outputs, targets), for example `nn.functional.cross_entropy`. None takes the loss that the
+            model computes itself: `outputs.loss`, or `outputs["loss"]`; then the model gets the targets too.
         schedule: epochs and learning rates.
         options: scales, batch normalisation, optimizer, callback.
+        targets: the key of the targets in mappings.
 
     Returns:
         The mean loss of every epoch.
 
     Raises:
-        ConfigError: the model has no quantizers, or the loss became NaN or infinite (names the epoch).
+        ConfigError: the model has no quantizers; a batch holds no targets; with loss=None, the model returned no loss;
+            or the loss became NaN or infinite (names the epoch).
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 1)), presets.INT8)
     >>> batches = [(torch.ones(8, 4), torch.zeros(8, 1))]
@@ -195,26 +228,53 @@ def finetune(
     options = options or Options()
     if not quantizers(model):
         raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
-    set_scales(model, options.scales, options.method, **options.method_options)
-    optimizer = options.optimizer([p for p in model.parameters() if p.requires_grad])
-    history: list[float] = []
-    for epoch in range(schedule.epochs):
-        model.train()
-        if epoch >= options.freeze_batch_norm_after * schedule.epochs:
-            freeze_batch_norm(model)
-        if epoch and options.scales is Scales.EPOCH:
-            set_scales(model, options.scales)
-        history.append(_epoch(model, batches, loss, optimizer, (schedule, epoch, options.progress)))
-        if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
-            break
-    model.eval()
+    with restore_on_error(attributes_of(model.modules(), "training")):
+        set_scales(model, options.scales, options.method, **options.method_options)
+        optimizer = options.optimizer([p for p in model.parameters() if p.requires_grad])
+        history: list[float] = []
+        for epoch in range(schedule.epochs):
+            model.train()
+            if epoch >= options.freeze_batch_norm_after * schedule.epochs:
+                freeze_batch_norm(model)
+            if epoch and options.scales is Scales.EPOCH:
+                set_scales(model, options.scales)
+            measure = partial(_loss, model, loss=loss, targets=targets)
+            history.append(_epoch(batches, measure, optimizer, (schedule, epoch, options.progress)))
+            if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
+                break
+        model.eval()
     return history
 
 
+def _loss(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str) -> Tensor:
+    """The loss of one batch."""
+    if loss is None:
+        outputs = run_batch(model, batch)
+        value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"loss=None takes the loss that the model returns, but its output of type {type(outputs).__name__} has "
+                "none; give the model its targets in the batch, or give loss="
+            )
+        return value
+    if isinstance(batch, Mapping):
+        if targets not in batch:
+            raise ConfigError(
+                f"a batch has no targets {targets!r} for the loss, only {', '.join(map(str, batch))}; "
+                "give their key as targets="
+            )
+        return loss(run_batch(model, {key: x for key, x in batch.items() if key != targets}), batch[targets])
+    if not isinstance(batch, (tuple, list)) or not batch:
+        raise ConfigError(
+            f"a batch is of type {type(batch).__name__}, and the loss needs targets; give tuples with the targets as "
+            f"the last item, or mappings with the key {targets!r}"
+        )
+    return loss(run_batch(model, tuple(batch[:-1]), known=len(batch) - 1), batch[-1])
+
+
 def _epoch(
-    model: nn.Module,
     batches: Iterable[Any],
-    loss: Loss,
+    measure: Callable[[Any], Tensor],
     optimizer: Optimizer,
     when: tuple[Schedule, int, bool | None],
 ) -> float:
@@ -228,7 +288,7 @@ def _epoch(
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr(done)
         optimizer.zero_grad(set_to_none=True)
-        value = loss(run_batch(model, tuple(batch[:-1]), known=len(batch) - 1), batch[-1])
+        value = measure(batch)
         value.backward()
         optimizer.step()
         losses.append(value.detach())

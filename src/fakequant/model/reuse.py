@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.pairs import Add, MatMul
 from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.restore import restore_after
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -56,13 +57,14 @@ class ReusedOutputs:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        try:
+        with restore_after(self._unwatch):
             for module, forward in self._modules.items():
                 module.forward = self._watched(module, forward)
             yield
-        finally:
-            for module in self._modules:
-                del module.__dict__["forward"]
+
+    def _unwatch(self) -> None:
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
 
     def _watched(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         own = [child for child in module.children() if isinstance(child, Quantizer)]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from fakequant.model.operations import Operation, unquantized
+from fakequant.model.calls import layers_called, weight_readers
+from fakequant.model.modes import disabled, evaluating
+from fakequant.model.operations import Operation, example_arguments, unquantized
+from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
@@ -25,6 +30,15 @@ class LayerSummary:
     execution: str = "simulate"
     why_simulated: str | None = None
     """Why a layer that was told to multiply codes is simulated."""
+    why_never_called: str | None = None
+    """Why the model does not call the layer with the example, if there is one."""
+
+    @property
+    def state(self) -> str:
+        """In one word or two, for the table."""
+        if self.why_never_called is not None:
+            return "never called"
+        return "ready" if self.calibrated else "not calibrated"
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,7 @@ class Summary:
                 ", ".join(text for name, text in layer.quantizers.items() if name != "_weight_quantizer") or "float",
                 layer.quantizers.get("_weight_quantizer", "float" if layer.has_weight else ""),
                 layer.execution,
-                "ready" if layer.calibrated else "not calibrated",
+                layer.state,
             )
             for layer in self.layers
         ]
@@ -61,6 +75,11 @@ class Summary:
             f"{layer.name or '(model)'} is simulated: {layer.why_simulated}"
             for layer in self.layers
             if layer.why_simulated
+        ]
+        lines += [
+            f"{layer.name or '(model)'} is never called with this example: {layer.why_never_called}"
+            for layer in self.layers
+            if layer.why_never_called is not None
         ]
         lines.append(f"weights: {self.bytes_float:,} bytes in float, {self.bytes_quantized:,} quantized")
         if self.left is not None:
@@ -76,7 +95,7 @@ def summary(model: nn.Module, example: Any = None) -> Summary:
     Args:
         model: a prepared model.
         example: an input, a tuple or a dict of inputs; with it the model is traced and the operations that were left
-            unquantized are listed.
+            unquantized are listed, and layers that it does not call are told; their weights count as float.
 
     >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))
     layer  type    input            weight               execution  state
@@ -84,26 +103,50 @@ def summary(model: nn.Module, example: Any = None) -> Summary:
     0      Linear  int8 per_tensor  int8 per_channel(0)  simulate   not calibrated
     weights: 80 bytes in float, 32 quantized
     """
-    layers = [_layer_summary(name, layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)]
+    warn_stale_scales(model)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
     left = None if example is None else unquantized(model, example)
-    return Summary(layers, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model))
+    idle = {} if example is None else _never_called(model, example)
+    rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]
+    return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle))
 
 
-def parameter_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of all parameters as they are, and with quantized weights as codes; tied ones count once."""
+def _never_called(model: nn.Module, example: Any) -> dict[nn.Module, str]:
+    """The quantized layers that a run of the example does not call, and why."""
+    args, kwargs = example_arguments(example)
+    layers = {layer for layer in model.modules() if isinstance(layer, QuantizedLayer)}
+    with evaluating(model), disabled(model), torch.no_grad():
+        idle = layers - layers_called(model, lambda: model(*args, **kwargs))
+        readers = weight_readers(model, lambda: model(*args, **kwargs)) if idle else {}
+    return {
+        layer: f"{readers[layer] or 'the model'} uses its weight in float" if layer in readers else "nothing uses it"
+        for layer in idle
+    }
+
+
+def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tuple[int, int]:
+    """Bytes of all parameters as they are, and with quantized weights as codes; tied ones count once.
+
+    Args:
+        model: a prepared model.
+        unused: layers whose quantizers are not used, so that their weights stay in float.
+    """
     bits = {
-        layer.weight: quantizer.spec.format.bits
+        weight: quantizer.spec.format.bits
         for layer in model.modules()
         if isinstance(layer, QuantizedLayer)
+        and layer not in unused
         and (quantizer := getattr(layer, "_weight_quantizer", None)) is not None
         and quantizer.mode is Mode.QUANTIZE
+        # Not `layer.weight`: a computed one is no parameter, and may change when it is read.
+        and (weight := layer._parameters.get("weight")) is not None
     }
     now = sum(p.numel() * p.element_size() for p in model.parameters())
     coded = sum(p.numel() * bits.get(p, 8 * p.element_size()) for p in model.parameters())
     return now, coded // 8
 
 
-def _layer_summary(name: str, layer: QuantizedLayer) -> LayerSummary:
+def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | None) -> LayerSummary:
     held: dict[str, Quantizer] = {
         attribute: quantizer
         for attribute in type(layer).quantizer_names()
@@ -119,4 +162,5 @@ def _layer_summary(name: str, layer: QuantizedLayer) -> LayerSummary:
         type(layer).output_channels is not None,
         "integer" if told and why is None else "simulate",
         why,
+        why_never_called,
     )

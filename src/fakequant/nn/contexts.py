@@ -9,20 +9,17 @@ from torch import nn
 
 from fakequant.nn.quantizer import Kind, quantizers
 from fakequant.nn.weight_cache import WeightCache, counting_optimizer_steps
+from fakequant.restore import attributes_of, restore_after, state_of
 
 
 @contextmanager
 def fixed_ranges(model: nn.Module) -> Iterator[None]:
     """A context in which learned ranges are constants, as exporters need them; then they are learned again."""
-    learned = [(quantizer, quantizer.learned) for quantizer in quantizers(model).values()]
-    try:
-        for quantizer, _ in learned:
+    learned = [quantizer for quantizer in quantizers(model).values() if quantizer.learned is not None]
+    with restore_after(state_of(learned)):
+        for quantizer in learned:
             quantizer.stop_learning()
         yield
-    finally:
-        for quantizer, what in learned:
-            if what is not None:
-                quantizer.attach_learned(what)
 
 
 @contextmanager
@@ -48,12 +45,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     True
     """
     found = [quantizer for quantizer in quantizers(model).values() if quantizer.kind is Kind.WEIGHT]
-    before = [quantizer._cache for quantizer in found]
-    with counting_optimizer_steps():
-        try:
-            for quantizer in found:
-                quantizer._cache = WeightCache()
-            yield
-        finally:
-            for quantizer, cache in zip(found, before, strict=True):
-                quantizer._cache = cache
+    with counting_optimizer_steps(), restore_after(attributes_of(found, "_cache")):
+        for quantizer in found:
+            quantizer._cache = WeightCache()
+        yield

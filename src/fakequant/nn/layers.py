@@ -3,9 +3,6 @@
 A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
 own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here; those of
 pooling are in `pooling.py`.
-
-A class that defines `forward_after_relu` beside its `forward` is spared ReLUs, see `sequential.py`. It returns a tensor
-that nobody else has.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 from fakequant.errors import ConfigError
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
+from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.pairs import Add, MatMul
 from fakequant.nn.quantizer import Quantizer
 
@@ -68,39 +66,18 @@ class QuantizedLayer(nn.Module):
         quantizer = self._weight_quantizer
         return self.weight if quantizer is None else quantizer(self.weight)
 
-    def integer_product(
-        self, x: Tensor, other: Tensor, bias: Tensor | None = None, *, relu: bool = False
-    ) -> Tensor | None:
+    def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """The output as a product of codes, plus bias; None where the layer is to be simulated.
 
         Args:
             x: the input.
             other: the weight, or the other input.
             bias: of a layer with a weight.
-            relu: whether the ReLU of the input is multiplied; see `sequential.py`.
         """
-        if self.execution is Execution.SIMULATE or self.product is None:
+        # Compilers and exporters cannot look into integer products: they get the simulated layer.
+        if self.execution is Execution.SIMULATE or self.product is None or torch.compiler.is_compiling():
             return None
-        if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():  # exporters are shown the simulated layer
-                return None
-            # Imported here, because it imports torch's compiler.
-            from fakequant.nn.compiled_product import multiply
-
-            return multiply(self.product, self, x, other, bias)
-        return self.product(self, x, other, bias, relu=relu)
-
-    def product_form(self, specs: list[str], windows: tuple[Any, ...]) -> str:
-        """The product as text for compiled graphs, see `compiled_product.form_of`.
-
-        Args:
-            specs: of its quantizers, as text.
-            windows: see `IntegerProduct.windows`. The layer tells both, but only what is given as an argument is
-                guarded: a graph is compiled again when it changes.
-        """
-        from fakequant.nn.compiled_product import form_of
-
-        return "" if self.product is None else form_of(self, self.product)
+        return self.product(self, x, other, bias)
 
     def why_simulated(self, execution: Execution | None = None) -> str | None:
         """Why the layer, told so (by default what it is told), is simulated whatever its input; None if it is not."""
@@ -108,48 +85,54 @@ class QuantizedLayer(nn.Module):
             return f"there is no integer product for {type(self).float_class.__name__}"
         return self.product.why_simulated(self, execution or self.execution)
 
-    def quantized_input(self, x: Tensor, *, relu: bool = False) -> Tensor:
-        """The first input, or its ReLU, as the operation sees it."""
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """The first input as the operation sees it."""
         quantizer = self._input_quantizer
-        if quantizer is None:
-            return x
-        return quantizer.after_relu(x) if relu else quantizer(x)
+        return x if quantizer is None else quantizer(x)
 
 
 _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
+_named_layers: dict[str, type[QuantizedLayer]] = {}
 LayerClass = TypeVar("LayerClass", bound=type[QuantizedLayer])
 
 
-def quantizes(float_class: type[nn.Module]) -> Callable[[LayerClass], LayerClass]:
+def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], LayerClass]:
     """Register a class as the quantized form of a float layer.
+
+    Args:
+        float_class: the layer's class; or, for a layer of a package that need not be installed, its full name. Then the
+            quantized class does not derive from it: `prepare` combines both when it meets the layer.
 
     Raises:
         ConfigError: the class is not a subclass of the float layer, or lacks the axis of an input.
 
     >>> class Scaled(torch.nn.Linear):
-    ...     "A layer of your own, which `prepare` leaves in float."
+    ...     "Its forward is its own, so that `prepare` leaves it in float."
+    ...     def forward(self, input):
+    ...         return 2 * super().forward(input)
     >>> @quantizes(Scaled)
-    ... class QuantScaled(QuantLinear, Scaled):
-    ...     pass
+    ... class QuantScaled(Scaled, QuantLinear):
+    ...     "Scaled, on top of a quantized Linear."
     >>> prepare(torch.nn.Sequential(Scaled(4, 4)), "INT8")[0].__class__.__name__
     'QuantScaled'
     >>> del _layers[Scaled]  # of the example only
     """
 
     def register(quantized: LayerClass) -> LayerClass:
-        if float_class not in quantized.__mro__:
-            raise ConfigError(
-                f"{quantized.__name__} must be a subclass of {float_class.__name__}, so that models keep working"
-            )
-        if float_class in _layers:
-            raise ConfigError(f"{float_class.__name__} already becomes {_layers[float_class].__name__}")
+        table: dict[Any, type[QuantizedLayer]] = _named_layers if isinstance(float_class, str) else _layers
+        name = float_class if isinstance(float_class, str) else float_class.__name__
+        if not isinstance(float_class, str) and float_class not in quantized.__mro__:
+            raise ConfigError(f"{quantized.__name__} must be a subclass of {name}, so that models keep working")
+        if float_class in table:
+            raise ConfigError(f"{name} already becomes {table[float_class].__name__}")
         if len(quantized.inputs) > len(quantized.input_reductions):
             raise ConfigError(
                 f"{quantized.__name__} has {len(quantized.inputs)} inputs, but input_reductions has "
                 f"{len(quantized.input_reductions)}: name the axis of every input that the product sums over"
             )
-        quantized.float_class = float_class
-        _layers[float_class] = quantized
+        if not isinstance(float_class, str):
+            quantized.float_class = float_class
+        table[float_class] = quantized
         return quantized
 
     return register
@@ -160,57 +143,57 @@ def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
     return dict(_layers)
 
 
-class _QuantProduct(QuantizedLayer):
-    def forward(self, input: Tensor) -> Tensor:
-        return self._product(input)
-
-    def forward_after_relu(self, input: Tensor) -> Tensor:
-        return self._product(input, relu=True)
-
-    def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
-        raise NotImplementedError
+def registered(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
+    """What was registered for exactly this class, by itself or by its full name."""
+    return _layers.get(cls) or _named_layers.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 @quantizes(nn.Linear)
-class QuantLinear(_QuantProduct, nn.Linear):
+class QuantLinear(QuantizedLayer, nn.Linear):
     """Linear with quantized input [..., in] and weight [out, in]."""
 
     product = LinearProduct()
 
-    def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
-        if (y := self.integer_product(input, self.weight, self.bias, relu=relu)) is not None:
-            return y
-        return F.linear(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        if self.execution is not Execution.SIMULATE:  # asked here, because a computed weight is computed when read
+            y = self.integer_product(input, self.weight, self.bias)
+            if y is not None:
+                return y
+        return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
 class OverPlaces(QuantizedLayer):
     """What layers share whose input [n, channels, ...] has places, and whose axis n may be missing."""
 
-    def quantized_input(self, x: Tensor, *, relu: bool = False) -> Tensor:
+    def quantized_input(self, x: Tensor) -> Tensor:
         """With an axis n of one where it is missing: a learned step counts what shares it in an example."""
         if not self._is_one_example(x):
-            return super().quantized_input(x, relu=relu)
-        return super().quantized_input(x.unsqueeze(0), relu=relu).squeeze(0)
+            return super().quantized_input(x)
+        return super().quantized_input(x.unsqueeze(0)).squeeze(0)
 
     def _is_one_example(self, x: Tensor) -> bool:
         # Channels are the first axis then, and `input_reductions` counts theirs from the end.
         return x.dim() == -self.input_reductions[0]
 
 
-class _QuantConv(OverPlaces, _QuantProduct):
+class _QuantConv(OverPlaces):
     weight_reduction: ClassVar[int] = 1
     product = ConvolutionProduct()
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-    def _product(self, input: Tensor, *, relu: bool = False) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
         if self._is_one_example(input):
-            # The ReLU first: of a tensor with another axis it may lie otherwise, and gradients be rounded so.
-            x = torch.relu(input) if relu else input
-            return self._product(x.unsqueeze(0)).squeeze(0)
-        if (y := self.integer_product(input, self.weight, self.bias, relu=relu)) is not None:
-            return y
-        return self._conv_forward(self.quantized_input(input, relu=relu), self.quantized_weight(), self.bias)
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        if self.execution is not Execution.SIMULATE:  # as in QuantLinear
+            y = self.integer_product(input, self.weight, self.bias)
+            if y is not None:
+                return y
+        return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
 @quantizes(nn.Conv1d)
@@ -260,10 +243,9 @@ class _QuantConvTranspose(OverPlaces):
     weight_reduction: ClassVar[int] = 0
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, output_size)
         return conv_transpose(self, self.quantized_input(input), self.quantized_weight(), output_size)
-
-    def forward_after_relu(self, input: Tensor) -> Tensor:
-        return conv_transpose(self, self.quantized_input(input, relu=True), self.quantized_weight(), None)
 
 
 @quantizes(nn.ConvTranspose1d)
@@ -308,6 +290,8 @@ class QuantEmbedding(QuantizedLayer, nn.Embedding):
             )
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
         return F.embedding(
             input,
             self.quantized_weight(),
@@ -324,6 +308,8 @@ class _QuantPair(QuantizedLayer):
     _other_quantizer: Quantizer | None
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, other)
         other = other if self._other_quantizer is None else self._other_quantizer(other)
         return super().forward(self.quantized_input(input), other)
 
@@ -336,6 +322,8 @@ class QuantMatMul(_QuantPair, MatMul):
     product = MatMulProduct()
 
     def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, other)
         if (y := self.integer_product(input, other)) is not None:
             return y
         return super().forward(input, other)

@@ -17,45 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError, nearest
+from fakequant.nn.precise import QuantizerPart
 from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.floats import power_of_two
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams, compute_dtype, is_at_hand
+from fakequant.numerics.qparams import QParams, is_at_hand
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops import library
 from fakequant.ops.direct import fake_quantize_by_step, fake_quantize_directly
-
-
-class PreciseModule(nn.Module):
-    """A module whose own tensors keep their precision in a half-precision model and take their shape from a state."""
-
-    def _own(self) -> dict[str, Tensor | None]:
-        return {**self._parameters, **self._buffers}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreciseModule:
-        """Move with the model, but in float32 at least: a float16 scale would change every code."""
-        # Detached, because a parameter is converted in place.
-        before = {name: value.detach() for name, value in self._own().items() if value is not None}
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = getattr(self, name)
-            dtype = compute_dtype(new.dtype) if old.is_floating_point() else old.dtype
-            if new.dtype != dtype and old.device.type != "meta":
-                restored = old.to(new.device, dtype)
-                if isinstance(new, nn.Parameter):
-                    new.data = restored
-                else:
-                    setattr(self, name, restored)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Accept tensors that this module does not have yet, or has in another shape."""
-        for name, own in self._own().items():
-            given = state_dict.get(prefix + name)
-            if given is not None and (own is None or own.shape != given.shape):
-                fresh = torch.empty_like(given, device=given.device if own is None else own.device)
-                setattr(self, name, nn.Parameter(fresh) if name in self._parameters else fresh)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: bool) -> int:
@@ -83,7 +52,7 @@ def straight_through(value: Tensor, parameter: Tensor, factor: float | Tensor = 
     return value.detach() + (parameter - parameter.detach()) * factor
 
 
-class LearnedRange(PreciseModule, ABC):
+class LearnedRange(QuantizerPart, ABC):
     """Parameters that training moves, and the scale and zero point that follow from them.
 
     Parameters are None until `start` or a state dict sets them.
@@ -291,8 +260,9 @@ class LSQPlus(LSQ):
 
     def start(self, params: QParams) -> None:
         super().start(QParams(params.scale))
-        if params.zero_point is not None:
-            self._set(offset=-params.zero_point.to(params.scale.dtype) * params.scale)
+        if not self.spec.symmetric:
+            code = torch.zeros_like(params.scale) if params.zero_point is None else params.zero_point
+            self._set(offset=-code.to(params.scale.dtype) * params.scale)
 
     def qparams(self, elements: int) -> QParams:
         scale = super().qparams(elements).scale

@@ -7,16 +7,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fakequant.nn.layers import OverPlaces, quantizes
+from fakequant.nn.leaf import Proxy, as_leaf
 
 
 class _QuantPool(OverPlaces):
     output_channels: ClassVar[int | None] = None
 
     def forward(self, input: Tensor) -> Any:
-        return super().forward(self.quantized_input(input))
-
-    def forward_after_relu(self, input: Tensor) -> Any:
-        return super().forward(self.quantized_input(input, relu=True))
+        return as_leaf(self, input) if isinstance(input, Proxy) else super().forward(self.quantized_input(input))
 
 
 @quantizes(nn.MaxPool1d)

@@ -13,18 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator
+from fakequant.distributed import whole
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as qparams_of_tensor
-from fakequant.nn.learned import LearnedRange, PreciseModule, learned_ranges, make_learned_range, shared_by
+from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
+from fakequant.nn.precise import QuantizerPart
 from fakequant.nn.weight_cache import WeightCache
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams, Range
+from fakequant.numerics.qparams import QParams, Range, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
 from fakequant.ops.direct import encode_directly, fake_quantize_directly
-from fakequant.ops.kept import Kept
-from fakequant.ops.rectified import fake_quantize_relu
+from fakequant.ops.kept import keep_codes
+from fakequant.restore import restore_on_error, state_of
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +68,7 @@ class Kind(Enum):
     """A parameter: until calibration fixes the range, it is that of the parameter at each call."""
 
 
-class Quantizer(PreciseModule):
+class Quantizer(QuantizerPart):
     """Fake-quantizes one tensor of a model, with parameters that calibration, a checkpoint or training sets.
 
     Args:
@@ -87,6 +90,8 @@ class Quantizer(PreciseModule):
 
     scale: Tensor | None
     zero_point: Tensor | None
+    fitted_to: Tensor | None = None
+    """Of the weight for which the parameters were set, the largest magnitude per group; see `model/weights.py`."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()
@@ -98,6 +103,7 @@ class Quantizer(PreciseModule):
         self.calibrator: Calibrator | None = None
         self._method = ""
         self._cache: WeightCache | None = None
+        self.fitted_to = None
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
 
@@ -126,7 +132,7 @@ class Quantizer(PreciseModule):
     def forward(self, x: Tensor) -> Tensor:
         """x, observed or fake-quantized as the mode says; shape and dtype stay."""
         if self.mode is not Mode.QUANTIZE:
-            if self.mode is Mode.OBSERVE:
+            if self.mode is Mode.OBSERVE and (self.kind is Kind.INPUT or not self._knows_weight()):
                 self.observe(x)
             return x
         scale = self._buffers["scale"]
@@ -134,6 +140,8 @@ class Quantizer(PreciseModule):
             y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"])
             if y is not None:
                 return y
+        if isinstance(x, Proxy):
+            return as_leaf(self, x)
         if (fixed := self._fixed(x)) is not None:
             if self._cache is not None and (kept := self._cache.quantize(x, fixed, self.spec)) is not None:
                 return kept
@@ -142,38 +150,28 @@ class Quantizer(PreciseModule):
             if self._cache is not None and (kept := self._cache.quantize(x, None, self.spec)) is not None:
                 return kept
             return library.fake_quantize_dynamic(x, self.spec)
+        return self._by_learned(x)
+
+    def _by_learned(self, x: Tensor) -> Tensor:
         learned = self.learned
         if learned is None:
             return library.fake_quantize(x, self.qparams(x), self.spec)
         y = learned.fake_quantize_in_one_call(x, examples=self.kind is Kind.INPUT)
         return learned.fake_quantize(x, self.qparams(x)) if y is None else y
 
-    def after_relu(self, x: Tensor) -> Tensor:
-        """`self(torch.relu(x))` by fixed parameters, in one pass over memory where that can be; see `sequential.py`."""
-        scale = self._buffers["scale"]
-        assert scale is not None
-        y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"], relu=True)
-        return fake_quantize_relu(x, self.qparams(x), self.spec) if y is None else y
-
-    def codes(self, x: Tensor, *, relu: bool, mask: bool) -> tuple[Kept, QParams] | None:
-        """The codes of x, or of its ReLU, and the parameters; None where `ops.kept` must find them.
-
-        They are those kept (`cached_weights`), or found by fixed parameters in one operator.
-        """
+    def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
+        """The codes [shape of x] and the parameters, without gradients; None if x holds NaN, which has no code."""
         cache = self._cache if self.learned is None else None
-        if cache is not None and (kept := cache.encode(x, self._fixed(x), self.spec)) is not None:
-            return kept
-        # Not by `_fixed`, which asks whether somebody watches, as the operator does: 1.2 of 11 us.
-        if self.dynamic or (scale := self._buffers["scale"]) is None:
-            return None
-        params = QParams(scale, self._buffers["zero_point"])
-        if torch.is_grad_enabled():
-            if library.are_learned(params):
-                return None
-            if _group_shape(self.spec.granularity, x.shape) != scale.shape:
-                params = self._fitted(params, x)  # the backward pass takes them in the shape that broadcasts
-        found = encode_directly(x, self.spec, params.scale, params.zero_point, relu=relu, mask=mask)
-        return None if found is None else (found, params)
+        if cache is not None and (cached := cache.encode(x, self._fixed(x), self.spec)) is not None:
+            return cached
+        if not self.dynamic and (scale := self._buffers["scale"]) is not None:
+            params = QParams(scale, self._buffers["zero_point"])
+            codes = encode_directly(x, self.spec, *params[:2])
+            if codes is not None:
+                return codes, params
+        params = self.qparams(x)
+        codes = keep_codes(x, params, self.spec)
+        return None if codes is None else (codes, params)
 
     def _fixed(self, x: Tensor) -> QParams | None:
         """The parameters for x if nothing moves them."""
@@ -210,15 +208,19 @@ class Quantizer(PreciseModule):
 
     def _fitted(self, params: QParams, x: Tensor) -> QParams:
         """Parameters in the shape that broadcasts with x."""
-        groups = self.spec.granularity.group_shape(x.shape)
-        if groups == tuple(params.scale.shape):
+        groups = self.spec.granularity.group_shape(shape_of(x))
+        if groups == tuple(shape_of(params.scale)):
             return params
         if params.scale.numel() == 1 == math.prod(groups):  # one scale fits tensors of any rank
             zero_point = None if params.zero_point is None else params.zero_point.reshape(groups)
             return QParams(params.scale.reshape(groups), zero_point)
+        cure = "calibrate it on tensors of that shape"
+        if self.kind is Kind.WEIGHT:
+            cure = "the weight changed its shape since then: call fakequant.calibrate(model, pattern="
+            cure += f"{self.name or '*_weight_quantizer'!r}), which needs no batches"
         raise ShapeError(
             f"the quantizer {self.name or self} has a scale of shape {list(params.scale.shape)}, which does not fit "
-            f"{self.spec.granularity} on a tensor of shape {list(x.shape)}; calibrate it on tensors of that shape"
+            f"{self.spec.granularity} on a tensor of shape {list(x.shape)}; {cure}"
         )
 
     def _current(self, elements: int = 1) -> QParams:
@@ -237,11 +239,13 @@ class Quantizer(PreciseModule):
 
     def set_qparams(self, params: QParams) -> None:
         """Set scale and zero point; what is learned starts again from there."""
-        if self.learned is not None:
-            self.learned.start(params)
-            return
-        self.scale = params.scale.detach().clone()
-        self.zero_point = None if params.zero_point is None else params.zero_point.detach().clone()
+        with restore_on_error(state_of([self])):
+            self.fitted_to = None
+            if self.learned is not None:
+                self.learned.start(params)
+                return
+            self.scale = params.scale.detach().clone()
+            self.zero_point = None if params.zero_point is None else params.zero_point.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
         """Fix the parameters as they are for x now."""
@@ -250,7 +254,7 @@ class Quantizer(PreciseModule):
     def reset(self) -> None:
         """Forget the parameters."""
         self._take_away_learned()
-        self.scale = self.zero_point = None
+        self.scale = self.zero_point = self.fitted_to = None
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
         """Make the range something that training moves, beginning where it is now.
@@ -272,22 +276,18 @@ class Quantizer(PreciseModule):
         >>> [name for name, _ in quantizer.named_parameters()]
         ['lsq.step']
         """
-        learned = self.prepare_learning(method, **options)
-        if self.learned is not None and (self._method, self.learned.options()) == (method, learned.options()):
-            return
-        with torch.no_grad():
-            learned.start(self._current())
-        self.attach_learned(learned)
-
-    def prepare_learning(self, method: str, **options: Any) -> LearnedRange:
-        """What `learn` would attach, without parameters yet, called and refused like it; nothing is changed."""
         name = self.name or str(self)
         if self.dynamic:
             raise ConfigError(f"the quantizer {name} is dynamic: its range comes from every tensor anew")
         if not self.calibrated:
             raise ConfigError(f"the quantizer {name} has no range to learn; calibrate it first")
         with self._named_errors():
-            return make_learned_range(method, self.spec, **options)
+            learned = make_learned_range(method, self.spec, **options)
+        if self.learned is not None and (self._method, self.learned.options()) == (method, learned.options()):
+            return
+        with torch.no_grad(), restore_on_error(state_of([self])):
+            learned.start(self._current())
+            self.attach_learned(learned)
 
     def attach_learned(self, learned: LearnedRange) -> None:
         """Learn by an object that has its parameters, or gets them from a state dict."""
@@ -301,8 +301,9 @@ class Quantizer(PreciseModule):
             return
         with torch.no_grad():
             scale, zero_point = self._current()[:2]
-        self._take_away_learned()
-        self.set_qparams(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
+        with restore_on_error(state_of([self])):
+            self._take_away_learned()
+            self.set_qparams(QParams(scale, None if zero_point is None else zero_point.to(torch.int32)))
 
     def _take_away_learned(self) -> None:
         self._modules.pop(self._method, None)
@@ -318,9 +319,13 @@ class Quantizer(PreciseModule):
         try:
             if self.calibrator is None:
                 raise CalibrationError("in mode OBSERVE without a calibrator; call fakequant.calibrate")
-            self.calibrator.observe(x)
+            self.calibrator.observe(x if type(x) is Tensor else whole(x))
         except (CalibrationError, ConfigError, ShapeError) as error:
             raise self._named(error) from error
+
+    def _knows_weight(self) -> bool:
+        """Whether the calibrator has seen the weight: it comes with every batch, and counts once."""
+        return self.calibrator is not None and self.calibrator.observed
 
     def observed_range(self) -> Range:
         """The range that the calibrator finds for what it was shown."""
@@ -347,6 +352,7 @@ class Quantizer(PreciseModule):
             self.attach_learned(make_learned_range(stated[0], self.spec))
         elif prefix + "scale" in state_dict:
             self._take_away_learned()
+            self.fitted_to = None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:

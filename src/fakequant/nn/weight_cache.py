@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from fakequant.functional import choose_qparams
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops.kept import Kept, give, keep, keep_codes
 from fakequant.ops.library import is_watched
+from fakequant.restore import restore_after
 
 _optimizer_steps = 0
 
@@ -27,21 +29,23 @@ def counting_optimizer_steps() -> Iterator[None]:
         global _optimizer_steps
         _optimizer_steps += 1
 
-    handle = register_optimizer_step_post_hook(count)
-    try:
+    handles: list[RemovableHandle] = []
+    with restore_after(lambda: [handle.remove() for handle in handles]):
+        handles.append(register_optimizer_step_post_hook(count))
         yield
-    finally:
-        handle.remove()
 
 
 class _Entry(NamedTuple):
     state: tuple[Any, ...]
     held: tuple[Any, ...]
     """The tensors and their memory: freed, they could come back with other values at the same address."""
-    kept: Kept
+    values: Tensor
+    """The quantized values, or the codes."""
     version: int
+    kept: Kept | None
+    """The values with their mask; None for codes."""
     params: QParams | None
-    """By which it was quantized; None if that is not asked for."""
+    """By which codes were found; None for values."""
 
 
 class WeightCache:
@@ -60,14 +64,14 @@ class WeightCache:
     def quantize(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> Tensor | None:
         """What `library.fake_quantize` returns, or `fake_quantize_dynamic` without parameters; None if not kept."""
         entry = self._entry_of(x, params, spec, codes=False)
-        return None if entry is None else give(x, entry.kept)
+        return None if entry is None or entry.kept is None else give(x, entry.kept)
 
-    def encode(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> tuple[Kept, QParams] | None:
+    def encode(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> tuple[Tensor, QParams] | None:
         """The codes of x and the parameters, by default those that x gives; None if not kept."""
         entry = self._entry_of(x, params, spec, codes=True)
         if entry is None or entry.params is None:
             return None
-        return entry.kept, entry.params
+        return entry.values, entry.params
 
     def _entry_of(self, x: Tensor, params: QParams | None, spec: QuantSpec, *, codes: bool) -> _Entry | None:
         tensors = (x,) if params is None else (x, params.scale, params.zero_point)
@@ -76,23 +80,24 @@ class WeightCache:
         if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # their writes are not counted
             return None
         state = (_optimizer_steps, codes, spec, *map(_state, tensors))
-        mask = torch.is_grad_enabled() and x.requires_grad and spec.gradient is not Gradient.IDENTITY
+        mask = not codes and torch.is_grad_enabled() and x.requires_grad and spec.gradient is not Gradient.IDENTITY
         entry = self._entry
         if (
             entry is None
             or entry.state != state
-            or entry.version != entry.kept.values._version
-            or (mask and entry.kept.mask is None)  # `keep` and `keep_codes` leave none out that was asked for
+            or entry.version != entry.values._version
+            or (mask and entry.kept is not None and entry.kept.mask is None)  # was made without
         ):
             if codes:
-                params = choose_qparams(x.detach(), spec) if params is None else params
-                kept = keep_codes(x, params, spec, mask=mask)
+                kept, params = None, choose_qparams(x.detach(), spec) if params is None else params
+                values = keep_codes(x, params, spec)
             else:
                 kept = keep(x, params, spec, mask=mask)
-            if kept is None:
+                values = kept.values
+            if values is None:
                 return None
             held = tuple((_owner(tensor), tensor.untyped_storage()) for tensor in tensors if tensor is not None)
-            self._entry = entry = _Entry(state, held, kept, kept.values._version, params)
+            self._entry = entry = _Entry(state, held, values, values._version, kept, params)
         return entry
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -116,8 +116,8 @@ class FloatFormat(Format):
         raw = stored if self.bits > 8 else stored.view(torch.uint8)
         pattern = raw.to(torch.int64) & ((1 << self.bits) - 1)
         magnitude = pattern & ((1 << self.bits - 1) - 1)
-        binade = (magnitude >> self.mantissa_bits).clamp(min=1)
-        mantissa = magnitude - ((binade - 1) << self.mantissa_bits)
+        binade = torch.bitwise_right_shift(magnitude, self.mantissa_bits).clamp(min=1)
+        mantissa = magnitude - (binade - 1) * 2**self.mantissa_bits
         # Exponents of formats up to 16 bits are far inside float64's.
         exponent = binade - self.exponent_bias - self.mantissa_bits
         value = mantissa * power_of_two(exponent)
@@ -220,7 +220,9 @@ def power_of_two(exponent: Tensor) -> Tensor:
     >>> power_of_two(torch.tensor([-1, 10]))
     tensor([5.0000e-01, 1.0240e+03], dtype=torch.float64)
     """
-    return ((exponent + 1023) << 52).view(torch.float64)
+    # Not by `<<`: in torch 2.13 `<<` and `>>` of a DTensor do nothing. Code that takes any tensor multiplies, or calls
+    # torch.bitwise_right_shift, which is right.
+    return ((exponent + 1023) * 2**52).view(torch.float64)
 
 
 def power_of_two_below(v: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Format(ABC):
         """
         near, far, share = self.neighbours(v)
         reached_by = (share.nan_to_num(0.0) * 2.0**31).round().to(torch.int64)
-        return torch.where(words >> 1 < reached_by, far, near)
+        return torch.where(torch.bitwise_right_shift(words, 1) < reached_by, far, near)
 
     @abstractmethod
     def to_storage(self, code: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +23,9 @@ Shape = Sequence[int]
 
 class Granularity(ABC):
     """How many neighbours along each axis share a scale."""
+
+    keeps_whole_axes: ClassVar[bool] = False
+    """Whether each axis has one scale or one for each element: then the shape of scales tells whether they fit."""
 
     @abstractmethod
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
@@ -75,6 +78,8 @@ class PerTensor(Granularity):
     (8, 64)
     """
 
+    keeps_whole_axes: ClassVar[bool] = True
+
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
         return tuple(shape)
 
@@ -102,6 +107,8 @@ class PerChannel(Granularity):
     >>> PerChannel(0).group_shape((8, 3, 5, 5)), PerChannel(0, 1).group_shape((8, 3, 5, 5))
     ((8, 1, 1, 1), (8, 3, 1, 1))
     """
+
+    keeps_whole_axes: ClassVar[bool] = True
 
     axes: tuple[int, ...]
 
@@ -140,6 +147,8 @@ class PerToken(Granularity):
     >>> PerToken().group_shape((2, 7, 64))
     (2, 7, 1)
     """
+
+    keeps_whole_axes: ClassVar[bool] = True
 
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
         if not shape:

@@ -63,7 +63,7 @@ def _counts(values: Tensor, inverse: Tensor, bins: int) -> Tensor:
             part = values[row : row + rows, column : column + columns].to(inverse.dtype)
             # Truncated towards zero, then one lower if negative; adding 0.0 keeps -0.0 on the side of +0.0.
             index = (part * part_inverse).nan_to_num(nan=0.0).clamp(1 - bins, bins - 1).to(torch.int32)
-            index.add_(middle[:count]).add_((part + 0.0).view(bits) >> sign)
+            index.add_(middle[:count]).add_(torch.bitwise_right_shift((part + 0.0).view(bits), sign))
             found = torch.bincount(index.reshape(-1), minlength=count * 2 * bins)
             line[row : row + rows] += found.view(count, -1)
     return torch.stack([line[:, :bins].flip(-1), line[:, bins:]], dim=1)

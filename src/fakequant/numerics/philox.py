@@ -48,7 +48,8 @@ def random_words(seed: Tensor, x: Tensor) -> Tensor:
 def words_of(seed: Tensor, counter: Tensor) -> Tensor:
     """The words of the elements 4 * counter to 4 * counter + 3, [n, 4] for counters [n]; int64, as the seed."""
     zeros = torch.zeros_like(counter)
-    return torch.stack(philox((counter & _WORD, counter >> 32, zeros, zeros), (seed & _WORD, (seed >> 32) & _WORD)), -1)
+    key = seed & _WORD, torch.bitwise_right_shift(seed, 32) & _WORD
+    return torch.stack(philox((counter & _WORD, torch.bitwise_right_shift(counter, 32), zeros, zeros), key), -1)
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -71,4 +72,5 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ..
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """The upper and the lower word of a product."""
     high, low = word * (factor >> 16), word * (factor & 0xFFFF)
-    return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _WORD
+    upper = torch.bitwise_right_shift(high + torch.bitwise_right_shift(low, 16), 16)
+    return upper, ((high & 0xFFFF) * 2**16 + low) & _WORD

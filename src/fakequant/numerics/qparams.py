@@ -70,13 +70,46 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Check that a value is a tensor with one number for each element.
+
+    Raises:
+        DTypeError: no tensor, or a sparse, nested or quantized one.
+    """
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.is_quantized:
+        if isinstance(value, Tensor) and value.is_nested:
+            kind, way = "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0)"
+        elif isinstance(value, Tensor) and value.is_quantized:
+            kind, way = f"a tensor of {value.dtype}", f"{name}.dequantize()"
+        elif isinstance(value, Tensor):
+            kind, way = f"a tensor of layout {value.layout}", f"{name}.to_dense()"
+        else:
+            kind, way = type(value).__name__, f"torch.tensor({name})"
+        raise DTypeError(f"{name} must be a dense torch.Tensor, got {kind}; convert it first, as by {way}")
+
+
 def runs_eagerly() -> bool:
-    """Whether torch's operations just run: no compiler, exporter, function transform or dispatch mode watches them."""
+    """Whether torch's operations just run: no compiler, exporter, tracer, transform or dispatch mode watches them."""
     return not (
         torch.compiler.is_compiling()
+        or torch._C._is_tracing()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
     )
+
+
+def shape_of(x: Tensor) -> tuple[int, ...]:
+    """The shape of x as numbers; torch.jit.trace would record its lengths as tensors, and warn where they are compared.
+
+    The axes that scales divide then have the lengths of the example.
+    """
+    if torch.compiler.is_compiling() or (state := torch._C._get_tracing_state()) is None:
+        return x.shape
+    torch._C._set_tracing_state(None)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        return tuple(x.shape)
+    finally:
+        torch._C._set_tracing_state(state)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def has_values(*tensors: object) -> bool:

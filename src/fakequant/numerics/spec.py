@@ -201,9 +201,13 @@ class QuantSpec:
         """
         if torch.compiler.is_compiling():
             return _parse(text)  # a trace must not change what outlives it
-        if text not in _parsed:
-            _parsed[text] = _parse(text)
-        return _parsed[text]
+        found = _parsed.get(text)
+        if found is None:
+            found = _parse(text)
+            if len(_parsed) >= _MOST_PARSED:
+                _parsed.clear()
+            _parsed[text] = found
+        return found
 
     def to_text(self) -> str:
         """`str(self)`, for files and graphs: proven to be read back as this very specification.
@@ -268,8 +272,9 @@ _WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-# A plain dict: torch.compile warns about functools.lru_cache.
+# A plain dict, emptied when it is full: torch.compile warns about functools.lru_cache.
 _parsed: dict[str, QuantSpec] = {}
+_MOST_PARSED = 1024  # of about 1 kB each
 
 
 def _parse(text: str) -> QuantSpec:

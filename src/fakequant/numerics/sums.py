@@ -43,7 +43,7 @@ def order_free_sum(values: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 def _sum_of_finite(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     # The exponent field: the largest is below 2**(field - 1022), for subnormals too.
-    field = values.abs().amax(axes, keepdim=True).view(torch.int64) >> 52
+    field = torch.bitwise_right_shift(values.abs().amax(axes, keepdim=True).view(torch.int64), 52)
     power = (field - 1022 + (DIGIT_BITS - 1)) // DIGIT_BITS
     # The first digit becomes the integer part. Halved, because float64 lacks 2**1050, by which subnormals are scaled.
     half = power_of_two((1 - power) * (DIGIT_BITS // 2))
@@ -62,6 +62,6 @@ def _as_float(digits: list[Tensor]) -> Tensor:
     number, carry = torch.zeros_like(digits[0], dtype=torch.float64), 0
     for digit in reversed(digits[1:]):
         digit = digit + carry
-        carry = (digit + 2 ** (DIGIT_BITS - 1)) >> DIGIT_BITS
-        number = (number + (digit - (carry << DIGIT_BITS))) * 2.0**-DIGIT_BITS
+        carry = torch.bitwise_right_shift(digit + 2 ** (DIGIT_BITS - 1), DIGIT_BITS)
+        number = (number + (digit - carry * 2**DIGIT_BITS)) * 2.0**-DIGIT_BITS
     return number + (digits[0] + carry)

@@ -38,15 +38,12 @@ class Direct(NamedTuple):
         values_over: from the same to whether x now holds its quantized values: not if a parameter is not valid.
         values_and_mask: from the same to the quantized values, with the packed mask of `Gradient.CODE_RANGE`.
         grad_input: from (dy, mask) to the gradient, for dy that lies in memory as x does.
-        grad_input_over: the same, written over dy.
         gradients: from (dy, x, mask, scale, zero_point, form, wants_scale, wants_zero_point) to the gradients of x,
             None without a mask, and of scale and zero point [shape of scale], None where not wanted. dy lies in memory
             as x does, and the zero point has the dtype of the scale. None for an x without elements.
         codes: from (x, scale, zero_point, form, codes, masked) to whether `codes` now holds the codes, not if a
             parameter is not valid or x has NaN, and the packed mask where masked. None for formats without integer
             codes. No mask where it passes everything.
-        values_of: from (codes, scale, zero_point, form, like) to their values, of the dtype of x and `like`, for codes
-            that lie in memory as x does.
         form: what follows from the specification and the kind of tensor.
         dtype: of x.
         call: the backend, whose masks these are, the specification and the strides of x.
@@ -56,10 +53,8 @@ class Direct(NamedTuple):
     values_over: Callable[[Tensor, Tensor, Tensor | None, Tensor], bool]
     values_and_mask: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor | None, Tensor | None]]
     grad_input: Callable[[Tensor, Tensor], Tensor]
-    grad_input_over: Callable[[Tensor, Tensor], None]
     gradients: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None
     codes: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, bool], tuple[bool, Tensor | None]] | None
-    values_of: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], Tensor]
     form: Tensor
     dtype: torch.dtype
     call: BackwardCall
@@ -75,7 +70,7 @@ class Backend(ABC):
     """Whether compiled graphs of its device hold the operator whole, because compilers compute the definition with
     other bits there: with approximate division, or a product and a sum rounded once."""
     rectifies: ClassVar[bool] = False
-    """Whether `fake_quantize_relu` and `encode_relu` are there, and what `direct` says of a ReLU."""
+    """Whether `fake_quantize_relu` is there, and what `direct` says of a ReLU."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -142,10 +137,6 @@ class Backend(ABC):
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         """dy where the mask is set, else 0; the input had the shape of dy and these strides. dy may be bool, too."""
 
-    def grad_input_over(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        """The same for dy that nobody else reads, over which it may be written."""
-        return self.grad_input(dy, mask, spec, x_stride)
-
     def unpack_mask(self, mask: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
         """The mask that quantizing x gave as a bool tensor, the shape of x: where a gradient of ones is let through."""
         return self.grad_input(torch.ones_like(x, dtype=torch.bool), mask, spec, x.stride()).bool()
@@ -178,10 +169,6 @@ class Backend(ABC):
     @abstractmethod
     def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
         """Codes with what they do not tell; of formats with integer codes, rounded to nearest."""
-
-    def encode_relu(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
-        """As `encode`, of torch.relu(x) in one pass; the mask is that of `fake_quantize_relu`."""
-        raise NotImplementedError(f"the backend {self.name} has no ReLU; ask its `rectifies`")
 
     @abstractmethod
     def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:

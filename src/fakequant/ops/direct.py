@@ -19,7 +19,6 @@ from fakequant.numerics.spec import Gradient, QuantSpec
 
 from . import dispatch
 from .backend import BackwardCall, Direct
-from .kept import Kept
 from .library import grad_params, masked_gradient_dense
 from .rectified import rectifies
 
@@ -85,57 +84,31 @@ def _lies_with(x: Tensor, other: Tensor) -> bool:
     return first < second + another.nbytes() and second < first + one.nbytes()
 
 
-def encode_directly(
-    x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, *, relu: bool = False, mask: bool = False
-) -> Kept | None:
-    """What `kept.keep_codes` returns, but no mask where it passes everything.
-
-    None as in `fake_quantize_directly`, and for a mask of another gradient than `Gradient.CODE_RANGE`.
-    """
-    direct = _direct_of(x, spec, scale, zero_point, relu)
-    if direct is None or direct.codes is None or (mask and spec.gradient is not Gradient.CODE_RANGE):
+def encode_directly(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> Tensor | None:
+    """The codes of x, without gradients; None as in `fake_quantize_directly`, and if x holds NaN."""
+    direct = _direct_of(x, spec, scale, zero_point, relu=False)
+    if direct is None or direct.codes is None:
         return None
     with torch.no_grad():
         codes = torch.empty_like(x, dtype=spec.format.storage)
-        found, bits = direct.codes(x, scale, zero_point, direct.form, codes, mask)
-    return Kept(codes, bits, direct.call, dense=True, direct=direct) if found else None
-
-
-def values_directly(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None, direct: Direct, like: Tensor
-) -> Tensor | None:
-    """The values of codes of `encode_directly` in a backward pass, in the dtype of the gradient `like`.
-
-    None where that is not the dtype of x, where one is no plain tensor, where something watches, and for codes that a
-    hook laid otherwise: the general way then serves.
-    """
-    _, _, stride = direct.call
-    if codes.stride() != stride or type(codes) not in PLAIN or like.dtype != direct.dtype or not _is_plain(like):
-        return None
-    return direct.values_of(codes, scale, zero_point, direct.form, like)
-
-
-def mask_directly(dy: Tensor, mask: Tensor, direct: Direct) -> bool:
-    """Write what passes over a gradient that nobody else reads, in a backward pass.
-
-    False, and nothing is written, where it does not lie in memory as x does, where it is no plain tensor of the dtype
-    of x, and where something watches.
-    """
-    _, _, stride = direct.call
-    if dy.stride() != stride or dy.dtype != direct.dtype or not _is_plain(dy):
-        return False
-    direct.grad_input_over(dy, mask)
-    return True
+        found, _ = direct.codes(x, scale, zero_point, direct.form, codes, False)
+    return codes if found else None
 
 
 def _direct_of(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, relu: bool) -> Direct | None:
     if not runs_eagerly() or forward_ad._current_level >= 0 or type(x) not in PLAIN or type(scale) not in PLAIN:
         return None
-    if x.layout is not torch.strided or not scale.is_contiguous() or is_legacy_batchedtensor(x):
+    if x.layout is not torch.strided or is_legacy_batchedtensor(x):
         return None
     if x._is_zerotensor() or scale._is_zerotensor():
         return None
-    key = dispatch._backends, spec, relu, x.dtype, x.device, x.shape, x.stride(), scale.dtype, scale.device, scale.shape
+    try:
+        if not scale.is_contiguous():
+            return None
+        sizes = x.shape, x.stride(), scale.shape
+        key = dispatch._backends, spec, relu, x.dtype, x.device, scale.dtype, scale.device, sizes
+    except RuntimeError:  # a nested tensor, which has no shape, or a sparse one without strides
+        return None
     try:
         direct = _found[key]
     except KeyError:
@@ -179,6 +152,7 @@ def _fits(zero_point: Tensor, scale: Tensor, spec: QuantSpec) -> bool:
     return (
         type(zero_point) in PLAIN
         and not spec.symmetric
+        and not zero_point.is_nested
         and zero_point.shape == scale.shape
         and (zero_point.dtype == scale.dtype or zero_point.dtype == torch.int32)
         and zero_point.device == scale.device

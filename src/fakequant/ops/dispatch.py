@@ -71,7 +71,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
     """The bool tensor [shape] that `pack_bits` packed."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    flags = (bits[:, None] >> shifts) & 1
+    flags = torch.bitwise_right_shift(bits[:, None], shifts) & 1
     return flags.view(-1)[: shape.numel()].view(shape).bool()
 
 

@@ -5,12 +5,17 @@
 * torch.compile where compilers would compute other bits (`dispatch.node_devices`): one node, `opaque.py`.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
   that a compiler fuses it with its neighbours. What is saved there is x itself, see `traced.py`.
-* torch.export: the opaque operators `fakequant::fake_quantize` and, for scales that follow from the range of the
-  tensor itself, `fakequant::choose_scale`, so that exporters see nodes that carry the specification as text.
+* torch.export and torch.jit.trace: the opaque operators `fakequant::fake_quantize` and, for scales that follow from the
+  range of the tensor itself, `fakequant::choose_scale`, so that exporters see nodes that carry the specification as
+  text.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
+from fakequant.errors import ExportError
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.philox import draw_seed
@@ -29,7 +35,7 @@ from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from . import dispatch
 from .backend import BackwardCall
 from .dispatch import choose
-from .traced import Grads, Traced, Transformed, params_of, tensors_of
+from .traced import Grads, Traced, Transformed, on_mesh_of, params_of, tensors_of
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool | None = None) -> Tensor:
@@ -44,13 +50,13 @@ def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec, *, watched: bool 
     if watched is None:
         watched = is_watched(x, params.scale, params.zero_point, params.seed)
     if watched:
-        if torch.compiler.is_exporting():
+        if _is_recorded():
             seed = () if params.seed is None else (params.seed,)
             return torch.ops.fakequant.fake_quantize(x, params.scale, params.zero_point, spec.to_text(), *seed)
         if _is_compiled_as_node(x):
             return _as_node(x, params, params.seed, spec)
         traced = Traced if torch.compiler.is_compiling() else Transformed
-        return traced.apply(x, *tensors_of(params), spec)
+        return traced.apply(x, *tensors_of(on_mesh_of(x, params)), spec)
     if not torch.is_grad_enabled():
         return choose(x, spec).fake_quantize(x, params, spec, mask=False)[0]
     if params.scale.requires_grad or (params.zero_point is not None and params.zero_point.requires_grad):
@@ -94,7 +100,7 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, seed: Tensor | None = None
     if spec.rounding is Rounding.STOCHASTIC and seed is None:
         seed = draw_seed()
     if is_watched(x, seed):
-        if torch.compiler.is_exporting() and spec.symmetric:
+        if _is_recorded() and spec.symmetric:
             scale = torch.ops.fakequant.choose_scale(x.detach(), spec.to_text())
             return fake_quantize(x, QParams(scale, seed=seed), spec)
         if _is_compiled_as_node(x):
@@ -123,7 +129,7 @@ def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x; no gradient."""
     x = x.detach()
     if is_watched(x, params.seed):
-        return reference.quantize(x, params, spec)
+        return reference.quantize(x, on_mesh_of(x, params), spec)
     return choose(x, spec, codes=True).quantize(x, params, spec)
 
 
@@ -145,6 +151,40 @@ def needs_wide_division(x: Tensor) -> bool:
         and not torch.compiler.is_exporting()
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+def _is_recorded() -> bool:
+    """Whether an exporter or torch.jit.trace records operators.
+
+    Raises:
+        ExportError: torch.onnx.export, which has no form for these.
+    """
+    found = torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+    if found:
+        _refuse_onnx()
+    return found
+
+
+_translated: ContextVar[bool] = ContextVar("_translated", default=False)
+
+
+@contextmanager
+def translated_to_onnx() -> Iterator[None]:
+    """A context in which torch.onnx.export is given a form for the operators of this module."""
+    token = _translated.set(True)
+    try:
+        yield
+    finally:
+        _translated.reset(token)
+
+
+def _refuse_onnx() -> None:
+    exporter = sys.modules.get("torch.onnx")
+    if exporter is not None and exporter.is_in_onnx_export() and not _translated.get():
+        raise ExportError(
+            "torch.onnx.export has no form for the quantizers of fakequant; "
+            "call fakequant.export_onnx(model, example, path) instead"
+        )
 
 
 def _is_compiled_as_node(x: Tensor) -> bool:
@@ -228,27 +268,8 @@ class _EagerLearned(torch.autograd.Function):
         return masked_gradient(dy, mask, ctx.call), scale_grad, zero_point_grad, None, None, None, None
 
 
-class EagerLearnedCodes(torch.autograd.Function):
-    """`_EagerLearned` for products of codes: what takes the gradient of the quantized tensor, codes, NaN or not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *params_and_spec: Any) -> tuple[Tensor, Tensor, bool]:
-        *params, spec = params_and_spec
-        backend = choose(x, spec, codes=True)
-        ctx.call = backend, spec, x.stride()
-        needs_mask = ctx.needs_input_grad[0] and spec.gradient is not Gradient.IDENTITY
-        found = backend.encode(x, params_of(*params), spec, mask=needs_mask)
-        ctx.save_for_backward(found.mask, x, *params)
-        ctx.mark_non_differentiable(found.codes)
-        return x.new_zeros(()).expand(x.shape), found.codes, found.has_nan
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Grads:
-        return _EagerLearned.backward(ctx, grad_outputs[0])
-
-
-def masked_gradient(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
-    """The gradient of the input of an eager function; `over` says that dy is read by nobody else and may be it."""
+def masked_gradient(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
+    """The gradient of the input of an eager function."""
     if mask is None:
         return dy
     backend, spec, x_stride = call
@@ -258,12 +279,12 @@ def masked_gradient(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
     if torch.is_grad_enabled():
         return _MaskedGradient.apply(dy, mask, call)
-    return (backend.grad_input_over if over else backend.grad_input)(dy, mask, spec, x_stride)
+    return backend.grad_input(dy, mask, spec, x_stride)
 
 
-def masked_gradient_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall, *, over: bool = False) -> Tensor:
+def masked_gradient_dense(dy: Tensor, mask: Tensor | None, call: BackwardCall) -> Tensor:
     """`masked_gradient` for an input without gaps in memory, whose strides it gets, also along single elements."""
-    dx, (_, _, stride) = masked_gradient(dy, mask, call, over=over), call
+    dx, (_, _, stride) = masked_gradient(dy, mask, call), call
     if dx.stride() == stride or is_watched(dx):
         return dx
     # With a mask dx has the order of x; without one it is dy, in any order.
@@ -334,6 +355,8 @@ def _exported(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str, se
 
 @_exported.register_fake
 def _(x: Tensor, scale: Tensor, zero_point: Tensor | None, spec: str, seed: Tensor | None = None) -> Tensor:
+    if torch.compiler.is_exporting():  # not seen by `_is_recorded` where torch's compiler reads its code
+        _refuse_onnx()
     return torch.empty_like(x)
 
 

@@ -41,12 +41,12 @@ def relu_later(x: Tensor) -> Tensor:
     return x if _keeps_strides(x.shape, x.stride()) else torch.relu(x)
 
 
-def in_one_pass(x: Tensor, params: QParams, spec: QuantSpec, *, codes: bool = False) -> bool:
-    """Whether `fake_quantize_relu`, or `kept.keep_codes` of a ReLU, takes one pass over memory."""
+def in_one_pass(x: Tensor, params: QParams, spec: QuantSpec) -> bool:
+    """Whether `fake_quantize_relu` takes one pass over memory."""
     # A scale that learns needs the ReLU's result again.
     if is_watched(x, params.scale, params.zero_point) or spec.rounding is Rounding.STOCHASTIC:
         return False
-    return not are_learned(params) and rectifies(choose(x, spec, codes=codes), x)
+    return not are_learned(params) and rectifies(choose(x, spec), x)
 
 
 @cache

@@ -90,3 +90,18 @@ def params_of(
 ) -> QParams:
     """The parameters that `tensors_of` took apart."""
     return QParams(scale, zero_point, None if lo is None or hi is None else Range(lo, hi), seed)
+
+
+def on_mesh_of(x: Tensor, params: QParams) -> QParams:
+    """Parameters as DTensors, whole on every process, where x is a DTensor: torch does not mix these with others."""
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is None:
+        return params
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole = [Replicate()] * mesh.ndim
+    scale, zero_point, lo, hi, seed = (
+        p if p is None or isinstance(p, DTensor) else DTensor.from_local(p, mesh, whole) for p in tensors_of(params)
+    )
+    assert scale is not None, "parameters have a scale"
+    return params_of(scale, zero_point, lo, hi, seed)

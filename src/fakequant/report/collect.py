@@ -15,9 +15,10 @@ from torch import nn
 
 from fakequant.calibration import Calibrator
 from fakequant.export import VerifyReport
+from fakequant.export.verdict import WITHOUT_OPTIMISATIONS
 from fakequant.ir import capture, to_svg
+from fakequant.model.modes import evaluating
 from fakequant.model.operations import unquantized
-from fakequant.model.prepare import evaluating
 from fakequant.ops.dispatch import backends
 from fakequant.report.data import Distribution, NodeCheck, Size, Verification
 
@@ -155,9 +156,12 @@ def verification(title: str, report: VerifyReport) -> Verification:
         )
         for row in report.rows
     ]
+    nodes += [NodeCheck(name, "", 0, 0, "of no quantizer that the file names") for name in report.uncovered]
     notes = [f"Compared in {report.runtime} on {report.batches} batches: {report.inputs}.", *report.not_run]
     notes += [f"The model's outputs against torch: {row}." for row in report.outputs]
     notes += [f"What ONNX Runtime's default optimisations change: {row}." for row in report.optimised]
     if report.optimised_error is not None:
-        notes.append(f"ONNX Runtime fails with its default optimisations: {report.optimised_error}")
+        notes.append(
+            f"ONNX Runtime fails with its default optimisations: {report.optimised_error}; {WITHOUT_OPTIMISATIONS}"
+        )
     return Verification(title, nodes, notes, report.runtime)

@@ -9,8 +9,7 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from fakequant.errors import OutputError
-from fakequant.files import writable_folder, write_whole
+from fakequant.files import writable_file, write_whole
 from fakequant.report.data import ReportData, Section, Size, Verification, accuracy_cells
 from fakequant.report.plots import distribution_plot, sqnr_bars
 
@@ -56,11 +55,9 @@ def write_report(path: str | os.PathLike[str], data: ReportData) -> Path:
     Raises:
         OutputError: the file cannot be written.
     """
-    target = Path(path)
-    writable_folder(target.parent)
-    if target.is_dir():
-        raise OutputError(f"cannot write the report to {target}: it is a folder; give the path of a file in it")
-    write_whole(target, render(data).encode())
+    target = writable_file(path)
+    # What UTF-8 cannot write is written as its number.
+    write_whole(target, render(data).encode("utf-8", "backslashreplace"))
     return target
 
 

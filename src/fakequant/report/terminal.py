@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fakequant.report import ReportData, accuracy_cells
 
@@ -28,7 +29,7 @@ def print_report(console: Console, data: ReportData) -> None:
     if sizes:
         print_table(console, "Sizes", ("what", "bytes", "in float32"), sizes, numbers=(1, 2))
     for model, operations in data.left.items():
-        console.print(f"{model}, left in float: {'; '.join(operations) or 'nothing'}", markup=False, highlight=False)
+        console.print(Text(visible(f"{model}, left in float: {'; '.join(operations) or 'nothing'}")))
     checks = [
         (
             check.title,
@@ -44,6 +45,19 @@ def print_report(console: Console, data: ReportData) -> None:
         print_table(console, "Verification, bit for bit", header, checks, numbers=(2, 3, 4))
 
 
+def visible(text: str, keep: str = "") -> str:
+    """Text without characters that a terminal obeys: they are shown as Python would write them.
+
+    >>> visible("a\\x1b[2Jb\\n")
+    'a\\\\x1b[2Jb\\\\n'
+
+    Args:
+        text: of a file or a model.
+        keep: characters that stay, such as line breaks.
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def print_table(
     console: Console,
     title: str,
@@ -52,10 +66,10 @@ def print_table(
     *,
     numbers: Sequence[int] = (),
 ) -> None:
-    """Print rows of text as a table; what the text holds is never taken for markup."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    """Print rows of text as a table; what the text holds is taken neither for markup nor for commands to a terminal."""
+    table = Table(title=escape(visible(title)), title_justify="left", title_style="bold")
     for index, name in enumerate(header):
         table.add_column(escape(name), justify="right" if index in numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(escape(visible(cell)) for cell in row))
     console.print(table)

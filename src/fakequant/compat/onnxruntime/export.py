@@ -59,7 +59,8 @@ def export_fake_quant(
 
     >>> import tempfile
     >>> from fakequant.model.config import Config, Rule, TensorConfig
-    >>> from fakequant.model.prepare import calibrate, prepare
+    >>> from fakequant.model.calibrate import calibrate
+    >>> from fakequant.model.prepare import prepare
     >>> config = Config("per tensor", (Rule("*", TensorConfig("uint8"), TensorConfig("int8")),))
     >>> model = prepare(nn.Sequential(nn.Linear(4, 2)), config)
     >>> used = calibrate(model, [torch.randn(8, 4)])

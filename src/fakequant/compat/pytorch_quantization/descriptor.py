@@ -55,7 +55,8 @@ class ScaledQuantDescriptor:
             raise TypeError(f"name must be a string or None, not {type(name)}.")
         self._name = name
         if options["learn_amax"] and options["axis"] is not None:
-            raise TypeError(f"axis must be None when learn_amax is true, got {options['axis']!r}")
+            got = f"got {options['axis']!r}; leave axis out, or set learn_amax=False"
+            raise TypeError(f"axis is ignored and must be None when learn_amax is true, {got}")
         self._fake_quant: bool = options["fake_quant"]
         self._axis: int | tuple[int, ...] | None = _checked_axis(options["axis"])
         self._block_sizes = _checked_blocks(options["block_sizes"])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fakequant.compat.pytorch_quantization import nn as quant_nn
+from fakequant.restore import attributes_of, restore_after, restore_on_error
 
 __all__ = ["deactivate", "enable_onnx_export", "initialize"]
 
@@ -57,9 +58,10 @@ class QuantModuleReplacementHelper:
             if not hasattr(entry.orig_mod, entry.mod_name):
                 raise AttributeError(f"{entry.orig_mod} has no {entry.mod_name} to replace; nothing was replaced")
         self.restore_float_modules()
-        for key, entry in self.quant_map.items():
-            self._originals[key] = entry._replace(replace_mod=getattr(entry.orig_mod, entry.mod_name))
-            setattr(*entry)
+        with restore_on_error(self.restore_float_modules):
+            for key, entry in self.quant_map.items():
+                self._originals[key] = entry._replace(replace_mod=getattr(entry.orig_mod, entry.mod_name))
+                setattr(*entry)
 
     def restore_float_modules(self) -> None:
         """Put back what stood there."""
@@ -106,9 +108,6 @@ def enable_onnx_export() -> Iterator[None]:
 
     Inside it use `fakequant.export_onnx`, whose files can be verified bit for bit, or `torch.onnx.export`.
     """
-    before = quant_nn.TensorQuantizer._enable_onnx_export
-    quant_nn.TensorQuantizer._enable_onnx_export = True
-    try:
+    with restore_after(attributes_of([quant_nn.TensorQuantizer], "_enable_onnx_export")):
+        quant_nn.TensorQuantizer._enable_onnx_export = True
         yield
-    finally:
-        quant_nn.TensorQuantizer._enable_onnx_export = before

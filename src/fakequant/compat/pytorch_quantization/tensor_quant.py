@@ -21,6 +21,7 @@ from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams, Range, compute_dtype, has_values
 from fakequant.numerics.spec import Gradient, QuantSpec
 from fakequant.ops import library
+from fakequant.ops.trt_fp8 import as_trt_fp8, writes_trt_fp8
 
 from .descriptor import (
     QUANT_DESC_8BIT_CONV1D_WEIGHT_PER_CHANNEL,
@@ -204,13 +205,14 @@ def scaled_e4m3(
     Raises:
         NotImplementedError: other numbers of bits; a `QuantDescriptor` takes them.
         ValueError: a negative amax.
+        AssertionError: several amax in torch.onnx.export(dynamo=False), which writes TensorRT's operators.
 
     >>> scaled_e4m3(torch.tensor([0.3, -17.0, 101.0]))
     tensor([  0.3125, -16.0000, 104.0000])
     """
     if (E, M) != (4, 3):
         raise NotImplementedError(f"only E=4 and M=3 are supported here, got E={E} and M={M}")
-    return _about(bias, inputs, lambda x: fake_quantize(x, amax, float_format((E, M))))
+    return _about(bias, inputs, lambda x: _fake_e4m3(x, amax, float_format((E, M))))
 
 
 def scaled_e4m3_abstract(input: Tensor, amax: Tensor | None = None) -> Tensor:
@@ -268,6 +270,13 @@ def fake_quantize(inputs: Tensor, amax: Tensor | float | None, fmt: Format) -> T
     if not fmt.has_zero_point:
         y = torch.where(x.detach().abs() < _SMALLEST_INPUT, _with_gradient(torch.zeros_like(y), y), y)
     return y
+
+
+def _fake_e4m3(x: Tensor, amax: Tensor | float | None, fmt: Format) -> Tensor:
+    if not writes_trt_fp8(fmt):
+        return fake_quantize(x, amax, fmt)
+    scale = None if amax is None else as_tensor(amax, x).to(compute_dtype(x.dtype)) / fmt.bound
+    return as_trt_fp8(x, scale)
 
 
 def _integers(x: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> IntegerFormat:

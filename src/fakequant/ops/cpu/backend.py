@@ -96,10 +96,8 @@ class CpuBackend(Backend):
             values_over=ops.checked_over.default,
             values_and_mask=ops.checked_with_mask.default,
             grad_input=ops.mask_gradient.default,
-            grad_input_over=ops.mask_gradient_over.default,
             gradients=ops.learned_gradients.default if x.numel() else None,
             codes=ops.checked_codes.default if spec.format.has_zero_point else None,
-            values_of=ops.dequantize.default,
             form=plan.form,
             dtype=x.dtype,
             call=(self, spec, x.stride()),
@@ -144,12 +142,6 @@ class CpuBackend(Backend):
         layout = layout_of(spec.granularity, dy.shape, x_stride)
         return layout.unpack(torch.ops.fakequant_cpu.mask_gradient.default(layout.pack(dy), mask))
 
-    def grad_input_over(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        layout = layout_of(spec.granularity, dy.shape, x_stride)
-        packed = layout.pack(dy)
-        torch.ops.fakequant_cpu.mask_gradient_over.default(packed, mask)
-        return layout.unpack(packed)
-
     def grad_params(
         self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -189,11 +181,8 @@ class CpuBackend(Backend):
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         return self.encode(x, params, spec, mask=False).codes
 
-    def encode_relu(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
-        return self.encode(x, params, spec, mask=mask, rectified=True)
-
-    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, rectified: bool = False) -> Encoded:
-        plan = _plan(spec, x.dtype, x.shape, x.stride(), rectified)
+    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
+        plan = _plan(spec, x.dtype, x.shape, x.stride())
         packed = plan.layout.pack(x)
         codes = torch.empty_like(packed, dtype=spec.format.storage)
         tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)

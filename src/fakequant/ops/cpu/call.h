@@ -48,6 +48,7 @@ struct Grid {
 struct Tiles {
   int64_t g0, b0, g1, b1;
   int64_t elements() const { return g0 * b0 * g1 * b1; }
+  int64_t groups() const { return g0 * g1; }
 };
 
 // What every element of a chunk needs, in the compute type C; null pointers mean "absent".

@@ -13,9 +13,11 @@
 #include <type_traits>
 
 #include "call.h"
+#include "check.h"
 #include "convert.h"
 #include "rectify.h"
 #include "registers.h"
+#include "threads.h"
 
 namespace fakequant {
 
@@ -34,14 +36,15 @@ void encode_chunk_drawn(const Call<double>& call, const double* x, double* codes
 
 namespace {
 
-// `random`: a seed, one int64, or a word for every element of the tiles, int32; without it rounding is to nearest.
-Draw draw_of(const std::optional<torch::stable::Tensor>& random) {
-  using torch::headeronly::ScalarType;
+uint64_t seed_of(const torch::stable::Tensor& seed) { return static_cast<uint64_t>(*data_of<int64_t>(seed, 1)); }
+
+// `random`: a seed, one int64, or a word for each of so many elements, int32; without it rounding is to nearest.
+Draw draw_of(const std::optional<torch::stable::Tensor>& random, int64_t elements) {
   if (!random.has_value()) return {};
-  if (random->scalar_type() == ScalarType::Int) return {true, 0, static_cast<const uint32_t*>(random->data_ptr()), 0};
-  STD_TORCH_CHECK(random->scalar_type() == ScalarType::Long && random->numel() == 1,
-                  "fakequant_cpu: random numbers are a seed of int64, or words of int32");
-  return {true, static_cast<uint64_t>(*static_cast<const int64_t*>(random->data_ptr())), nullptr, 0};
+  if (random->scalar_type() != torch::headeronly::ScalarType::Int) return {true, seed_of(*random), nullptr, 0};
+  check_dense(*random);
+  check_elements(*random, elements);
+  return {true, 0, static_cast<const uint32_t*>(random->data_ptr()), 0};
 }
 
 // What follows from a specification and the layout of a tensor, as one tensor, because every argument of an operator
@@ -49,18 +52,27 @@ Draw draw_of(const std::optional<torch::stable::Tensor>& random) {
 // and the table where the format has one.
 constexpr int64_t kFormFields = 11;
 
+// Without parameters, which `params_of` adds.
 template <typename C>
-Call<C> call_of(const torch::stable::Tensor& form, int64_t mask, const std::optional<torch::stable::Tensor>& random) {
-  const auto* f = static_cast<const double*>(form.data_ptr());
-  const auto whole = [f](int field) { return static_cast<int64_t>(f[field]); };
+Call<C> call_of(const torch::stable::Tensor& form, int64_t elements, int64_t mask = 0,
+                const std::optional<torch::stable::Tensor>& random = std::nullopt) {
   const int64_t in_table = form.numel() - kFormFields;
-  return {{whole(0), whole(1), whole(2), whole(3)},
-          {f[4], f[5], whole(6), whole(7), f[8] != 0, in_table ? f + kFormFields : nullptr, (in_table + 1) / 2},
-          static_cast<Arithmetic>(whole(9)),
-          f[10] != 0,
-          static_cast<Mask>(mask),
-          {nullptr, nullptr, nullptr, nullptr},
-          draw_of(random)};
+  STD_TORCH_CHECK(in_table == 0 || (in_table > 0 && in_table % 2 && in_table < 2 * kMostTableValues),
+                  "fakequant_cpu: a form of ", form.numel(), " numbers");
+  const auto* f = data_of<double>(form, form.numel());
+  const int64_t arithmetic = whole(f[9]);
+  STD_TORCH_CHECK(arithmetic >= 0 && arithmetic <= 2 && mask >= 0 && mask <= 4, "fakequant_cpu: arithmetic ",
+                  arithmetic, " or mask ", mask, " is unknown");
+  const Call<C> call{checked_tiles(f[0], f[1], f[2], f[3], elements),
+                     {f[4], f[5], whole(f[6]), whole(f[7]), f[8] != 0, in_table ? f + kFormFields : nullptr,
+                      (in_table + 1) / 2},
+                     static_cast<Arithmetic>(arithmetic),
+                     f[10] != 0,
+                     static_cast<Mask>(mask),
+                     {nullptr, nullptr, nullptr, nullptr},
+                     draw_of(random, elements)};
+  check_grid(call.grid);
+  return call;
 }
 
 // Made here, because every tensor that Python makes costs 1 us, and these cost 0.2 us.
@@ -91,7 +103,7 @@ std::optional<torch::stable::Tensor> made_mask(const torch::stable::Tensor& x, i
 template <typename F>
 void for_each_span(int64_t elements, const F& body) {
   const int64_t chunks = (elements + kChunk - 1) / kChunk;
-  torch::stable::parallel_for(0, chunks, kGrainChunks, [&](int64_t begin, int64_t end) {
+  parallel_for(0, chunks, kGrainChunks, [&](int64_t begin, int64_t end) {
     body(begin * kChunk, std::min(end * kChunk, elements) - begin * kChunk);
   });
 }
@@ -181,10 +193,11 @@ void quantize_all(const Call<C>& call, const T* x, T* y, uint8_t* mask) {
   });
 }
 
-// Calls `body` with a value of the element type of a floating tensor and one of its compute type.
+// Calls `body` with a value of the element type of a floating tensor without gaps and one of its compute type.
 template <typename F>
 void with_float_type(const torch::stable::Tensor& t, const F& body) {
   using torch::headeronly::ScalarType;
+  check_dense(t);
   switch (t.scalar_type()) {
     case ScalarType::Float: return body(float{}, float{});
     case ScalarType::Double: return body(double{}, double{});

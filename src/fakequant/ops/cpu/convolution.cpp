@@ -22,6 +22,8 @@
 #include <vector>
 
 #include "call.h"
+#include "check.h"
+#include "threads.h"
 
 namespace fakequant {
 namespace {
@@ -46,6 +48,7 @@ constexpr int64_t kDepth = 4;  // channels that one instruction multiplies and a
 constexpr int64_t kRows = 8;  // output channels at a time
 constexpr int64_t kVectors = 3;  // registers of outputs at a time, of each of them
 constexpr int64_t kOutputs = 16;  // of a register
+constexpr int64_t kMostPlaces = int64_t{1} << 61;  // of which sums do not overflow
 constexpr int64_t kSlack = 64;  // bytes that a load may reach beyond the last place
 
 using Axes = std::array<int64_t, kAxes>;
@@ -216,7 +219,7 @@ void convolve_all(const Shape& s, const Operands& o) {
   // Where images are few, several threads take output channels of the same one, and each lays it out.
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t parts = s.images >= 2 * threads ? 1 : std::min(blocks, (2 * threads + s.images - 1) / s.images);
-  torch::stable::parallel_for(0, s.images * parts, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, s.images * parts, 1, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> laid(s.groups * s.group_bytes() + kOutputs * kDepth + kSlack,
                               static_cast<uint8_t>(o.zero_point));
     int64_t there = -1;
@@ -231,48 +234,66 @@ void convolve_all(const Shape& s, const Operands& o) {
 }
 #endif
 
+#ifdef FAKEQUANT_X86
+// The sizes and windows of codes and result, which has as many places as there are windows.
+Shape shape_of(const Tensor& codes, const Tensor& windows, const Tensor& y) {
+  const int64_t axes = codes.dim() - 2, front = kAxes - axes;
+  STD_TORCH_CHECK(kConvolves && axes >= 1 && axes <= kAxes && y.dim() == codes.dim() && y.size(0) == codes.size(0),
+                  "fakequant_cpu::convolve: codes and result do not fit, or not this processor");
+  const auto* window = data_of<int64_t>(windows, 4 * axes);
+  Shape s{codes.size(0), codes.size(1), (codes.size(1) + kDepth - 1) / kDepth, y.size(1)};
+  double places = static_cast<double>(s.groups) * kDepth, taps = 1;
+  for (int64_t axis = 0; axis < kAxes; ++axis) {
+    const int64_t own = axis - front;
+    const auto of_window = [&](int64_t which, int64_t least) {
+      const int64_t found = own < 0 ? least : window[which * axes + own];
+      STD_TORCH_CHECK(found >= least && found < kMostPlaces, "fakequant_cpu::convolve: a window with the number ", found);
+      return found;
+    };
+    s.in[axis] = own < 0 ? 1 : codes.size(2 + own), s.out[axis] = own < 0 ? 1 : y.size(2 + own);
+    s.kernel[axis] = of_window(0, 1), s.stride[axis] = of_window(1, 1);
+    s.padding[axis] = of_window(2, 0), s.dilation[axis] = of_window(3, 1);
+    const int64_t padded = s.in[axis] + 2 * s.padding[axis];
+    // In float64, in which no product overflows: the dilation of a single tap may be any number.
+    const double reach = static_cast<double>(s.dilation[axis]) * static_cast<double>(s.kernel[axis] - 1) + 1;
+    STD_TORCH_CHECK(reach <= static_cast<double>(padded) &&
+                        (padded - static_cast<int64_t>(reach)) / s.stride[axis] + 1 == s.out[axis],
+                    "fakequant_cpu::convolve: the result has another size than there are windows");
+    // Of one output the stride does not matter, and must not become phases: it may be far larger than the input.
+    if (s.out[axis] == 1) s.stride[axis] = 1;
+    s.pitch[axis] = (padded + s.stride[axis] - 1) / s.stride[axis];
+    places *= static_cast<double>(s.pitch[axis]) * static_cast<double>(s.stride[axis]), taps *= static_cast<double>(s.kernel[axis]);
+  }
+  STD_TORCH_CHECK(places < kMostElements && taps * static_cast<double>(s.groups) * kDepth < kMostElements,
+                  "fakequant_cpu::convolve: windows beyond all memory");
+  s.phase = s.pitch[0] * s.pitch[1] * s.pitch[2], s.phases = s.stride[0] * s.stride[1] * s.stride[2];
+  return s;
+}
+#endif
+
 // windows: int64 [4, axes], kernel, stride, padding and dilation; weight: of `convolutions.py`; y: float32, contiguous.
 void convolve(const Tensor& codes, int64_t zero_point, const Tensor& weight, const Tensor& weight_sums,
               const Tensor& windows, const Tensor& x_scale, const Tensor& scale, const std::optional<Tensor>& bias,
               Tensor y) {
 #ifdef FAKEQUANT_X86
   if (y.numel() == 0) return;
-  const int64_t axes = codes.dim() - 2, front = kAxes - axes;
-  STD_TORCH_CHECK(kConvolves && axes >= 1 && axes <= kAxes && windows.numel() == 4 * axes && y.dim() == codes.dim(),
-                  "fakequant_cpu::convolve: codes, windows and result do not fit, or not this processor");
-  STD_TORCH_CHECK(y.scalar_type() == ScalarType::Float && y.is_contiguous() && codes.is_contiguous() &&
-                      y.size(0) == codes.size(0),
-                  "fakequant_cpu::convolve: the result is float32, contiguous, and of as many images as the codes");
-  const auto* window = static_cast<const int64_t*>(windows.data_ptr());
-  Shape s{codes.size(0), codes.size(1), (codes.size(1) + kDepth - 1) / kDepth, y.size(1)};
-  for (int64_t axis = 0; axis < kAxes; ++axis) {
-    const int64_t own = axis - front;
-    const auto of_window = [&](int64_t which, int64_t filled) { return own < 0 ? filled : window[which * axes + own]; };
-    s.in[axis] = own < 0 ? 1 : codes.size(2 + own), s.out[axis] = own < 0 ? 1 : y.size(2 + own);
-    s.kernel[axis] = of_window(0, 1);
-    // Of one output the stride does not matter, and must not become phases: it may be far larger than the input.
-    s.stride[axis] = s.out[axis] == 1 ? 1 : of_window(1, 1);
-    s.padding[axis] = of_window(2, 0), s.dilation[axis] = of_window(3, 1);
-    s.pitch[axis] = (s.in[axis] + 2 * s.padding[axis] + s.stride[axis] - 1) / s.stride[axis];
-  }
-  s.phase = s.pitch[0] * s.pitch[1] * s.pitch[2], s.phases = s.stride[0] * s.stride[1] * s.stride[2];
-  for (int64_t i = 0; i < kOutputs; i += s.stride[2]) s.every_step |= 1u << i;
-  find_taps(s);
-  find_strips(s);
-  const auto floats = [](const Tensor& t) {
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, "fakequant_cpu::convolve: scales and bias are float32");
-    return static_cast<const float*>(t.data_ptr());
-  };
+  STD_TORCH_CHECK(codes.is_contiguous(), "fakequant_cpu::convolve: codes with gaps");
   const bool is_signed = codes.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte, "fakequant_cpu::convolve: codes of 8 bits only");
+  Shape s = shape_of(codes, windows, y);
+  const int64_t taps = s.kernel[0] * s.kernel[1] * s.kernel[2], filled = (s.outputs + kRows - 1) / kRows * kRows;
   const Operands o{static_cast<const uint8_t*>(codes.data_ptr()),
                    static_cast<uint8_t>(is_signed ? 128 : 0),
                    static_cast<int32_t>(zero_point + (is_signed ? 128 : 0)),
-                   static_cast<const int8_t*>(weight.data_ptr()),
-                   static_cast<const int32_t*>(weight_sums.data_ptr()),
-                   floats(x_scale)[0],
-                   floats(scale),
-                   bias.has_value() ? floats(*bias) : nullptr,
-                   static_cast<float*>(y.data_ptr())};
+                   data_of<int8_t>(weight, filled * s.groups * taps * kDepth),
+                   data_of<int32_t>(weight_sums, filled),
+                   *data_of<float>(x_scale, 1),
+                   data_of<float>(scale, s.outputs),
+                   bias.has_value() ? data_of<float>(*bias, s.outputs) : nullptr,
+                   data_of<float>(y, y.numel())};
+  for (int64_t i = 0; i < kOutputs; i += s.stride[2]) s.every_step |= 1u << i;
+  find_taps(s);
+  find_strips(s);
   convolve_all(s, o);
 #else
   STD_TORCH_CHECK(false, "fakequant_cpu::convolve: not for this processor");

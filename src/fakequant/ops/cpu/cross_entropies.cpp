@@ -41,12 +41,12 @@ FAKEQUANT_INLINE double logarithm(double x) {
 }
 
 // The bins at which cells begin, as the definition finds them.
-FAKEQUANT_CLONES void find_edges(const double* middles, int64_t n, double width, double span, int64_t last,
+FAKEQUANT_CLONES void find_edges(const double* middles, int64_t n, double width, double span, double last,
                                  int32_t* edge) {
   for (int64_t i = 0; i < n; ++i) {
-    const double place = std::ceil(middles[i] * width / span - 0.5);
-    const int32_t at = static_cast<int32_t>(place > 0.0 ? place : 0.0);
-    edge[i] = at < last ? at : static_cast<int32_t>(last);
+    double place = std::ceil(middles[i] * width / span - 0.5);
+    place = place > 0.0 ? place : 0.0;
+    edge[i] = static_cast<int32_t>(place < last ? place : last);
   }
 }
 
@@ -80,15 +80,18 @@ Tensor cross_entropies(const Tensor mass, const Tensor filled, const Tensor midd
   const double *between = doubles(middles, inner), *widths = doubles(width, lines * n);
   const double* beyond = doubles(clipped, lines * n);
   const int64_t* kept = longs(ends, lines * n);
+  check_bins(entries);
+  STD_TORCH_CHECK(std::all_of(kept, kept + lines * n, [=](int64_t end) { return end >= 0 && end < entries; }),
+                  "fakequant_cpu: thresholds that keep more bins than there are");
   Tensor sums = made_doubles({lines, n});
   auto* const found = static_cast<double*>(sums.data_ptr());
-  torch::stable::parallel_for(0, lines * n, kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, lines * n, kGrain, [&](int64_t begin, int64_t end) {
     const int64_t cells = in_lanes(inner + 1);  // what is beyond the last is empty
     std::vector<int32_t> edge(cells + 1, 0);
     std::vector<double> log_q(cells), terms(cells);
     for (int64_t i = begin; i < end; ++i) {
       const double *m = of_mass + i / n * entries, *f = of_filled + i / n * entries;
-      find_edges(between, inner, widths[i], span, kept[i], edge.data() + 1);
+      find_edges(between, inner, widths[i], span, static_cast<double>(kept[i]), edge.data() + 1);
       std::fill(edge.begin() + 1 + inner, edge.end(), static_cast<int32_t>(kept[i]));
       found[i] = sum_cells(m, f, edge.data(), cells, log_q.data(), terms.data());
       int64_t last = inner;

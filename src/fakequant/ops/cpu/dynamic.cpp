@@ -60,7 +60,7 @@ struct Pieces {
   void for_each(const F& body) const {
     const int64_t pieces = (runs + runs_per_piece - 1) / runs_per_piece;
     const int64_t grain = std::max<int64_t>(1, kGrain / (runs_per_piece * length));
-    torch::stable::parallel_for(0, pieces, grain, [&](int64_t begin, int64_t end) {
+    parallel_for(0, pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t first = begin * runs_per_piece; first < std::min(end * runs_per_piece, runs);
            first += runs_per_piece)
         body(first, std::min(runs_per_piece, runs - first));
@@ -92,7 +92,7 @@ void measure_in_parts(const T* x, const Tiles& t, I* low, I* high) {
   const int64_t parts = (t.b0 + rows - 1) / rows;
   const int64_t grain = std::max<int64_t>(1, kGrain / (std::min(rows, t.b0) * row));
   std::vector<I> lows(low ? t.g0 * parts * t.g1 : 0), highs(t.g0 * parts * t.g1);
-  torch::stable::parallel_for(0, t.g0 * parts, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, t.g0 * parts, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i % parts * rows;
       measure_rows(x + (i / parts * t.b0 + first) * row, t, std::min(rows, t.b0 - first),
@@ -112,7 +112,7 @@ template <typename T, typename I>
 void measure_long_runs(const T* x, int64_t runs, int64_t length, I* low, I* high) {
   const int64_t parts = (length + kGrain - 1) / kGrain;
   std::vector<I> lows(low ? runs * parts : 0), highs(runs * parts);
-  torch::stable::parallel_for(0, runs * parts, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, runs * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i % parts * kGrain;
       measure_runs(x + i / parts * length + first, 1, std::min(kGrain, length - first),
@@ -239,9 +239,8 @@ enum RuleField {
 };
 
 ScaleRule rule_of(const Tensor& fields) {
-  STD_TORCH_CHECK(fields.numel() == kRuleFields, "fakequant_cpu: a rule for scales has 15 fields");
-  const auto* f = static_cast<const double*>(fields.data_ptr());
-  const auto integer = [f](RuleField field) { return static_cast<int64_t>(f[field]); };
+  const auto* f = data_of<double>(fields, kRuleFields);
+  const auto integer = [f](RuleField field) { return whole(f[field]); };
   ScaleRule rule{};
   rule.kind = static_cast<ScaleKind>(integer(kKind));
   rule.bound = f[kBound], rule.limit = f[kLimit], rule.divisor = f[kDivisor];
@@ -250,26 +249,23 @@ ScaleRule rule_of(const Tensor& fields) {
   rule.grid.quant_min = f[kQuantMin], rule.grid.quant_max = f[kQuantMax];
   rule.grid.mantissa_bits = integer(kMantissaBits), rule.grid.min_exponent = integer(kMinExponent);
   rule.grid.negative_zero = f[kNegativeZero] != 0;
+  check_grid(rule.grid);
   return rule;
-}
-
-void check_tiles(const Tiles& t, const Tensor& x) {
-  STD_TORCH_CHECK(std::min({t.g0, t.b0, t.g1, t.b1}) > 0 && t.elements() == x.numel(),
-                  "fakequant_cpu: the tiles do not fill the tensor");
 }
 
 std::tuple<Tensor, std::optional<Tensor>> fake_quantize_dynamic(const Tensor& x, const Tensor& rule, const Tensor& form,
                                                                 int64_t mask_kind,
                                                                 const std::optional<Tensor>& random) {
+  check_dense(x);
   Tensor y = made_like(x);
   std::optional<Tensor> mask = made_mask(x, mask_kind);
   if (x.numel() == 0) return {y, mask};
+  const WithSubnormals mode;  // scales are chosen on this thread
   const ScaleRule scales = rule_of(rule);
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
-    Call<C> call = call_of<C>(form, mask_kind, random);
-    check_tiles(call.tiles, x);
+    Call<C> call = call_of<C>(form, x.numel(), mask_kind, random);
     call.arithmetic = cheapest(call.arithmetic, scales);
     quantize_by_own_range(Job<T, C>{call, scales, static_cast<const T*>(x.data_ptr()),
                                     static_cast<T*>(y.data_ptr()),
@@ -279,18 +275,19 @@ std::tuple<Tensor, std::optional<Tensor>> fake_quantize_dynamic(const Tensor& x,
 }
 
 void measure(const Tensor& x, Tensor lo, Tensor hi, int64_t g0, int64_t b0, int64_t g1, int64_t b1) {
-  const Tiles tiles{g0, b0, g1, b1};
-  check_tiles(tiles, x);
-  const int64_t groups = g0 * g1;
+  const auto number = [](int64_t size) { return static_cast<double>(size); };
+  const Tiles tiles = checked_tiles(number(g0), number(b0), number(g1), number(b1), x.numel());
+  check_some(tiles);
+  const int64_t groups = tiles.groups();
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
     std::vector<PatternOf<T>> low(groups), high(groups);
     measure_all(static_cast<const T*>(x.data_ptr()), tiles, low.data(), high.data());
-    auto* lowest = static_cast<C*>(lo.data_ptr());
+    C *const lowest = data_of<C>(lo, groups), *const highest = data_of<C>(hi, groups);
     load_patterns<T>(low.data(), lowest, groups);
     for (int64_t i = 0; i < groups; ++i) lowest[i] = C(0) - lowest[i];
-    load_patterns<T>(high.data(), static_cast<C*>(hi.data_ptr()), groups);
+    load_patterns<T>(high.data(), highest, groups);
   });
 }
 

@@ -245,7 +245,7 @@ struct Collected {
   // Adds what was kept.
   void finish() const {
     if (kept.empty()) return;
-    torch::stable::parallel_for(0, parts.blocks * parts.columns, kGrainGroups, [&](int64_t begin, int64_t end) {
+    parallel_for(0, parts.blocks * parts.columns, kGrainGroups, [&](int64_t begin, int64_t end) {
       for (int64_t group = begin; group < end; ++group) {
         const int64_t block = group / parts.columns, column = group % parts.columns;
         const int64_t first = column * parts.length / parts.width;
@@ -267,7 +267,7 @@ void sum_all(const Job<T, C>& job, const GradientSums& totals) {
   const Parts& parts = job.parts;
   Collected scale(parts, totals.scale), zero_point(parts, totals.zero_point);
   const int64_t grain = std::max<int64_t>(1, kGrainChunks * kChunk / (parts.width * parts.height));
-  torch::stable::parallel_for(0, parts.count(), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, parts.count(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       Sums scale_sums(scale.totals ? parts.groups(part) : 0);
       Sums zero_point_sums(zero_point.totals ? parts.groups(part) : 0);
@@ -284,6 +284,8 @@ template <typename C>
 void sum_as(const Call<C>& call, const Tensor& dy, const Tensor& x, const GradientSums& sums) {
   STD_TORCH_CHECK(dy.scalar_type() == x.scalar_type() && dy.numel() == x.numel(),
                   "fakequant_cpu: the gradient of the output has another dtype or shape than the input");
+  check_dense(dy);
+  check_some(call.tiles);
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     if constexpr (std::is_same_v<decltype(c), C>)

@@ -229,7 +229,7 @@ std::vector<Extent<C>> observe_all(const Task<C>& task, const T* x) {
   std::vector<Extent<C>> found(task.groups);
   std::mutex joining;
   const int64_t grain = std::max<int64_t>(1, kGrainChunks * kChunk / std::max<int64_t>(1, std::min(elements, kPart)));
-  torch::stable::parallel_for(0, task.groups * parts, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, task.groups * parts, grain, [&](int64_t begin, int64_t end) {
     uint32_t* tables = in_tables ? tables_of_thread(line) : nullptr;
     for (int64_t part = begin; part < end;) {
       const int64_t group = part / parts, last = std::min(end, (group + 1) * parts);
@@ -255,27 +255,20 @@ template <typename C>
 Task<C> task_of(const Tensor& values, const Tensor& inverse, const std::optional<Tensor>& counts) {
   using torch::headeronly::ScalarType;
   const int64_t groups = inverse.numel();
-  STD_TORCH_CHECK(values.is_contiguous() && inverse.is_contiguous() && inverse.scalar_type() == ScalarType::Double &&
-                      groups > 0 && values.numel() % groups == 0,
-                  "fakequant_cpu: values [groups, elements] and inverse [groups] in float64, without gaps");
-  Task<C> task{groups, values.numel() / groups, static_cast<const double*>(inverse.data_ptr()), nullptr, 0, false};
+  STD_TORCH_CHECK(values.is_contiguous() && groups > 0 && values.numel() % groups == 0,
+                  "fakequant_cpu: values [groups, elements] and inverse [groups], without gaps");
+  Task<C> task{groups, values.numel() / groups, data_of<double>(inverse, groups), nullptr, 0, false};
   if (!counts.has_value()) return task;
   STD_TORCH_CHECK(counts->dim() == 3 && counts->is_contiguous() && counts->size(0) == groups && counts->size(1) == 2 &&
                       counts->scalar_type() == ScalarType::Long,
                   "fakequant_cpu: counts are int64 [groups, 2, bins], without gaps");
   task.counts = static_cast<int64_t*>(counts->data_ptr());
   task.bins = counts->size(2);
+  check_bins(task.bins);
+  // A bin below 0 would be counted outside of memory.
+  STD_TORCH_CHECK(std::all_of(task.inverse, task.inverse + groups, [](double one) { return one >= 0; }),
+                  "fakequant_cpu: inverses of widths are numbers >= 0");
   return task;
-}
-
-// The ends [groups] that a caller gives, in the type of computation.
-template <typename C>
-C* ends_of(const Tensor& ends, int64_t groups) {
-  using torch::headeronly::ScalarType;
-  STD_TORCH_CHECK(ends.is_contiguous() && ends.numel() == groups &&
-                      ends.scalar_type() == (sizeof(C) == 4 ? ScalarType::Float : ScalarType::Double),
-                  "fakequant_cpu: ends of ranges, one for every group, in the dtype of computation, without gaps");
-  return static_cast<C*>(ends.data_ptr());
 }
 
 // The lowest and highest value of every group [2, groups], NaN where one is not finite; and, if counts [groups, 2, bins]
@@ -284,7 +277,7 @@ void observe(const Tensor values, const Tensor inverse, Tensor range, std::optio
   with_float_type(values, [&](auto element, auto computed) {
     using C = decltype(computed);
     const Task<C> task = task_of<C>(values, inverse, counts);
-    C* ends = ends_of<C>(range, 2 * task.groups);
+    C* ends = data_of<C>(range, 2 * task.groups);
     const std::vector<Extent<C>> found = observe_all(task, static_cast<const decltype(element)*>(values.data_ptr()));
     for (int64_t group = 0; group < task.groups; ++group) {
       const C nan = std::numeric_limits<C>::quiet_NaN();
@@ -301,7 +294,7 @@ bool take_in(const Tensor values, const Tensor inverse, Tensor lo, Tensor hi, st
   with_float_type(values, [&](auto element, auto computed) {
     using C = decltype(computed);
     Task<C> task = task_of<C>(values, inverse, counts);
-    C *const lowest = ends_of<C>(lo, task.groups), *const highest = ends_of<C>(hi, task.groups);
+    C *const lowest = data_of<C>(lo, task.groups), *const highest = data_of<C>(hi, task.groups);
     int64_t* const total = task.counts;
     std::vector<int64_t> added(2 * task.bins * task.groups);
     if (total != nullptr) task.counts = added.data();

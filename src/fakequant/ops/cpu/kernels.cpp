@@ -15,17 +15,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "call.h"
 #include "chunks.h"
 #include "convert.h"
 #include "gradients.h"
+#include "parameters.h"
 #include "rounding.h"
 #include "runs.h"
 
@@ -177,17 +175,10 @@ void decode_all(const Call<C>& call, const Q* codes, T* y) {
   });
 }
 
-template <typename C>
-Params<C> params_of(const Tensor& scale, const std::optional<Tensor>& zero_point, const std::optional<Tensor>& lo,
-                    const std::optional<Tensor>& hi) {
-  const auto data = [](const std::optional<Tensor>& t) {
-    return t.has_value() ? static_cast<const C*>(t->data_ptr()) : nullptr;
-  };
-  return {static_cast<const C*>(scale.data_ptr()), data(zero_point), data(lo), data(hi)};
-}
-
+// Calls `body` with a value of the integer type of codes without gaps.
 template <typename F>
 void with_code_type(const Tensor& t, const F& body) {
+  check_dense(t);
   switch (t.scalar_type()) {
     case ScalarType::Char: return body(int8_t{});
     case ScalarType::Byte: return body(uint8_t{});
@@ -198,14 +189,9 @@ void with_code_type(const Tensor& t, const F& body) {
   }
 }
 
-#define FAKEQUANT_PARAMS \
-  const Tensor &scale, const std::optional<Tensor>&zero_point, const std::optional<Tensor>&lo, const std::optional<Tensor>&hi
-
 template <typename C>
-Call<C> make_call(FAKEQUANT_PARAMS, const Tensor& form, int64_t mask, const std::optional<Tensor>& random) {
-  Call<C> call = call_of<C>(form, mask, random);
-  call.params = params_of<C>(scale, zero_point, lo, hi);
-  return call;
+void check_integers(const Call<C>& call) {
+  STD_TORCH_CHECK(call.grid.is_integer(), "fakequant_cpu: codes are those of integer formats");
 }
 
 uint8_t* bits_of(const std::optional<Tensor>& mask) {
@@ -219,39 +205,10 @@ std::tuple<Tensor, std::optional<Tensor>> fake_quantize(const Tensor& x, FAKEQUA
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
-    quantize_all(make_call<C>(scale, zero_point, lo, hi, form, mask_kind, random), static_cast<const T*>(x.data_ptr()),
-                 static_cast<T*>(y.data_ptr()), bits_of(mask));
+    quantize_all(make_call<C>(scale, zero_point, lo, hi, form, x.numel(), mask_kind, random),
+                 static_cast<const T*>(x.data_ptr()), static_cast<T*>(y.data_ptr()), bits_of(mask));
   });
   return {y, mask};
-}
-
-template <typename C>
-const C* converted(const std::optional<Tensor>& zero_point, std::vector<C>& memory) {
-  if (!zero_point.has_value()) return nullptr;
-  if (zero_point->scalar_type() != ScalarType::Int) return static_cast<const C*>(zero_point->data_ptr());
-  const auto* codes = static_cast<const int32_t*>(zero_point->data_ptr());
-  memory.assign(codes, codes + zero_point->numel());
-  return memory.data();
-}
-
-// Whether every scale is positive and finite, with a finite reciprocal where that is used, and every zero point a code.
-template <typename C>
-bool is_valid(const Call<C>& call) {
-  constexpr C kLargest = std::numeric_limits<C>::max();
-  const bool inverted = call.arithmetic == Arithmetic::kReciprocal;
-  const int64_t groups = call.tiles.g0 * call.tiles.g1;
-  int valid = 1;
-  for (int64_t g = 0; g < groups; ++g) {
-    const C scale = call.params.scale[g];
-    valid &= (scale > 0) & (scale <= kLargest) & (!inverted | (C(1) / scale <= kLargest));
-  }
-  if (const C* zero_point = call.params.zero_point) {
-    for (int64_t g = 0; g < groups; ++g) {
-      const double z = zero_point[g];
-      valid &= (z >= call.grid.quant_min) & (z <= call.grid.quant_max) & (z == std::nearbyint(z));
-    }
-  }
-  return valid != 0;
 }
 
 // Calls `body` with the call, without a range and random numbers, and with x, if every parameter is valid.
@@ -261,8 +218,7 @@ void with_checked(const Tensor& x, const Tensor& scale, const std::optional<Tens
   with_float_type(x, [&](auto t, auto c) {
     using C = decltype(c);
     std::vector<C> memory;
-    Call<C> call = call_of<C>(form, static_cast<int64_t>(kind), std::nullopt);
-    call.params = {static_cast<const C*>(scale.data_ptr()), converted(zero_point, memory), nullptr, nullptr};
+    const Call<C> call = plain_call<C>(scale, zero_point, form, x.numel(), kind, memory);
     if (is_valid(call)) body(call, static_cast<const decltype(t)*>(x.data_ptr()));
   });
 }
@@ -312,6 +268,8 @@ std::tuple<bool, std::optional<Tensor>> checked_codes(const Tensor& x, const Ten
   std::optional<Tensor> mask;
   const Mask kind = masked ? Mask::kCodeRange : Mask::kNone;
   with_checked(x, scale, zero_point, form, kind, [&](const auto& call, const auto* in) {
+    check_integers(call);
+    check_elements(codes, x.numel());
     mask = made_mask(x, static_cast<int64_t>(kind));
     with_code_type(codes, [&](auto q) {
       found = !encode_all(call, in, static_cast<decltype(q)*>(codes.data_ptr()), bits_of(mask));
@@ -328,8 +286,7 @@ Tensor dequantize(const Tensor& codes, const Tensor& scale, const std::optional<
   with_float_type(y, [&](auto t, auto c) {
     using C = decltype(c);
     std::vector<C> memory;
-    Call<C> call = call_of<C>(form, static_cast<int64_t>(Mask::kNone), std::nullopt);
-    call.params = {static_cast<const C*>(scale.data_ptr()), converted(zero_point, memory), nullptr, nullptr};
+    const Call<C> call = plain_call<C>(scale, zero_point, form, codes.numel(), Mask::kNone, memory);
     with_code_type(codes, [&](auto q) {
       decode_all(call, static_cast<const decltype(q)*>(codes.data_ptr()), static_cast<decltype(t)*>(y.data_ptr()));
     });
@@ -344,9 +301,12 @@ std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARA
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
+    const Call<C> call = make_call<C>(scale, zero_point, lo, hi, form, x.numel(), mask_kind, random);
+    check_integers(call);
+    check_elements(codes, x.numel());
     with_code_type(codes, [&](auto q) {
-      nan = encode_all(make_call<C>(scale, zero_point, lo, hi, form, mask_kind, random),
-                       static_cast<const T*>(x.data_ptr()), static_cast<decltype(q)*>(codes.data_ptr()), bits_of(mask));
+      nan = encode_all(call, static_cast<const T*>(x.data_ptr()), static_cast<decltype(q)*>(codes.data_ptr()),
+                       bits_of(mask));
     });
   });
   return {mask, nan};
@@ -354,13 +314,13 @@ std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARA
 
 void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
                  std::optional<Tensor> scale_grad, std::optional<Tensor> zero_point_grad, int64_t mask_kind) {
-  const auto data = [](const std::optional<Tensor>& t) {
-    return t.has_value() ? static_cast<double*>(t->data_ptr()) : nullptr;
-  };
   with_float_type(x, [&](auto, auto c) {
     using C = decltype(c);
-    sum_gradients(make_call<C>(scale, zero_point, lo, hi, form, mask_kind, std::nullopt), dy, x,
-                  {data(scale_grad), data(zero_point_grad)});
+    const Call<C> call = make_call<C>(scale, zero_point, lo, hi, form, x.numel(), mask_kind, std::nullopt);
+    const auto sums = [&](const std::optional<Tensor>& t) {
+      return t.has_value() ? data_of<double>(*t, call.tiles.groups()) : nullptr;
+    };
+    sum_gradients(call, dy, x, {sums(scale_grad), sums(zero_point_grad)});
   });
 }
 

@@ -40,10 +40,11 @@ Gradients learned_gradients(const Tensor& dy, const Tensor& x, const std::option
   std::optional<Tensor> dx, scale_grad, zero_point_grad;
   with_float_type(x, [&](auto, auto c) {
     using C = decltype(c);
-    Call<C> call = call_of<C>(form, static_cast<int64_t>(Mask::kNone), std::nullopt);
-    const C* zero = zero_point.has_value() ? static_cast<const C*>(zero_point->data_ptr()) : nullptr;
-    call.params = {static_cast<const C*>(scale.data_ptr()), zero, nullptr, nullptr};
-    std::vector<double> scale_sums(by_scale ? scale.numel() : 0), zero_point_sums(by_zero_point ? scale.numel() : 0);
+    Call<C> call = call_of<C>(form, x.numel());
+    const int64_t groups = call.tiles.groups();
+    const C* zero = zero_point.has_value() ? data_of<C>(*zero_point, groups) : nullptr;
+    call.params = {data_of<C>(scale, groups), zero, nullptr, nullptr};
+    std::vector<double> scale_sums(by_scale ? groups : 0), zero_point_sums(by_zero_point ? groups : 0);
     sum_gradients(call, dy, x,
                   {by_scale ? scale_sums.data() : nullptr, by_zero_point ? zero_point_sums.data() : nullptr});
     scale_grad = rounded<C>(scale_sums, scale, by_scale);

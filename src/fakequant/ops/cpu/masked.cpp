@@ -17,7 +17,10 @@ using torch::stable::Tensor;
 
 // dx may be dy.
 void mask_into(const Tensor& dy, const Tensor& mask, Tensor& dx) {
-  const auto* bits = static_cast<const uint8_t*>(mask.data_ptr());
+  check_dense(dy);
+  STD_TORCH_CHECK(mask.numel() >= (dy.numel() + 7) / 8, "fakequant_cpu: a mask of ", mask.numel(), " bytes for ",
+                  dy.numel(), " elements");
+  const auto* bits = data_of<uint8_t>(mask, mask.numel());
   // What is written over itself is in the caches already.
   const bool streamed = dx.data_ptr() != dy.data_ptr() && streams(dy.numel() * dy.element_size());
   const auto run = [&](auto u) {

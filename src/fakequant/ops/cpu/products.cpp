@@ -111,7 +111,7 @@ template <typename S>
 void scale_transposed(const Epilogue& e, const S* sums, int64_t outer, int64_t inner, float* y) {
   const int64_t blocks = (inner + kBlock - 1) / kBlock;
   const int64_t grain = std::max<int64_t>(1, kGrainChunks * kChunk / (kBlock * e.columns));
-  torch::stable::parallel_for(0, outer * blocks, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, outer * blocks, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> scaled(kBlock * e.columns);
     for (int64_t block = begin; block < end; ++block) {
       const int64_t image = block / blocks, first = block % blocks * kBlock, rows = std::min(kBlock, inner - first);
@@ -131,7 +131,7 @@ void scale_transposed(const Epilogue& e, const S* sums, int64_t outer, int64_t i
 template <typename S>
 void scale_rows(const Epilogue& e, const S* sums, int64_t rows, float* y) {
   const int64_t grain = std::max<int64_t>(1, kGrainChunks * kChunk / e.columns);
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     scale(e, sums + begin * e.columns, e.row_scale + begin * e.row_step, end - begin, y + begin * e.columns);
   });
 }
@@ -141,18 +141,15 @@ void scale_sums(const Tensor& sums, const Tensor& row_scale, const Tensor& colum
                 const std::optional<Tensor>& bias, Tensor y, int64_t outer, bool transposed) {
   const int64_t columns = column_scale.numel();
   if (sums.numel() == 0) return;
+  STD_TORCH_CHECK(columns > 0 && outer > 0, "fakequant_cpu::scale_sums: no columns, or none of the outer axis");
   const int64_t rows = sums.numel() / columns;
   STD_TORCH_CHECK(y.scalar_type() == ScalarType::Float && y.is_contiguous() && sums.is_contiguous(),
                   "fakequant_cpu::scale_sums: the result is float32, and both are contiguous");
   STD_TORCH_CHECK(y.numel() == sums.numel() && rows * columns == sums.numel() && rows % outer == 0 &&
-                      (row_scale.numel() == 1 || (row_scale.numel() == rows && !transposed)) &&
-                      (!bias.has_value() || bias->numel() == columns),
-                  "fakequant_cpu::scale_sums: sums, scales, bias and result do not fit");
-  const auto data = [](const Tensor& t) {
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, "fakequant_cpu::scale_sums: scales and bias are float32");
-    return static_cast<const float*>(t.data_ptr());
-  };
-  const Epilogue e{data(row_scale), row_scale.numel() > 1, data(column_scale), bias.has_value() ? data(*bias) : nullptr,
+                      (row_scale.numel() == 1 || (row_scale.numel() == rows && !transposed)),
+                  "fakequant_cpu::scale_sums: sums, scales and result do not fit");
+  const Epilogue e{data_of<float>(row_scale, row_scale.numel()), row_scale.numel() > 1,
+                   data_of<float>(column_scale, columns), bias.has_value() ? data_of<float>(*bias, columns) : nullptr,
                    columns};
   auto* out = static_cast<float*>(y.data_ptr());
   const auto run = [&](const auto* in) {

@@ -14,7 +14,6 @@
 namespace fakequant {
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kGrain = 32;  // thresholds: fewer are not worth a second thread
@@ -22,15 +21,10 @@ constexpr int64_t kLanes = 8;   // sums that grow side by side, so that they vec
 
 constexpr int64_t in_lanes(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
-template <typename T>
-const T* data_of(const Tensor& t, ScalarType type, int64_t elements) {
-  STD_TORCH_CHECK(t.is_contiguous() && t.scalar_type() == type && t.numel() == elements,
-                  "fakequant_cpu: a tensor of ", elements, " elements of another dtype, without gaps, is expected");
-  return static_cast<const T*>(t.data_ptr());
-}
-const float* floats(const Tensor& t, int64_t n) { return data_of<float>(t, ScalarType::Float, n); }
-const double* doubles(const Tensor& t, int64_t n) { return data_of<double>(t, ScalarType::Double, n); }
-const int64_t* longs(const Tensor& t, int64_t n) { return data_of<int64_t>(t, ScalarType::Long, n); }
+const float* floats(const Tensor& t, int64_t n) { return data_of<float>(t, n); }
+const double* doubles(const Tensor& t, int64_t n) { return data_of<double>(t, n); }
+const int64_t* longs(const Tensor& t, int64_t n) { return data_of<int64_t>(t, n); }
+
 
 Tensor made_doubles(std::initializer_list<int64_t> sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);

@@ -139,7 +139,9 @@ Line line_of(const float* x, int64_t bins, const double* sums) {
 
 // The same for groups, float64 [groups, 3, bins + 1], of int64 [groups, bins].
 Tensor cumulative_moments(const Tensor x, const Tensor counts) {
+  STD_TORCH_CHECK(counts.dim() == 2, "fakequant_cpu: counts [groups, bins] are expected");
   const int64_t bins = x.numel(), groups = counts.size(0);
+  check_bins(bins);
   const float* centers = floats(x, bins);
   const int64_t* w = longs(counts, groups * bins);
   Tensor sums = made_doubles({groups, 3, bins + 1});
@@ -156,18 +158,19 @@ Tensor cumulative_moments(const Tensor x, const Tensor counts) {
 //   sums: of w, w x and w x**2 over the first bins, float64 [groups, 3, bins + 1].
 //   middles: see `squared_error`, float64.
 //   scale, zero_point: of every group and threshold, float32.
-//   form: of the specification; its tiles do not matter.
+//   form: of the specification, for x.
 Tensor squared_errors(const Tensor x, const Tensor sums, const Tensor middles, const Tensor scale,
                       const std::optional<Tensor> zero_point, const Tensor form) {
   const int64_t bins = x.numel(), groups = sums.size(0), n = middles.numel(), all = scale.numel();
-  STD_TORCH_CHECK(bins > 0 && groups > 0 && all % groups == 0, "fakequant_cpu: scales for every group");
+  check_bins(bins);
+  STD_TORCH_CHECK(groups > 0 && all % groups == 0, "fakequant_cpu: scales for every group");
   const float *centers = floats(x, bins), *scales = floats(scale, all);
   const float* zero_points = zero_point.has_value() ? floats(*zero_point, all) : nullptr;
   const double *totals = doubles(sums, groups * 3 * (bins + 1)), *between = doubles(middles, n);
   Tensor errors = made_doubles({groups, all / groups});
   auto* const found = static_cast<double*>(errors.data_ptr());
-  torch::stable::parallel_for(0, all, kGrain, [&](int64_t begin, int64_t end) {
-    Call<float> call = call_of<float>(form, 0, std::nullopt);
+  parallel_for(0, all, kGrain, [&](int64_t begin, int64_t end) {
+    Call<float> call = call_of<float>(form, bins);
     for (int64_t i = begin; i < end; ++i) {
       const Line line = line_of(centers, bins, totals + i / (all / groups) * 3 * (bins + 1));
       call.params = {scales + i, zero_points == nullptr ? nullptr : zero_points + i, nullptr, nullptr};
@@ -262,13 +265,14 @@ class Nearly {
 Tensor nearly_least(const Tensor x, const Tensor counts, const Tensor middles, const Tensor amax, const Tensor scale,
                     const Tensor form) {
   const int64_t bins = x.numel(), n = amax.numel(), inner = middles.numel();
-  STD_TORCH_CHECK(bins > 0 && n > 0, "fakequant_cpu: no bins, or no thresholds");
+  check_bins(bins);
+  STD_TORCH_CHECK(n > 0, "fakequant_cpu: no thresholds");
   std::vector<double> sums(3 * (bins + 1));
   sum_moments(floats(x, bins), longs(counts, bins), bins, sums.data());
   const Line line = line_of(floats(x, bins), bins, sums.data());
   const double* between = doubles(middles, inner);
   const float* scales = floats(scale, n);
-  Call<float> call = call_of<float>(form, 0, std::nullopt);
+  Call<float> call = call_of<float>(form, bins);
   const std::vector<int64_t> found = Nearly(line, floats(amax, n), n).find([&](int64_t i) {
     call.params = {scales + i, nullptr, nullptr, nullptr};
     return squared_error(line, between, inner, call);

@@ -56,8 +56,8 @@ FAKEQUANT_CLONES void draw_chunk(uint64_t seed, int64_t first, int64_t n, uint32
 
 // The words of the elements from `first_element`, a multiple of 4, on.
 void draw_all(const Tensor& seed, Tensor words, int64_t first_element) {
-  const uint64_t key = draw_of(seed).seed;
-  auto* out = static_cast<uint32_t*>(words.data_ptr());
+  const uint64_t key = seed_of(seed);
+  auto* out = reinterpret_cast<uint32_t*>(data_of<int32_t>(words, words.numel()));
   for_each_chunk(words.numel(), [&](int64_t first, int64_t n) {
     alignas(64) uint32_t chunk[kWordsPerChunk];
     draw_chunk(key, first_element + first, n, chunk);

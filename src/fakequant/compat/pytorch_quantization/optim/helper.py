@@ -47,13 +47,15 @@ def group_parameters(
         TypeError: patterns that are no lists of lists, or options of another length.
     """
     if not isinstance(patterns_list, list) or not all(isinstance(patterns, list | tuple) for patterns in patterns_list):
-        raise TypeError(f"patterns_list must be a list of lists of patterns, got {patterns_list!r}")
+        example = "give for example [['conv'], ['bias']]"
+        raise TypeError(f"patterns_list must be list of list of patterns, got {patterns_list!r}; {example}")
     groups: list[dict[str, Any]] = [{"params": list(match_parameters(model, patterns))} for patterns in patterns_list]
     for name, values in {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}.items():
         if values is None:
             continue
         if not isinstance(values, list | tuple) or len(values) != len(groups):
-            raise TypeError(f"{name} must be a list with one number for each of the {len(groups)} groups: {values!r}")
+            expected = f"give a list with one number for each group ({len(groups)})"
+            raise TypeError(f"{name}s must match patterns_list, got {values!r}; {expected}")
         for group, value in zip(groups, values, strict=True):
             group[name] = value
     return groups

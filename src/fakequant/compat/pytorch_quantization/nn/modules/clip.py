@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.compat.pytorch_quantization.nn import functional
-from fakequant.nn.learned import PreciseModule
+from fakequant.nn.precise import PreciseModule
 
 __all__ = ["Clip"]
 
@@ -16,14 +16,17 @@ __all__ = ["Clip"]
 class Clip(PreciseModule):
     """Clips to between two bounds; the learned ones are parameters, the others buffers.
 
+    A bound that is a parameter stays that parameter, unless the clip learns a copy of it.
+
     Args:
-        clip_value_min: the lower bound, a number or an array.
+        clip_value_min: the lower bound, a number, a tensor, a parameter or an array.
         clip_value_max: the upper bound.
         learn_min: whether the lower bound is learned, which needs one number.
         learn_max: whether the upper bound is.
 
     Raises:
         ValueError: a bound to learn that is not one number.
+        TypeError: a bound that is neither a number nor a tensor or an array of numbers.
 
     >>> Clip(-1.0, 2.0)(torch.tensor([-3.0, 0.5, 3.0]))
     tensor([-1.0000,  0.5000,  2.0000])
@@ -38,13 +41,27 @@ class Clip(PreciseModule):
         super().__init__()
         bounds = {"clip_value_min": (clip_value_min, learn_min), "clip_value_max": (clip_value_max, learn_max)}
         for name, (value, learned) in bounds.items():
-            bound = torch.as_tensor(value, dtype=torch.float32).clone()
-            if not learned:
+            bound = _numbers(name, value)
+            if not learned and isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            elif not learned:
                 self.register_buffer(name, bound)
             elif bound.numel() != 1:
-                raise ValueError(f"{name} must be scalar to be learned, got shape {list(bound.shape)}; give one number")
+                # Scripts match this text, "initilizing" included.
+                expected = "clip_value_min/clip_value_max must be scalar for initilizing learnable range."
+                raise ValueError(f"{expected} {name} has shape {list(bound.shape)}; give one number")
             else:
                 self.register_parameter(name, nn.Parameter(bound))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return functional.clip(inputs, self.clip_value_min, self.clip_value_max)
+
+
+def _numbers(name: str, value: Any) -> Tensor:
+    """A copy of the bound in float32."""
+    try:
+        if isinstance(value, Tensor) and value.is_complex():
+            raise TypeError(f"{value.dtype} has no order")
+        return torch.as_tensor(value, dtype=torch.float32).clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a number, or a tensor or an array of numbers, got {value!r}") from error

@@ -18,6 +18,7 @@ from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.spec import Gradient, QuantSpec
 from fakequant.ops import library
+from fakequant.ops.trt_fp8 import as_trt_fp8, writes_trt_fp8
 
 # What TensorRT runs.
 _BITS = 8
@@ -51,8 +52,11 @@ def fake_quantize(inputs: Tensor, amax: Tensor, fmt: Format) -> Tensor:
     scale = amax / torch.full_like(amax, fmt.bound)
     # Any scale gives 0 for 0, but ONNX and TensorRT want a positive one.
     scale = torch.where(scale > 0, scale, 1.0)
+    if writes_trt_fp8(fmt):
+        return as_trt_fp8(inputs, scale)
     if torch.onnx.is_in_onnx_export():
-        return _as_torch_operator(inputs, scale, granularity, fmt)
+        # QuantizeLinear takes no half precision before opset 19, and later none beside a float32 scale.
+        return _as_torch_operator(inputs.to(scale.dtype), scale, granularity, fmt).to(inputs.dtype)
     spec = QuantSpec(fmt, granularity, symmetric=True, gradient=Gradient.INPUT_RANGE)
     return library.fake_quantize(inputs, QParams(scale, None, Range(-amax, amax)), spec)
 

@@ -1,0 +1,202 @@
+"""The files of a run, which take the place of those of the run before in one step.
+
+No system replaces several files at once. So for the time of the change every file is a symbolic link through one other
+link, `.fakequant-current`: first to the old files, then, by one rename of that link, to the new ones. Before and after
+they are plain files, because a link breaks when it is moved or sent. The folder itself is never renamed: it may hold
+other files, be a working folder, or lie in a folder that cannot be written.
+
+A process that dies on the way leaves links to one run, which read as files do; the next run makes them files again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fakequant.files import (
+    abandoned,
+    held,
+    locked,
+    output_errors,
+    writable_file,
+    writable_folder,
+    write_whole,
+)
+from fakequant.model.manifest import MANIFEST, named_files
+
+CHECKPOINT, ONNX, REPORT, GRAPH = "checkpoint", "model.onnx", "report.html", "graph.txt"
+PARTS = (f"{CHECKPOINT}/{MANIFEST}", ONNX, GRAPH, REPORT)
+"""The files that belong together, by their path in the folder; the manifest names the tensors by their content."""
+
+_CURRENT = ".fakequant-current"
+_RUN = ".fakequant-run-"
+
+
+@contextmanager
+def results_folder(directory: Path) -> Iterator[Path]:
+    """A context with the folder of the results, made if need be and proven writable before any work is done for it.
+
+    If the work fails, folders that were made for it and are still empty are removed.
+
+    Raises:
+        OutputError: it cannot be made or written, or a folder has the name of a file, or a file that of the checkpoint.
+    """
+    made = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
+    try:
+        out = writable_folder(directory)
+        for part in PARTS:
+            if (out / part).parent.exists():
+                writable_file(out / part)
+        yield out
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """A new folder for the files of a run, in the folder where `publish` will put them; it is removed afterwards.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    folder = out / f"{_RUN}{secrets.token_hex(8)}"
+    with held(_lock_of(folder)):
+        with output_errors(folder, "to "):
+            folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(new: Path, out: Path) -> None:
+    """Put the files of a run in the place of those of the run before, all in one step; other files stay.
+
+    A file that the new run does not have is removed. Files that are symbolic links to other places, or lie behind one,
+    are written there, after the step.
+
+    Args:
+        new: what `staged` gave, with the files.
+        out: the folder.
+
+    Raises:
+        OutputError: a file cannot be written; the old ones are there.
+    """
+    checkpoint = out / CHECKPOINT
+    with output_errors(out, "to "):
+        checkpoint.mkdir(exist_ok=True)
+        try:
+            with locked(out), locked(checkpoint):
+                _recover(out)
+                with staged(out) as old:
+                    try:
+                        _exchange(old, new, out)
+                    finally:
+                        _remove_tensors(old, out)
+                        _remove_tensors(new, out)
+        finally:
+            with suppress(OSError):
+                checkpoint.rmdir()  # it is empty if nothing was published
+
+
+def _exchange(old: Path, new: Path, out: Path) -> None:
+    inside = [part for part in PARTS if os.path.realpath(out / part) == os.path.join(os.path.realpath(out), part)]
+    for part in inside:
+        if (out / part).is_file():
+            _keep(out / part, old / part, new / part)
+    for tensors in (new / CHECKPOINT).glob("*.safetensors"):
+        _link(tensors, out / CHECKPOINT / tensors.name)
+    try:
+        _point(out / _CURRENT, old.name, old)
+    except OSError:  # a file system without symbolic links: one file after the other, the manifest first
+        for part in inside:
+            _place(new / part, out / part)
+    else:
+        try:
+            for part in inside:
+                _point(out / part, os.path.join(*[".."] * part.count("/"), _CURRENT, part), old)
+            _point(out / _CURRENT, new.name, old)  # the one step
+        finally:
+            _settle(out)
+    for part in set(PARTS) - set(inside):
+        if (new / part).is_file():
+            write_whole(out / part, (new / part).read_bytes())
+        else:
+            (out / part).unlink(missing_ok=True)
+
+
+def _keep(now: Path, old: Path, new: Path) -> None:
+    """Keep a file for the time of the change, and give its permissions to the one that follows."""
+    old.parent.mkdir(exist_ok=True)
+    _link(now, old)
+    if new.is_file():
+        shutil.copymode(now, new)
+
+
+def _recover(out: Path) -> None:
+    """Finish what runs that died have begun, and remove what they left."""
+    _settle(out)
+    for lock in out.glob(f"{_RUN}*.lock"):
+        with abandoned(lock) as free:
+            if free:
+                _remove_tensors(lock.with_suffix(""), out)
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+                lock.unlink(missing_ok=True)
+
+
+def _settle(out: Path) -> None:
+    """Make plain files of the links through `.fakequant-current`."""
+    current = out / _CURRENT
+    if not current.is_symlink():
+        return
+    for part in PARTS:
+        if (out / part).is_symlink() and _CURRENT in Path(os.readlink(out / part)).parts:
+            _place(current / part, out / part)
+    current.unlink()
+
+
+def _place(source: Path, path: Path) -> None:
+    """Put a file of a run in a place; nothing is there afterwards if the run has none."""
+    if not source.is_file():
+        path.unlink(missing_ok=True)
+        return
+    spare = source.with_name(f"{source.name}.placed")
+    spare.unlink(missing_ok=True)
+    _link(source, spare)
+    os.replace(spare, path)
+
+
+def _point(path: Path, target: str, run: Path) -> None:
+    """Put a symbolic link in a place, in one step."""
+    spare = run / "link"
+    os.symlink(target, spare)
+    os.replace(spare, path)
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy where the file system has no hard links."""
+    with suppress(FileExistsError):
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            raise
+        except OSError:
+            shutil.copy(source, target)
+
+
+def _remove_tensors(run: Path, out: Path) -> None:
+    """Remove the tensors of a run from the checkpoint, unless they are those that it names now."""
+    for name in set(named_files(run / CHECKPOINT)) - set(named_files(out / CHECKPOINT)):
+        with suppress(OSError):
+            (out / CHECKPOINT / name).unlink()
+
+
+def _lock_of(run: Path) -> Path:
+    return run.with_name(f"{run.name}.lock")

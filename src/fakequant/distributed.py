@@ -1,0 +1,118 @@
+"""Work that several processes do together, and tensors that are sharded over them, by torch.distributed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
+
+Result = TypeVar("Result")
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process may hold only a part."""
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its values: a DTensor is gathered, for which all of its processes must call this.
+
+    >>> tensor = torch.ones(2)
+    >>> whole(tensor) is tensor
+    True
+    """
+    return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def refuse_sharded(model: nn.Module, action: str) -> None:
+    """Raise if a model has parameters that are sharded over processes (`fully_shard`, `parallelize_module`).
+
+    Args:
+        model: any module.
+        action: what is refused, as a verb: "fold".
+
+    Raises:
+        ConfigError: it has.
+    """
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise ConfigError(
+                f"the weights are sharded over processes, the first is {name}; {action} the model before fully_shard, "
+                "or gather the weights by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "StateDictOptions(full_state_dict=True) into a model that is not sharded"
+            )
+
+
+def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
+    """The processes that calibrate a model together; None if this one works alone.
+
+    Args:
+        model: if wrapped in DistributedDataParallel, its group is the default; if sharded over one axis, that of the
+            mesh.
+        group: a process group, False for none, or None for the default.
+
+    Raises:
+        ConfigError: group is something else.
+    """
+    if group is False or not dist.is_available() or not dist.is_initialized():
+        if group is not False and group is not None:
+            raise ConfigError("a group was given, but torch.distributed is not initialised; call init_process_group")
+        return None
+    if group is None:
+        group = getattr(model, "process_group", None) if is_data_parallel(model) else _group_of_mesh(model)
+    if group is None:
+        if dist.get_world_size() > 1:
+            warnings.warn(
+                f"torch.distributed has {dist.get_world_size()} processes, and each calibrates alone, so that their "
+                "scales may differ; pass group=torch.distributed.group.WORLD to merge what they see, or group=False if "
+                "they are to stay alone",
+                CalibrationWarning,
+                stacklevel=3,
+            )
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"group must be a process group of torch.distributed, False or None, got {group!r}")
+    return group
+
+
+def is_data_parallel(model: nn.Module) -> bool:
+    """Whether a model is wrapped in DistributedDataParallel."""
+    return isinstance(model, nn.parallel.DistributedDataParallel)
+
+
+def _group_of_mesh(model: nn.Module) -> Any:
+    sharded = next((cast("Any", p) for p in model.parameters() if is_sharded(p)), None)
+    return sharded.device_mesh.get_group() if sharded is not None and sharded.device_mesh.ndim == 1 else None
+
+
+def gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
+    """What every process of a group gives, in the order of their ranks in it."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def work_together(work: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
+    """What a function returns on every process of a group, in the order of their ranks; alone, on this one.
+
+    Raises:
+        CalibrationError: the function failed on another process. On that one its own error is raised.
+    """
+    if group is None:
+        return [work()]
+    try:
+        result = work()
+    except BaseException as error:
+        # The others wait for this process, and raise too.
+        gather((f"{type(error).__name__}: {error}", None), group)
+        raise
+    found = gather((None, result), group)
+    for rank, (failure, _) in enumerate(found):
+        if failure is not None:
+            raise CalibrationError(f"the process of rank {rank} failed, and nothing was changed here either: {failure}")
+    return [cast("Result", one) for _, one in found]

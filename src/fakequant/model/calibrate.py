@@ -1,0 +1,318 @@
+"""The ranges of a prepared model's static quantizers, from batches and from the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.calibration import Calibrator, make_calibrator
+from fakequant.distributed import is_data_parallel, processes_of, work_together
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.batches import Forward, refuse_tensor, run_batch
+from fakequant.model.modes import disabled, evaluating, modes
+from fakequant.model.progress import track
+from fakequant.model.unseen import Unseen, check_unseen, leave_in_float
+from fakequant.model.weights import fresh_weight, note_weight, weighted_layers
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
+from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
+
+
+def calibrate(  # noqa: PLR0913  all but the first three by name
+    model: nn.Module,
+    batches: Iterable[Any] = (),
+    method: str = "max",
+    *,
+    weight_method: str = "max",
+    weight_options: dict[str, Any] | None = None,
+    pattern: str = "*",
+    forward: Forward | None = None,
+    progress: bool | None = None,
+    unseen: str = "error",
+    group: Any = None,
+    **options: Any,
+) -> dict[str, Calibrator]:
+    """Find the ranges of all static quantizers: of inputs by running batches, of weights as the layers' calls use them.
+
+    The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
+    match run quantized where they have ranges, and by codes where they are told to (`set_execution`): so later layers
+    are calibrated on what they will get from earlier ones.
+
+    Args:
+        model: a prepared model.
+        batches: tensors, tuples of arguments, or dicts of keyword arguments. A tuple's items beyond the parameters of
+            the model's `forward`, such as a data loader's labels, are left out; a tuple whose last item would be passed
+            as an optional parameter is refused, because it may be labels. May be empty if no input needs calibration;
+            given all the same, they are run until every layer with a weight was called.
+        method: "max", "percentile", "entropy" or "mse", for inputs.
+        weight_method: the same, for weights.
+        weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
+        pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
+            "_quantizer" is of the paths of quantizers: "*_weight_quantizer" calibrates the weights alone.
+        forward: called as forward(model, batch) instead of the model, for other kinds of batches.
+        progress: whether to show a progress bar; by default on a terminal.
+        unseen: what becomes of layers that no batch reached: "error"; "float" leaves them in float, which one
+            `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the same place
+            in other members of their `nn.ModuleList`, as for the experts of a mixture, with a warning too.
+        group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
+            merged, and all get the scales that one process would find for all batches. By default that of a model
+            wrapped in DistributedDataParallel or sharded by fully_shard; False for none. `forward` gets the model that
+            DistributedDataParallel wraps.
+        options: for the calibrators of the inputs, for example percentile=99.9.
+
+    Returns:
+        The calibrators of all static quantizers by name, with the histograms they collected.
+
+    Raises:
+        CalibrationError: a batch with NaN or inf (names the quantizer), layers that saw no data (names them all, says
+            why, and what to do), another process that failed, or a model without quantizers.
+        ConfigError: an unknown method or option, a pattern that matches no layer with a static quantizer, processes
+            that calibrate different models, or a tuple whose last item may be labels or an optional argument.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> used = calibrate(model, [torch.ones(2, 4), torch.full((2, 4), 2.54)], method="max")
+    >>> model[0]._input_quantizer
+    Quantizer(int8 per_tensor, input, scale 0.02)
+    """
+    refuse_tensor(batches, "calibrate")
+    check_unseen(unseen)
+    found = _chosen(model, pattern)
+
+    def make(name: str) -> Calibrator:
+        if found[name].kind is Kind.INPUT:
+            return make_calibrator(method, found[name].spec, **options)
+        return make_calibrator(weight_method, found[name].spec, **(weight_options or {}))
+
+    job = _Job(model, found, pattern, forward or run_batch, make)
+    processes = processes_of(model, group)
+    with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
+        parts = work_together(lambda: job.observe(batches, progress, shared=processes is not None), processes)
+        job.take(parts)
+        left = job.unseen().settle(unseen)
+        ranges = observed_ranges({name: quantizer for name, quantizer in found.items() if _layer_of(name) not in left})
+        calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
+    modules = [model.get_submodule(name) for name in left]
+    with restore_on_error(ranges_of(quantizers(model).values(), modules)):
+        leave_in_float(modules)
+        for name, range in ranges.items():
+            found[name].set_range(range)
+        for name, layer in weighted_layers(model).items():
+            if _join(name, "_weight_quantizer") in ranges:
+                note_weight(layer)
+    return {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
+
+
+def recalibrate(
+    model: nn.Module, calibrators: Mapping[str, Calibrator], method: str, **options: Any
+) -> dict[str, Calibrator]:
+    """Find the ranges of inputs by another method, from what `calibrate` collected: the batches need not run again.
+
+    Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches serves all four.
+
+    Args:
+        model: a calibrated model; its weights keep their ranges.
+        calibrators: as `calibrate` returned them; they stay as they are.
+        method: as for `calibrate`.
+        options: of that method.
+
+    Returns:
+        The calibrators of the input quantizers by name.
+
+    Raises:
+        ConfigError: the calibrators collected less than the method needs, or are not those of the model; nothing is
+            changed.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> used = calibrate(model, [torch.full((2, 4), 2.54)], "entropy")
+    >>> used = recalibrate(model, used, "max")
+    >>> model[0]._input_quantizer
+    Quantizer(int8 per_tensor, input, scale 0.02)
+    """
+    found = quantizers(model)
+    if unknown := sorted(set(calibrators) - set(found)):
+        raise ConfigError(f"the model has no quantizers {', '.join(unknown)}; give what calibrate returned for it")
+    adopted: dict[str, Calibrator] = {}
+    for name, used in calibrators.items():
+        if found[name].kind is Kind.INPUT:
+            adopted[name] = make_calibrator(method, found[name].spec, **options)
+            try:
+                adopted[name].adopt(used)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+    ranges = {name: calibrator.compute_range() for name, calibrator in adopted.items()}
+    with restore_on_error(ranges_of(found[name] for name in ranges)):
+        for name, range in ranges.items():
+            found[name].set_range(range)
+    return adopted
+
+
+def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ()) -> Restore:
+    """A function that gives quantizers back the ranges, and layers the quantizers, that they have now."""
+    held = list(quantizers)
+    learned = [parameter for quantizer in held for parameter in quantizer.parameters()]
+    values = [parameter.detach().clone() for parameter in learned]
+    states = state_of([*layers, *(module for quantizer in held for module in quantizer.modules())])
+
+    def restore() -> None:
+        states()
+        for parameter, value in zip(learned, values, strict=True):
+            parameter.data.copy_(value)  # a learned range starts again in place, so that optimizers keep it
+
+    return restore
+
+
+def _layer_of(name: str) -> str:
+    """The path of the layer that a quantizer belongs to."""
+    return name.rpartition(".")[0]
+
+
+def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
+    """The static quantizers of the layers that match a pattern."""
+    if not quantizers(model):
+        raise CalibrationError("the model has no quantizers; call fakequant.prepare(model, config) first")
+    found = {name: q for name, q in quantizers(model).items() if not q.dynamic and _matches(name, pattern)}
+    if not found and pattern != "*":
+        raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name if pattern.endswith("_quantizer") else _layer_of(name), pattern)
+
+
+class _Part(NamedTuple):
+    """What one process saw."""
+
+    task: list[str]
+    """What it was to calibrate and how, the same on all of them."""
+    states: dict[str, dict[str, Tensor]]
+    """Of the calibrators of the inputs, by name, where there are other processes."""
+    called: set[str]
+    """The layers whose weight a call has shown."""
+    batches: int
+
+
+@dataclass
+class _Job:
+    """One call of `calibrate`."""
+
+    model: nn.Module
+    found: dict[str, Quantizer]
+    """The quantizers that get a range."""
+    pattern: str
+    run: Forward
+    make: Callable[[str], Calibrator]
+    """A fresh calibrator for the quantizer of a name."""
+    last: list[Any] = field(default_factory=list)
+    """The last batch of this process, if it had one."""
+    called: set[str] = field(default_factory=set)
+    batches: int = 0
+
+    def __post_init__(self) -> None:
+        self.inputs = {name: quantizer for name, quantizer in self.found.items() if quantizer.kind is Kind.INPUT}
+        # By layer, and dynamic ones too: that the quantizer of its weight is called tells that the layer is.
+        self.weights = {
+            name: layer._weight_quantizer
+            for name, layer in weighted_layers(self.model).items()
+            if layer._weight_quantizer is not None and _matches(_join(name, "_weight_quantizer"), self.pattern)
+        }
+
+    def observe(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> _Part:
+        """Show the batches of this process, and the weights, to fresh calibrators."""
+        for name, quantizer in self.found.items():
+            quantizer.calibrator = self.make(name)
+        for quantizer in self.weights.values():
+            if quantizer.dynamic:
+                quantizer.calibrator = make_calibrator("max", quantizer.spec)
+        with self._observing(), evaluating(self.model), torch.no_grad():
+            self._show(batches, progress, shared=shared)
+            called = {name for name, quantizer in self.weights.items() if _observed(quantizer)}
+            for name, layer in weighted_layers(self.model).items():
+                quantizer = self.weights.get(name)
+                if quantizer is not None and not quantizer.dynamic and name not in called:
+                    quantizer.observe(fresh_weight(layer, name))
+        task = [f"{name}: {type(q.calibrator).__name__}({q.spec})" for name, q in self.found.items()]
+        return _Part(task, self._states() if shared else {}, called, self.batches)
+
+    def _show(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> None:
+        model = self._inner()
+        total = len(batches) if isinstance(batches, Sized) else None
+        for batch in track(batches, "calibrating", total, progress):
+            self.run(model, batch)
+            self.last, self.batches = [batch], self.batches + 1
+            # One process of several may not stop alone: a sharded model is called by all of them.
+            if not self.inputs and not shared and all(_observed(quantizer) for quantizer in self.weights.values()):
+                break
+
+    def _inner(self) -> nn.Module:
+        """The model without a wrapper whose call waits for all processes: their numbers of batches may differ."""
+        return cast("nn.Module", self.model.module) if is_data_parallel(self.model) else self.model
+
+    def _observing(self) -> Any:
+        """A context in which quantizers that get a range observe; others quantize if a pattern chose and they can."""
+        observing = {*self.found.values(), *self.weights.values()}
+
+        def mode(_: str, quantizer: Quantizer) -> Mode:
+            if quantizer in observing:
+                return Mode.OBSERVE
+            ready = self.pattern != "*" and (quantizer.dynamic or quantizer.calibrated)
+            return quantizer.mode if ready else Mode.OFF
+
+        return modes(self.model, mode)
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: {key: value.cpu() for key, value in quantizer.calibrator.state_dict().items()}
+            for name, quantizer in self.inputs.items()
+            if quantizer.calibrator is not None
+        }
+
+    def take(self, parts: list[_Part]) -> None:
+        """Go on from what all processes saw, merged in the order of their ranks."""
+        for rank, part in enumerate(parts):
+            if part.task != parts[0].task:
+                raise ConfigError(
+                    f"the processes of ranks 0 and {rank} calibrate different quantizers, or by other methods; give "
+                    "all of them one model and the same arguments"
+                )
+        self.called = set().union(*(part.called for part in parts))
+        self.batches = sum(part.batches for part in parts)
+        if not any(part.states for part in parts):
+            return
+        for name, quantizer in self.inputs.items():
+            merged = self.make(name)
+            device = self._device(_layer_of(name))
+            for part in parts:
+                one = self.make(name)
+                one.load_state_dict({key: value.to(device) for key, value in part.states[name].items()})
+                merged.merge(one)
+            quantizer.calibrator = merged
+
+    def _device(self, layer: str) -> torch.device:
+        own = next(self.model.get_submodule(layer).parameters(), None)
+        own = next(self.model.parameters(), None) if own is None else own
+        return torch.device("cpu") if own is None else own.device
+
+    def unseen(self) -> Unseen:
+        """The layers that no batch reached."""
+        starved = {_layer_of(name) for name, quantizer in self.inputs.items() if not _observed(quantizer)}
+        idle = [name for name in self.weights if name not in self.called | starved] if self.batches else []
+        return Unseen(self.model, self.inputs, idle, self.called, self._run_last if self.batches else None, self.make)
+
+    def _run_last(self) -> None:
+        """Run the last batch in float, if this process had one."""
+        with disabled(self.model), evaluating(self.model), torch.no_grad():
+            for batch in self.last:
+                self.run(self._inner(), batch)
+
+
+def _observed(quantizer: Quantizer) -> bool:
+    return quantizer.calibrator is not None and quantizer.calibrator.observed
+
+
+def _join(layer: str, attribute: str) -> str:
+    return f"{layer}.{attribute}" if layer else attribute

@@ -1,0 +1,105 @@
+"""Which layers a run of a model calls, and which weights it reads without calling their layer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.restore import restore_after
+
+Run = Callable[[], object]
+
+
+def layers_called(model: nn.Module, run: Run) -> set[nn.Module]:
+    """The quantized layers of a model that a run calls.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> layers_called(model, lambda: model[0](torch.ones(1, 4))) == {model[0]}
+    True
+    """
+    called: set[nn.Module] = set()
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    with _not_compiled(), _hooks() as handles:
+        for layer in layers:
+            handles.append(layer.register_forward_pre_hook(lambda module, _: called.add(module)))
+        run()
+    return called
+
+
+def weight_readers(model: nn.Module, run: Run) -> dict[nn.Module, str]:
+    """The quantized layers whose weight a run reads without calling them, and the path of the module that reads it.
+
+    >>> class Projects(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.inner = nn.Linear(4, 4)
+    ...     def forward(self, x):
+    ...         return nn.functional.linear(x, self.inner.weight)
+    >>> model = prepare(nn.Sequential(Projects()), presets.INT8_WEIGHT_ONLY)
+    >>> weight_readers(model, lambda: model(torch.ones(1, 4))) == {model[0].inner: "0"}
+    True
+    """
+    owners: dict[int, list[nn.Module]] = {}
+    for layer in model.modules():
+        # Not `layer.weight`: a parametrization would compute an unused weight, and may change its buffers.
+        weight = layer._parameters.get("weight")
+        if isinstance(layer, QuantizedLayer) and weight is not None:
+            owners.setdefault(id(weight), []).append(layer)
+    running: list[tuple[nn.Module, str]] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    with _not_compiled(), _hooks() as handles, _Readers(owners, running) as readers:
+        for path, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda own, _, path=path: running.append((own, path))))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        run()
+    return readers.found
+
+
+class _Readers(TorchFunctionMode):
+    """Notes every torch function that takes a layer's weight and is not called within a layer whose weight it is."""
+
+    def __init__(self, owners: dict[int, list[nn.Module]], running: list[tuple[nn.Module, str]]) -> None:
+        super().__init__()
+        self.owners = owners
+        self.running = running
+        self.found: dict[nn.Module, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Not where only the shape, the dtype or the device of the weight is asked for.
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            path = self.running[-1][1] if self.running else ""
+            for leaf in tree_leaves((args, kwargs)):
+                layers = self.owners.get(id(leaf), [])
+                if not any(module in layers for module, _ in self.running):
+                    self.found.update((layer, path) for layer in layers if layer not in self.found)
+        return result
+
+
+@contextmanager
+def _hooks() -> Iterator[list[RemovableHandle]]:
+    handles: list[RemovableHandle] = []
+    with restore_after(lambda: [handle.remove() for handle in handles]):
+        yield handles
+
+
+@contextmanager
+def _not_compiled() -> Iterator[None]:
+    """A context in which compiled models run as written: a graph that was compiled before does not call new hooks."""
+    with ExitStack() as stack:
+        # Where torch's compiler was never imported nothing is compiled; importing it takes 2 s.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

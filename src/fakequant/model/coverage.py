@@ -1,0 +1,120 @@
+"""What `prepare` left in float although it could be quantized: a share of the parameters, and of the products."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from fakequant.model.operations import operations
+from fakequant.nn.forms import quantized_class, why_changed
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+class Left(NamedTuple):
+    """What stays in float."""
+
+    modules: dict[type[nn.Module], int]
+    """How many of each class, those with most parameters first."""
+    parameters: float
+    """Their share of the model's parameters."""
+    products: dict[str, float]
+    """The share of operations outside of quantized layers in the model's multiply-accumulates, the largest first."""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.modules:
+            count = sum(self.modules.values())
+            named = [f"{cls.__name__} ({n}: {_why_float(cls)})" for cls, n in self.modules.items()]
+            share = f"{_percent(self.parameters)} of the parameters"
+            subject = f"1 module with {share} stays" if count == 1 else f"{count} modules with {share} stay"
+            parts.append(f"{subject} in float: {_first(named)}")
+        if self.products:
+            named = [f"{name} {_percent(share)}" for name, share in self.products.items()]
+            share = _percent(sum(self.products.values()))
+            parts.append(f"products with {share} of the multiply-accumulates have inputs in float: {_first(named)}")
+        advice = "fakequant.summary(model, example) lists all"
+        if self.modules:
+            names = tuple(dict.fromkeys(cls.__name__ for cls in self.modules))
+            rule = f"Rule('*', layers={(names[0] if len(names) == 1 else names)!r})"
+            advice += f"; fakequant.nn.quantizes registers a quantized form, and {rule} says that float is meant"
+        return f"{'; '.join(parts)} ({advice})"
+
+
+def weights_of(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module itself that could be quantized: with two axes longer than 1, not those of norms."""
+    if isinstance(module, (*_NORMS, Quantizer)):
+        return []
+    return [p for p in module.parameters(recurse=False) if _is_weight(p)]
+
+
+def left_in_float(model: nn.Module, purposely: set[nn.Module], example: Any = None) -> Left | None:
+    """What of a prepared model could be quantized and is not; None if nothing.
+
+    Layers with a quantized form that no rule takes are in float on purpose, too.
+
+    Args:
+        model: a prepared model.
+        purposely: modules that a rule leaves in float.
+        example: an input, a tuple or a dict of inputs; with it products are counted, too.
+    """
+    decided = {module for module in model.modules() if _is_decided(module)}
+    meant = purposely | {part for module in decided for part in module.modules()}
+    quantized = {p for module in decided if isinstance(module, QuantizedLayer) for p in module.parameters()}
+    sizes: Counter[type[nn.Module]] = Counter()
+    counts: Counter[type[nn.Module]] = Counter()
+    left: set[nn.Parameter] = set()
+    for module in model.modules():
+        weights = set(weights_of(module)) - quantized
+        if weights and module not in meant:
+            counts[type(module)] += 1
+            sizes[type(module)] += sum(p.numel() for p in weights)
+            left |= weights
+    products = {} if example is None else _products_left(model, meant, example)
+    if not left and not products:
+        return None
+    total = sum(p.numel() for p in model.parameters() if not isinstance(p, UninitializedParameter))
+    modules = {cls: counts[cls] for cls, _ in sizes.most_common()}
+    return Left(modules, sum(p.numel() for p in left) / max(total, 1), products)
+
+
+def _is_decided(module: nn.Module) -> bool:
+    """Whether rules, not the lack of a quantized form, say what becomes of a module."""
+    return isinstance(module, QuantizedLayer) or quantized_class(module) is not None
+
+
+def _products_left(model: nn.Module, meant: set[nn.Module], example: Any) -> dict[str, float]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    products = [operation for operation in operations(model, example) if operation.is_product]
+    total = sum(operation.multiplications for operation in products)
+    left: Counter[str] = Counter()
+    for operation in products:
+        parts = operation.module.split(".")
+        paths = (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+        owner = next(modules[path] for path in paths if path in modules)
+        if owner not in meant and not operation.quantized and operation.multiplications:
+            left[operation.name] += operation.multiplications
+    return {name: count / total for name, count in left.most_common()}
+
+
+def _is_weight(parameter: nn.Parameter) -> bool:
+    if isinstance(parameter, UninitializedParameter) or not parameter.is_floating_point():
+        return False
+    return sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _why_float(cls: type[nn.Module]) -> str:
+    return why_changed(cls) or "no quantized form"
+
+
+def _first(texts: list[str], most: int = 6) -> str:
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 else "less than 1 %"

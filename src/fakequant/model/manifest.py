@@ -1,0 +1,282 @@
+"""The file of a checkpoint that says which layers are quantized, how, and where the tensors are."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fakequant.errors import CheckpointError, ConfigError, SpecError
+from fakequant.model.config import TensorConfig
+from fakequant.nn.integer import Execution
+from fakequant.nn.learned import LearnedRange, make_learned_range
+from fakequant.nn.quantizer import Mode
+
+MANIFEST = "fakequant.json"
+"""The name of the file."""
+
+_VERSION = 1
+_OWN_NAME = re.compile(r"model-[0-9a-f]{16}\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The file of the tensors: its name in the folder, the SHA-256 of its content, its size in bytes."""
+
+    file: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LearnedEntry:
+    """How a range is learned: the method and its options."""
+
+    method: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class QuantizerEntry:
+    """One quantizer."""
+
+    tensor: TensorConfig
+    mode: Mode
+    learned: LearnedEntry | None
+
+    def make_learned(self) -> LearnedRange | None:
+        """The object that learns the range, without parameters yet; None where nothing is learned."""
+        if self.learned is None:
+            return None
+        return make_learned_range(self.learned.method, self.tensor.spec, **self.learned.options)
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One layer: its float class by name, and its quantizers by attribute."""
+
+    type: str
+    execution: Execution
+    quantizers: dict[str, QuantizerEntry]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        tensors: the file of the tensors.
+        shared: names of tied tensors, each with the name of the one that is in the file.
+        layers: by path in the model.
+        versions: of modules (`_version`), by path, where they are not 1; None in checkpoints that do not have them.
+        previous: the tensor file of the manifest that this one replaced; it is kept until the next save.
+    """
+
+    tensors: TensorFile
+    shared: dict[str, str]
+    layers: dict[str, LayerEntry]
+    versions: dict[str, int] | None = field(default=None)
+    previous: str | None = field(default=None)
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        values = {
+            "fakequant": _VERSION,
+            "tensors": vars(self.tensors),
+            "previous": self.previous,
+            "shared": self.shared,
+            "versions": self.versions,
+            "layers": {name: layer_values(layer) for name, layer in self.layers.items()},
+        }
+        return json.dumps(values, indent=2).encode()
+
+
+def layer_values(layer: LayerEntry) -> dict[str, Any]:
+    """One layer for JSON."""
+    return {
+        "type": layer.type,
+        "execution": layer.execution.value,
+        "quantizers": {
+            attribute: {
+                "tensor": quantizer.tensor.to_text(),
+                "mode": quantizer.mode.value,
+                "learned": None if quantizer.learned is None else vars(quantizer.learned),
+            }
+            for attribute, quantizer in layer.quantizers.items()
+        },
+    }
+
+
+def tensor_file_name(sha256: str) -> str:
+    """The name of a file of tensors by its content.
+
+    >>> tensor_file_name("0123456789abcdef" * 4)
+    'model-0123456789abcdef.safetensors'
+    """
+    return f"model-{sha256[:16]}.safetensors"
+
+
+def named_files(folder: Path) -> list[str]:
+    """The tensor files that the manifest in a folder names, the current one first; none where it cannot be read."""
+    try:
+        values = json.loads((folder / MANIFEST).read_bytes())
+        names = [values["tensors"]["file"], values.get("previous")]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return []
+    return [name for name in names if isinstance(name, str) and _OWN_NAME.fullmatch(name)]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint says of itself, read whole.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of a later version.
+    """
+    path = folder / MANIFEST
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} holds no checkpoint: there is no {MANIFEST} in it") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from error
+    try:
+        return _manifest(values)
+    except _UNUSABLE as error:
+        raise _unusable(path, error) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from error
+
+
+def parse_layers(values: Any, source: str) -> dict[str, LayerEntry]:
+    """Layers by path from what `layer_values` made for each.
+
+    Raises:
+        CheckpointError: it is damaged; the source is named.
+    """
+    try:
+        return _mapping(values, "layers", _layer)
+    except _UNUSABLE as error:
+        raise _unusable(source, error) from error
+
+
+def _unusable(source: object, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{source} cannot be used: {error}. It is damaged, of a later version of fakequant, or needs what your own "
+        "code registers (formats, layers, learned ranges)"
+    )
+
+
+class _Odd(Exception):
+    """A value that is not what is expected at its place."""
+
+
+_UNUSABLE = (SpecError, ConfigError, _Odd, RecursionError)
+
+
+def _manifest(values: Any) -> Manifest:
+    version = values.get("fakequant") if isinstance(values, dict) else None
+    if type(version) is int and version > _VERSION:
+        raise CheckpointError(
+            f"is a checkpoint of version {version}, written by a later version of fakequant; this one reads version "
+            f"{_VERSION}: update fakequant"
+        )
+    if type(version) is not int or version != _VERSION:
+        raise CheckpointError(f"is no checkpoint of version {_VERSION}")
+    if missing := [key for key in ("tensors", "shared", "layers") if key not in values]:
+        raise CheckpointError(f"is damaged: it lacks {', '.join(missing)}")
+    versions, previous = values.get("versions"), values.get("previous")
+    return Manifest(
+        _tensor_file(values["tensors"]),
+        _mapping(values["shared"], "shared", _text),
+        _mapping(values["layers"], "layers", _layer),
+        None if versions is None else _mapping(versions, "versions", _number),
+        None if previous is None else _own_name(previous, "previous"),
+    )
+
+
+def _tensor_file(values: Any) -> TensorFile:
+    file, sha256, size = _keys(values, "tensors", "file", "sha256", "bytes")
+    sha256 = _text(sha256, "tensors.sha256")
+    if not _SHA256.fullmatch(sha256):
+        raise _Odd(f"tensors.sha256 is {sha256!r:.80}, not 64 hexadecimal digits")
+    return TensorFile(_own_name(file, "tensors.file"), sha256, _number(size, "tensors.bytes"))
+
+
+def _own_name(value: Any, place: str) -> str:
+    if not _OWN_NAME.fullmatch(_text(value, place)):
+        raise _Odd(f"{place} is {value!r:.80}, not a name such as {tensor_file_name('0123456789abcdef')}")
+    return value
+
+
+def _layer(values: Any, place: str) -> LayerEntry:
+    kind, held = _keys(values, place, "type", "quantizers")
+    return LayerEntry(
+        _text(kind, f"{place}.type"),
+        _member(values.get("execution", Execution.SIMULATE.value), f"{place}.execution", Execution),
+        _mapping(held, f"{place}.quantizers", _quantizer),
+    )
+
+
+def _quantizer(values: Any, place: str) -> QuantizerEntry:
+    tensor, mode, learned = _keys(values, place, "tensor", "mode", "learned")
+    entry = QuantizerEntry(
+        TensorConfig.parse(_text(tensor, f"{place}.tensor")),
+        _member(mode, f"{place}.mode", Mode),
+        None if learned is None else _learned(learned, f"{place}.learned"),
+    )
+    made = entry.make_learned()
+    for name, value in {} if entry.learned is None else entry.learned.options.items():
+        default = inspect.signature(type(made)).parameters[name].default
+        if default is not inspect.Parameter.empty and type(value) is not type(default):
+            raise _Odd(f"{place}.learned.options.{name} is {value!r:.80}, not a {type(default).__name__}")
+    return entry
+
+
+def _learned(values: Any, place: str) -> LearnedEntry:
+    method, options = _keys(values, place, "method", "options")
+    read = _mapping(options, f"{place}.options", lambda value, _: value)
+    if reserved := read.keys() & {"method", "spec"}:
+        raise _Odd(f"{place}.options has {', '.join(sorted(reserved))}, which is no option")
+    return LearnedEntry(_text(method, f"{place}.method"), read)
+
+
+def _keys(values: Any, place: str, *keys: str) -> list[Any]:
+    if not isinstance(values, dict):
+        raise _Odd(f"{place} is {values!r:.80}, not an object")
+    if missing := [key for key in keys if key not in values]:
+        raise _Odd(f"{place} lacks {', '.join(missing)}")
+    return [values[key] for key in keys]
+
+
+def _mapping(values: Any, place: str, read: Callable[[Any, str], T]) -> dict[str, T]:
+    if not isinstance(values, dict):
+        raise _Odd(f"{place} is {values!r:.80}, not an object")
+    return {key: read(value, f"{place}.{key}") for key, value in values.items()}
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise _Odd(f"{place} is {value!r:.80}, not a text")
+    return value
+
+
+def _number(value: Any, place: str) -> int:
+    if type(value) is not int or value < 0:
+        raise _Odd(f"{place} is {value!r:.80}, not a number of at least 0")
+    return value
+
+
+def _member(value: Any, place: str, kind: type[E]) -> E:
+    known = {member.value: member for member in kind}
+    if not isinstance(value, str) or value not in known:
+        raise _Odd(f"{place} is {value!r:.80}, which is none of {', '.join(known)}")
+    return known[value]

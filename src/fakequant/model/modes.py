@@ -1,0 +1,40 @@
+"""What a model's quantizers and modules do for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from fakequant.nn.quantizer import Mode, Quantizer, quantizers
+from fakequant.restore import attributes_of, restore_after
+
+
+@contextmanager
+def modes(model: nn.Module, choose: Callable[[str, Quantizer], Mode]) -> Iterator[None]:
+    """Set the mode of every quantizer by its name for a while."""
+    found = quantizers(model)
+    with restore_after(attributes_of(found.values(), "mode")):
+        for name, quantizer in found.items():
+            quantizer.mode = choose(name, quantizer)
+        yield
+
+
+def disabled(model: nn.Module) -> Any:
+    """A context in which all quantizers are off: the model computes in float.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> with disabled(model):
+    ...     y = model(torch.ones(1, 4))
+    """
+    return modes(model, lambda *_: Mode.OFF)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which every module is in eval mode; each module's own mode comes back."""
+    with restore_after(attributes_of(model.modules(), "training")):
+        model.eval()
+        yield

@@ -1,0 +1,65 @@
+"""A model as a graph of torch operations: the one call of torch.export."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from fakequant.errors import ExportError
+
+_UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
+_CACHE = "use_cache"
+"""The argument by which decoders are told whether to return keys and values beside their result."""
+
+
+def traced_program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_shapes: Any = None
+) -> ExportedProgram:
+    """`torch.export.export`, not strict; a decoder that returns a cache unless it is told otherwise is told so.
+
+    Raises:
+        ExportError: the model returns something that torch.export does not know.
+        torch.export's errors: the model cannot be traced.
+    """
+    try:
+        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    except RuntimeError as error:
+        if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
+            raise
+        if _CACHE in kwargs or not _takes_cache(model):
+            raise ExportError(_refusal(found["name"])) from error
+    warnings.warn(
+        f"traced with {_CACHE}=False: torch.export does not know the {found['name']} that the model returns",
+        stacklevel=3,
+    )
+    shapes = _with_cache(model, dynamic_shapes)
+    return traced_program(model, args, {**kwargs, _CACHE: False}, dynamic_shapes=shapes)
+
+
+def _takes_cache(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == _CACHE or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _with_cache(model: nn.Module, dynamic_shapes: Any) -> Any:
+    """Dynamic shapes by name, with one for the argument that was added."""
+    if dynamic_shapes is None:
+        return None
+    if not isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = dict(zip(inspect.signature(model.forward).parameters, dynamic_shapes, strict=False))
+    return {**dynamic_shapes, _CACHE: None}
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"the model returns a {name}, which torch.export does not know; let it return tensors, and tuples, lists and "
+        "dicts of them. A decoder returns no cache if the example is a dict with use_cache=False, or if "
+        "model.config.use_cache is False"
+    )

@@ -1,0 +1,118 @@
+"""The weights of quantized layers as their next call computes them, and scales that no longer fit them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from fakequant.distributed import is_sharded
+from fakequant.errors import CalibrationError, StaleScaleWarning
+from fakequant.model.modes import evaluating
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer
+from fakequant.ops import library
+
+_WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
+_TOLERATED = 0.1
+"""Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
+_NAMED = 8
+
+
+def weighted_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """The layers of a model whose weight is quantized, by path."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantizedLayer) and getattr(layer, "_weight_quantizer", None) is not None
+    }
+
+
+def fresh_weight(layer: QuantizedLayer, name: str) -> Tensor:
+    """The weight that the layer's next call uses.
+
+    `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute it by a hook when the layer is called. What the
+    layer holds before that is the weight of its last call, or after `load_state_dict` that of no call.
+
+    Raises:
+        CalibrationError: something else computes it in the layer's call.
+    """
+    computed = "weight" in vars(layer)  # not a parameter, nor a property that computes it, as of a parametrization
+    hooks = _weight_hooks(layer)
+    if computed and not hooks:
+        raise CalibrationError(
+            f"the weight of {name or 'the model'} is computed when the layer is called, and no call has shown it; give "
+            "batches that reach the layer"
+        )
+    with evaluating(layer), torch.no_grad():  # spectral_norm changes its vectors in training mode
+        for hook in hooks:
+            hook(layer, None)
+        return layer.weight
+
+
+def _weight_hooks(layer: nn.Module) -> list[Any]:
+    return [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
+
+
+def note_weight(layer: QuantizedLayer) -> None:
+    """Remember the weight for which its quantizer's parameters were just set; those that are learned move with it."""
+    quantizer = layer._weight_quantizer
+    if quantizer is None or quantizer.learned is not None:
+        return
+    with evaluating(layer), torch.no_grad():
+        weight = layer.weight
+    if not is_sharded(weight):
+        quantizer.fitted_to = _magnitudes(quantizer, weight)
+
+
+def note_weights(model: nn.Module) -> None:
+    """Remember all weights whose quantizers have parameters, as a checkpoint gave them."""
+    for layer in weighted_layers(model).values():
+        quantizer = layer._weight_quantizer
+        if quantizer is not None and quantizer.calibrated:
+            note_weight(layer)
+
+
+def _no_longer_fits(quantizer: Quantizer, weight: Tensor) -> bool:
+    before = quantizer.fitted_to
+    if before is None:
+        return False
+    if quantizer.spec.granularity.group_shape(weight.shape) != before.shape:
+        return True
+    now, before = _magnitudes(quantizer, weight).double(), before.to(weight.device).double()
+    return bool(((now - before).abs() > _TOLERATED * before).any())
+
+
+def _magnitudes(quantizer: Quantizer, weight: Tensor) -> Tensor:
+    """The largest magnitude of every group, in the dtype of the weight, whose values they are: no more memory."""
+    return library.measure(weight, quantizer.spec.granularity).amax.to(weight.dtype)
+
+
+def warn_stale_scales(model: nn.Module) -> None:
+    """Warn, in one line, of weights that no longer have the range for which their scales were made.
+
+    A layer is named where the largest magnitude of one of its groups is now smaller or larger by more than 10 %, or the
+    groups are others. Weights sharded over processes are not looked at: that takes all processes.
+    """
+    stale = []
+    for name, layer in weighted_layers(model).items():
+        quantizer = layer._weight_quantizer
+        if quantizer is None or quantizer.fitted_to is None or ("weight" in vars(layer) and not _weight_hooks(layer)):
+            continue
+        weight = fresh_weight(layer, name)
+        if not is_sharded(weight) and _no_longer_fits(quantizer, weight):
+            stale.append(name or "(model)")
+    if stale:
+        shown = ", ".join(stale[:_NAMED]) + (f" and {len(stale) - _NAMED} more" if len(stale) > _NAMED else "")
+        weights = "the weight of 1 layer" if len(stale) == 1 else f"the weights of {len(stale)} layers"
+        warnings.warn(
+            f"{weights} changed by more than 10 % or in shape since the scales were set: {shown}. Set them anew by "
+            'fakequant.calibrate(model, pattern="*_weight_quantizer"), which needs no batches',
+            StaleScaleWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,70 @@
+"""FP8 in files of torch.onnx.export(dynamo=False): TensorRT's own operators, as the original writes them.
+
+That exporter knows no float8. `fakequant.export_onnx` writes the standard operators instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant.numerics.format import Format
+from fakequant.numerics.formats import FLOAT8_E4M3FN
+from fakequant.numerics.qparams import compute_dtype
+
+# What a Cast back to each type is called in ONNX (TensorProto.DataType).
+_FLOAT = 1
+_NARROW = {"Half": 10, "BFloat16": 16}
+
+
+def writes_trt_fp8(fmt: Format) -> bool:
+    """Whether the TorchScript exporter is running, and TensorRT has operators for the format."""
+    return fmt == FLOAT8_E4M3FN and torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()
+
+
+def as_trt_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Fake-quantized x [...], written to the file as TRT_FP8QuantizeLinear and TRT_FP8DequantizeLinear.
+
+    Args:
+        x: to quantize, any shape.
+        scale: one number in a tensor of any shape; None and 0 stand for 1.
+
+    Raises:
+        AssertionError: several scales.
+        ValueError: a negative one.
+    """
+    if scale is not None and any(n != 1 for n in scale.shape):
+        raise AssertionError(f"floats are exported per tensor only, got an amax of shape {list(scale.shape)}")
+    with warnings.catch_warnings():
+        # The tracer warns that a number stays as it is in the file. Here it must.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        number = 1.0 if scale is None else float(scale)
+    if number < 0:
+        raise ValueError(f"Negative values in amax: its scale is {number:g}; give the largest magnitude")
+    # The operators would divide by a scale of 0.
+    result: Tensor = _Operators.apply(x, number or 1.0)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Operators(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        """What the nodes compute, by torch's own operators: the tracer looks into this function."""
+        bound = torch.finfo(torch.float8_e4m3fn).max
+        codes = (x.to(compute_dtype(x.dtype)) / scale).clamp(-bound, bound).to(torch.float8_e4m3fn)
+        return (codes.to(compute_dtype(x.dtype)) * scale).to(x.dtype)
+
+    @staticmethod
+    def symbolic(g: Any, x: Any, scale: float) -> Any:
+        """The nodes; both operators take and give float32, so other types are cast around them."""
+        kind = x.type()
+        narrow = _NARROW.get(kind.scalarType())
+        if narrow is not None:
+            x = g.op("Cast", x, to_i=_FLOAT)
+        constant = g.op("Constant", value_t=torch.tensor(scale, dtype=torch.float32))
+        codes = g.op("trt::TRT_FP8QuantizeLinear", x, constant).setType(kind.with_dtype(torch.uint8))
+        y = g.op("trt::TRT_FP8DequantizeLinear", codes, constant).setType(kind.with_dtype(torch.float32))
+        return y if narrow is None else g.op("Cast", y, to_i=narrow).setType(kind)

@@ -1,0 +1,128 @@
+"""Generations of files that all say one number, so that a mix of two is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import fakequant as fq
+from fakequant import ir
+from fakequant.cli.generation import GRAPH, ONNX, REPORT, publish, staged
+from fakequant.cli.job import Job, run
+
+Values = set[float | None]
+FILES = (ONNX, GRAPH, REPORT)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """What writes files that say a number, and what reads their numbers: one number is one whole generation."""
+
+    write: Callable[[Path, float], object]
+    read: Callable[[Path], Values]
+
+
+def model_of(value: float, config: str = "int8_weight_only") -> nn.Module:
+    """A prepared model whose parameters all have one value."""
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 2)), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def value_of(folder: Path) -> float:
+    """The value of the parameters of a checkpoint."""
+    return fq.load(nn.Sequential(nn.Linear(2, 2)), folder)[0].bias[0].item()
+
+
+def make_run(out: Path, value: float, without: str = "") -> None:
+    """Publish a run whose files all say one value."""
+    out.mkdir(exist_ok=True)
+    with staged(out) as folder:
+        fq.save(model_of(value), folder / "checkpoint")
+        for name in FILES:
+            if name != without:
+                (folder / name).write_text(str(value))
+        publish(folder, out)
+
+
+def values_in(out: Path) -> Values:
+    """The values that the files of a run say, None for one that is not there."""
+    found: Values = {float((out / name).read_text()) if (out / name).exists() else None for name in FILES}
+    if not (out / "checkpoint" / "fakequant.json").exists():
+        return found | {None}
+    return found | {value_of(out / "checkpoint")}
+
+
+def save_graph(folder: Path, value: float) -> None:
+    """Save a graph whose constant has one value; its name says it too."""
+    graph = ir.Graph(str(value))
+    graph.outputs = [graph.add_constant("w", torch.full((8,), value))]
+    ir.save(graph, folder / "graph.txt")
+
+
+def graph_values(folder: Path) -> Values:
+    graph = ir.load(folder / "graph.txt")
+    return {float(graph.name), graph.run()[0].item()}
+
+
+def export(folder: Path, value: float) -> None:
+    """Export a model whose bias has one value."""
+    fq.export_onnx(model_of(value), torch.ones(1, 2), folder / ONNX)
+
+
+def onnx_values(folder: Path) -> Values:
+    import onnx
+
+    model = onnx.load(folder / ONNX)
+    biases = [onnx.numpy_helper.to_array(one) for one in model.graph.initializer if one.name.endswith("bias")]
+    return {float(bias[0]) for bias in biases} or {0.0}  # the exporter drops a bias of zeros
+
+
+_RECIPE = """
+import torch
+from torch import nn
+
+def model():
+    net = nn.Sequential(nn.Linear(2, 2))
+    nn.init.constant_(net[0].weight, VALUE + 0.25)
+    nn.init.constant_(net[0].bias, VALUE)
+    return net
+
+def calibration_batches():
+    return [torch.ones(2, 2)]
+
+def evaluate(net):
+    return VALUE
+"""
+
+
+def quantize(folder: Path, value: float) -> None:
+    """Run the whole job for a model whose bias has one value, into a folder beside the recipe."""
+    recipe = folder / "recipe.py"
+    recipe.write_text(_RECIPE.replace("VALUE", str(value)))
+    run(Job(recipe, "int8", "max", folder / "out"), Console(quiet=True))
+
+
+def quantized_values(folder: Path) -> Values:
+    out = folder / "out"
+    page = (out / REPORT).read_text()
+    said = float(page.split('<td>float32</td><td></td><td class="number">')[1].split("<")[0])
+    # The graph says numbers as text, as those of the bias: [1.0, 1.0].
+    (bias,) = [line for line in (out / GRAPH).read_text().splitlines() if ' = parameter "0.bias"' in line]
+    return {value_of(out / "checkpoint"), *onnx_values(out), said, float(bias.rsplit("[", 1)[1].split(",")[0])}
+
+
+WRITERS = {
+    "checkpoint": Writer(lambda folder, value: fq.save(model_of(value), folder), lambda folder: {value_of(folder)}),
+    "graph": Writer(save_graph, graph_values),
+    "onnx": Writer(export, onnx_values),
+    "run": Writer(make_run, values_in),
+    "quantize": Writer(quantize, quantized_values),
+}

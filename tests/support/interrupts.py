@@ -1,0 +1,222 @@
+"""Interrupts at chosen lines of the package, and what they leave of a model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+import fakequant as fq
+
+PACKAGE = str(Path(fq.__file__).parent)
+
+
+class Lines:
+    """The lines of the package that ran, each as (file and line, how often it had run); at most one raises."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.stop = stop
+        self.passed: list[tuple[str, int]] = []
+        self.count = 0
+        self.raised_at: tuple[str, int] | None = None
+
+    def _call(self, frame: Any, event: str, _: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _line(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            place = (frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_lineno)
+            if self.stop is None:
+                self.passed.append(place)
+            elif self.count == self.stop:
+                self.raised_at = place
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            self.count += 1
+        return self._line
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context in which the lines are counted."""
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+class Case(NamedTuple):
+    """A function to interrupt."""
+
+    make: Callable[[], nn.Module]
+    """The model that it gets."""
+    call: Callable[[nn.Module], object]
+    changes: bool = False
+    """Whether it is there to change the model: then it may also have changed it wholly."""
+    trains: bool = False
+    """Whether values of parameters and buffers, and whether ranges are learned, may be left in between."""
+
+
+def state(model: nn.Module, *, identities: bool = True, values: bool = True) -> dict[str, Any]:
+    """All that a model is: classes, attributes, hooks, modes, bits of its tensors; and what the process remembers."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            own = id(value) if identities and isinstance(value, nn.Parameter) else None
+            data = value.detach().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
+            bits = bytes(data.tolist()) if values else None
+            return own, value.dtype, tuple(value.shape), value.requires_grad, bits
+        if isinstance(value, nn.Module):
+            return type(value).__qualname__
+        if isinstance(value, dict):
+            return {str(key): of(inner) for key, inner in value.items()}
+        if isinstance(value, (tuple, list)):
+            return [of(inner) for inner in value]
+        return repr(value) if isinstance(value, (bool, int, float, str, type(None), set)) else str(value)
+
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[name] = (type(module), of(dict(vars(module))))
+    # Not whether gradients are on: the first line of `torch.no_grad().__exit__` is a window of torch's own.
+    found["the process"] = (
+        len(torch_optimizer._global_optimizer_post_hooks),
+        len(torch_module._global_forward_hooks),
+        len(torch_module._global_forward_pre_hooks),
+        [logging.getLogger(log).level for log in ("torch.export", "torch.onnx", "onnxscript")],
+    )
+    return found
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two states differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [
+            line
+            for key in [*a, *(key for key in b if key not in a)]
+            for line in (
+                differences(a[key], b[key], f"{path}/{key}")
+                if key in a and key in b
+                else [f"{path}/{key}: in one only"]
+            )
+        ]
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return [line for x, y in zip(a, b, strict=True) for line in differences(x, y, path)]
+    return [] if a == b else [f"{path}: {str(a)[:60]} became {str(b)[:60]}"]
+
+
+def lines_of(case: Case) -> list[tuple[str, int]]:
+    """The lines of the package that an uninterrupted call passes."""
+    model, lines = copy.deepcopy(case.make()), Lines()
+    case.call(copy.deepcopy(model))  # the first call fills caches
+    with lines.watched():
+        case.call(model)
+    return lines.passed
+
+
+def moments(passed: list[tuple[str, int]], each: int, seed: int = 0) -> list[int]:
+    """For every line that ran, so many of its runs (2 at least): the first, the last, and others by chance."""
+    runs = defaultdict(list)
+    for moment, place in enumerate(passed):
+        runs[place].append(moment)
+    chance = random.Random(seed)
+    chosen = set()
+    for found in runs.values():
+        chosen |= {found[-1], found[0], *chance.sample(found, min(len(found), max(each - 2, 0)))}
+    return sorted(chosen)
+
+
+def failures(case: Case, stops: list[int]) -> list[str]:
+    """What is wrong after an interrupt at each moment: nothing, if the model is as it was, or wholly changed."""
+    made = case.make()
+    wanted = _wanted(case, made)
+    found = []
+    for stop in stops:
+        model, lines = copy.deepcopy(made), Lines(stop)
+        before = state(model, values=not case.trains)
+        error = _error_of(case, model, lines.watched())
+        place = f"{lines.raised_at[0]}:{lines.raised_at[1]}" if lines.raised_at else "not reached"
+        if lines.raised_at is not None and not isinstance(error, KeyboardInterrupt):
+            found.append(f"interrupt {stop} at {place} became {error!r}")
+        if wrong := _left(case, model, before, wanted):
+            found.append(f"interrupt {stop} at {place} left {len(wrong)} changes: {'; '.join(wrong[:3])}")
+    return found
+
+
+def failures_by_signals(case: Case, count: int, seed: int = 0) -> tuple[int, list[str]]:
+    """How many of so many signals at random times interrupted the function, and what is wrong after them."""
+    made, chance = case.make(), random.Random(seed)
+    wanted = _wanted(case, made)
+    model = copy.deepcopy(made)
+    start = time.perf_counter()
+    case.call(model)
+    usual = time.perf_counter() - start
+    before_all, came, found = signal.signal(signal.SIGALRM, signal.default_int_handler), 0, []
+    try:
+        for number in range(count):
+            model = copy.deepcopy(made)
+            before, after = state(model, values=not case.trains), chance.uniform(1e-5, 1.2 * usual)
+            error = _error_of(case, model, _alarm(after))
+            came += error is not None
+            if not isinstance(error, (KeyboardInterrupt, type(None))):
+                found.append(f"signal {number} after {after:.6f} s became {error!r}")
+            if wrong := _left(case, model, before, wanted):
+                found.append(f"signal {number} after {after:.6f} s left {len(wrong)} changes: {'; '.join(wrong[:3])}")
+    finally:
+        signal.signal(signal.SIGALRM, before_all)
+    return came, found
+
+
+@contextmanager
+def _alarm(after: float) -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_REAL, after)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _wanted(case: Case, made: nn.Module) -> dict[str, Any]:
+    """The state of a model that is wholly changed."""
+    changed = copy.deepcopy(made)
+    case.call(changed)
+    return state(changed, identities=False, values=not case.trains)
+
+
+def _error_of(case: Case, model: nn.Module, context: AbstractContextManager[None]) -> BaseException | None:
+    """What a call in a context raises."""
+    try:
+        with torch.set_grad_enabled(True), context:
+            case.call(model)
+    except BaseException as caught:  # whatever an interrupt becomes is compared with what it should be
+        caught.__context__ = None
+        return caught.with_traceback(None)
+    return None
+
+
+def _left(case: Case, model: nn.Module, before: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What an interrupt left of a change."""
+    wrong = differences(before, state(model, values=not case.trains))
+    if wrong and case.trains:
+        wrong = [line for line in wrong if not _is_learned(line)]
+    if wrong and case.changes and not differences(wanted, state(model, identities=False, values=not case.trains)):
+        return []
+    return wrong
+
+
+def _is_learned(line: str) -> bool:
+    """Whether a difference is that a range began to be learned."""
+    return any(part in line for part in ("_quantizer.lsq", "_method", "_modules/lsq", "_buffers/scale", "/fitted_to"))

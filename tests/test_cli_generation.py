@@ -1,0 +1,187 @@
+"""The files of a run take the place of those before in one step: whoever looks, and whenever a run dies."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from recipes import EVALUATE, RECIPE
+from rich.console import Console
+from support.crashes import Killed, every_death, killed_after
+from support.generations import FILES, make_run, values_in
+from typer.testing import CliRunner
+
+from fakequant.cli import generation
+from fakequant.cli.commands import app
+from fakequant.cli.generation import GRAPH, ONNX, PARTS, REPORT, results_folder
+from fakequant.cli.job import Job, run
+from fakequant.errors import ExportError, OutputError
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def assert_plain(out: Path, *others: str) -> None:
+    """Check that a folder holds the plain files of one run, and others, and nothing else."""
+    names = names_in(out)
+    assert len([name for name in names if name.startswith("checkpoint/model-")]) == 1
+    assert {name for name in names if not name.startswith("checkpoint/model-")} == {*PARTS, *others}
+    assert not any((out / part).is_symlink() for part in PARTS)
+
+
+def test_runs_follow_each_other_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    for value in (1.0, 2.0, 2.0, 3.0):
+        make_run(tmp_path, value)
+        assert values_in(tmp_path) == {value}
+        assert_plain(tmp_path, "notes/mine.txt")
+        assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "notes", *FILES}
+
+
+def test_a_file_that_the_new_run_lacks_goes_and_comes_back(tmp_path: Path) -> None:
+    make_run(tmp_path, 1.0)
+    make_run(tmp_path, 2.0, without=ONNX)
+    assert values_in(tmp_path) == {2.0, None}
+    make_run(tmp_path, 3.0)
+    assert values_in(tmp_path) == {3.0}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first run", "a later run"])
+def test_a_run_that_dies_anywhere_leaves_one_whole_run(tmp_path: Path, first: bool) -> None:
+    numbers = iter(range(1, 10_000))
+    now = {"old": None if first else 0.0, "new": 0.0}
+    out = tmp_path / "out0"
+
+    def prepare() -> None:
+        nonlocal out
+        if first:
+            out = tmp_path / f"out{next(numbers)}"
+            out.mkdir()
+        elif not out.exists():
+            out.mkdir()
+            make_run(out, 0.0)
+        now["new"] = float(next(numbers))
+
+    def check() -> None:
+        (found,) = values_in(out)
+        assert found in (now["old"], now["new"])
+        now["old"] = None if first else found
+
+    assert every_death(prepare, lambda: make_run(out, now["new"] or 0.0), check) > 30
+    make_run(out, 0.5)
+    assert values_in(out) == {0.5}
+    assert_plain(out)
+    assert {path.name for path in out.iterdir()} == {"checkpoint", *FILES}
+
+
+def test_two_deaths_in_a_row_leave_one_whole_run(tmp_path: Path) -> None:
+    make_run(tmp_path, 1.0)
+    before = 1.0
+    for first in range(20, 60, 4):
+        for second in range(0, 24, 5):
+            for operations, value in ((first, 2.0 + first), (second, 3.0 + first)):
+                with suppress(Killed), killed_after(operations):
+                    make_run(tmp_path, value)
+                (found,) = values_in(tmp_path)
+                assert found in (before, value)
+                before = found
+
+
+def test_an_interrupt_in_the_step_leaves_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, 1.0)
+    point = generation._point
+
+    def interrupted(path: Path, target: str, run: Path) -> None:
+        if path.name == REPORT:
+            raise KeyboardInterrupt
+        point(path, target, run)
+
+    monkeypatch.setattr(generation, "_point", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_run(tmp_path, 2.0)
+    assert values_in(tmp_path) == {1.0}
+    assert_plain(tmp_path)
+
+
+def test_links_to_other_places_are_written_through(tmp_path: Path) -> None:
+    out, share = tmp_path / "out", tmp_path / "share"
+    out.mkdir()
+    (share / "checkpoint").mkdir(parents=True)
+    (out / ONNX).symlink_to(share / "real.onnx")
+    (out / "checkpoint").symlink_to(share / "checkpoint")
+    for value in (1.0, 2.0):
+        make_run(out, value)
+        assert values_in(out) == {value}
+        assert (share / "real.onnx").read_text() == str(value)
+        assert (out / ONNX).is_symlink()
+
+
+def test_permissions_of_the_files_before_stay(tmp_path: Path) -> None:
+    make_run(tmp_path, 1.0)
+    (tmp_path / ONNX).chmod(0o600)
+    make_run(tmp_path, 2.0)
+    assert (tmp_path / ONNX).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("missing", ["symlink", "link"])
+def test_file_systems_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("no such thing here")
+
+    monkeypatch.setattr(os, missing, refuse)
+    for value in (1.0, 2.0):
+        make_run(tmp_path, value)
+        assert values_in(tmp_path) == {value}
+        assert_plain(tmp_path)
+
+
+def test_the_folder_of_a_job_that_fails_is_not_left(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), results_folder(tmp_path / "a" / "b"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [ONNX, "checkpoint/fakequant.json"])
+def test_a_folder_where_a_file_belongs_is_found_before_the_work(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(OutputError, match="it is a folder"), results_folder(tmp_path):
+        raise AssertionError("the work began")
+
+
+def test_an_interrupted_job_says_that_nothing_was_written(recipe, tmp_path: Path) -> None:
+    path = recipe(RECIPE + EVALUATE.replace("    assert", "    raise KeyboardInterrupt\n    assert"))
+    out = tmp_path / "out"
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["quantize", str(path), "--out", str(out)])
+    assert result.exit_code == 130
+    assert result.stderr.strip() == f"interrupted: nothing was written; what was in {out} is unchanged"
+    assert not out.exists()
+
+
+def test_a_job_that_fails_late_leaves_the_files_of_the_one_before(
+    recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    job = Job(recipe(RECIPE), "int8", "max", out)
+    run(job, Console(quiet=True))
+    before = {name: (out / name).read_bytes() for name in names_in(out)}
+    changed = Job(recipe(RECIPE.replace("manual_seed(0)", "manual_seed(5)"), "other.py"), "int8", "max", out)
+
+    def fail(*_: object) -> None:
+        raise OutputError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fakequant.cli.job.write_report", fail)
+        with pytest.raises(OutputError):
+            run(changed, Console(quiet=True))
+    assert {name: (out / name).read_bytes() for name in names_in(out)} == before
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ExportError("cannot be said")
+
+    monkeypatch.setattr("fakequant.cli.job.export_onnx", refuse)
+    with pytest.raises(ExportError):
+        run(changed, Console(quiet=True))
+    assert not (out / ONNX).exists(), "it was of the job before"
+    assert (out / GRAPH).read_bytes() != before[GRAPH]

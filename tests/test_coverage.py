@@ -1,0 +1,185 @@
+"""What stays in float is said once, in one line, and only where it is not meant."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import small_net
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fakequant as fq
+from fakequant.errors import CoverageWarning
+from fakequant.model import presets
+from fakequant.model.coverage import weights_of
+from fakequant.nn import Mode, quantizers
+
+
+class Mixed(nn.Module):
+    """64 of its 164 weights can be quantized: those of `known`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.known = nn.Linear(8, 8, bias=False)
+        self.first, self.second = nn.Bilinear(4, 4, 4, bias=False), nn.EmbeddingBag(6, 6)
+        self.norm = nn.LayerNorm([2, 4])
+        self.scale = nn.Parameter(torch.ones(1, 8))
+        self.count = nn.Parameter(torch.ones(3, 3, dtype=torch.int32), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.known(x * self.scale)
+        return y @ y.t() + self.first(y[:, :4], y[:, 4:]).sum() + self.norm(y.view(-1, 2, 4)).sum()
+
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+
+def told(model: nn.Module, config: Any = "int8", example: Any = None) -> str:
+    """The one line that preparing says, or nothing."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fq.prepare(model, config, example)
+    found = [warning for warning in caught if warning.category is CoverageWarning]
+    assert len(found) <= 1
+    assert all(warning.filename == __file__ for warning in found)
+    return str(found[0].message) if found else ""
+
+
+def test_classes_shares_and_what_to_do() -> None:
+    model = Mixed()
+    weights = 64 + 64 + 36
+    total = sum(p.numel() for p in model.parameters())
+    assert told(model) == (
+        f"2 modules with {100 * 100 / total:.0f} % of the parameters stay in float: Bilinear (1: no quantized form), "
+        "EmbeddingBag (1: no quantized form) (fakequant.summary(model, example) lists all; fakequant.nn.quantizes "
+        "registers a quantized form, and Rule('*', layers=('Bilinear', 'EmbeddingBag')) says that float is meant)"
+    )
+    assert sum(p.numel() for module in model.modules() for p in weights_of(module)) == weights
+
+
+def test_one_module() -> None:
+    text = told(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Bilinear(2, 2, 4, bias=False)))
+    assert text.startswith("1 module with 50 % of the parameters stays in float: Bilinear (1: no quantized form) (")
+
+
+def test_many_classes_are_cut_short() -> None:
+    classes = [type(f"Class{i}", (nn.Bilinear,), {}) for i in range(9)]
+    text = told(nn.Sequential(nn.Linear(2, 2), *(cls(2, 2, i + 1) for i, cls in enumerate(classes))))
+    assert "9 modules" in text
+    assert text.index("Class8") < text.index("Class7")  # those with most parameters first
+    assert "Class3 (1: no quantized form) and 3 more (" in text
+
+
+@pytest.mark.parametrize("name", sorted(presets.presets()))
+def test_nothing_is_said_where_all_is_quantized_or_meant(name: str) -> None:
+    assert told(small_net(), name) == ""
+    assert told(small_net(), presets.presets()[name].with_rule(fq.Rule("head"), fq.Rule("br*"))) == ""
+
+
+def test_layers_that_no_rule_takes_are_meant() -> None:
+    assert told(small_net(), fq.Config("mine", fq.Rule("head", weight="int8"))) == ""
+
+
+def test_rules_end_the_warning() -> None:
+    left = presets.INT8.with_rule(fq.Rule("*", layers=("Bilinear",)))
+    assert "1 module with" in told(Mixed(), left)
+    assert "EmbeddingBag (1" in told(Mixed(), left)
+    assert told(Mixed(), left.with_rule(fq.Rule("sec*"))) == ""
+    # A later rule takes the word back.
+    again = left.with_rule(fq.Rule("sec*"), fq.Rule("*", weight="int8"))
+    assert "2 modules" in told(Mixed(), again)
+
+
+def test_tied_weights_count_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), *(nn.Bilinear(2, 2, 4, bias=False) for _ in range(2)))
+    model[2].weight = model[1].weight
+    assert told(model).startswith("2 modules with 50 % of the parameters")
+
+
+def test_a_weight_that_a_quantized_layer_has_too_is_not_left() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.EmbeddingBag(6, 6))
+    model[1].weight = model[0].weight
+    assert told(model) == ""
+
+
+def test_a_model_without_parameters() -> None:
+    assert told(nn.Sequential(nn.AvgPool2d(2))) == ""
+
+
+def test_small_shares_are_not_zero() -> None:
+    text = told(nn.Sequential(nn.Linear(100, 100), nn.Bilinear(2, 2, 2)))
+    assert "with less than 1 % of the parameters" in text
+
+
+def test_an_example_tells_the_products() -> None:
+    text = told(Mixed(), "int8", X)
+    known, matmul, bilinear = 3 * 64, 3 * 3 * 8, 3 * 4 * 16
+    total = known + matmul + bilinear
+    assert (
+        f"; products with {100 * (matmul + bilinear) / total:.0f} % of the multiply-accumulates have inputs in float: "
+        f"bilinear {100 * bilinear / total:.0f} %, matmul {100 * matmul / total:.0f} % (fakequant.summary"
+    ) in text
+
+
+def test_products_of_what_a_rule_leaves_are_meant() -> None:
+    text = told(Mixed(), presets.INT8.with_rule(fq.Rule("first"), fq.Rule("second")), X)
+    assert text.startswith("products with 16 % of the multiply-accumulates have inputs in float: matmul 16 % (fake")
+    assert "says that float is meant" not in text
+
+
+def test_presets_that_leave_inputs_in_float_speak_of_no_products() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    assert told(model, "int8_weight_only", X) == ""
+    assert "products" not in told(Mixed(), "int8_weight_only", X)
+
+
+def test_functions_inside_of_attention_count() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(self.query(x), x, x)
+
+    assert "scaled_dot_product_attention 75 %" in told(Attends(), "int8", torch.randn(1, 12, 8))
+
+
+def test_a_model_that_cannot_be_traced_stays_as_it_was() -> None:
+    class Depends(nn.Linear):
+        def extra_repr(self) -> str:
+            return ""
+
+    class Data(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Depends(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) if x.sum() > 0 else x
+
+    model = Data()
+    with pytest.raises(Exception, match="data-dependent"):
+        fq.prepare(model, "int8", X)
+    assert type(model.layer) is Depends
+    assert quantizers(model) == {}
+    fq.prepare(model, "int8")
+
+
+def test_a_warning_made_an_error_leaves_the_model_as_it_was() -> None:
+    model = Mixed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CoverageWarning):
+            fq.prepare(model, "int8")
+    assert type(model.known) is nn.Linear
+    assert quantizers(model) == {}
+
+
+def test_tracing_leaves_quantizers_as_they_are() -> None:
+    model = Mixed()
+    told(model, "int8", X)
+    assert all(q.mode is Mode.QUANTIZE and not q.dynamic for q in quantizers(model).values())
+    assert model.training

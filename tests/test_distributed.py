@@ -1,0 +1,159 @@
+"""Calibration by several processes: two of them, with gloo, on one machine."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fakequant as fq
+from fakequant.distributed import is_sharded, whole
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
+from fakequant.model.qat import Scales
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) * (i + 1) for i in range(5)]
+
+
+def of_rank(rank: int) -> list[Tensor]:
+    """Unequal parts, and what is largest on the second one alone."""
+    return batches()[:2] if rank == 0 else batches()[2:]
+
+
+def scales(model: nn.Module) -> list[Tensor | None]:
+    return [quantizer.scale for quantizer in fq.nn.quantizers(model).values()]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = list(zip(scales(one), scales(other), strict=True))
+    return all(a is b is None or (type(b) is Tensor and torch.equal(a, b)) for a, b in pairs)
+
+
+def start(rank: int, folder: Path) -> None:
+    """All that is tested in one start of two processes: importing torch takes them longer than their work."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    try:
+        for work in (merges, says, shards):
+            work(rank, folder)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def merges(rank: int, folder: Path) -> None:
+    for method in ("max", "entropy", "mse", "percentile"):
+        alone = fq.prepare(net(), "int8")
+        expected = fq.calibrate(alone, batches(), method, group=False)
+        wrapped = DistributedDataParallel(fq.prepare(net(), "int8"))
+        found = fq.calibrate(wrapped, of_rank(rank), method)
+        assert same(alone, wrapped), method
+        for name, calibrator in expected.items():
+            state = found[f"module.{name}"].state_dict()
+            assert all(torch.equal(value, state[key]) for key, value in calibrator.state_dict().items()), name
+    given = fq.prepare(net(), "int8")
+    fq.calibrate(given, of_rank(rank), group=dist.group.WORLD)
+    alone = fq.prepare(net(), "int8")
+    fq.calibrate(alone, batches(), group=False)
+    assert same(given, alone)
+    # What one process alone saw is seen.
+    split = fq.prepare(net(), "int8")
+    fq.calibrate(split, [batches()[0]], group=dist.group.WORLD, forward=lambda m, x: m[0](x) if rank else m(x))
+    assert split[2]._input_quantizer.calibrated
+    nothing = fq.prepare(net(), "int8")
+    fq.calibrate(nothing, batches() if rank else [], group=dist.group.WORLD)
+    assert same(nothing, alone)
+
+
+def says(rank: int, folder: Path) -> None:
+    model = fq.prepare(net(), "int8")
+    with pytest.warns(CalibrationWarning, match=r"2 processes, and each calibrates alone.*pass group=.*or group=False"):
+        fq.calibrate(model, of_rank(rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.calibrate(model, of_rank(rank), group=False)
+    nan = [*of_rank(rank), torch.full((4, 8), float("nan"))] if rank else of_rank(rank)
+    fresh = fq.prepare(net(), "int8")
+    text = "^0._input_quantizer: .* NaN" if rank else "the process of rank 1 failed, .* 0._input_quantizer: .* NaN"
+    with pytest.raises(CalibrationError, match=text):
+        fq.calibrate(fresh, nan, group=dist.group.WORLD)
+    assert scales(fresh) == [None] * 4
+    with pytest.raises(ConfigError, match="ranks 0 and 1 calibrate different quantizers"):
+        fq.calibrate(fresh, of_rank(rank), group=dist.group.WORLD, pattern=str(2 * rank))
+    with pytest.raises(CalibrationError, match="2 of 2 input quantizers saw no data"):
+        fq.calibrate(fresh, [], group=dist.group.WORLD)
+    with pytest.raises(ConfigError, match=r"group must be a process group .*, False or None, got 'all'"):
+        fq.calibrate(fresh, of_rank(rank), group="all")
+    fq.calibrate(fresh, of_rank(rank), group=dist.group.WORLD)
+    with pytest.raises(ConfigError, match=r"call set_scales\(LEARNED\) before, on the model that is wrapped"):
+        fq.qat.set_scales(DistributedDataParallel(fresh), Scales.LEARNED)
+    fq.qat.set_scales(fresh, Scales.LEARNED)
+    fq.qat.set_scales(DistributedDataParallel(fresh), Scales.LEARNED)
+
+
+def sharded(preset: str) -> nn.Sequential:
+    model = fq.prepare(net(), preset)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def shards(rank: int, folder: Path) -> None:
+    x = batches()[0]
+    for preset, method in (("int8", "max"), ("int8", "mse"), ("int8_weight_only", "max"), ("nvfp4", "max")):
+        alone = fq.prepare(net(), preset)
+        fq.calibrate(alone, batches()[:4], weight_method=method, group=False)
+        model = sharded(preset)
+        fq.calibrate(model, batches()[rank:4:2], weight_method=method)
+        assert same(alone, model)
+        assert torch.equal(alone(x), model(x))
+        assert is_sharded(model[0].weight)
+        assert torch.equal(whole(model[0].weight), alone[0].weight)
+        fq.save(model, folder / preset / str(rank))
+        assert torch.equal(fq.load(net(), folder / preset / str(rank))(x), alone(x))
+    for fix in (fq.calibrate, lambda model: fq.qat.set_scales(model, Scales.FIXED)):
+        alone, model = fq.prepare(net(), "int8_weight_only"), sharded("int8_weight_only")
+        for one in (alone, model):
+            fix(one)
+        assert same(alone, model)
+        assert torch.equal(alone(x), model(x))
+    assert len(fq.summary(model).layers) == 2
+    for refused in (
+        lambda: fq.fold(model),
+        lambda: fq.summary(model, x),
+        lambda: fq.export_onnx(model, x, folder / "model.onnx"),
+        lambda: fq.qat.set_scales(model, Scales.LEARNED),
+    ):
+        with pytest.raises(ConfigError, match=r"weights are sharded over processes, the first is 0\.weight; .* before"):
+            refused()
+
+
+def test_two_processes(tmp_path):
+    mp.spawn(start, (tmp_path,), nprocs=2)
+
+
+def test_without_processes_a_group_is_an_error():
+    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised"):
+        fq.calibrate(fq.prepare(net(), "int8"), batches(), group=True)
+    fq.calibrate(fq.prepare(net(), "int8"), batches(), group=False)
+
+
+def test_a_plain_tensor_is_whole():
+    tensor = torch.ones(2)
+    assert whole(tensor) is tensor
+    assert not is_sharded(nn.Parameter(tensor))

@@ -1,0 +1,122 @@
+"""An interrupt leaves a model as it was; `tests/hostile/interrupts.py` tries more functions, at every line."""
+
+import pytest
+import torch
+from hostile.interrupts import CASES, X, calibrated
+from support.interrupts import Case, differences, failures, lines_of, moments, state
+from torch import nn
+
+import fakequant as fq
+from fakequant.restore import attributes_of, restore_after, restore_on_error, state_of
+
+QUICK = [
+    "prepare",
+    "calibrate",
+    "calibrate learned",
+    "recalibrate learned",
+    "fold",
+    "set_execution",
+    "set_scales learned",
+    "set_scales fixed",
+    "set_scales by epoch",
+    "freeze_batch_norm",
+    "set_range",
+    "set_range learned",
+    "learn",
+    "stop_learning",
+    "finetune",
+    "sensitivity",
+    "layer_sqnr",
+    "disabled",
+    "cached_weights",
+    "fixed_ranges",
+    "save",
+    "load",
+]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_interrupt_leaves_the_model_as_it_was(name):
+    case = CASES[name]
+    chosen = moments(lines_of(case), each=2)
+    assert failures(case, chosen[:: max(1, len(chosen) // 40)]) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", QUICK)
+def test_an_interrupt_at_every_line_leaves_the_model_as_it_was(name):
+    case = CASES[name]
+    assert failures(case, moments(lines_of(case), each=5)) == []
+
+
+def test_the_search_for_interrupts_can_fail():
+    def change(model):
+        fq.nn.quantizers(model)["0._input_quantizer"].stop_learning()
+        model[0].left = 1
+        fq.nn.quantizers(model)
+
+    case = Case(calibrated, change)
+    found = failures(case, moments(lines_of(case), each=2))
+    assert found
+    assert all("/0/left: in one only" in line for line in found)
+
+
+class Stubborn(nn.Linear):
+    """A layer that refuses eval mode."""
+
+    def train(self, mode=True):
+        if not mode:
+            raise RuntimeError("always trains")
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("measure", [fq.layer_sqnr, fq.sensitivity, fq.calibrate])
+def test_a_module_that_refuses_eval_mode_leaves_all_modes(measure):
+    model = nn.Sequential(calibrated(), Stubborn(2, 2))
+    before = state(model)
+    with pytest.raises(RuntimeError, match="always trains"):
+        measure(model, [X])
+    assert differences(before, state(model)) == []
+
+
+@pytest.mark.parametrize("context", [restore_after, restore_on_error])
+def test_restoring_that_is_interrupted_runs_again(context):
+    layer, runs = nn.Linear(2, 2), []
+    restore = attributes_of([layer], "training", "bias")
+
+    def interrupted():
+        runs.append(None)
+        if len(runs) == 1:
+            raise KeyboardInterrupt
+        restore()
+
+    def change():
+        with context(interrupted):
+            layer.training, layer.bias = False, None
+            raise ValueError
+
+    bias = layer.bias
+    with pytest.raises(KeyboardInterrupt):
+        change()
+    assert layer.training
+    assert layer.bias is bias
+    assert len(runs) == 2
+
+
+def test_the_state_of_modules_comes_back():
+    quantizer = fq.nn.Quantizer("int8")
+    quantizer.set_range(fq.Range(torch.tensor([-1.0]), torch.tensor([1.0])))
+    quantizer.learn("lsq")
+    model = nn.Sequential(quantizer)
+    before, step = state(model), quantizer.learned.step
+    back = state_of([quantizer])
+    with torch.no_grad():
+        step.mul_(3)
+    handle = quantizer.register_forward_hook(print)
+    quantizer.stop_learning()
+    quantizer.left = 1
+    back()
+    assert differences(before, state(model)) == []
+    assert quantizer.learned.step is step
+    handle.remove()
+    assert differences(before, state(model)) == []

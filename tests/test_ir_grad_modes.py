@@ -1,0 +1,171 @@
+"""Parts of a model without gradients: a graph computes their bits, and has no gradient that the model does not have."""
+
+import pytest
+import torch
+from bits import assert_same_bits
+from support.vision import import_torchvision
+from torch import nn
+
+import fakequant as fq
+from fakequant import ir
+from fakequant.errors import GraphError
+
+
+class Parts(nn.Module):
+    """A model of one function, with a parameter and a buffer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 4))
+        self.register_buffer("steps", torch.arange(4.0))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def a_range(self, x):
+    with torch.no_grad():
+        scale = self.weight.amax()
+    return x * scale
+
+
+def a_rotation(self, x):
+    with torch.no_grad():
+        angles = self.steps * self.weight
+        cos, sin = angles.cos(), angles.sin()
+    return x * cos + self.weight * sin
+
+
+def returned_as_it_came(self, x):
+    with torch.no_grad():
+        same, other = x, x * 2
+    return same * self.weight, other
+
+
+def changed_in_place(self, x):
+    with torch.no_grad():
+        y = x + self.weight
+        y.mul_(3)
+    return x * y
+
+
+def changed_through_a_view(self, x):
+    with torch.no_grad():
+        y = x + self.weight
+        y.view(-1)[1:3].mul_(3)
+    z = x * self.weight
+    z.view(-1)[2:5].mul_(2.0)
+    return z * y
+
+
+def one_in_the_other(self, x):
+    with torch.no_grad():
+        low = self.weight.amin()
+        with torch.enable_grad():
+            high = self.weight.amax()
+        middle = low + high
+    return x * middle + high
+
+
+def two_parts(self, x):
+    with torch.no_grad():
+        a = self.weight * 2
+    y = x * a
+    with torch.no_grad():
+        b = y.amax() + self.weight.amin()
+    return y * b
+
+
+def all_of_it(self, x):
+    with torch.no_grad():
+        return x * self.weight
+
+
+FUNCTIONS = [a_range, a_rotation, returned_as_it_came, changed_in_place, changed_through_a_view, one_in_the_other]
+FUNCTIONS += [two_parts, all_of_it]
+
+
+def step(function, model, x):
+    """Outputs, whether each has a gradient, and the gradients of the input and of all parameters."""
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    found = function(leaf)
+    outputs = found if isinstance(found, tuple) else (found,)
+    moved = [y for y in outputs if y.requires_grad]
+    if moved:
+        torch.autograd.backward(moved, [torch.linspace(-1, 1, y.numel()).view_as(y) for y in moved])
+    gradients = [leaf.grad, *(p.grad for p in model.parameters())]
+    return [y.detach() for y in outputs], [y.requires_grad for y in outputs], gradients
+
+
+def assert_same_step(actual, expected):
+    assert actual[1] == expected[1]
+    for got, wanted in zip([*actual[0], *actual[2]], [*expected[0], *expected[2]], strict=True):
+        assert (got is None) == (wanted is None)
+        if wanted is not None:
+            assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_gradients_are_those_of_the_model(function, mode):
+    """Whatever mode the model is captured in."""
+    model, x = Parts(function), torch.randn(2, 4)
+    with mode():
+        graph = ir.capture(model, x)
+    expected = step(model, model, x)
+    assert_same_step(step(graph.to_torch(), model, x), expected)
+    assert_same_step(step(graph.compile(), model, x), expected)
+    again = ir.parse(str(graph), {c.name: c.tensor for c in graph.constants.values()})
+    with torch.no_grad():
+        found, wanted = again.run(x), model(x)
+    for got, want in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
+        assert_same_bits(got, want)
+
+
+def test_the_graph_of_the_gradients_leaves_them_out():
+    model, x = Parts(a_rotation), torch.randn(2, 4)
+    dx, dw = ir.capture(model, x).backward().run(x, torch.ones(2, 4))
+    leaf = x.clone().requires_grad_()
+    expected = torch.autograd.grad(model(leaf), [leaf, model.weight], torch.ones(2, 4))
+    assert_same_bits(dx, expected[0])
+    assert_same_bits(dw, expected[1])
+
+
+def test_other_control_flow_is_named():
+    def function(self, x):
+        with torch.no_grad():
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    with pytest.raises(GraphError, match="cond"):
+        ir.capture(Parts(function), torch.randn(2, 4))
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROTARY = {
+    "LlamaForCausalLM": ("LlamaConfig", {"num_key_value_heads": 2}),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", {"num_key_value_heads": 2, "head_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_models_are_captured(name):
+    import_torchvision()  # which transformers imports
+    import transformers
+
+    config, further = ROTARY[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**TINY, **further, use_cache=False)).eval()
+    ids = torch.arange(14).reshape(2, 7)
+    fq.calibrate(fq.prepare(model, "int8"), [ids])
+    graph = ir.capture(model, ids)
+    expected = model(ids).logits
+    assert_same_bits(graph.run(ids), expected)
+    dy = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(expected, parameters, dy)
+    for got, want in zip(torch.autograd.grad(graph.to_torch()(ids), parameters, dy), wanted, strict=True):
+        assert_same_bits(got, want)
+    with torch.no_grad():
+        assert_same_bits(graph.run(ids), model(ids).logits)

@@ -1,0 +1,232 @@
+"""The matrix of architectures and steps: some of each, what a cell says, processes that hang or end, and the page."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fakequant as fq
+from benchmarks.real_models import __main__ as command
+from benchmarks.real_models.architecture import Architecture
+from benchmarks.real_models.architectures import ARCHITECTURES
+from benchmarks.real_models.case import Case, WrongError, check_same_bits, tensors
+from benchmarks.real_models.child import first_line, run_step
+from benchmarks.real_models.pages import page
+from benchmarks.real_models.products import count_products
+from benchmarks.real_models.runner import letters_of, read_record, run_all, run_architecture, write_record
+from benchmarks.real_models.steps import STEPS, NotForThisError, Step
+
+
+@pytest.mark.parametrize("name", ["hf bert", "tv squeezenet1_1", "timm test_vit", "nn UNet"])
+def test_architectures_build_and_run(name):
+    case = Case(ARCHITECTURES[name])
+    assert all(y.isfinite().all() for y in case.outputs(case.float()))
+
+
+def test_an_architecture_is_the_same_each_time_it_is_made():
+    case = Case(ARCHITECTURES["nn UNet"])
+    check_same_bits(case.outputs(case.float()), case.outputs(case.float()), "made anew")
+    with pytest.raises(WrongError, match="other weights: 1536 of 1536 elements of output 0 differ"):
+        check_same_bits(case.outputs(case.float(seed=1)), case.outputs(case.float()), "other weights")
+
+
+def test_steps_of_an_architecture():
+    case = Case(ARCHITECTURES["nn UNet"])
+    found = {letter: run_step(case, letter) for letter in "abcdfi"}
+    assert {letter: cell["cell"] for letter, cell in found.items()} == dict.fromkeys("abcdfi", "+"), found
+    assert 0.5 < found["c"]["note"]["share"] < 1
+    assert found["d"]["note"]["dB"] > 20
+
+
+def test_skipped_steps_exist():
+    assert not {letter for one in ARCHITECTURES.values() for letter in one.skip} - set(STEPS)
+    assert letters_of("hj", "ghij") == "gi"
+
+
+def fails(case):
+    raise WrongError("a: \x1b[96mred\x1b[0m /tmp/tmpab12/model.onnx", {"dB": 1.0})
+
+
+def means_nothing(case):
+    raise NotForThisError
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (Step("", lambda case: {"dB": 3}), {"cell": "+", "note": {"dB": 3}}),
+        (Step("", fails), {"cell": "X", "error": "WrongError: a: red model.onnx", "note": {"dB": 1.0}}),
+        (Step("", fails, lambda case: None), {"cell": "X"}),
+        (Step("", fails, fails), {"cell": "f"}),
+        (Step("", means_nothing), {"cell": "."}),
+    ],
+    ids=["works", "fails", "works in float", "fails in float too", "means nothing"],
+)
+def test_what_a_cell_says(step, expected, monkeypatch):
+    monkeypatch.setitem(STEPS, "a", step)
+    found = run_step(Case(ARCHITECTURES["nn UNet"]), "a")
+    assert {**found, **expected} == found
+
+
+def test_an_error_of_two_lines_keeps_both():
+    assert first_line(RuntimeError("in X:\n\n\tmissing y\nmore")) == "RuntimeError: in X: missing y"
+
+
+def test_other_ranges_of_a_fresh_model_are_found(monkeypatch):
+    """A model fresh from a state dict must get the ranges of one that ran before."""
+    case, seen = Case(ARCHITECTURES["nn UNet"]), []
+    calibrate = case.calibrate
+
+    def stale_at_first(model):
+        seen.append(calibrate(model))
+        if len(seen) == 1:
+            model.first._weight_quantizer.scale.fill_(1.0)
+        return model
+
+    monkeypatch.setattr(case, "calibrate", stale_at_first)
+    assert "gets other ranges in 1 quantizers: first._weight_quantizer" in run_step(case, "b")["error"]
+
+
+class Uncalled(nn.Module):
+    """Reads the weight of one layer and never calls another."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.spare, self.called = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.called(F.linear(x, self.read.weight, self.read.bias))
+
+
+def test_layers_that_are_never_called_stay_in_float_for_the_other_steps():
+    case = Case(Architecture("", lambda: (Uncalled(), [torch.randn(4, 8), torch.randn(4, 8)])))
+    layers = {name for name, one in case.calibrated().named_modules() if isinstance(one, fq.nn.QuantizedLayer)}
+    assert layers == {"called"}
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head, self.plain = nn.Conv2d(1, 2, 3), nn.Linear(32, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        y = self.head(F.max_pool2d(self.stem(x).relu_(), 1).flatten(1))
+        return F.scaled_dot_product_attention(*[y[None, None]] * 3)[0, 0] @ self.plain
+
+
+def test_products_in_float_are_counted_by_module_and_operator():
+    model, x = Products().eval(), torch.randn(2, 1, 6, 6)
+    fq.calibrate(fq.prepare(model, "int8"), [x], progress=False)
+    found = count_products(lambda: model(x))
+    stem, head, attention, plain = 2 * 2 * 16 * 9, 2 * 32 * 8, 2 * 2 * 8 * 2, 2 * 8 * 8
+    assert found.total == stem + head + attention + plain
+    assert sorted(found.in_float.values()) == [attention, plain]
+    assert {module for module, _ in found.in_float} == {"Products"}
+    assert found.kinds() == {"attention", "matrix product"}
+    assert found.share == (stem + head) / found.total
+
+
+def test_a_tensor_that_is_changed_in_place_is_quantized_no_more():
+    model = nn.Sequential(fq.nn.Quantizer("int8 per_tensor", dynamic=True)).eval()
+    weight = torch.randn(4, 4)
+
+    def call(change):
+        x = change(model(torch.randn(4, 4)))
+        return x @ model(weight)
+
+    assert count_products(lambda: call(torch.Tensor.t)).share == 1
+    assert count_products(lambda: call(lambda x: x.t().add_(0.1))).share == 0
+
+
+def test_tensors_of_nested_outputs():
+    x, y = torch.ones(1), torch.zeros(2)
+    assert list(map(id, tensors({"a": x, "b": [None, (y,)], "c": 3, "d": object()}))) == [id(x), id(y)]
+
+
+def script(text):
+    """A process that prints a cell for each letter, or does what the text says for the letter b."""
+    cell = 'printf \'{"step": "%s", "cell": "+", "seconds": 0.1}\\n\' $letter'
+    each = f'for letter in $(echo "$1" | fold -w1); do if [ $letter = b ]; then {text}; else {cell}; fi; done'
+    return ["/bin/sh", "-c", each, "name"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("exec sleep 60", {"cell": "T", "error": "killed after 2 s, or for want of memory", "seconds": 2}),
+        ("echo went wrong >&2; exit 3", {"cell": "X", "error": "the process ended with 3: went wrong", "seconds": 0.0}),
+        ("kill -SEGV $$", {"cell": "X", "error": "the process ended with -11: ", "seconds": 0.0}),
+    ],
+    ids=["hangs", "ends", "is killed"],
+)
+def test_a_lost_process_costs_one_step(text, expected):
+    found = run_architecture("", "abc", 2, script(text)[:-1])
+    assert {letter: cell["cell"] for letter, cell in found.items()} == {"a": "+", "b": expected["cell"], "c": "+"}
+    assert found["b"] == expected
+
+
+def test_a_record_is_continued(tmp_path):
+    ran, path = [], tmp_path / "record.json"
+
+    def run(name, letters):
+        ran.append((name, letters))
+        return {letter: {"cell": "+", "seconds": 0.0} for letter in letters}
+
+    def all_of(wanted, commit):
+        record = read_record(path)
+        ran.clear()
+        list(run_all(wanted, record, commit, 1, run))
+        write_record(path, record)
+        return ran
+
+    assert all_of({"one": "ab", "two": "a"}, "c1") == [("one", "ab"), ("two", "a")]
+    assert all_of({"one": "abc", "two": "a"}, "c1") == [("one", "c")]
+    assert sorted(read_record(path)["models"]["one"]["cells"]) == ["a", "b", "c"]
+    assert all_of({"two": "a"}, "c2") == [("two", "a")]
+    assert {name: model["commit"] for name, model in read_record(path)["models"].items()} == {"one": "c1", "two": "c2"}
+
+
+def test_the_command_writes_the_record_and_the_page(tmp_path, monkeypatch, capsys):
+    cells = {"cell": "X", "error": "GraphError: no", "seconds": 1.0}
+    monkeypatch.setattr(command, "run_architecture", lambda name, letters, limit: dict.fromkeys(letters, cells))
+    record, document = tmp_path / "record.json", tmp_path / "page.md"
+    given = ["--only", "LSTM", "UNet", "--steps", "ab", "--results", str(record), "--page", str(document)]
+    assert command.main(given) == 1
+    assert "nn LSTM" in capsys.readouterr().out
+    assert sorted(read_record(record)["models"]) == ["nn LSTM", "nn UNet"]
+    assert "| a | 2 | GraphError: no | nn LSTM, nn UNet |" in document.read_text()
+    assert command.main(given) == 1  # what was not run again still fails
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        command.main(["--steps", "!"])
+    assert "no step !" in capsys.readouterr().err
+
+
+def test_the_page_has_a_row_for_each_model_and_each_cause():
+    missing = {
+        "cell": "X",
+        "error": 'RuntimeError: in loading state_dict for {}: Missing key(s) "{}.scale"',
+        "seconds": 1,
+    }
+    cells = {
+        "a": {"cell": "+", "seconds": 1},
+        "c": {"cell": "+", "seconds": 1, "note": {"share": 0.5, "in float": [["Attention bmm", 0.5]]}},
+        "d": {"cell": "+", "seconds": 1, "note": {"dB": 40.5}},
+        "f": {"cell": "f", "error": "ConversionError: no | operator", "seconds": 1},
+    }
+    models = {
+        name: {"commit": "c1", "cells": cells | {"p": missing | {"error": missing["error"].format(cls, cls.lower())}}}
+        for name, cls in (("one", "BertModel"), ("two", "QuantSequential"))
+    }
+    text = page({"machine": {"torch": "2.13.0"}, "models": models})
+    assert (
+        '| p | 2 | RuntimeError: in loading state_dict for BertModel: Missing key(s) "bertmodel.scale" | one, two |'
+        in text
+    )
+    assert "| f | 2 | ConversionError: no \\| operator | one, two |" in text
+    assert "| two | + | . | . | . | X | + | + | . | f |" in text
+    assert "| **fail** | 0/2 | 0/0 | 0/0 | 0/0 | 2/2 |" in text
+    assert "| one | 50.0 % | Attention bmm 50.0 % | 40.5 |  |  |  |" in text
+    for model in models.values():
+        del model["cells"]["p"]
+    assert "No step fails that does not fail in float too." in page({"machine": {"torch": "2.13.0"}, "models": models})

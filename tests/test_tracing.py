@@ -1,0 +1,129 @@
+"""Decoders that return a cache which torch.export does not know are traced without it, and that is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.vision import import_torchvision
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import ExportError
+from fakequant.model.tracing import traced_program
+
+IDS = torch.arange(18).view(2, 9) % 16
+SAID = r"traced with use_cache=False: torch.export does not know the \S*Cache that the model returns"
+
+
+class Cache:
+    """Unknown to torch.export."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, use_cache: bool = True) -> Any:
+        keys = self.embed(ids) if mask is None else self.embed(ids) * mask.unsqueeze(-1)
+        return (self.head(keys), Cache(keys)) if use_cache else (self.head(keys),)
+
+
+class Without(nn.Module):
+    """Whose cache cannot be switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder()
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.decoder(ids)
+
+
+def calibrated(make: Any = Decoder) -> nn.Module:
+    model = fq.prepare(make().eval(), "INT8")
+    fq.calibrate(model, [IDS], progress=False)
+    return model
+
+
+EXAMPLES = [IDS, (IDS, torch.ones(2, 9)), {"ids": IDS, "mask": torch.ones(2, 9)}]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["tensor", "tuple", "dict"])
+def test_a_cache_is_left_out_everywhere(example: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = calibrated()
+    with pytest.warns(UserWarning, match=SAID):
+        assert "head" in str(fq.summary(model, example))
+    with pytest.warns(UserWarning, match=SAID):
+        assert fq.unquantized(model, example) == fq.unquantized(model, as_dict(example))
+    with pytest.warns(UserWarning, match=SAID):
+        graph = fq.ir.capture(model, example)
+    assert len(graph.outputs) == 1
+    with pytest.warns(UserWarning, match=SAID):
+        fq.export_onnx(model, example, tmp_path / "m.onnx")
+    report = fq.verify_onnx(tmp_path / "m.onnx", model)
+    assert report.exact
+    assert len(report.outputs) == 1
+
+
+def as_dict(example: Any) -> dict[str, Any]:
+    if isinstance(example, dict):
+        return {**example, "use_cache": False}
+    items = example if isinstance(example, tuple) else (example,)
+    return {**dict(zip(("ids", "mask"), items, strict=False)), "use_cache": False}
+
+
+@pytest.mark.parametrize("shapes", [({0: "batch"},), {"ids": {0: "batch"}}, None], ids=["tuple", "dict", "none"])
+def test_dynamic_shapes_stay(shapes: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = calibrated()
+    with pytest.warns(UserWarning, match=SAID):
+        fq.export_onnx(model, IDS, tmp_path / "m.onnx", dynamic_shapes=shapes)
+    batch = IDS if shapes is None else IDS.repeat(2, 1)
+    assert fq.verify_onnx(tmp_path / "m.onnx", model, [batch]).exact
+
+
+@pytest.mark.parametrize("work", [fq.summary, fq.unquantized, fq.ir.capture], ids=lambda work: work.__name__)
+def test_what_cannot_be_left_out_is_one_error_that_says_what_to_do(work: Any) -> None:
+    with pytest.raises(ExportError, match=r"returns a \S*Cache, which torch.export does not know; let it return tens"):
+        work(calibrated(Without), IDS)
+    with pytest.raises(ExportError, match=r"if the example is a dict with use_cache=False"):
+        work(calibrated(), {"ids": IDS, "use_cache": True})
+
+
+def test_other_errors_of_torch_export_are_left_alone() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(Exception, match="data-dependent"):
+        traced_program(Branches(), (torch.ones(2),), {})
+
+
+def test_decoders_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    import_torchvision()
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = transformers.LlamaConfig(vocab_size=16, num_key_value_heads=1, **sizes, pad_token_id=0)
+    model = calibrated(lambda: transformers.LlamaForCausalLM(config))
+    with pytest.warns(UserWarning, match=SAID):
+        assert "lm_head" in str(fq.summary(model, IDS))
+    with pytest.warns(UserWarning, match=SAID):
+        fq.export_onnx(model, {"input_ids": IDS}, tmp_path / "m.onnx", dynamic_shapes={"input_ids": {0: "batch"}})
+    assert fq.verify_onnx(tmp_path / "m.onnx", model, [{"input_ids": IDS.repeat(2, 1)}]).exact

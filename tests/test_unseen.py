@@ -1,0 +1,180 @@
+"""Layers that no calibration batch reached: what is said of them, and what becomes of them."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bits import assert_same_bits
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
+from fakequant.nn import Mode, quantizers
+
+X = torch.linspace(-1, 1, 128).view(16, 8)
+
+
+class Mixture(nn.Module):
+    """Experts of which one gets nothing, one gets an empty batch; a layer that is read, and one that is idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read = nn.Linear(8, 8)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(4)])
+        self.idle = nn.Linear(8, 2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.read.weight, self.read.bias)
+        return self.head(self.experts[0](x) + self.experts[1](3 * x) + self.experts[2](x[:0]).sum())
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x) + self.experts[2](-3 * x)
+
+
+@pytest.mark.parametrize("unseen", ["error", "float", "siblings"])
+def test_without_batches_the_error_says_so(unseen):
+    with pytest.raises(CalibrationError, match=r"^11 of 11 input quantizers saw no data, because .* no batches"):
+        fq.calibrate(fq.prepare(Mixture(), "int8"), iter([]), unseen=unseen)
+
+
+def test_a_mapping_is_one_batch():
+    with pytest.raises(ConfigError, match=r"a mapping is one batch; give a list: \[mapping\]"):
+        fq.calibrate(fq.prepare(Mixture(), "int8"), {"x": X})
+
+
+def test_an_error_says_why_each_layer_saw_nothing_and_what_to_do():
+    model = fq.prepare(Mixture(), "int8")
+    with pytest.raises(CalibrationError) as error:
+        fq.calibrate(model, [X])
+    text = str(error.value)
+    assert text.startswith("6 of 11 input quantizers saw no data: read._input_quantizer, experts.2.0._input_quantizer")
+    assert "the weight of read is used by the model without calling the layer" in text
+    assert "only empty tensors reach experts.2.0, experts.2.2" in text
+    assert "no batch reaches experts.3.0, experts.3.2, idle" in text
+    assert 'unseen="float"' in text
+    assert 'unseen="siblings" for the ranges of the layers beside them, such as experts.0.0' in text
+    rules = text[text.index("Rule(") :]
+    names = ["read", "experts.2.0", "experts.2.2", "experts.3.0", "experts.3.2", "idle"]
+    assert rules == ", ".join(f'Rule("{name}")' for name in names)
+    pasted = fq.presets.INT8.with_rule(*eval(f"[{rules}]", {"Rule": fq.Rule}))
+    model = fq.prepare(Mixture(), pasted)
+    fq.calibrate(model, [X])
+    assert torch.isfinite(model(X)).all()
+
+
+def test_layers_left_in_float_stay_so_everywhere(tmp_path):
+    model = fq.prepare(Mixture(), "int8")
+    fq.set_execution(model, "auto")
+    with pytest.warns(CalibrationWarning) as said:
+        used = fq.calibrate(model, [X], unseen="float")
+    assert len(said) == 1
+    assert str(said[0].message).startswith("6 layers are left in float: the weight of read is used by the model")
+    assert said[0].filename == __file__
+    kept = ["experts.0.0", "experts.0.2", "experts.1.0", "experts.1.2", "head"]
+    assert sorted({name.rpartition(".")[0] for name in quantizers(model)}) == kept
+    assert set(used) == set(quantizers(model))
+    by_rules = fq.prepare(Mixture(), fq.Config("rest", tuple(fq.Rule(n, "int8", "int8 per_channel(0)") for n in kept)))
+    fq.calibrate(by_rules, [X])
+    fq.set_execution(by_rules, "auto")
+    assert_same_bits(model(X), by_rules(X))
+    assert_same_bits(fq.load(Mixture(), fq.save(model, tmp_path))(X), model(X))
+    rows = {row[0]: row for row in fq.summary(model).rows()}
+    assert rows["idle"][2:4] == ("float", "float")
+    assert set(fq.layer_sqnr(model, [X])) == set(quantizers(model))
+    fq.fold(model)
+
+
+@pytest.mark.parametrize("preset", ["int8_per_token", "mxfp4", "int8_weight_only"])
+def test_a_weight_that_is_read_is_said_where_nothing_needs_data_too(preset):
+    model = fq.prepare(Mixture(), preset)
+    with pytest.raises(
+        CalibrationError, match=r"^1 layer is never called, and would stay in float\. .* of read is used"
+    ):
+        fq.calibrate(model, [X])
+    with pytest.warns(CalibrationWarning, match="4 layers are left in float: .* read .* experts.3.2, idle"):
+        fq.calibrate(model, [X], unseen="float")
+    assert not any(name.startswith(("read", "idle", "experts.3")) for name in quantizers(model))
+    fq.calibrate(fq.prepare(Mixture(), preset))  # without batches nothing is known of calls
+
+
+def test_a_layer_that_needs_no_data_and_is_not_reached_is_told():
+    model = fq.prepare(Experts(), "int8_weight_only")
+    with pytest.warns(CalibrationWarning, match=r"2 layers are never called, .* no batch reaches experts\.1\.0, exp"):
+        fq.calibrate(model, [X])
+    assert all(quantizer.calibrated for quantizer in quantizers(model).values())
+
+
+def test_batches_run_only_until_every_layer_was_called():
+    model, ran = fq.prepare(Experts(), "int8_weight_only"), []
+
+    def forward(model, names):
+        ran.append(names)
+        for name in names:
+            model.experts[name](X)
+
+    fq.calibrate(model, [[0], [1, 0], [2], [0]], forward=forward)
+    assert ran == [[0], [1, 0], [2]]
+
+
+@pytest.mark.parametrize("method", ["max", "entropy"])
+def test_siblings_lend_what_they_saw(method):
+    model = fq.prepare(Experts(), "int8")
+    with pytest.warns(CalibrationWarning) as said:
+        used = fq.calibrate(model, [X], method, unseen="siblings")
+    assert [str(one.message) for one in said] == [
+        "no batch reached 2 input quantizers, which get the ranges of their siblings: "
+        "experts.1.0._input_quantizer (from 2), experts.1.2._input_quantizer (from 2)"
+    ]
+    assert set(used) == set(quantizers(model))
+    alone = fq.prepare(nn.Sequential(nn.Linear(8, 8)), "int8")
+    fq.calibrate(alone, [X, -3 * X], method)
+    assert_same_bits(model.experts[1][0]._input_quantizer.scale, alone[0]._input_quantizer.scale)
+    fq.sensitivity(model, [X])
+
+
+def test_siblings_do_not_help_where_there_are_none():
+    model = fq.prepare(Mixture(), "int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing was chosen, as nothing is changed
+        with pytest.raises(CalibrationError, match=r"2 of 11 input quantizers .* read.* idle"):
+            fq.calibrate(model, [X], unseen="siblings")
+    assert not any(quantizer.calibrated for quantizer in quantizers(model).values())
+
+
+@pytest.mark.parametrize("unseen", ["error", "float", "siblings"])
+def test_no_batches_at_all_is_an_error(unseen):
+    model = fq.prepare(Experts(), "int8")
+    with pytest.raises(CalibrationError, match="6 of 6 input quantizers saw no data"):
+        fq.calibrate(model, [], unseen=unseen)
+
+
+def test_a_quantizer_in_a_module_of_your_own_is_turned_off():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quantizer = fq.nn.Quantizer("int8")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.quantizer(x)
+
+    model = fq.prepare(nn.ModuleDict({"used": nn.Linear(8, 8)}), "int8")
+    model["own"] = Own()
+    with pytest.warns(CalibrationWarning, match="1 layer is left in float: no batch reaches own"):
+        fq.calibrate(model, [X], unseen="float", forward=lambda model, x: model["used"](x))
+    assert model["own"].quantizer.mode is Mode.OFF
+    assert torch.equal(model["own"](X), X)
+
+
+def test_an_unknown_choice():
+    with pytest.raises(ConfigError, match="unseen cannot be 'flaot'; did you mean float"):
+        fq.calibrate(fq.prepare(Experts(), "int8"), [X], unseen="flaot")

@@ -1,0 +1,244 @@
+"""Ranges of weights that are computed when the layer is called, and scales that no longer fit their weights."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from bits import assert_same_bits
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+import fakequant as fq
+from fakequant.errors import CalibrationError, ShapeError, StaleScaleWarning
+
+X = torch.linspace(-1, 1, 128).view(16, 8)
+COMPUTED = {
+    "weight_norm": lambda layer: nn.utils.weight_norm(layer),
+    "spectral_norm": lambda layer: nn.utils.spectral_norm(layer),
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "weight_norm-parametrization": lambda layer: parametrizations.weight_norm(layer),
+    "spectral_norm-parametrization": lambda layer: parametrizations.spectral_norm(layer),
+}
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def trained(compute) -> nn.Sequential:
+    """Trained in float with a computed weight, from another start."""
+    model = net(1)
+    compute(model[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(7)
+        for _ in range(3):
+            model(X)
+    return model.eval()
+
+
+def fresh(compute, preset: str) -> nn.Sequential:
+    """The same model built anew and prepared, with the state of the trained one; no call has computed its weight."""
+    model = fq.prepare(net(), preset)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that weight_norm is deprecated
+        compute(model[0])
+        model.load_state_dict(trained(compute).state_dict())
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("preset", "batches"), [("int8", [X]), ("int8_weight_only", [X]), ("int8_weight_only", []), ("int8_per_token", [])]
+)
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+def test_a_computed_weight_is_that_of_the_call(compute, preset, batches):
+    model, ran_before = fresh(compute, preset), fresh(compute, preset)
+    with fq.disabled(ran_before), torch.no_grad():
+        ran_before(X)
+    for one in (model, ran_before):
+        fq.calibrate(one, batches)
+    with torch.no_grad(), fq.disabled(model):
+        model(X)
+    quantizer = model[0]._weight_quantizer
+    assert_same_bits(quantizer.scale, fq.choose_qparams(model[0].weight, quantizer.spec).scale)
+    assert_same_bits(quantizer.scale, ran_before[0]._weight_quantizer.scale)
+
+
+@pytest.mark.parametrize("scales", [fq.qat.Scales.FIXED, fq.qat.Scales.EPOCH, fq.qat.Scales.LEARNED])
+def test_scales_for_training_are_those_of_the_computed_weight(scales):
+    model, ran_before = (fresh(COMPUTED["spectral_norm"], "int8_weight_only") for _ in range(2))
+    with fq.disabled(ran_before), torch.no_grad():
+        ran_before(X)
+    for one in (model, ran_before):
+        fq.qat.set_scales(one, scales)
+    with torch.no_grad():
+        assert_same_bits(model(X), ran_before(X))
+
+
+@pytest.mark.parametrize("batches", [[], [X]])
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+def test_a_weight_is_looked_at_without_training(compute, batches, tmp_path):
+    """In training mode, looking at a weight with spectral_norm would change the vectors that compute it."""
+    model = fresh(compute, "int8_weight_only").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fq.calibrate(model, batches)
+    fq.layer_sqnr(model, [X])
+    assert all(module.training for module in model.modules())
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_weight_that_an_unknown_hook_computes_needs_a_batch():
+    model = fq.prepare(net(), "int8_weight_only")
+    raw = nn.Parameter(model[0].weight.detach().clone())
+    del model[0].weight
+    model[0].raw = raw
+    model[0].weight = raw.detach()
+    model[0].register_forward_pre_hook(lambda layer, _: setattr(layer, "weight", 3 * layer.raw))
+    with pytest.raises(CalibrationError, match=r"weight of 0 is computed when the layer is called, .* give batches"):
+        fq.calibrate(model)
+    fq.calibrate(model, [X])
+    quantizer = model[0]._weight_quantizer
+    assert_same_bits(quantizer.scale, fq.choose_qparams(3 * raw.detach(), quantizer.spec).scale)
+
+
+@pytest.mark.parametrize("method", ["max", "entropy", "mse", "percentile"])
+def test_a_weight_counts_once_however_many_batches_show_it(method):
+    one, three = (fq.prepare(net(), "int8") for _ in range(2))
+    used = [fq.calibrate(m, [X] * n, method, weight_method=method) for m, n in ((one, 1), (three, 3))]
+    name = "2._weight_quantizer"
+    states = [calibrators[name].state_dict() for calibrators in used]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert_same_bits(one[2]._weight_quantizer.scale, three[2]._weight_quantizer.scale)
+
+
+def calibrated(preset: str = "int8") -> nn.Sequential:
+    model = fq.prepare(net(), preset)
+    fq.calibrate(model, [X])
+    return model
+
+
+def test_the_weights_alone_are_calibrated_by_a_pattern():
+    model = calibrated()
+    before = model[0]._input_quantizer.scale.clone()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+        model[2].weight.mul_(2)
+    used = fq.calibrate(model, pattern="*_weight_quantizer")
+    assert sorted(used) == ["0._weight_quantizer", "2._weight_quantizer"]
+    for layer in (model[0], model[2]):
+        quantizer = layer._weight_quantizer
+        assert_same_bits(quantizer.scale, fq.choose_qparams(layer.weight, quantizer.spec).scale)
+    assert_same_bits(model[0]._input_quantizer.scale, before)
+    assert list(fq.calibrate(model, pattern="0._weight_quantizer")) == ["0._weight_quantizer"]
+
+
+@pytest.mark.parametrize("preset", ["int8", "int8_weight_only", "int4_group32"])
+@pytest.mark.parametrize("factor", [1.2, 0.8])
+def test_every_function_that_relies_on_a_stale_scale_says_so_once(preset, factor, tmp_path):
+    uses = {
+        "summary": fq.summary,
+        "save": lambda model: fq.save(model, tmp_path),
+        "layer_sqnr": lambda model: fq.layer_sqnr(model, [X]),
+        "sensitivity": lambda model: fq.sensitivity(model, [X]),
+        "fold": fq.fold,
+    }
+    for name, use in uses.items():
+        model = calibrated(preset)
+        with torch.no_grad():
+            model[2].weight[1] *= factor
+        with pytest.warns(StaleScaleWarning) as said:
+            use(model)
+        assert len(said) == 1, name
+        assert said[0].filename == __file__
+        assert str(said[0].message) == (
+            "the weight of 1 layer changed by more than 10 % or in shape since the scales were set: 2. Set them anew "
+            'by fakequant.calibrate(model, pattern="*_weight_quantizer"), which needs no batches'
+        )
+        model = calibrated(preset)
+        with torch.no_grad():
+            model[2].weight[1] *= factor
+        fq.calibrate(model, pattern="*_weight_quantizer")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            use(model)
+
+
+def silent(model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.summary(model)
+
+
+def test_drift_of_training_learned_scales_and_loaded_ones_are_silent():
+    model = calibrated()
+    with torch.no_grad():
+        model[2].weight.mul_(1.09)
+    silent(model)
+    other = calibrated()
+    with torch.no_grad():
+        other[2].weight.mul_(3)
+    other.load_state_dict(model.state_dict())
+    silent(other)
+    fq.qat.set_scales(model, fq.qat.Scales.LEARNED)
+    with torch.no_grad():
+        model[2].weight.mul_(3)
+    silent(model)
+    fq.qat.set_scales(model, fq.qat.Scales.EPOCH)
+    silent(model)
+    silent(fq.prepare(net(), "int8"))
+    half = calibrated().half()
+    silent(half)
+
+
+def test_copies_remember_and_a_float_checkpoint_is_noticed():
+    model = copy.deepcopy(calibrated())
+    model.load_state_dict({name: 2 * value for name, value in net().state_dict().items()}, strict=False)
+    with pytest.warns(StaleScaleWarning, match="^the weights of 2 layers changed .*: 0, 2"):
+        fq.summary(model)
+
+
+def test_a_convolution_that_is_fused_after_calibration_is_noticed(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    model[1].running_var.mul_(4)
+    images = torch.linspace(-1, 1, 384).view(2, 3, 8, 8)
+    fq.prepare(model, "int8")
+    fq.calibrate(model, [images])
+    fused = nn.Sequential(fuse_conv_bn_eval(model[0], model[1]))
+    with pytest.warns(StaleScaleWarning, match="since the scales were set: 0"):
+        fq.export_onnx(fused, images, tmp_path / "model.onnx")
+
+
+def test_an_adapter_that_is_merged_after_calibration_is_noticed():
+    model = calibrated("int8_weight_only")
+    with torch.no_grad():
+        model[0].weight.data = model[0].weight.data + torch.ones(16, 1) @ torch.ones(1, 8)
+    with pytest.warns(StaleScaleWarning, match="since the scales were set: 0"):
+        fq.summary(model)
+
+
+def test_a_loaded_model_is_watched_from_then_on(tmp_path):
+    model = fq.load(net(), fq.save(calibrated(), tmp_path))
+    silent(model)
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.warns(StaleScaleWarning, match="since the scales were set: 2"):
+        fq.summary(model)
+
+
+def test_a_weight_of_another_shape_says_how_to_calibrate_it():
+    model = fq.prepare(nn.Sequential(nn.Embedding(10, 4)), fq.presets.INT8_WEIGHT_ONLY)
+    fq.calibrate(model)
+    model[0].weight.data = torch.cat([model[0].weight.data, torch.ones(3, 4)])
+    with pytest.warns(StaleScaleWarning):
+        fq.summary(model)
+    with pytest.raises(
+        ShapeError, match=r"weight changed its shape since then: .*pattern='0\._weight_quantizer'\), which"
+    ):
+        model(torch.arange(13))
+    fq.calibrate(model, pattern="0._weight_quantizer")
+    assert model(torch.arange(13)).shape == (13, 4)
