@@ -6,6 +6,7 @@ from _pytest.doctest import DoctestItem
 
 import fakequant
 from fakequant.numerics import formats
+from tests.support.processor import avoid_broken_amx
 from tests.support.vision import import_torchvision
 
 NAMES = {
@@ -14,6 +15,13 @@ NAMES = {
     "torch": torch,
     "fq": fakequant,
 }
+
+LIMITED = avoid_broken_amx()  # before torch's first product, and inherited by the processes that tests start
+
+
+def pytest_report_header() -> str | None:
+    """What a run leaves out of the processor."""
+    return LIMITED
 
 
 @pytest.fixture(autouse=True)

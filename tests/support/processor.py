@@ -1,0 +1,27 @@
+"""What the processor of a test run announces and does not have."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+_LIMIT = "ONEDNN_MAX_CPU_ISA"
+_WITHOUT_AMX = "AVX512_CORE_FP16"
+_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+
+
+def avoid_broken_amx() -> str | None:
+    """Keep torch from AMX where a virtual machine announces it and traps on it; says so in a line.
+
+    There, torch's own product of two bfloat16 matrices kills the process.
+    """
+    processor = Path("/proc/cpuinfo")
+    if _LIMIT in os.environ or not processor.exists() or "amx_tile" not in processor.read_text():
+        return None
+    if subprocess.run([sys.executable, "-c", _PRODUCT], check=False).returncode != -signal.SIGILL:
+        return None
+    os.environ[_LIMIT] = _WITHOUT_AMX
+    return f"this processor announces AMX and traps on it: {_LIMIT}={_WITHOUT_AMX}"
