@@ -36,7 +36,7 @@ test-exhaustive: setup
 
 # `make test-gpu ONLY="int8 launches"` makes only the comparisons and checks with one of these texts.
 test-gpu:
-	PYTHONPATH=src:tests:.:$$PYTHONPATH $(GPU_PYTHON) -m gpu $(ONLY)
+	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu $(ONLY)
 
 # The parity cases in small, with the kernels compiled under AddressSanitizer and UndefinedBehaviorSanitizer, by GCC;
 # about 25 minutes on two cores. `make sanitize ONLY=address` does one of the two.

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import images, small_net
 from torch import nn
 
 from fakequant.errors import ConfigError
@@ -17,6 +16,7 @@ from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.execution import set_execution
 from fakequant.model.prepare import prepare
 from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
+from tests.support.models import images, small_net
 
 ROWS = torch.linspace(-1, 1, 8).view(2, 4)
 WORST = presets.INT8.with_rule(Rule("branch", TensorConfig("int2"), TensorConfig("int2 per_channel(0)")))

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
+
+from tests.support.bits import assert_same_bits
 
 NAN = float("nan")
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.nn import Mode, quantizers
+from tests.support.bits import assert_same_bits
 
 
 def prepared(execution="auto"):

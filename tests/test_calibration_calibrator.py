@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from bits import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from fakequant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, choo
 from fakequant.calibration import Calibrator, calibrators, make_calibrator, register_calibrator
 from fakequant.errors import CalibrationError, ConfigError, DTypeError, FakeQuantError, ShapeError
 from fakequant.numerics.qparams import measure
+from tests.support.bits import assert_same_bits
 
 FORMATS = ["int8", "int8 per_tensor asymmetric", "uint8", "uint8 per_tensor symmetric", "int4", "int2", "int1"]
 FORMATS += ["int8_narrow", "int[-100,37]", "float8_e4m3fn", "float8_e5m2", "int8 per_tensor multiplier"]

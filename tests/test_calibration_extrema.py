@@ -1,11 +1,11 @@
 import pytest
 import torch
-from bits import assert_same_bits
 
 from fakequant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec
 from fakequant.calibration import MaxCalibrator
 from fakequant.calibration.extrema import ExtremaCalibrator, read_batch
 from fakequant.numerics.qparams import measure
+from tests.support.bits import assert_same_bits
 
 GRANULARITIES = [PerTensor(), PerChannel(0), PerChannel(2), PerChannel(0, 2), PerToken(), PerBlock({0: 2, -1: 3})]
 

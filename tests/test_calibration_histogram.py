@@ -2,13 +2,13 @@ import math
 
 import pytest
 import torch
-from bits import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakequant import PerBlock, QuantSpec
 from fakequant.calibration import HistogramCalibrator, PercentileCalibrator
 from fakequant.errors import CalibrationError, ConfigError
+from tests.support.bits import assert_same_bits
 
 SMALLEST_EXPONENT = -126
 

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.nn import Quantizer
+from tests.support.bits import assert_same_bits
 
 THREADS, BATCHES = 8, 30
 METHODS = [method for method in calibrators() if not method.startswith("example_")]

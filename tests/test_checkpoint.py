@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import SmallNet, hook_forward, images, small_net
-from support.checkpoints import assert_as_before, state_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -20,6 +18,8 @@ from fakequant.model.checkpoint import load, save
 from fakequant.model.prepare import prepare
 from fakequant.model.qat import Scales, set_scales
 from fakequant.nn import Mode, learned_ranges, quantizers
+from tests.support.checkpoints import assert_as_before, state_of
+from tests.support.models import SmallNet, hook_forward, images, small_net
 
 
 def saved(folder: Path, config: Any = presets.INT8) -> SmallNet:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import images, small_net
-from support.crashes import every_death
 from torch import nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
 from fakequant.model import checkpoint
 from fakequant.model.checkpoint import load, save
+from tests.support.crashes import every_death
+from tests.support.models import images, small_net
 
 
 def model_of(value: float) -> nn.Module:

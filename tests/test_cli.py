@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import EVALUATE, MARK, RECIPE, TRAIN
 from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
@@ -23,6 +22,7 @@ from fakequant.cli.recipe import load_recipe
 from fakequant.errors import ConfigError
 from fakequant.model.presets import find_preset, presets
 from fakequant.report.terminal import print_table
+from tests.support.recipes import EVALUATE, MARK, RECIPE, TRAIN
 
 
 def invoke(*arguments: object) -> Result:

@@ -5,10 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from recipes import EVALUATE, RECIPE
 from rich.console import Console
-from support.crashes import Killed, every_death, killed_after
-from support.generations import FILES, make_run, values_in
 from typer.testing import CliRunner
 
 from fakequant.cli import generation
@@ -16,6 +13,9 @@ from fakequant.cli.commands import app
 from fakequant.cli.generation import GRAPH, ONNX, PARTS, REPORT, results_folder
 from fakequant.cli.job import Job, run
 from fakequant.errors import ExportError, OutputError
+from tests.support.crashes import Killed, every_death, killed_after
+from tests.support.generations import FILES, make_run, values_in
+from tests.support.recipes import EVALUATE, RECIPE
 
 
 def names_in(folder: Path) -> set[str]:

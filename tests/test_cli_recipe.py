@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import EVALUATE, RECIPE
 
 from fakequant.cli.recipe import load_recipe
 from fakequant.errors import RecipeError
+from tests.support.recipes import EVALUATE, RECIPE
 
 
 def test_recipe_offers_what_it_has(recipe) -> None:

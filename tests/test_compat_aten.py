@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch.ao.quantization import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
@@ -16,6 +15,7 @@ import fakequant as fq
 from benchmarks import torch_ao
 from fakequant.compat import aten
 from fakequant.errors import FakeQuantError, QParamsError
+from tests.support.bits import assert_same_bits
 
 SCALES = torch.tensor([0.1, 0.2, 0.3])
 POINTS = torch.tensor([1, 2, 3], dtype=torch.int32)

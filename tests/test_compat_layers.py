@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor, nn
 
 from fakequant.compat.pytorch_quantization import calib, tensor_quant
 from fakequant.compat.pytorch_quantization import nn as quant_nn
 from fakequant.compat.pytorch_quantization.nn.modules import _utils
 from fakequant.compat.pytorch_quantization.tensor_quant import QuantDescriptor
+from tests.support.bits import assert_same_bits
 
 X1, X2, X3 = (1, 4, 9), (2, 4, 9, 9), (2, 4, 7, 7, 7)
 # Name, arguments, input shape.

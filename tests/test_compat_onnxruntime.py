@@ -5,7 +5,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from bits import assert_same_bits
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
@@ -14,6 +13,7 @@ import fakequant as fq
 from benchmarks.compat_exactness import recorded_kernels
 from fakequant.compat.onnxruntime import attach_functions, fake_quant, fake_quant_grad
 from fakequant.errors import DTypeError, ExportError, QParamsError, ShapeError, SpecError
+from tests.support.bits import assert_same_bits
 
 NOTES, (*RECORDED, EDGES) = recorded_kernels()
 OPSETS = range(15, 27)

@@ -3,14 +3,14 @@
 import onnx
 import pytest
 import torch
-from bits import assert_same_bits
 from onnx import TensorProto, helper
-from test_compat_onnxruntime import run
 from torch import nn
 
 import fakequant as fq
 from fakequant.compat.onnxruntime import export_fake_quant
 from fakequant.errors import ExportError, OutputError
+from tests.support.bits import assert_same_bits
+from tests.test_compat_onnxruntime import run
 
 CONFIG = fq.Config("per tensor", (fq.Rule("*", fq.TensorConfig("uint8"), fq.TensorConfig("int8_narrow")),))
 

@@ -4,7 +4,6 @@ import types
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 
 from fakequant.compat import pytorch_quantization as pq
@@ -12,6 +11,7 @@ from fakequant.compat.pytorch_quantization import nn as quant_nn
 from fakequant.compat.pytorch_quantization import quant_modules
 from fakequant.compat.pytorch_quantization.optim import helper
 from fakequant.compat.pytorch_quantization.tensor_quant import QuantDescriptor, fake_tensor_quant
+from tests.support.bits import assert_same_bits
 
 REPLACED = {
     *(f"{kind}{d}d" for kind in ("Conv", "ConvTranspose", "AvgPool", "AdaptiveAvgPool") for d in (1, 2, 3)),

@@ -8,12 +8,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bits
-from compat_quantizers import X, quantizer
 
 import fakequant as fq
 from fakequant.compat.pytorch_quantization.nn import Clip, functional
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_tensor_quant
+from tests.support.bits import assert_same_bits
+from tests.support.compat_quantizers import X, quantizer
 
 
 class TestBlocks:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
-from compat_quantizers import X, quantizer
 from torch import Tensor
 
 from fakequant.compat.pytorch_quantization import calib
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3, tensor_quant
+from tests.support.bits import assert_same_bits
+from tests.support.compat_quantizers import X, quantizer
 
 
 class TestValues:

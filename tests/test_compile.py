@@ -1,13 +1,13 @@
 """torch.compile and torch.export give the eager bits; few tests, because each compiles for seconds."""
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import FORMATS, GRANULARITIES
 
 import fakequant as fq
 from fakequant.ops import library
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import FORMATS, GRANULARITIES
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config, metrics
@@ -12,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fakequant as fq
 from fakequant.nn import Quantizer, quantizers
+from tests.support.bits import assert_same_bits
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
-from models import small_net
 from torch import Tensor, nn
 
 import fakequant as fq
@@ -14,6 +13,7 @@ from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.spec import QuantSpec
+from tests.support.models import small_net
 
 
 @pytest.mark.parametrize("name", sorted(presets.presets()))

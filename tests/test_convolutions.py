@@ -4,13 +4,13 @@ import random
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 from fakequant.numerics import products as reference
 from fakequant.numerics.products import Factor, Places
 from fakequant.ops import convolutions
 from fakequant.ops.convolutions import PackedWeight, convolution
 from fakequant.ops.products import largest_inner_size
+from tests.support.bits import assert_same_bits
 
 needs_kernel = pytest.mark.skipif(
     not convolutions._has_kernel(), reason="the kernel needs a processor with AVX-512 VNNI"

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import small_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,6 +13,7 @@ from fakequant.errors import CoverageWarning
 from fakequant.model import presets
 from fakequant.model.coverage import weights_of
 from fakequant.nn import Mode, quantizers
+from tests.support.models import small_net
 
 
 class Mixed(nn.Module):

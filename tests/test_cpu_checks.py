@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.lying_calls import CHANNELS, form, lying_calls
 
 from fakequant.ops.cpu.backend import load_kernels
+from tests.support.lying_calls import CHANNELS, form, lying_calls
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason="the kernels are not built here")
 
 # Each lie by itself, so that the one that crashes is known; in another process, which it may take with it.
 SCRIPT = """
-from support.lying_calls import lying_calls
+from tests.support.lying_calls import lying_calls
 from fakequant.ops.cpu.backend import load_kernels
 
 assert load_kernels() is None
@@ -30,7 +30,7 @@ print("END")
 
 
 def test_lying_arguments_raise():
-    paths = [str(Path(__file__).parent), *sys.path]
+    paths = [str(Path(__file__).parents[1]), *sys.path]
     code = f"import sys; sys.path[:0] = {paths!r}\n{SCRIPT}"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     lines = found.stdout.splitlines()

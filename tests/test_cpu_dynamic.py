@@ -3,12 +3,8 @@
 import logging
 import threading
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, LAYOUTS, ON_CPU
-from dynamic_cases import FORMATS, RUNS, SCALES, WHOLE, hostile, specs
 
 import fakequant as fq
 from fakequant.numerics import qparams, reference
@@ -18,6 +14,10 @@ from fakequant.ops import library
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import REFERENCE, backends
 from fakequant.ops.rules import cannot_choose
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
+from tests.support.dynamic_cases import FORMATS, RUNS, SCALES, WHOLE, hostile, specs
 
 CPU = next(backend for backend in backends() if backend.name == "cpu")
 GRADIENTS = list(fq.Gradient)

@@ -3,11 +3,8 @@
 import shutil
 import threading
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, ON_CPU, hostile_gradient
 
 import fakequant as fq
 from fakequant.numerics import reference
@@ -15,6 +12,9 @@ from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import REFERENCE, unpack_bits
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, ON_CPU, hostile_gradient
 
 BACKENDS = [backend for backend in ON_CPU if backend.name != "reference"]
 GRADIENTS = [g for g in fq.Gradient if g is not fq.Gradient.IDENTITY]  # which needs no mask: see test_library.py

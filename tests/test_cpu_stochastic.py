@@ -1,19 +1,19 @@
 """Stochastic rounding by every backend: the reference's bits, whatever the layout, the pieces and the threads."""
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from test_cpu_dynamic import composed, needs_kernels, specs
-from test_cpu_dynamic import hostile as hostile_groups
-from test_cpu_kernels import SIZES, compare, each_backend, skip_unavailable
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.philox import random_words, words_of
 from fakequant.ops.dispatch import backends
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from tests.test_cpu_dynamic import composed, needs_kernels, specs
+from tests.test_cpu_dynamic import hostile as hostile_groups
+from tests.test_cpu_kernels import SIZES, compare, each_backend, skip_unavailable
 
 STOCHASTIC = fq.Rounding.STOCHASTIC
 

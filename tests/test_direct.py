@@ -2,11 +2,8 @@
 
 from typing import Any
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 from torch import nn
 
 import fakequant as fq
@@ -17,6 +14,9 @@ from fakequant.ops import direct, dispatch
 from fakequant.ops.backend import Direct
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.direct import fake_quantize_directly, fake_quantize_over
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 
 needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
 INT8 = fq.QuantSpec("int8")

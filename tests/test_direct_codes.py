@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES
-from test_direct import assert_served_if_supported, hostile, needs_kernels
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops import direct
 from fakequant.ops.direct import encode_directly
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
+from tests.test_direct import assert_served_if_supported, hostile, needs_kernels
 
 pytestmark = needs_kernels
 

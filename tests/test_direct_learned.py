@@ -1,12 +1,8 @@
 """Learned parameters by one operator for each direction: the reference's bits, and what autograd promises."""
 
-import cases
 import pytest
 import torch
 import torch.nn.utils.parametrize
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
-from test_direct import assert_served_if_supported
 
 import fakequant as fq
 from fakequant.nn import Kind, LearnedRange, Quantizer
@@ -15,6 +11,10 @@ from fakequant.numerics import reference
 from fakequant.ops import direct, library
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.direct import fake_quantize_directly
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
+from tests.test_direct import assert_served_if_supported
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
 INT8 = fq.QuantSpec("int8")

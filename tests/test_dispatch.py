@@ -2,12 +2,12 @@ import logging
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.ops import dispatch
 from fakequant.ops.cpu.backend import CpuBackend
 from fakequant.ops.dispatch import backends, choose, pack_bits, unpack_bits
+from tests.support.bits import assert_same_bits
 
 
 class Refusing(CpuBackend):

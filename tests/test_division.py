@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bits
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
@@ -11,6 +10,7 @@ import fakequant as fq
 from fakequant.nn import Quantizer
 from fakequant.numerics.division import divide, reciprocal
 from fakequant.ops import dispatch, library
+from tests.support.bits import assert_same_bits
 
 aten = torch.ops.aten
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.true_divide.Tensor, aten.reciprocal.default)

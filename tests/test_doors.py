@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor, fx, nn
 
 import fakequant as fq
 from fakequant.nn.layers import QuantizedLayer
+from tests.support.bits import assert_same_bits
 
 
 class Pairs(nn.Module):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fakequant as fq
+from tests.support.bits import assert_same_bits
 
 # One of every family of formats and of scales.
 SPECS = [

@@ -24,8 +24,9 @@ from fakequant.ops import convolutions, products
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-from bits import assert_same_bits, bits_of  # noqa: E402
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
+from tests.support.bits import assert_same_bits, bits_of  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "execution.md"
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 from fakequant.errors import VerificationError
+from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from test_export_runtime import model_of  # noqa: E402
-
 from fakequant.export.evaluator import Evaluator  # noqa: E402
+from tests.test_export_runtime import model_of  # noqa: E402
 
 
 def test_inputs_inner_tensors_and_outputs_are_seen_and_the_model_stays() -> None:

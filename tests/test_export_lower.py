@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.nn import Quantizer
 from fakequant.numerics import formats
+from tests.support import cases
+from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.numerics.floats import ExponentFormat
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.tables import TableFormat
+from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper  # noqa: E402
-from test_export_lower import Weights, quantizer  # noqa: E402
 
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
 from fakequant.export.capability import encoding  # noqa: E402
@@ -26,6 +25,7 @@ from fakequant.export.graph import GraphEditor  # noqa: E402
 from fakequant.export.portable import code_values, round_to  # noqa: E402
 from fakequant.export.runtime import Session  # noqa: E402
 from fakequant.export.site import Emitter  # noqa: E402
+from tests.test_export_lower import Weights, quantizer  # noqa: E402
 
 FORMATS = {
     **{name: fmt for name, fmt in fq.formats().items() if fmt.bits <= 8 and fmt.has_zero},

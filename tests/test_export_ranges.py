@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.nn import Quantizer
+from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from test_export_lower import Casting, Quantizers, quantizer, run  # noqa: E402
-
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
+from tests.test_export_lower import Casting, Quantizers, quantizer, run  # noqa: E402
 
 FORMATS = ("float4_e2m1fn", "float8_e4m3fn", "int8", "int4", "nf4")
 SCALES = (

@@ -21,9 +21,8 @@ from fakequant.nn import Mode, quantizers
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from test_export_exporter import linear
-
 from fakequant.export import export_onnx, exporter, verify_onnx
+from tests.test_export_exporter import linear
 
 MULTIPLIER = Config(
     "MULTIPLIER",

@@ -11,10 +11,10 @@ from fakequant.errors import VerificationError
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from bits import assert_same_bits  # noqa: E402
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from fakequant.export.runtime import Session  # noqa: E402
+from tests.support.bits import assert_same_bits  # noqa: E402
 
 
 def model_of(operator: str = "Neg", opset: int = 21) -> onnx.ModelProto:

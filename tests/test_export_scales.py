@@ -6,25 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor
 
 import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.nn import Quantizer
+from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper  # noqa: E402
-from test_export_lower import Quantizers, Weights, quantizer  # noqa: E402
-from test_export_ranges import TEXTS, numbers  # noqa: E402
 
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
 from fakequant.export.evaluator import Evaluator  # noqa: E402
 from fakequant.export.graph import GraphEditor  # noqa: E402
 from fakequant.export.scales import factor, powers_of_two  # noqa: E402
 from fakequant.export.site import Emitter  # noqa: E402
+from tests.test_export_lower import Quantizers, Weights, quantizer  # noqa: E402
+from tests.test_export_ranges import TEXTS, numbers  # noqa: E402
 
 LIMIT = torch.finfo(torch.float32).max * (1.0 - torch.finfo(torch.float32).eps)
 

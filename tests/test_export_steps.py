@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor
 
 import fakequant as fq
 from fakequant.export.steps import thresholds
 from fakequant.numerics.scales import ScaleSpec
+from tests.support.bits import assert_same_bits
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

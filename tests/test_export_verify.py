@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile.record_mutations import record_mutations
 from torch import Tensor, nn
 
 import fakequant as fq
@@ -22,6 +21,7 @@ from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
+from tests.hostile.record_mutations import record_mutations
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.crashes import every_death
 
 from fakequant.errors import OutputError
 from fakequant.files import abandoned, held, locked, writable_file, writable_folder, write_in_order, write_whole
+from tests.support.crashes import every_death
 
 needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 

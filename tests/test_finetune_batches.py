@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bits import assert_same_bits
-from models import images
 from torch import nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
+from tests.support.bits import assert_same_bits
+from tests.support.models import images
 
 SCHEDULE = fq.qat.Schedule(original_lr=0.1, original_epochs=20)
 X, LABELS = images(8).flatten(1), torch.arange(8) % 3

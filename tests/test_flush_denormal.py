@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.errors import QParamsError
 from fakequant.ops.cpu.backend import load_kernels
+from tests.support.bits import assert_same_bits
 
 SUBNORMAL = 1e-38
 # On more than one thread, of which only the calling one flushes.

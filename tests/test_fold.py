@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
+from tests.support.bits import assert_same_bits
 
 TOKENS = torch.arange(12).view(3, 4) % 10
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.vision import import_torchvision
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.operations import operations
 from fakequant.nn.layers import QuantConv3d, _named_layers, quantizes
+from tests.support.vision import import_torchvision
 
 
 def data(*shape: int) -> Tensor:

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.errors import SpecError
 from fakequant.numerics.formats import FLOAT8_E4M3FN, INT8, FloatFormat, IntegerFormat, Specials, parse_format
+from tests.support.bits import assert_same_bits
 
 
 @pytest.mark.parametrize("name", fq.formats())

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import hook_forward
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -20,6 +19,7 @@ from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.model import presets
 from fakequant.nn.forms import quantized_class
 from fakequant.nn.layers import QuantConv2d, QuantLinear, layers
+from tests.support.models import hook_forward
 
 
 class Square(nn.Linear):

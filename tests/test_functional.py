@@ -1,12 +1,12 @@
 import numpy
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, GRANULARITIES
 
 import fakequant as fq
 from fakequant.errors import DTypeError, QParamsError, ShapeError, SpecError
 from fakequant.numerics import reference
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, GRANULARITIES
 
 X = torch.tensor([[0.1, -0.52, 1.27], [5.0, 2.4, -0.26]])
 CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))

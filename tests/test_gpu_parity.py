@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import cases
 import pytest
 import torch
-from gpu import __main__ as command
-from gpu import execution, parity
-from gpu.large import large
 from torch.autograd import DeviceType
 
 import fakequant as fq
 from benchmarks.gpu import machine
 from fakequant.ops import dispatch, products
+from tests.gpu import __main__ as command
+from tests.gpu import execution, parity
+from tests.gpu.large import large
+from tests.support import cases
 
 ROOT = Path(__file__).parents[1]
 NAME = "uint1_affine"  # the fewest arithmetics
@@ -288,13 +288,13 @@ OPTIONAL = "matplotlib onnx onnx_ir onnxruntime onnxscript rich safetensors skle
 WITHOUT = f"""
 import sys
 sys.modules.update(dict.fromkeys({OPTIONAL.split()!r}))  # as if they were not installed
-from gpu.__main__ import main
+from tests.gpu.__main__ import main
 raise SystemExit(main({[*HERE, f"given, {NAME} float32", "calibration"]!r}))
 """
 
 
 def test_torch_and_numpy_are_all_that_it_needs():
-    paths = os.pathsep.join(str(ROOT / place) for place in ("src", "tests", "."))
+    paths = os.pathsep.join(str(ROOT / place) for place in ("src", "."))
     given = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", WITHOUT], env=given, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

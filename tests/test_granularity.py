@@ -3,7 +3,6 @@ import pickle
 
 import pytest
 import torch
-from cases import GRANULARITIES
 
 import fakequant as fq
 from fakequant.errors import ShapeError, SpecError
@@ -20,6 +19,7 @@ from fakequant.numerics.granularity import (
     granularities,
     parse_granularity,
 )
+from tests.support.cases import GRANULARITIES
 
 
 @pytest.mark.parametrize("where", GRANULARITIES.values(), ids=GRANULARITIES)

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import each_way
 
 from fakequant.calibration import make_calibrator
 from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.numerics.qparams import Range
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.histogram import observe, take_in
+from tests.support.bits import assert_same_bits
+from tests.support.cases import each_way
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no kernels: {load_kernels()}")
 

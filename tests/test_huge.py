@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.numerics.histogram import Bins
 from fakequant.ops.histogram import observe
+from tests.support.bits import assert_same_bits
 
 ELEMENTS = 2**31 + 1
 PERIOD = 2**20

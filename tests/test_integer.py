@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 
 import fakequant as fq
@@ -15,6 +14,7 @@ from fakequant.nn import Execution
 from fakequant.numerics import products as reference
 from fakequant.numerics.products import Factor, Places
 from fakequant.ops import convolutions, products
+from tests.support.bits import assert_same_bits
 
 INPUTS = (
     "int8",

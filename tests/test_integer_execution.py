@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_integer import assert_integer, hostile, prepared
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,6 +12,8 @@ from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule
 from fakequant.nn import Execution
 from fakequant.ops import products
+from tests.support.bits import assert_same_bits
+from tests.test_integer import assert_integer, hostile, prepared
 
 REASONS = {
     "float8": (nn.Linear(4, 4), "float8_e4m3fn", "int8", "no integers"),

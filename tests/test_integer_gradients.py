@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_integer import assert_integer, hostile, prepared
 from torch import nn
 
 import fakequant as fq
+from tests.support.bits import assert_same_bits
+from tests.test_integer import assert_integer, hostile, prepared
 
 LAYERS = {
     "linear": (lambda: nn.Linear(24, 9), (7, 24)),

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_integer import expected, hostile, prepared
 from torch import nn
 
 import fakequant as fq
 from fakequant.ops import products
+from tests.support.bits import assert_same_bits
+from tests.test_integer import expected, hostile, prepared
 
 LAYOUTS = {
     "contiguous": lambda x: x,

@@ -4,10 +4,6 @@ import copy
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_integer import assert_integer, factor, hostile
-from test_integer import expected as expected_of_layer
-from test_integer import prepared as prepared_layer
 from torch import nn
 
 import fakequant as fq
@@ -16,6 +12,10 @@ from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.nn import MatMul
 from fakequant.numerics import products as reference
 from fakequant.ops import products
+from tests.support.bits import assert_same_bits
+from tests.test_integer import assert_integer, factor, hostile
+from tests.test_integer import expected as expected_of_layer
+from tests.test_integer import prepared as prepared_layer
 
 SPECS = (
     "int8",

@@ -5,10 +5,10 @@ import logging
 
 import pytest
 import torch
-from bits import assert_same_bits
-from support.vision import import_torchvision
 
 import fakequant as fq
+from tests.support.bits import assert_same_bits
+from tests.support.vision import import_torchvision
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 import_torchvision()  # transformers imports it for its losses

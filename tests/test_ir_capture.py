@@ -1,8 +1,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import assert_same_bits
-from models import images, small_net
 from torch import Tensor, nn
 
 import fakequant as fq
@@ -10,6 +8,8 @@ from benchmarks.networks import NETWORKS, PRESETS, quantized
 from fakequant import ir
 from fakequant.errors import CalibrationError, GraphError
 from fakequant.model.presets import presets
+from tests.support.bits import assert_same_bits
+from tests.support.models import images, small_net
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 

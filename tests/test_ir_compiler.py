@@ -2,15 +2,15 @@ import itertools
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_ir_capture import assert_same_step, step
-from test_ir_graph import variants
 from torch import nn
 
 from benchmarks.networks import NETWORKS, quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
+from tests.support.bits import assert_same_bits
+from tests.test_ir_capture import assert_same_step, step
+from tests.test_ir_graph import variants
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 
 from fakequant import ir
 from fakequant.errors import GraphError, OutputError
 from fakequant.ir import Graph, IROp, IRType, TensorShape, TensorType
+from tests.support.bits import assert_same_bits
 
 F32 = IRType.Float32
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool]

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from bits import assert_same_bits
 
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from fakequant.ir.execute import to_torch
+from tests.support.bits import assert_same_bits
 
 
 def example():

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant import ir
 from fakequant.ir import FakeQuantizationOp, Graph, IRType
 from fakequant.ir.fake_quantization import FakeQuantize, WideFakeQuantize, group_shape, plain_quantizer
+from tests.support.bits import assert_same_bits
 
 HOSTILE = torch.tensor(
     [0.0, -0.0, 0.5, -0.5, 1.5, 2.5, -2.5, 1e-40, -3e38, 3e38, float("inf"), -float("inf"), float("nan"), 0.1, 100.0]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
-from support.vision import import_torchvision
 from torch import nn
 
 import fakequant as fq
 from fakequant import ir
 from fakequant.errors import GraphError
+from tests.support.bits import assert_same_bits
+from tests.support.vision import import_torchvision
 
 
 class Parts(nn.Module):

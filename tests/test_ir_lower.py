@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_ir_capture import assert_same_step, step
 from torch import nn
 
 import fakequant as fq
@@ -12,6 +10,8 @@ from fakequant import ir
 from fakequant.ir import Graph, IRType
 from fakequant.ir.execute import to_torch
 from fakequant.ir.lower import lower
+from tests.support.bits import assert_same_bits
+from tests.test_ir_capture import assert_same_step, step
 
 WINDOWS = {
     "no maxima": None,

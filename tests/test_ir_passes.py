@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 
 import fakequant as fq
@@ -11,6 +10,7 @@ from benchmarks.networks import NETWORKS, PRESETS, quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
+from tests.support.bits import assert_same_bits
 
 F32 = IRType.Float32
 INT8 = "int8 per_tensor"

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 
 import fakequant as fq
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
+from tests.support.bits import assert_same_bits
 
 F32 = IRType.Float32
 

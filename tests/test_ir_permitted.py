@@ -5,14 +5,14 @@ import itertools
 
 import pytest
 import torch
-from bits import assert_same_bits
-from hostile.graph_mutations import graph_mutations, read_and_run
 from torch import nn
 
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from fakequant.ir.permitted import check_permitted
+from tests.hostile.graph_mutations import graph_mutations, read_and_run
+from tests.support.bits import assert_same_bits
 
 LINES = '    t0 = "x" : Float32 [4]\n  Constants (0):\n  Operations ({count}):\n{ops}\n  Outputs: t{out}\n'
 

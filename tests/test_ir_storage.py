@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.crashes import every_death
-from support.generations import graph_values, save_graph
 
 from fakequant import ir
 from fakequant.errors import GraphError, OutputError
 from fakequant.ir import storage
+from tests.support.crashes import every_death
+from tests.support.generations import graph_values, save_graph
 
 
 def names_in(folder: Path) -> set[str]:

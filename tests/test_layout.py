@@ -2,11 +2,11 @@ import itertools
 
 import pytest
 import torch
-from cases import GRANULARITIES, LAYOUTS
 
 import fakequant as fq
 from fakequant.errors import ShapeError
 from fakequant.ops.layout import layout_of
+from tests.support.cases import GRANULARITIES, LAYOUTS
 
 
 def groups_of(where):

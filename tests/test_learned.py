@@ -2,17 +2,16 @@
 
 import itertools
 
-import cases
 import numpy as np
-import oracle
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import FORMATS, GRANULARITIES
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops import library
+from tests.support import cases, oracle
+from tests.support.bits import assert_same_bits
+from tests.support.cases import FORMATS, GRANULARITIES
 
 
 def exact_case(name, where, arithmetic):

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_learned_ranges import DY, GRANULARITIES, METHODS, SYMMETRIC, X, at, calibrated, gradients, learning, of
 from torch import Tensor
 
 from fakequant import Arithmetic, QuantSpec, Range
 from fakequant.nn import Quantizer
+from tests.support.bits import assert_same_bits
+from tests.test_learned_ranges import DY, GRANULARITIES, METHODS, SYMMETRIC, X, at, calibrated, gradients, learning, of
 
 
 def summed(values: Tensor, granularity: Any, like: Tensor) -> Tensor:

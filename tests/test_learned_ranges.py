@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor, nn
 
 from fakequant import Arithmetic, PerBlock, PerChannel, PerTensor, PerToken, QParams, QuantSpec, Range, choose_qparams
@@ -16,6 +15,7 @@ from fakequant.errors import ConfigError
 from fakequant.nn import Kind, LearnedRange, Quantizer, fixed_ranges, learned_ranges, register_learned_range
 from fakequant.nn import learned as registry
 from fakequant.nn.learned import straight_through
+from tests.support.bits import assert_same_bits
 
 GRANULARITIES = [
     PerTensor(),

@@ -3,11 +3,8 @@
 import gc
 import weakref
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,6 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops import dispatch, library
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
 
 INT8_IN_CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))
 

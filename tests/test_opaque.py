@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import dispatch, library
 from fakequant.ops.opaque import Opaque
+from tests.support.bits import assert_same_bits
 
 SPECS = [
     *("int8", "uint8 per_channel(1)", "int4 per_token", "int8 per_tensor identity", "int8 per_tensor clip"),

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import images, small_net
 from torch import Tensor, nn
 
 from fakequant.model import presets
@@ -15,6 +14,7 @@ from fakequant.model.operations import is_product, operations, unquantized
 from fakequant.model.prepare import prepare
 from fakequant.model.summary import summary
 from fakequant.nn import quantizers
+from tests.support.models import images, small_net
 
 
 class Attention(nn.Module):

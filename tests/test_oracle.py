@@ -5,8 +5,9 @@ from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
+
+from tests.support import oracle
 
 NAMES = [name for name in dir(ml_dtypes) if oracle.small_float(name) is not None]
 SMALL_FLOATS = {name: (oracle.small_float(name), getattr(ml_dtypes, name), np.uint8) for name in NAMES}

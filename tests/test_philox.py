@@ -1,12 +1,12 @@
 """The random numbers of stochastic rounding."""
 
-import oracle
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import LAYOUTS
 
 from fakequant.numerics.philox import draw_seed, philox, random_words, words_of
+from tests.support import oracle
+from tests.support.bits import assert_same_bits
+from tests.support.cases import LAYOUTS
 
 # Random123, tests/kat_vectors, the lines of philox4x32 with 10 rounds: counter, key, answer.
 KNOWN_ANSWERS = [

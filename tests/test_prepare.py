@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import SmallNet, hook_forward, images, small_net
-from support.interrupts import PACKAGE
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -21,6 +19,8 @@ from fakequant.model.fold import fold
 from fakequant.model.modes import disabled
 from fakequant.model.prepare import prepare
 from fakequant.nn import Mode, quantizers
+from tests.support.interrupts import PACKAGE
+from tests.support.models import SmallNet, hook_forward, images, small_net
 
 
 def calibrated(config: Any = presets.INT8, method: str = "max") -> SmallNet:

@@ -5,9 +5,6 @@ import math
 
 import pytest
 import torch
-from bits import assert_same_bits
-from models import images, small_net
-from test_layers import CASES
 from torch import Tensor, nn
 
 from fakequant import QuantSpec, fake_quantize
@@ -17,6 +14,9 @@ from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import MatMul, QuantizedLayer, quantizers, quantizes
+from tests.support.bits import assert_same_bits
+from tests.support.models import images, small_net
+from tests.test_layers import CASES
 
 ALL = presets.presets()
 MX = {

@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import SmallNet, images, small_net
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
@@ -13,6 +12,7 @@ from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.model.qat import Options, Scales, Schedule, finetune, freeze_batch_norm, scheduler, set_scales
 from fakequant.nn import quantizers
+from tests.support.models import SmallNet, images, small_net
 
 BATCHES = [(images(8, seed), torch.arange(8) % 10) for seed in range(3)]
 SCHEDULE = Schedule(original_lr=0.5, original_epochs=40)

@@ -1,13 +1,13 @@
 import numpy as np
-import oracle
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import FORMATS, GRANULARITIES
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, DTypeError
 from fakequant.numerics.qparams import choose_qparams, compute_dtype, has_values, is_at_hand, measure
+from tests.support import oracle
+from tests.support.bits import assert_same_bits
+from tests.support.cases import FORMATS, GRANULARITIES
 
 TINY = torch.finfo(torch.float32).tiny
 HUGE = torch.finfo(torch.float32).max

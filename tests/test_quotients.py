@@ -1,14 +1,14 @@
 """bfloat16 to codes of 8 bits, where some scales are divided by and others multiplied by their reciprocal."""
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops.cpu.backend import CpuBackend, load_kernels
 from fakequant.ops.dispatch import pack_bits
+from tests.support import cases
+from tests.support.bits import assert_same_bits
 
 EVERY_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
 FEW_BITS = [2.0**-133, 2.0**-126, 2.0**-7, 0.75 * 2.0**-5, 1.0, 1.5, 129.0 * 2.0**-10, 2.0**119]

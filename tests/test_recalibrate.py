@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 
 import fakequant as fq
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.nn import quantizers
+from tests.support.bits import assert_same_bits
 
 HISTOGRAMS = ["percentile", "entropy", "mse"]
 

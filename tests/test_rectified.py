@@ -1,17 +1,17 @@
 """ReLU and quantizer in one pass: the bits, gradients and strides of one after the other, on hostile numbers."""
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from test_cpu_kernels import hostile_gradient
 
 import fakequant as fq
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import direct, library, rectified
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.rectified import fake_quantize_relu, relu_later
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from tests.test_cpu_kernels import hostile_gradient
 
 
 @pytest.fixture(autouse=True)

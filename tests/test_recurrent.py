@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import Tensor, nn
 
 from fakequant import fake_quantize
 from fakequant.nn.recurrent import GateQuantizers, unroll
+from tests.support.bits import assert_same_bits
 
 
 def plain(x: Tensor) -> Tensor:

@@ -2,18 +2,17 @@
 
 import math
 
-import cases
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, SMALL_FORMATS
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops.dispatch import backends
+from tests.support import cases, oracle
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, SMALL_FORMATS
 
 UNSIGNED = {1: torch.uint8, 2: torch.uint16}
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import SMALL_FORMATS, small_formats
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity, granularities, parse_granularity
 from fakequant.ops.dispatch import backends
+from tests.support.bits import assert_same_bits
+from tests.support.cases import SMALL_FORMATS, small_formats
 
 DATA = [name for name, fmt in fq.formats().items() if fmt.has_zero]
 # Text forms, by the name that they begin with; every registered granularity needs one.
@@ -27,8 +27,8 @@ def test_every_granularity_has_an_example() -> None:
 def test_every_format_is_known_to_the_oracle() -> None:
     unknown = sorted(set(small_formats()) - set(SMALL_FORMATS))
     assert not unknown, (
-        f"{unknown}: floats are found by their names if those are as in ml_dtypes (`small_float` in tests/oracle.py); "
-        "describe others there, and add them to FORMATS in tests/cases.py"
+        f"{unknown}: floats are found by their names if those are as in ml_dtypes (`small_float` in "
+        "tests/support/oracle.py); describe others there, and add them to FORMATS in tests/support/cases.py"
     )
 
 

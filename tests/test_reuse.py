@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import assert_same_bits
-from models import images, small_net
 from torch import nn
 
 import fakequant as fq
@@ -13,6 +11,8 @@ from fakequant.demo.text import Transformer
 from fakequant.model.analysis import _Power
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.nn import Add, Mode, QuantizedLayer
+from tests.support.bits import assert_same_bits
+from tests.support.models import images, small_net
 
 
 class InPlace(nn.Module):

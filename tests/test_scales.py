@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fakequant as fq
 from fakequant.errors import SpecError
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from tests.support.bits import assert_same_bits
 
 E8M0 = "float8_e8m0fnu"
 NVFP4 = fq.QuantSpec(

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from bits import assert_same_bits
 
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.calibration.entropy import _SAME
@@ -19,6 +18,7 @@ from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import dispatch
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.search import cross_entropies, cumulative_moments, squared_errors
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no kernels: {load_kernels()}")
 

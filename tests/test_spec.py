@@ -4,11 +4,11 @@ import json
 import pickle
 
 import pytest
-from cases import GRANULARITIES
 
 import fakequant as fq
 from fakequant.errors import SpecError
 from fakequant.numerics.spec import _MOST_PARSED, _parsed, as_spec
+from tests.support.cases import GRANULARITIES
 
 SPECS = [
     fq.QuantSpec(

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 import torch
-from bits import assert_same_bits
-from models import images, small_net
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import fakequant as fq
+from tests.support.bits import assert_same_bits
+from tests.support.models import images, small_net
 
 
 def calibrated(seed=0, *, learned=False):

@@ -2,20 +2,19 @@
 
 import math
 
-import cases
 import numpy as np
-import oracle
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from test_reference import decoded, to_dtype, to_numpy, wanted_codes
 
 import fakequant as fq
 from fakequant.errors import QParamsError
 from fakequant.nn import Quantizer
 from fakequant.numerics import reference
 from fakequant.numerics.philox import random_words
+from tests.support import cases, oracle
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from tests.test_reference import decoded, to_dtype, to_numpy, wanted_codes
 
 STOCHASTIC = fq.Rounding.STOCHASTIC
 INT8 = "int8 per_tensor stochastic"

@@ -6,12 +6,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import ON_CPU
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.numerics.sums import order_free_sum
+from tests.support.bits import assert_same_bits
+from tests.support.cases import ON_CPU
 
 INF, NAN = float("inf"), float("nan")
 SMALLEST = 2.0**-1074

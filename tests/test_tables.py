@@ -1,12 +1,12 @@
 import numpy as np
-import oracle
 import pytest
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.errors import SpecError
 from fakequant.numerics.tables import TableFormat
+from tests.support import oracle
+from tests.support.bits import assert_same_bits
 
 TERNARY = TableFormat("ternary", (-1.0, 0.0, 1.0))
 WIDE = TableFormat("all_codes", tuple(float(v) for v in range(-100, 156)))

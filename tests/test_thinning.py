@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import DTYPES, FORMATS
 
-from conftest import runs_always
+from tests.conftest import runs_always
+from tests.support.cases import DTYPES, FORMATS
 
 TESTS = Path(__file__).parent
 

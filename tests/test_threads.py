@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cpu_dynamic import needs_kernels
 
 import fakequant as fq
+from tests.test_cpu_dynamic import needs_kernels
 
 TASKS, SPENT = Path("/proc/self/task"), Path("/proc/self/schedstat")
 GRAIN = 32 * 1024

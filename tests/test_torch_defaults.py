@@ -4,13 +4,13 @@ import contextlib
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 
 import fakequant as fq
 from fakequant.nn import MatMul
 from fakequant.ops import convolutions, products, rules
 from fakequant.ops.cpu import backend
+from tests.support.bits import assert_same_bits
 
 PRESETS = ("INT8", "INT8_AFFINE", "INT8_PER_TOKEN", "FP8", "MXFP4", "NVFP4", "INT4_GROUP32", "NF4_WEIGHT_ONLY")
 # Meta stands for any other device than that of the model: what is made there by mistake has no values.

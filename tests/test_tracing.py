@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.vision import import_torchvision
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ExportError
 from fakequant.model.tracing import traced_program
+from tests.support.vision import import_torchvision
 
 IDS = torch.arange(18).view(2, 9) % 16
 SAID = r"traced with use_cache=False: torch.export does not know the \S*Cache that the model returns"

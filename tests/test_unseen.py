@@ -5,12 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import assert_same_bits
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.nn import Mode, quantizers
+from tests.support.bits import assert_same_bits
 
 X = torch.linspace(-1, 1, 128).view(16, 8)
 

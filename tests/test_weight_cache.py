@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from bits import assert_same_bits
 from torch import nn
 
 import fakequant as fq
 from fakequant.nn import Kind, Mode, Quantizer, cached_weights
 from fakequant.ops import direct
 from fakequant.ops.dispatch import backends
+from tests.support.bits import assert_same_bits
 
 SPECS = ["int8 per_channel(0)", "uint4 per_tensor", "float8_e4m3fn per_block(-1:4)", "int8 per_tensor identity"]
 

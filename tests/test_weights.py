@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
-from bits import assert_same_bits
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ShapeError, StaleScaleWarning
+from tests.support.bits import assert_same_bits
 
 X = torch.linspace(-1, 1, 128).view(16, 8)
 COMPUTED = {

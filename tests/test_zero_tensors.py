@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_integer import prepared
 from torch import nn
 
 import fakequant as fq
 from fakequant.errors import QParamsError
+from tests.support.bits import assert_same_bits
+from tests.test_integer import prepared
 
 
 def zeros(*shape):

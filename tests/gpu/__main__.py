@@ -1,4 +1,4 @@
-"""Compare a GPU with the CPU: `python -m gpu`, with src, tests and . on PYTHONPATH, or `make test-gpu`.
+"""Compare a GPU with the CPU: `python -m tests.gpu`, with src and . on PYTHONPATH, or `make test-gpu`.
 
 Without a GPU it says so in one line and exits with 0; with 1 if a bit differs or a check fails.
 """
@@ -22,7 +22,7 @@ _ELEMENTS, _ELEMENTS_BY_THE_REFERENCE = 10_000_000, 500_000
 
 def arguments() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = argparse.ArgumentParser("python -m gpu")
+    parser = argparse.ArgumentParser("python -m tests.gpu")
     parser.add_argument("only", nargs="*", metavar="TEXT", help="only what has one of these texts in its line")
     parser.add_argument("--device", default="cuda", help="what is compared with the CPU; cpu tries the program itself")
     parser.add_argument("--elements", type=int, help=f"of the large tensors, by default {_ELEMENTS:,}")
@@ -55,7 +55,7 @@ def _chosen(names: Iterable[str], only: list[str]) -> set[str]:
 
 def _parity(asked: argparse.Namespace, elements: int) -> list[str]:
     """Make all comparisons, a line for each task; what is wrong."""
-    from gpu import parity
+    from tests.gpu import parity
 
     every = parity.tasks(asked.device, elements)
     chosen = _chosen(map(str, every), asked.only)
@@ -79,7 +79,7 @@ def _run(tasks: list, asked: argparse.Namespace) -> Iterator[tuple]:
     """Tasks with what came of them, in the order in which they are done."""
     import torch
 
-    from gpu import parity
+    from tests.gpu import parity
 
     processes = _processes(asked)
     if not processes or not tasks:
@@ -104,7 +104,7 @@ def _processes(asked: argparse.Namespace) -> int:
 
 def _checks(asked: argparse.Namespace) -> list[str]:
     """Make all checks, a line for each; what is wrong."""
-    from gpu import execution
+    from tests.gpu import execution
 
     wrong = []
     for name in [name for name in execution.CHECKS if name in _chosen(execution.CHECKS, asked.only)]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from bits import assert_same_bits
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +22,8 @@ from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.numerics.products import Factor
 from fakequant.ops import dispatch, products
 from fakequant.ops.histogram import observe
-from gpu import NotHere
+from tests.gpu import NotHere
+from tests.support.bits import assert_same_bits
 
 _BATCH = (64, 256)
 _BEYOND_32_BITS = 2**31 + 1

@@ -1,13 +1,13 @@
-"""The hostile numbers of tests/cases.py, as many as a GPU has work with."""
+"""The hostile numbers of tests/support/cases.py, as many as a GPU has work with."""
 
 from __future__ import annotations
 
-import cases
 import torch
-from cases import FormatCase, GranularityCase, Numbers, hostile_gradient, neighbour
 from torch import Tensor
 
 import fakequant as fq
+from tests.support import cases
+from tests.support.cases import FormatCase, GranularityCase, Numbers, hostile_gradient, neighbour
 
 # Made by numpy; then repeated and moved; then repeated: to make 10 million anew takes longer than to compare them.
 _MADE, _MOVED = 1 << 16, 1 << 20

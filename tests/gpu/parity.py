@@ -9,17 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
-import cases
-import dynamic_cases
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, FormatCase, hostile_gradient
 from torch import Tensor
 
 import fakequant as fq
 from benchmarks.exactness import by_the_reference
 from fakequant.ops import dispatch, library
-from gpu.large import large, large_gradient
+from tests.gpu.large import large, large_gradient
+from tests.support import cases, dynamic_cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, FormatCase, hostile_gradient
 
 # Of all that is wrong with one format, as many are printed.
 TOLD = 3

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.generations import WRITERS, Writer
+from tests.support.generations import WRITERS, Writer
 
 
 def write_for_ever(writer: Writer, folder: Path) -> None:

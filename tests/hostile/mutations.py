@@ -25,12 +25,10 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support.checkpoints import assert_as_before, put_tensors, state_of
 
 import fakequant as fq
 from fakequant.errors import FakeQuantError
+from tests.support.checkpoints import assert_as_before, put_tensors, state_of
 
 HERE = Path(__file__).parent
 Case = tuple[int, Callable[[], object]]
@@ -131,7 +129,7 @@ def headers(folder: Path, seed: int) -> Iterator[Case]:
 
 def graphs(folder: Path, seed: int) -> Iterator[Case]:
     """Texts of graphs."""
-    from hostile.graph_mutations import graph_mutations
+    from tests.hostile.graph_mutations import graph_mutations
 
     for text, tensors in graph_mutations(seed):
         (folder / "graph.txt").write_bytes(text.encode("utf-8", "backslashreplace"))
@@ -141,7 +139,7 @@ def graphs(folder: Path, seed: int) -> Iterator[Case]:
 
 def records(folder: Path, seed: int) -> Iterator[Case]:
     """ONNX files with other records of their quantizers."""
-    from hostile.record_mutations import record_mutations
+    from tests.hostile.record_mutations import record_mutations
 
     for data in record_mutations(seed):
         (folder / "model.onnx").write_bytes(data)

@@ -1,12 +1,12 @@
 """The backend in the interpreter, and the comparison of all that it computes with the reference."""
 
 import torch
-from bits import assert_same_bits
 
 import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops.layout import layout_of
 from fakequant.ops.triton.backend import TritonBackend
+from tests.support.bits import assert_same_bits
 
 MASKED = [gradient for gradient in fq.Gradient if gradient is not fq.Gradient.IDENTITY]
 MOST_PROGRAMS = 8

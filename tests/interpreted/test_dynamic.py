@@ -2,18 +2,18 @@
 
 import logging
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, LAYOUTS
 from kernels import MASKED, backend_of, unpacked
-from test_cpu_dynamic import FORMATS, RUNS, SCALES, composed, hostile, specs
 
 import fakequant as fq
 from fakequant.numerics import qparams, reference
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.ops.triton.backend import TritonBackend
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, LAYOUTS
+from tests.test_cpu_dynamic import FORMATS, RUNS, SCALES, composed, hostile, specs
 
 
 def assert_dynamic(backend, x, spec, label):

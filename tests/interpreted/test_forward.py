@@ -1,15 +1,15 @@
 """Values, masks and codes by given parameters equal the reference in every bit."""
 
-import cases
 import pytest
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 from kernels import MASKED, assert_codes, assert_values, backend_of
 
 import fakequant as fq
 from fakequant.numerics import qparams, reference
 from fakequant.ops.triton.backend import TritonBackend
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 
 
 def compare(name, dtype, each):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from bits import assert_same_bits
-from test_histogram_kernel import DTYPES, hostile
 
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.ops import dispatch
 from fakequant.ops.histogram import observe
 from fakequant.ops.triton.backend import TritonBackend
+from tests.support.bits import assert_same_bits
+from tests.test_histogram_kernel import DTYPES, hostile
 
 # Groups of several programs, of which the last is not full; several groups in a program; one value.
 SHAPES = [(1, 9_001), (3, 700), (40, 33), (70, 3), (2, 64), (1, 1)]

@@ -56,7 +56,7 @@ def build(kind: str) -> Path:
 
 def run(kind: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`sanitized.py` with the sanitized kernels."""
-    settings = OPTIONS | {"PYTHONPATH": f"{folder}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "2"}
+    settings = OPTIONS | {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "2"}
     if kind == "address":  # Python itself is not compiled with it, and the C++ library must be there before it
         settings["LD_PRELOAD"] = f"{library('libasan.so')} {library('libstdc++.so')}"
     command = [sys.executable, str(ROOT / "tests/native/sanitized.py"), *arguments]

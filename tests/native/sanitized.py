@@ -9,11 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 
-import cases
 import torch
-from bits import assert_same_bits
-from cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, FormatCase, GranularityCase
-from support.lying_calls import lying_calls
 from torch import Tensor
 
 import fakequant as fq
@@ -24,6 +20,10 @@ from fakequant.numerics.products import Factor, Places
 from fakequant.ops import products
 from fakequant.ops.convolutions import PackedWeight, convolution
 from fakequant.ops.cpu.backend import CpuBackend, load_kernels
+from tests.support import cases
+from tests.support.bits import assert_same_bits
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, FormatCase, GranularityCase
+from tests.support.lying_calls import lying_calls
 
 BACKEND = CpuBackend()
 SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 17, 31, 33, 63, 65, 127, 129, 1023, 1024, 1025]

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import oracle
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.tables import TableFormat
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import backends
+from tests.support import oracle
 
 # Those that serve tensors of the CPU, the reference among them.
 ON_CPU = [backend for backend in backends() if backend.device_type in (None, "cpu")]

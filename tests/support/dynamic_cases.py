@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from cases import GRANULARITIES, GranularityCase, neighbour
 from torch import Tensor
 
 import fakequant as fq
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from tests.support.cases import GRANULARITIES, GranularityCase, neighbour
 
 WHOLE = fq.PerTensor()
 SCALES = {
