@@ -145,9 +145,9 @@ BY_HAND = {
     "strange_attribute": (graph_of(IROp("ReLU", [1], [0], [X], {"a": object()}), X), "ReLU", "attribute cannot be"),
     "cycle_of_one": (graph_of(IROp("Add", [1], [0, 1], [X]), X), "Add", "a cycle"),
     "decimal": (graph_of(IROp("ReLU", [1], [0], [X]), typed(4, type=IRType.Decimal)), "x0", "no torch dtype"),
-    "fused_body": (one("Fused", [X], X, name="A", body=["t1 = ReLU(t5) : Float32 [4, 8]"]), "Fused", "which nothing"),
+    "fused_body": (one("Fused", [X], X, name="A", body=[IROp("ReLU", [1], [5], [X])]), "Fused", "which nothing"),
     "fused_no_body": (one("Fused", [X], X, name="A", body=[]), "Fused", "list of operations"),
-    "fused_text": (one("Fused", [X], X, name="A", body=["nonsense"]), "Fused", "cannot read the operation"),
+    "fused_text": (one("Fused", [X], X, name="A", body=["nonsense"]), "Fused", "takes List[Operation] as 'body'"),
 }  # fmt: skip
 
 

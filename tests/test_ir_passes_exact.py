@@ -223,7 +223,8 @@ def test_fused_operations_that_draw_are_two():
     graph = Graph("g")
     x = graph.add_input("x", F32, (64,))
     body = ["t1 = ReLU(t0) : Float32 [64]", "t2 = Dropout(t1) {p=0.5, train=true} : Float32 [64]"]
-    made = [graph.add("Fused", x, name="ReLU+Dropout", body=body) for _ in range(2)]
+    parts = [ir.parse_op(line) for line in body]
+    made = [graph.add("Fused", x, name="ReLU+Dropout", body=parts) for _ in range(2)]
     graph.outputs = made
     for one in (ir.MergeCommonSubexpressions(), ir.FoldConstants()):
         assert len(ir.optimize(graph, [one]).graph.ops) == 2

@@ -24,6 +24,7 @@ from fakequant.numerics.qparams import QParams, Range
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.numerics.tables import TableFormat
+from fakequant.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fakequant import compat as compat
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from fakequant.model.prepare import prepare
     from fakequant.model.state import float_state_dict
     from fakequant.model.summary import summary
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Arithmetic",

@@ -4,9 +4,10 @@ A method is a file with a class that registers itself; it is imported here.
 """
 
 from .calibrator import Calibrator, calibrators, make_calibrator, register_calibrator
+from .counts import Histogram
 from .entropy import EntropyCalibrator
 from .extrema import MaxCalibrator
-from .histogram import Histogram, HistogramCalibrator
+from .histogram import HistogramCalibrator
 from .mse import MseCalibrator
 from .percentile import PercentileCalibrator
 

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -14,8 +14,7 @@ from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec, as_spec
 
-if TYPE_CHECKING:
-    from .histogram import Histogram
+from .counts import Histogram
 
 NOTHING_OBSERVED = (
     "no data was observed (empty batches do not count), so there is no range; run calibration batches that reach "

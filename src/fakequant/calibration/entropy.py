@@ -15,7 +15,8 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.search import cross_entropies
 
 from .calibrator import register_calibrator
-from .histogram import DEFAULT_BINS, Histogram, HistogramCalibrator, parts_of
+from .counts import Histogram, parts_of
+from .histogram import DEFAULT_BINS, HistogramCalibrator
 from .search import cheapest, magnitudes, settle, used_bins
 
 _COARSE, _FEWEST_COARSE = 512, 64

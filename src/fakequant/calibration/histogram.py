@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.numerics.floats import power_of_two
 from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import observe
 
 from .calibrator import Calibrator, check_keys
+from .counts import Histogram, power_of_two_or_zero
 from .extrema import Batch, ExtremaCalibrator, read_range
 
 DEFAULT_BINS = 4096
@@ -38,68 +37,6 @@ _TOGETHER = 64
 _NO_EXPONENT = -(1 << 14)
 # 2**-exponent must be a normal number in the dtype that counts.
 _SMALLEST_EXPONENT = {torch.float32: -126, torch.float64: -1022}
-
-
-class Histogram(NamedTuple):
-    """How often magnitudes occurred, for every group."""
-
-    counts: Tensor
-    """int64 [groups, 2, bins]: bin k holds k * width <= |x| < (k + 1) * width, of negative x first."""
-    exponent: Tensor
-    """int32 [groups]: the width of a bin is 2**exponent, in units of x."""
-    range: Range
-    """The exact range seen, in units of x; lo and hi [groups]."""
-
-    @property
-    def bins(self) -> int:
-        """Bins on either side of 0.0."""
-        return self.counts.shape[2]
-
-    @property
-    def width(self) -> Tensor:
-        """float64 [groups]: the width of a bin in units of x; 0.0 for a group that has seen zeros only."""
-        return _power_of_two(self.exponent)
-
-    def line(self) -> tuple[Tensor, Tensor]:
-        """The bins from the lowest to the highest, as plots want them.
-
-        Returns:
-            edges, float64 [groups, 2 * bins + 1] in units of x, and counts [groups, 2 * bins] between them.
-        """
-        steps = torch.arange(-self.bins, self.bins + 1, dtype=torch.float64, device=self.counts.device)
-        return steps * self.width[:, None], torch.cat([self.counts[:, 0].flip(-1), self.counts[:, 1]], dim=1)
-
-    def to(self, device: torch.device | str) -> Histogram:
-        """The histogram on a device."""
-        lo, hi = self.range
-        return Histogram(self.counts.to(device), self.exponent.to(device), Range(lo.to(device), hi.to(device)))
-
-    @classmethod
-    def joined(cls, histograms: Sequence[Histogram]) -> Histogram:
-        """The histogram of the groups of several, which have the same bins."""
-        if len(histograms) == 1:
-            return histograms[0]
-        counts, exponent, ranges = zip(*histograms, strict=True)
-        lo, hi = zip(*ranges, strict=True)
-        return cls(torch.cat(counts), torch.cat(exponent), Range(torch.cat(lo), torch.cat(hi)))
-
-    def split(self, groups: int) -> Iterator[Histogram]:
-        """The histogram in parts of at most so many groups."""
-        for start in range(0, self.counts.shape[0], groups):
-            part = slice(start, start + groups)
-            yield Histogram(self.counts[part], self.exponent[part], Range(self.range.lo[part], self.range.hi[part]))
-
-
-def parts_of(histograms: Sequence[Histogram]) -> list[slice]:
-    """Where the groups of each are when they are joined."""
-    ends = list(accumulate((len(histogram.exponent) for histogram in histograms), initial=0))
-    return [slice(first, last) for first, last in pairwise(ends)]
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2.0**exponent in float64, exactly; 0.0 where that is no normal number."""
-    normal = (exponent >= -1022) & (exponent <= 1023)
-    return torch.where(normal, power_of_two(torch.where(normal, exponent, 0).to(torch.int64)), 0.0)
 
 
 class HistogramCalibrator(ExtremaCalibrator):
@@ -298,7 +235,7 @@ class HistogramCalibrator(ExtremaCalibrator):
     def _set_exponent(self, exponent: Tensor) -> None:
         self._exponent = exponent
         # 0.0 for groups that have seen zeros only.
-        self._inverse = _power_of_two(-exponent)
+        self._inverse = power_of_two_or_zero(-exponent)
 
 
 def _alike(calibrators: Sequence[HistogramCalibrator]) -> Iterable[list[HistogramCalibrator]]:

@@ -14,7 +14,8 @@ from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops.search import cumulative_moments, squared_errors
 
 from .calibrator import register_calibrator
-from .histogram import Histogram, HistogramCalibrator, parts_of
+from .counts import Histogram, parts_of
+from .histogram import HistogramCalibrator
 from .search import cheapest, magnitudes, settle, used_bins
 
 _COARSE = 64

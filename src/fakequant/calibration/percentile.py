@@ -11,7 +11,8 @@ from fakequant.errors import ConfigError
 from fakequant.numerics.spec import QuantSpec
 
 from .calibrator import register_calibrator
-from .histogram import Histogram, HistogramCalibrator
+from .counts import Histogram
+from .histogram import HistogramCalibrator
 
 # Keeps the product of a count's remainder and the numerator below 2**62.
 _LARGEST_DENOMINATOR = 1 << 31

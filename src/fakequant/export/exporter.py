@@ -15,7 +15,6 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-import fakequant
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError
 from fakequant.export import trt
@@ -35,6 +34,7 @@ from fakequant.nn import fixed_ranges
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.restore import attributes_of, restore_after
+from fakequant.version import __version__
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -157,7 +157,7 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
     dynamic = frozenset(name for name, q in ready.active.items() if q.dynamic and q.kind is Kind.INPUT)
     float_weights = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
     records = lower(converted, dynamic, dialect)
-    write(converted, FileRecord(fakequant.__version__, dialect, records, _inputs(converted, ready.program)))
+    write(converted, FileRecord(__version__, dialect, records, _inputs(converted, ready.program)))
     data = finish(converted, needed)
     write_whole(ready.target, data)
     kept = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
@@ -351,7 +351,7 @@ def finish(model: ModelProto, needed: int) -> bytes:
 
     with_types = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", needed)])
     model.ir_version = max(_IR_VERSION, with_types)
-    model.producer_name, model.producer_version = "fakequant", fakequant.__version__
+    model.producer_name, model.producer_version = "fakequant", __version__
     if model.ByteSize() > MAX_BYTES:
         raise ExportError(
             f"the file would have {model.ByteSize():,} bytes, but one ONNX file holds at most {MAX_BYTES:,}"

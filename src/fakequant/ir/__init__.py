@@ -5,12 +5,14 @@ from __future__ import annotations
 from fakequant.ir import ops as ops
 from fakequant.ir.attributes import Ref
 from fakequant.ir.capture import capture
+from fakequant.ir.check import Validity
 from fakequant.ir.compiler import CompiledGraph, cache_info, clear_cache, compile
 from fakequant.ir.fake_quantization import FakeQuantizationOp
 from fakequant.ir.gradient import backward
-from fakequant.ir.graph import Constant, Graph, Input, Validity
+from fakequant.ir.graph import Graph
 from fakequant.ir.onnx import export_onnx
 from fakequant.ir.op import IROp
+from fakequant.ir.parse import parse, parse_op
 from fakequant.ir.passes import (
     ALL,
     EXACT,
@@ -30,7 +32,8 @@ from fakequant.ir.passes.duplicate_fake_quantize import values_of
 from fakequant.ir.permitted import allow_operator
 from fakequant.ir.picture import to_dot, to_svg
 from fakequant.ir.storage import load, save
-from fakequant.ir.text import parse, parse_op, to_text
+from fakequant.ir.structure import Constant, Input
+from fakequant.ir.text import to_text
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 __all__ = [

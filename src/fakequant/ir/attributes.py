@@ -24,6 +24,14 @@ class Ref:
         return f"%{self.position}"
 
 
+class Quoted:
+    """A value whose own text an attribute holds in quotes: an operation in the body of another one."""
+
+    def detailed(self) -> str:
+        """The text, which `fakequant.ir.parse.parse_op` reads."""
+        raise NotImplementedError
+
+
 MAX_DEPTH = 32
 """So deep may lists be, one in the other."""
 
@@ -55,8 +63,8 @@ def to_text(value: Any, depth: int = 0) -> str:
     if isinstance(value, float):
         # A subclass, such as numpy's, is written as the number that it is.
         return float.__repr__(value)
-    if isinstance(value, str):
-        return json.dumps(value)
+    if isinstance(value, (str, Quoted)):
+        return json.dumps(value if isinstance(value, str) else value.detailed())
     if isinstance(value, torch.dtype):
         return IRType.of(value).value
     if isinstance(value, (torch.device, torch.layout, torch.memory_format)):

@@ -17,7 +17,8 @@ from fakequant.errors import GraphError
 from fakequant.ir.convert import Converter, needed, type_of
 from fakequant.ir.functional import remove_changes_in_place
 from fakequant.ir.grad_modes import inline_grad_modes
-from fakequant.ir.graph import Constant, Graph, Input
+from fakequant.ir.graph import Graph
+from fakequant.ir.structure import Constant, Input
 from fakequant.model.operations import example_arguments
 from fakequant.model.tracing import traced_program
 from fakequant.nn.contexts import fixed_ranges
@@ -80,7 +81,8 @@ def _convert(program: ExportedProgram, model: nn.Module, name: str) -> Graph:
     for node in nodes:
         if node in wanted and node not in ids and node.op != "output":
             converter.add(node)
-    return converter.finish(results)
+    converter.finish(results)
+    return graph
 
 
 def _constant(spec: Any, program: ExportedProgram, model: nn.Module) -> Constant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,13 +12,41 @@ from torch._subclasses import FakeTensor
 
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import items_to_text
-from fakequant.ir.graph import Constant, Graph, Input
 from fakequant.ir.op import IROp, is_id
+from fakequant.ir.structure import Constant, GraphStructure, Input
 from fakequant.ir.table import faults
 from fakequant.ir.types import IRType, TensorType
 
 
-def faults_of(graph: Graph) -> Iterator[str]:
+@dataclass(frozen=True)
+class Validity:
+    """What is wrong with a graph, each with where; it is true if nothing is."""
+
+    faults: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return not self.faults
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults) or "valid"
+
+
+def validate(graph: GraphStructure) -> Validity:
+    """Whether a graph is valid, and if not, what is wrong with it and where."""
+    return Validity(tuple(faults_of(graph)))
+
+
+def check(graph: GraphStructure) -> None:
+    """Raise unless a graph is valid.
+
+    Raises:
+        GraphError: it is not; names every fault.
+    """
+    if found := list(faults_of(graph)):
+        raise GraphError(f"the graph {graph.name!r} is not valid:\n" + "\n".join(f"  {fault}" for fault in found))
+
+
+def faults_of(graph: GraphStructure) -> Iterator[str]:
     """All that is wrong with a graph, each with where."""
     return _Checker(graph).faults()
 
@@ -25,7 +54,7 @@ def faults_of(graph: Graph) -> Iterator[str]:
 class _Checker:
     """Goes through a graph once and tells what is wrong."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: GraphStructure) -> None:
         self.graph = graph
         self.known: dict[int, TensorType] = {}
         self.made_by: dict[int, str] = {}

@@ -11,10 +11,11 @@ from torch import Tensor, fx
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
 from fakequant.errors import GraphError
+from fakequant.ir.check import check
 from fakequant.ir.execute import check_inputs, to_torch
-from fakequant.ir.graph import Graph
 from fakequant.ir.lower import lower
 from fakequant.ir.ops.products import RECURRENT
+from fakequant.ir.structure import GraphStructure
 from fakequant.ir.table import repeatable
 
 _LIMIT = 64
@@ -36,7 +37,7 @@ class _Cache:
         self.functions: OrderedDict[tuple[str, bool], Callable[..., Any]] = OrderedDict()
         self.hits = self.misses = 0
 
-    def find(self, graph: Graph, exact: bool) -> Callable[..., Any]:
+    def find(self, graph: GraphStructure, exact: bool) -> Callable[..., Any]:
         key = graph.hash(constants=False), exact
         if key in self.functions:
             self.hits += 1
@@ -58,7 +59,7 @@ class CompiledGraph:
     It reads the constants at every call: a training step that moves the parameters moves the function.
     """
 
-    def __init__(self, graph: Graph, function: Callable[..., Any]) -> None:
+    def __init__(self, graph: GraphStructure, function: Callable[..., Any]) -> None:
         self.graph = graph
         self._function = function
 
@@ -74,7 +75,7 @@ class CompiledGraph:
         return (constant.tensor for constant in self.graph.constants.values() if constant.trainable)
 
 
-def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
+def compile(graph: GraphStructure, *, exact: bool = True) -> CompiledGraph:
     """A graph as one function, forward and backward.
 
     Args:
@@ -93,14 +94,15 @@ def compile(graph: Graph, *, exact: bool = True) -> CompiledGraph:
         GraphError: the graph is not valid, or exact is false and it has an operation that torch.compile cannot record:
             a whole recurrent layer such as nn.LSTM.
 
-    >>> from fakequant.ir import IRType
+    >>> from fakequant.ir import Graph, IRType
     >>> graph = Graph("example")
     >>> x = graph.add_input("x", IRType.Float32, (2,))
     >>> graph.outputs = [graph.add("FakeQuantization", x, num_bits=4, scale=0.5)]
     >>> compile(graph)(torch.tensor([0.7, -9.0]))
     tensor([ 0.5000, -4.0000])
     """
-    for op in graph.check().ops:
+    check(graph)
+    for op in graph.ops:
         if op.op_type.startswith(RECURRENT) and not exact:
             raise GraphError(
                 f"{op}{f' of {op.origin}' if op.origin else ''}: torch.compile cannot record a whole recurrent layer; "
@@ -132,7 +134,7 @@ class _Function:
             ) from error
 
 
-def _compiled(graph: Graph, exact: bool) -> Callable[..., Any]:
+def _compiled(graph: GraphStructure, exact: bool) -> Callable[..., Any]:
     if exact:
         module = to_torch(graph, lifted=True)
         lower(module, graph)
@@ -142,7 +144,7 @@ def _compiled(graph: Graph, exact: bool) -> Callable[..., Any]:
     return _Function(module, fullgraph=True, backend="inductor", dynamic=dynamic or None)
 
 
-def _with_unread_draws(graph: Graph) -> Graph:
+def _with_unread_draws(graph: GraphStructure) -> GraphStructure:
     """A graph with further outputs: what draws random numbers though nothing reads it.
 
     Compilers drop what is no output, and later operations would draw other numbers.

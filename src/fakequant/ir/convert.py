@@ -12,9 +12,10 @@ from torch._ops import OpOverload
 
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import Ref, same
-from fakequant.ir.graph import Graph
+from fakequant.ir.check import check
 from fakequant.ir.op import IROp
 from fakequant.ir.signature import Kind, Signature, bind
+from fakequant.ir.structure import GraphStructure
 from fakequant.ir.table import find_row, make_op, name_of
 from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
@@ -71,7 +72,7 @@ class Converter:
         ids: the values that placeholders stand for; grows by every node.
     """
 
-    def __init__(self, graph: Graph, ids: dict[fx.Node, int]) -> None:
+    def __init__(self, graph: GraphStructure, ids: dict[fx.Node, int]) -> None:
         self.graph = graph
         self.ids = ids
         self._lists: dict[fx.Node, list[int]] = {}
@@ -107,8 +108,8 @@ class Converter:
         except GraphError as error:
             raise GraphError(f"{_where(node)}{node.target}: {error}") from error
 
-    def finish(self, results: Sequence[fx.Node]) -> Graph:
-        """The graph with the outputs that some nodes are, without operations that only made a scale now implied."""
+    def finish(self, results: Sequence[fx.Node]) -> None:
+        """Set the outputs, remove operations that only made a scale which is implied now, and check the graph."""
         self.graph.outputs = [self.ids[node] for node in results]
         wanted = set(self.graph.outputs)
         kept = []
@@ -117,7 +118,7 @@ class Converter:
                 wanted.update(op.input_ids)
                 kept.append(op)
         self.graph.ops = kept[::-1]
-        return self.graph.check()
+        check(self.graph)
 
     def _append(self, node: fx.Node, op: IROp, inputs: Sequence[fx.Node]) -> None:
         value = node.meta["val"]

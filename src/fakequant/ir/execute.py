@@ -12,14 +12,15 @@ from torch._ops import OpOverload
 
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import Ref
+from fakequant.ir.check import check
 from fakequant.ir.fused import NAME, body_of
-from fakequant.ir.graph import Constant, Graph, read_frozen
 from fakequant.ir.op import IROp
+from fakequant.ir.structure import Constant, GraphStructure, read_frozen
 from fakequant.ir.table import bound, results_of
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 
-def run(graph: Graph, inputs: Sequence[Tensor], limit: int) -> Any:
+def run(graph: GraphStructure, inputs: Sequence[Tensor], limit: int) -> Any:
     """See `Graph.run`."""
     module = to_torch(graph)
     check_inputs(graph, inputs)
@@ -79,7 +80,7 @@ def _check_results(op: IROp, result: Any) -> None:
             raise GraphError(f"declares t{id} as {declared}, but made {None if made is None else found}")
 
 
-def check_inputs(graph: Graph, inputs: Sequence[Tensor]) -> None:
+def check_inputs(graph: GraphStructure, inputs: Sequence[Tensor]) -> None:
     """Check that a graph can run on some inputs.
 
     Raises:
@@ -96,20 +97,21 @@ def check_inputs(graph: Graph, inputs: Sequence[Tensor]) -> None:
             raise GraphError(f"the input {value.name!r} must be {value.type}, got {found}")
 
 
-def to_torch(graph: Graph, *, lifted: bool = False) -> fx.GraphModule:
+def to_torch(graph: GraphStructure, *, lifted: bool = False) -> fx.GraphModule:
     """See `Graph.to_torch`.
 
     Args:
         graph: what to build.
         lifted: whether the constants are further inputs of the module instead of its parameters and buffers.
     """
-    return _Builder(graph.check(), lifted).module()
+    check(graph)
+    return _Builder(graph, lifted).module()
 
 
 class _Builder:
     """Writes the fx graph of a valid graph."""
 
-    def __init__(self, graph: Graph, lifted: bool) -> None:
+    def __init__(self, graph: GraphStructure, lifted: bool) -> None:
         self.quantizers = "quantizers"
         while any(constant.name.split(".")[0] == self.quantizers for constant in graph.constants.values()):
             self.quantizers += "_"

@@ -9,7 +9,6 @@ from fakequant.errors import GraphError
 from fakequant.ir.op import IROp
 from fakequant.ir.signature import Call, Parameter, Signature
 from fakequant.ir.table import ROWS, Row, faults, make_op, repeatable
-from fakequant.ir.text import parse_op
 from fakequant.ir.types import TensorType
 
 NAME = "Fused"
@@ -24,11 +23,11 @@ def fuse(ops: Sequence[IROp]) -> IROp:
     made = {id for op in ops for id in op.output_ids}
     inputs = list(dict.fromkeys(id for op in ops for id in op.input_ids if id not in made))
     local = {id: place for place, id in enumerate(inputs)}
-    body = []
+    body: list[IROp] = []
     for op in ops:
         read = [local[id] for id in op.input_ids]
         local.update({id: len(local) + place for place, id in enumerate(op.output_ids)})
-        body.append(op.copied([local[id] for id in op.output_ids], read).detailed())
+        body.append(op.copied([local[id] for id in op.output_ids], read))
     attributes: dict[str, Any] = {"name": "+".join(op.op_type for op in ops), "body": body}
     fused = make_op(NAME, inputs, attributes)
     fused.output_ids, fused.outputs = list(ops[-1].output_ids), list(ops[-1].outputs)
@@ -37,15 +36,15 @@ def fuse(ops: Sequence[IROp]) -> IROp:
 
 
 def body_of(op: IROp) -> list[IROp]:
-    """The operations of a fused one, whose values are t0, t1, ...: its inputs first.
+    """The operations of a fused one, whose values are t0, t1, ...: its inputs first. Copy them before a change.
 
     Raises:
         GraphError: its attribute is no list of operations.
     """
-    lines = op.attributes.get("body")
-    if not isinstance(lines, (list, tuple)) or not lines or not all(isinstance(line, str) for line in lines):
-        raise GraphError(f"takes a list of operations as text as its body, got {lines!r}")
-    return [parse_op(line) for line in lines]
+    body = op.attributes.get("body")
+    if not isinstance(body, (list, tuple)) or not body or not all(isinstance(part, IROp) for part in body):
+        raise GraphError(f"takes a list of operations as its body, got {body!r}")
+    return list(body)
 
 
 def _rule(call: Call) -> list[TensorType]:
@@ -69,5 +68,5 @@ def _draws(op: IROp) -> bool:
     return not all(repeatable(part) for part in body_of(op))
 
 
-_PARAMETERS = (Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[str]"))
+_PARAMETERS = (Parameter("tensors", "List[Tensor]"), Parameter("name", "str"), Parameter("body", "List[Operation]"))
 ROWS[NAME] = Row(NAME, (Signature(_PARAMETERS),), _rule, draws=_draws)

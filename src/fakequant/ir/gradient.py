@@ -8,19 +8,20 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fakequant.errors import GraphError
+from fakequant.ir.check import check
 from fakequant.ir.convert import Converter, needed
 from fakequant.ir.execute import to_torch
 from fakequant.ir.fake_quantization import set_opaque
 from fakequant.ir.functional import remove_changes_in_place
-from fakequant.ir.graph import Graph
 from fakequant.ir.ops.products import RECURRENT
+from fakequant.ir.structure import GraphStructure, GraphType
 from fakequant.ir.types import TensorType
 
 _SUFFIX = " backward"
 """Ends the names of graphs of gradients. torch's trace detaches what they keep of the forward."""
 
 
-def backward(graph: Graph) -> Graph:
+def backward(graph: GraphType) -> GraphType:
     """The graph that computes the gradients of a graph, by torch's own formulas.
 
     Its inputs are those of the graph and the gradient of every output. Its outputs are the gradients of the
@@ -31,14 +32,14 @@ def backward(graph: Graph) -> Graph:
         GraphError: the graph is not valid, has dynamic dimensions, an output without a gradient or a whole recurrent
             layer, or is a graph of gradients itself.
 
-    >>> from fakequant.ir import IRType
+    >>> from fakequant.ir import Graph, IRType
     >>> graph = Graph("example")
     >>> x = graph.add_input("x", IRType.Float32, (2,))
     >>> graph.outputs = [graph.add("FakeQuantize", x, graph.add_constant("s", torch.ones(1)), spec="int4")]
     >>> backward(graph).run(torch.tensor([0.7, -9.0]), torch.tensor([1.0, 1.0]))
     tensor([1., 0.])
     """
-    graph.check()
+    check(graph)
     types = graph.types()
     if dynamic := [id for id, type in types.items() if type.shape.dynamic]:
         raise GraphError(f"t{dynamic[0]} has a dynamic dimension {types[dynamic[0]]}; capture it with static shapes")
@@ -59,7 +60,7 @@ def backward(graph: Graph) -> Graph:
     traced = _traced(graph, [given.index(id) for id in wanted])
     nodes = list(traced.graph.nodes)
     results = list(nodes[-1].args[0])
-    result = Graph(f"{graph.name}{_SUFFIX}")
+    result = type(graph)(f"{graph.name}{_SUFFIX}")
     result.inputs = dict(graph.inputs)
     for place, id in enumerate(graph.outputs):
         name = _free(_gradient(place), [value.name for value in result.inputs.values()])
@@ -74,10 +75,11 @@ def backward(graph: Graph) -> Graph:
     for node in nodes:
         if node in live and node.op == "call_function":
             converter.add(node)
-    return converter.finish(results)
+    converter.finish(results)
+    return result
 
 
-def _traced(graph: Graph, wanted: list[int]) -> torch.fx.GraphModule:
+def _traced(graph: GraphStructure, wanted: list[int]) -> torch.fx.GraphModule:
     """Forward and backward as one fx graph of inputs, constants and gradients of the outputs."""
     module = to_torch(graph, lifted=True)
     set_opaque(module, True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from fakequant.ir.fake_quantization import FakeQuantize
-from fakequant.ir.graph import Graph
 from fakequant.ir.op import IROp
+from fakequant.ir.structure import GraphStructure
 from fakequant.ir.table import in_order
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.ops.rectified import relu_later
@@ -15,7 +15,7 @@ _POOLS = ("MaxPool1d", "MaxPool2d", "MaxPool3d")
 _RESHAPES = ("Reshape", "Flatten")
 
 
-def lower(module: fx.GraphModule, graph: Graph) -> None:
+def lower(module: fx.GraphModule, graph: GraphStructure) -> None:
     """Have quantizers compute the ReLU before them, also over maxima and reshapes in between.
 
     A ReLU and a quantizer are one pass over memory instead of two, and after the maxima there are fewer elements.
@@ -30,7 +30,7 @@ def lower(module: fx.GraphModule, graph: Graph) -> None:
     module.recompile()
 
 
-def _take_relu(node: fx.Node, module: fx.GraphModule, graph: Graph) -> None:
+def _take_relu(node: fx.Node, module: fx.GraphModule, graph: GraphStructure) -> None:
     assert isinstance(node.target, str)
     quantizer = module.get_submodule(node.target)
     if not isinstance(quantizer, FakeQuantize) or not _has_constant_scale(node.meta["op"], graph):
@@ -46,7 +46,7 @@ def _take_relu(node: fx.Node, module: fx.GraphModule, graph: Graph) -> None:
         relu.target = relu_later
 
 
-def _has_constant_scale(op: IROp, graph: Graph) -> bool:
+def _has_constant_scale(op: IROp, graph: GraphStructure) -> bool:
     parameters = [graph.constants.get(id) for id in op.input_ids[1:]]
     return in_order(op) and bool(parameters) and all(p is not None and not p.trainable for p in parameters)
 

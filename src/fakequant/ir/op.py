@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fakequant.errors import GraphError
-from fakequant.ir.attributes import items_to_text
+from fakequant.ir.attributes import Quoted, items_to_text
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 _OP_TYPE = re.compile(r"\w+(\.\w+)*", re.ASCII)
@@ -19,7 +19,7 @@ def is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-class IROp:
+class IROp(Quoted):
     """An operation: which values it reads, which it makes, of what type and shape.
 
     Args:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
-from fakequant.ir.graph import Graph
 from fakequant.ir.op import IROp
+from fakequant.ir.structure import GraphStructure
 
 _WIDTH, _HEIGHT, _GAP, _STEP = 7.2, 34, 18, 62
 """Of a character, a box, between boxes of a row, and from row to row; in pixels."""
@@ -23,7 +23,7 @@ class _Node(NamedTuple):
     before: list[int]
 
 
-def _nodes(graph: Graph) -> Iterator[_Node]:
+def _nodes(graph: GraphStructure) -> Iterator[_Node]:
     """Inputs, operations and outputs, each after those before it; constants are left out."""
     places: dict[int, int] = {}
     types, count = graph.types(), 0
@@ -57,10 +57,10 @@ def _kind(op: IROp) -> str:
     return "quantizer" if quantizes else "operation"
 
 
-def to_dot(graph: Graph) -> str:
+def to_dot(graph: GraphStructure) -> str:
     """The graph in the language of Graphviz.
 
-    >>> from fakequant.ir import IRType
+    >>> from fakequant.ir import Graph, IRType
     >>> graph = Graph("example")
     >>> graph.outputs = [graph.add("ReLU", graph.add_input("x", IRType.Float32, (2, 3)))]
     >>> print(to_dot(graph))
@@ -93,10 +93,10 @@ def _printable(text: str) -> str:
     return "".join(c if c == "\n" or (c.isprintable() and not "\ud800" <= c <= "\udfff") else "\ufffd" for c in text)
 
 
-def to_svg(graph: Graph) -> str:
+def to_svg(graph: GraphStructure) -> str:
     """The graph as an SVG element of an HTML page, from top to bottom, quantizers filled, in the page's colours.
 
-    >>> from fakequant.ir import IRType
+    >>> from fakequant.ir import Graph, IRType
     >>> graph = Graph("example")
     >>> graph.outputs = [graph.add("ReLU", graph.add_input("x", IRType.Float32, (2, 3)))]
     >>> to_svg(graph).count("<rect")

@@ -222,5 +222,5 @@ def _fits(value: Any, type: str) -> bool:
     if type == "float":
         return is_number and not isinstance(value, bool)
     kinds: dict[str, Any] = {"bool": bool, "str": str, "ScalarType": torch.dtype, "Layout": torch.layout}
-    kinds |= {"Device": torch.device, "MemoryFormat": torch.memory_format}
+    kinds |= {"Device": torch.device, "MemoryFormat": torch.memory_format, "Operation": IROp}
     return isinstance(value, kinds.get(type, ()))

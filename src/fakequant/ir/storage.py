@@ -17,7 +17,8 @@ from fakequant.errors import GraphError, OutputError
 from fakequant.files import locked, writable_file, write_in_order
 from fakequant.ir.attributes import read_string
 from fakequant.ir.graph import Graph
-from fakequant.ir.text import inline, parse, to_text
+from fakequant.ir.parse import parse
+from fakequant.ir.text import inline, to_text
 
 
 def save(graph: Graph, path: str | os.PathLike[str]) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fakequant.ir.attributes import items_to_text
-from fakequant.ir.graph import Constant, Graph
+from fakequant.ir.graph import Graph
+from fakequant.ir.structure import Constant
 from fakequant.ir.table import repeatable
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fakequant.ir.attributes import items_to_text
-from fakequant.ir.graph import Constant, Graph
+from fakequant.ir.graph import Graph
 from fakequant.ir.op import IROp
+from fakequant.ir.structure import Constant
 from fakequant.ir.table import in_order
 from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import PerToken
