@@ -6,8 +6,11 @@ from _pytest.doctest import DoctestItem
 
 import fakequant
 from fakequant.numerics import formats
-from tests.support.processor import avoid_broken_amx
-from tests.support.vision import import_torchvision
+
+pytest.register_assert_rewrite("tests.support")  # before the first of them is imported
+
+from tests.support.processor import avoid_broken_amx  # noqa: E402
+from tests.support.vision import import_torchvision  # noqa: E402
 
 NAMES = {
     **{name: value for name, value in vars(formats).items() if name.isupper()},

@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -14,13 +13,10 @@ from benchmarks.compat_exactness import recorded_kernels
 from fakequant.compat.onnxruntime import attach_functions, fake_quant, fake_quant_grad
 from fakequant.errors import DTypeError, ExportError, QParamsError, ShapeError, SpecError
 from tests.support.bits import assert_same_bits
+from tests.support.onnxruntime_models import LEVELS, run
 
 NOTES, (*RECORDED, EDGES) = recorded_kernels()
 OPSETS = range(15, 27)
-LEVELS = {
-    "as it is": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
-    "optimised": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
 KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 
 
@@ -40,15 +36,6 @@ def model_of(nodes, opset=17, kind=TensorProto.FLOAT, ir_version=8, of=()):
     graph = helper.make_graph(nodes, "step", inputs, outputs)
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
-
-
-def run(model, *values, level="optimised"):
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = LEVELS[level]
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {given.name: np.asarray(v) for given, v in zip(session.get_inputs(), values, strict=True)}
-    return [torch.from_numpy(array) for array in session.run(None, feeds)]
 
 
 def in_torch(x, dy, scale, point, attributes):

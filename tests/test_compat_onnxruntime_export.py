@@ -10,7 +10,7 @@ import fakequant as fq
 from fakequant.compat.onnxruntime import export_fake_quant
 from fakequant.errors import ExportError, OutputError
 from tests.support.bits import assert_same_bits
-from tests.test_compat_onnxruntime import run
+from tests.support.onnxruntime_models import run
 
 CONFIG = fq.Config("per tensor", (fq.Rule("*", fq.TensorConfig("uint8"), fq.TensorConfig("int8_narrow")),))
 

@@ -11,24 +11,17 @@ from fakequant.numerics import qparams, reference
 from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.ops import library
-from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import REFERENCE, backends
 from fakequant.ops.rules import cannot_choose
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
-from tests.support.dynamic_cases import FORMATS, RUNS, SCALES, WHOLE, hostile, specs
+from tests.support.dynamic_cases import FORMATS, RUNS, SCALES, WHOLE, composed, hostile, needs_kernels, specs
 
 CPU = next(backend for backend in backends() if backend.name == "cpu")
 GRADIENTS = list(fq.Gradient)
 MASKED = [gradient for gradient in GRADIENTS if gradient is not fq.Gradient.IDENTITY]
-needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=str(load_kernels()))
 BEYOND_2_64 = FloatFormat("e7m3", 7, 3, Specials.NONE)
-
-
-def composed(x, spec):
-    """The parameters that the definition gives."""
-    return qparams.choose_qparams(qparams.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
 
 
 def assert_dynamic_is_the_definition(x, spec, label=""):

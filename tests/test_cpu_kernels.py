@@ -14,11 +14,15 @@ from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import REFERENCE, unpack_bits
 from tests.support import cases
 from tests.support.bits import assert_same_bits
-from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, ON_CPU, hostile_gradient
-
-BACKENDS = [backend for backend in ON_CPU if backend.name != "reference"]
-GRADIENTS = [g for g in fq.Gradient if g is not fq.Gradient.IDENTITY]  # which needs no mask: see test_library.py
-each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from tests.support.kernel_comparisons import (
+    SIZES,
+    compare,
+    compare_grad_params,
+    compare_wanted_grad_params,
+    each_backend,
+    skip_unavailable,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +31,6 @@ def _poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def skip_unavailable(backend):
-    if reason := backend.unavailable():
-        pytest.skip(reason)
 
 
 def test_cpu_kernels_are_there_where_a_compiler_is():
@@ -43,91 +42,6 @@ def test_cpu_kernels_are_there_where_a_compiler_is():
 def test_poison_works():
     assert torch.empty(3).isnan().all()
     assert (torch.empty_like(torch.ones(3, dtype=torch.uint8)) == 255).all()
-
-
-def compare_grad_params(backend, numbers, spec, label):
-    """Gradients of scale and zero point, of hostile inputs and of finite ones; in float64, which hides no bit."""
-    x = numbers.x
-    scale, zero_point = (None if p is None else p.double() for p in numbers.params[:2])
-    params = fq.QParams(scale, zero_point, seed=numbers.params.seed)
-    for inputs in (x, x.nan_to_num(0.0, 3.0, -3.0).clamp(-1e4, 1e4)):
-        dy = hostile_gradient(x)
-        actual = backend.grad_params(dy, inputs, params, spec, (True, True))
-        right = reference.grad_params(dy, inputs, params, spec, (True, True))
-        assert_same_bits(actual[0], right[0], f"{label} gradient of the scale")
-        assert (actual[1] is None) == (params.zero_point is None)
-        if actual[1] is not None:
-            assert_same_bits(actual[1], right[1], f"{label} gradient of the zero point")
-
-
-def compare_wanted_grad_params(backend):
-    """Those of either parameter, and of both; learned parameters may have another dtype than the input."""
-    where = GRANULARITIES["channel_1"]
-    numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
-    x, given = numbers.x, numbers.params
-    spec, dy = fq.QuantSpec("uint8", where.granularity), hostile_gradient(x)
-    for scale in (given.scale, given.scale.double()):
-        params = fq.QParams(scale, given.zero_point.half())
-        both = reference.grad_params(dy, x, params, spec, (True, True))
-        for wants in ((True, True), (True, False), (False, True)):
-            actual = backend.grad_params(dy, x, params, spec, wants)
-            for one, other, wanted in zip(actual, both, wants, strict=True):
-                assert (one is not None) == wanted
-                if wanted:
-                    assert_same_bits(one, other)
-
-
-def compare_codes(backend, numbers, spec, label):
-    """Codes, what they do not tell, and their values."""
-    x, params = numbers.x, numbers.params
-    codes = reference.quantize(x, params, spec)
-    dy = torch.arange(1, x.numel() + 1).to(x.dtype).view(x.shape)
-    for way in cases.each_way():
-        assert_same_bits(backend.quantize(x, params, spec), codes, f"{label} {way} codes")
-        for dtype in {torch.float32, x.dtype}:
-            decoded = backend.dequantize(codes, params, spec, dtype)
-            assert_same_bits(decoded, reference.dequantize(codes, params, spec, dtype), f"{label} {way} decoded")
-    if not spec.format.has_zero_point or spec.rounding is not fq.Rounding.NEAREST_EVEN:
-        return
-    for gradient in GRADIENTS:
-        spec_of_gradient = spec.replace(gradient=gradient)
-        passing = reference.grad_input(dy, reference.passes(x, params, spec_of_gradient))
-        for way in cases.each_way():
-            found = backend.encode(x, params, spec_of_gradient, mask=True)
-            assert_same_bits(found.codes, codes, f"{label} {gradient.value} {way} codes with a mask")
-            assert found.has_nan == bool(x.isnan().any()), f"{label} {way}"
-            dx = backend.grad_input(dy, found.mask, spec_of_gradient, x.stride())
-            assert_same_bits(dx, passing, f"{label} {gradient.value} {way} dx of codes")
-
-
-def compare(backend, numbers, spec, label):
-    """All operations of a backend on one input; the number of comparisons that the backend could serve."""
-    x, params = numbers.x, numbers.params
-    served = 0
-    if backend.unsupported(x, spec, codes=False) is None:
-        right = reference.fake_quantize(x, params, spec)
-        dy = torch.arange(1, x.numel() + 1).to(x.dtype).view(x.shape)
-        for way in cases.each_way():
-            plain, nothing = backend.fake_quantize(x, params, spec, mask=False)
-            assert nothing is None
-            assert_same_bits(plain, right, f"{label} {way}")
-        for gradient in GRADIENTS:
-            spec_of_gradient = spec.replace(gradient=gradient)
-            passing = reference.grad_input(dy, reference.passes(x, params, spec_of_gradient))
-            for way in cases.each_way():
-                y, mask = backend.fake_quantize(x, params, spec_of_gradient, mask=True)
-                assert_same_bits(y, right, f"{label} {gradient.value} {way} y")
-                assert mask.numel() <= (x.numel() + 7) // 8
-                dx = backend.grad_input(dy, mask, spec_of_gradient, x.stride())
-                assert_same_bits(dx, passing, f"{label} {gradient.value} {way} dx")
-            served += 1
-        # The parameters get the same from every gradient but CLIP.
-        for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP):
-            compare_grad_params(backend, numbers, spec.replace(gradient=gradient), f"{label} {gradient.value}")
-    if backend.unsupported(x, spec, codes=True) is None:
-        compare_codes(backend, numbers, spec, label)
-        served += 1
-    return served
 
 
 @pytest.mark.one_in(3)
@@ -165,10 +79,6 @@ def test_equals_the_reference_in_every_layout(backend, name, dtype):
                 for layout_name, layout in LAYOUTS.items():
                     laid = cases.Numbers(layout(numbers.x), numbers.params)
                     compare(backend, laid, spec, f"{where_name} {arithmetic.value} {layout_name} {seed}")
-
-
-# A chunk of the kernels has 1024 elements, a thread's share at least 32,768, a short run of one scale less than 16.
-SIZES = [1, 7, 8, 9, 15, 16, 17, 1023, 1024, 1025, 2047, 4099, 32768, 32769, 70001]
 
 
 @pytest.mark.one_in(3)

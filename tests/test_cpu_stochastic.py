@@ -11,9 +11,9 @@ from fakequant.ops.dispatch import backends
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from tests.test_cpu_dynamic import composed, needs_kernels, specs
-from tests.test_cpu_dynamic import hostile as hostile_groups
-from tests.test_cpu_kernels import SIZES, compare, each_backend, skip_unavailable
+from tests.support.dynamic_cases import composed, needs_kernels, specs
+from tests.support.dynamic_cases import hostile as hostile_groups
+from tests.support.kernel_comparisons import SIZES, compare, each_backend, skip_unavailable
 
 STOCHASTIC = fq.Rounding.STOCHASTIC
 

@@ -12,13 +12,12 @@ from fakequant.nn import Quantizer
 from fakequant.numerics import reference
 from fakequant.ops import direct, dispatch
 from fakequant.ops.backend import Direct
-from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.direct import fake_quantize_directly, fake_quantize_over
 from tests.support import cases
 from tests.support.bits import assert_same_bits
-from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
+from tests.support.direct_cases import assert_served_if_supported, hostile, needs_kernels
 
-needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
 INT8 = fq.QuantSpec("int8")
 AFFINE = fq.QuantSpec("int8", symmetric=False)
 X = torch.tensor([[0.3, -1.0], [64.0, float("nan")]])
@@ -27,13 +26,6 @@ X = torch.tensor([[0.3, -1.0], [64.0, float("nan")]])
 @pytest.fixture(autouse=True)
 def _nothing_found_before(monkeypatch):
     monkeypatch.setattr(direct, "_found", {})
-
-
-def hostile(case, granularity, arithmetic, dtype, layout):
-    """An input, its specification and its parameters."""
-    numbers = cases.hostile(case, granularity, arithmetic, dtype)
-    spec = case.spec(granularity.granularity, arithmetic)
-    return LAYOUTS[layout](numbers.x), spec, fq.QParams(*numbers.params[:2])
 
 
 def compare(case, granularity, arithmetic, dtype, layout):
@@ -55,12 +47,6 @@ def compare(case, granularity, arithmetic, dtype, layout):
             assert_same_bits(dx, wanted, f"{spec} {dtype} {layout} dx")
             served += 1
     return served
-
-
-def assert_served_if_supported(served, case, dtype, *, codes=False):
-    cpu = next(backend for backend in dispatch.backends() if backend.name == "cpu")
-    unsupported = cpu.unsupported(torch.ones(1, dtype=dtype), fq.QuantSpec(case.format), codes=codes)
-    assert (served > 0) == (unsupported is None), unsupported
 
 
 @needs_kernels

@@ -11,7 +11,7 @@ from fakequant.ops import direct
 from fakequant.ops.direct import encode_directly
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
-from tests.test_direct import assert_served_if_supported, hostile, needs_kernels
+from tests.support.direct_cases import assert_served_if_supported, hostile, needs_kernels
 
 pytestmark = needs_kernels
 

@@ -14,7 +14,7 @@ from fakequant.ops.direct import fake_quantize_directly
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
-from tests.test_direct import assert_served_if_supported
+from tests.support.direct_cases import assert_served_if_supported
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
 INT8 = fq.QuantSpec("int8")

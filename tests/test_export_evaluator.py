@@ -12,7 +12,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fakequant.export.evaluator import Evaluator  # noqa: E402
-from tests.test_export_runtime import model_of  # noqa: E402
+from tests.support.export_models import model_of  # noqa: E402
 
 
 def test_inputs_inner_tensors_and_outputs_are_seen_and_the_model_stays() -> None:

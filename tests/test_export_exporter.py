@@ -21,6 +21,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
+from tests.support.export_models import config, linear  # noqa: E402
 
 
 class Net(nn.Module):
@@ -61,26 +62,10 @@ def net(config: Config) -> nn.Module:
     return model
 
 
-def linear(config: Config | str, features: int = 8) -> nn.Module:
-    """A calibrated linear layer; text is the specification of its input."""
-    if isinstance(config, str):
-        config = Config("test", (Rule(input=TensorConfig(config), weight=TensorConfig("int8 per_channel(0)")),))
-    torch.manual_seed(0)
-    model = nn.Sequential(prepare(nn.Sequential(nn.Linear(features, 4)), config))
-    calibrate(model, [torch.randn(4, features)])
-    return model
-
-
 ODD = Config(
     "ODD",
     (Rule(input=TensorConfig("int[-100,37] asymmetric"), weight=TensorConfig("uint3 per_channel(0)")),),
 )
-
-
-def config(name: str, spec: str, **options: Any) -> Config:
-    """Inputs and weights alike; inputs dynamic unless said otherwise, or None."""
-    given = options.get("input", TensorConfig(spec, dynamic=True))
-    return Config(name, (Rule(input=given, weight=TensorConfig(spec)),))
 
 
 # Block sizes that do not divide most axes of the model.

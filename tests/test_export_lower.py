@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fakequant.export import export_onnx  # noqa: E402
-from fakequant.export.runtime import Session  # noqa: E402
+from tests.support.export_models import Casting, Quantizers, Weights, quantizer, run  # noqa: E402
 
 NOT_IN_ONNX = {"half"}
 WITH_RECIPROCAL = {"int8", "uint8_affine", "odd_range_affine", "int4", "float8_e4m3fn", "float4_e2m1fn", "nf4"}
@@ -74,54 +74,6 @@ CASES = [
     for granularity in ("tensor", "channel_1")
     for dtype in (torch.float16, torch.bfloat16)
 ]
-
-
-class Quantizers(nn.Module):
-    """One quantizer per input."""
-
-    def __init__(self, quantizers: Sequence[Quantizer]) -> None:
-        super().__init__()
-        self.quantizers = nn.ModuleList(quantizers)
-
-    def forward(self, *xs: Tensor) -> list[Tensor]:
-        return [quantizer(x) for quantizer, x in zip(self.quantizers, xs, strict=True)]
-
-
-class Weights(nn.Module):
-    """One quantizer per constant."""
-
-    def __init__(self, quantizers: Sequence[Quantizer], weights: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.quantizers = nn.ModuleList(quantizers)
-        self.weights = nn.ParameterList(weights)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [*(quantizer(w) for quantizer, w in zip(self.quantizers, self.weights, strict=True)), x + 1]
-
-
-def quantizer(spec: fq.QuantSpec, params: fq.QParams) -> Quantizer:
-    made = Quantizer(spec)
-    made.set_qparams(params)
-    return made
-
-
-def run(path: Path, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of a file in ONNX Runtime, in order."""
-    model = onnx.load(path)
-    session = Session(model)
-    names = [value.name for value in model.graph.input]
-    values = session.run(dict(zip(names, inputs, strict=True)))
-    return [values[name] for name in session.outputs]
-
-
-class Casting(Quantizers):
-    """As Quantizers, for tensors of 16 bits that come and go as float32: numpy has no bfloat16."""
-
-    dtypes: Sequence[torch.dtype]
-
-    def forward(self, *xs: Tensor) -> list[Tensor]:
-        cast = [x.to(dtype) for x, dtype in zip(xs, self.dtypes, strict=True)]
-        return [y.float() for y in super().forward(*cast)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,7 +25,7 @@ from fakequant.export.graph import GraphEditor  # noqa: E402
 from fakequant.export.portable import code_values, round_to  # noqa: E402
 from fakequant.export.runtime import Session  # noqa: E402
 from fakequant.export.site import Emitter  # noqa: E402
-from tests.test_export_lower import Weights, quantizer  # noqa: E402
+from tests.support.export_models import Weights, quantizer  # noqa: E402
 
 FORMATS = {
     **{name: fmt for name, fmt in fq.formats().items() if fmt.bits <= 8 and fmt.has_zero},

@@ -22,7 +22,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fakequant.export import export_onnx, exporter, verify_onnx
-from tests.test_export_exporter import linear
+from tests.support.export_models import linear
 
 MULTIPLIER = Config(
     "MULTIPLIER",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,23 +10,10 @@ from fakequant.errors import VerificationError
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from fakequant.export.runtime import Session  # noqa: E402
 from tests.support.bits import assert_same_bits  # noqa: E402
-
-
-def model_of(operator: str = "Neg", opset: int = 21) -> onnx.ModelProto:
-    nodes = [
-        helper.make_node("Cast", ["x"], ["b"], to=TensorProto.BFLOAT16),
-        helper.make_node("Cast", ["b"], ["c"], to=TensorProto.FLOAT),
-        helper.make_node(operator, ["c"], ["y"]),
-    ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("x", "y")]
-    inner = [helper.make_tensor_value_info("b", TensorProto.BFLOAT16, [2])]
-    constants = [numpy_helper.from_array(np.zeros(1, np.float32), "unused")]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], constants, value_info=inner)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+from tests.support.export_models import model_of  # noqa: E402
 
 
 def test_inputs_inner_tensors_and_outputs_are_seen_and_the_model_stays() -> None:

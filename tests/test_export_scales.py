@@ -23,8 +23,8 @@ from fakequant.export.evaluator import Evaluator  # noqa: E402
 from fakequant.export.graph import GraphEditor  # noqa: E402
 from fakequant.export.scales import factor, powers_of_two  # noqa: E402
 from fakequant.export.site import Emitter  # noqa: E402
-from tests.test_export_lower import Quantizers, Weights, quantizer  # noqa: E402
-from tests.test_export_ranges import TEXTS, numbers  # noqa: E402
+from tests.support.export_models import Quantizers, Weights, quantizer  # noqa: E402
+from tests.support.range_cases import TEXTS, numbers  # noqa: E402
 
 LIMIT = torch.finfo(torch.float32).max * (1.0 - torch.finfo(torch.float32).eps)
 

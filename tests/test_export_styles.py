@@ -27,7 +27,7 @@ from onnx import numpy_helper  # noqa: E402
 
 from fakequant.export import VerifyReport, export_onnx, verify_onnx  # noqa: E402
 from fakequant.export.style import Style  # noqa: E402
-from tests.test_export_ranges import hostile  # noqa: E402
+from tests.support.range_cases import hostile  # noqa: E402
 
 FEATURES = 256
 STYLES = [style.value for style in Style]

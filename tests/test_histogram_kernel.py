@@ -10,22 +10,12 @@ from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.histogram import observe, take_in
 from tests.support.bits import assert_same_bits
 from tests.support.cases import each_way
+from tests.support.histogram_cases import DTYPES, hostile
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no kernels: {load_kernels()}")
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # One group of several parts and threads, groups of less than a part, groups of few values, one value.
 SHAPES = [(1, 300_001), (3, 70_000), (40, 1_025), (700, 3), (1, 1)]
-
-
-def hostile(shape, dtype):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    flat = x.view(-1)
-    flat[::3] = 0.0
-    flat[1::17] = -0.0
-    flat[2::5] = (flat[2::5] * 64).round() / 64  # on the edges of bins
-    flat[4::101] = torch.tensor(torch.finfo(dtype).smallest_normal).double() / 4
-    return x.to(dtype)
 
 
 def assert_same(values, bins):

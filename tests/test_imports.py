@@ -1,6 +1,7 @@
 """Imports point one way and close no circle, optional packages stay optional, no format's name decides anything."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -247,6 +248,31 @@ def test_the_circle_checker_can_pass():
 def test_the_branch_checker_can_fail(source):
     assert len(format_name_branches(source, Path("x.py"))) == 1
     assert not format_name_branches("spec = QuantSpec('int8')", Path("x.py"))
+
+
+TESTS = Path(__file__).parent
+
+
+def imported_test_modules(source, path):
+    """What a module imports from a test module, whose helpers belong in tests/support: 'file:line: imports name'."""
+    found = imported_modules(ast.parse(source), ("tests", *path.with_suffix("").parts))
+    return [f"{path}:{line}: imports {name}" for line, name in found if re.search(r"(^|\.)test_\w+", name)]
+
+
+def test_no_test_module_is_imported():
+    files = sorted(TESTS.rglob("*.py"))
+    assert len(files) > 100
+    wrong = [found for path in files for found in imported_test_modules(path.read_text(), path.relative_to(TESTS))]
+    assert not wrong, "move what they share into tests/support"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from tests.test_layers import CASES", "import tests.test_layers", "from .test_layers import CASES"],
+)
+def test_the_checker_of_test_modules_can_fail(source):
+    assert len(imported_test_modules(source, Path("test_x.py"))) == 1
+    assert not imported_test_modules("from tests.support.cases import FORMATS", Path("test_x.py"))
 
 
 def loaded_after(code):

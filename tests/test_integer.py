@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.nn import Execution
-from fakequant.numerics import products as reference
-from fakequant.numerics.products import Factor, Places
 from fakequant.ops import convolutions, products
 from tests.support.bits import assert_same_bits
+from tests.support.integer_models import assert_integer, expected, hostile, prepared
 
 INPUTS = (
     "int8",
@@ -38,51 +36,6 @@ CONVOLUTIONS = {
     "2d_pointwise": (nn.Conv2d, (1, 8, 5, 5), {"kernel_size": 1}),
     "3d": (nn.Conv3d, (2, 8, 5, 4, 6), {"padding": 1}),
 }
-
-
-def hostile(*shape):
-    """Ties and their neighbours at scale 1/64, what saturates, zeros of both signs, infinities."""
-    x = torch.randint(-400, 400, shape, generator=torch.Generator().manual_seed(3)) / 128
-    flat = x.view(-1)
-    flat[1::7] = torch.nextafter(flat[1::7], torch.tensor(torch.inf))
-    flat[2::7] = torch.nextafter(flat[2::7], torch.tensor(-torch.inf))
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 3e38, 1e-45])
-    flat[: special.numel()] = special
-    return x
-
-
-def prepared(layer, input="int8", weight="int8 per_channel(0)", scale=1 / 64, dynamic=False):
-    """A frozen model of one layer with given scales that multiplies codes, and its simulated twin."""
-    rule = Rule("*", TensorConfig(input, dynamic=dynamic), weight, execution="auto")
-    model = fq.prepare(nn.Sequential(layer), Config("test", (rule,)))
-    quantizer = model[0]._input_quantizer
-    if not dynamic:
-        zero_point = None if quantizer.spec.symmetric else torch.tensor([3], dtype=torch.int32)
-        quantizer.set_qparams(fq.QParams(torch.tensor([scale]), zero_point))
-    simulated = copy.deepcopy(model.requires_grad_(False))
-    fq.set_execution(simulated, "simulate")
-    return model, simulated
-
-
-def factor(quantizer, x):
-    params = quantizer.qparams(x)
-    spec = quantizer.spec
-    codes, _ = fq.quantize(x, spec, scale=params.scale, zero_point=params.zero_point)
-    return Factor(codes, params.scale, params.zero_point)
-
-
-def expected(layer, x):
-    """By the definition, in int64."""
-    given = factor(layer._input_quantizer, x), factor(layer._weight_quantizer, layer.weight), layer.bias
-    if isinstance(layer, nn.Linear):
-        return reference.linear(*given)
-    padding = [0] * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
-    return reference.convolution(*given, Places(layer.stride, padding, layer.dilation, layer.groups))
-
-
-def assert_integer(model):
-    assert model[0].execution is not Execution.SIMULATE
-    assert model[0].why_simulated() is None
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)

@@ -13,7 +13,7 @@ from fakequant.model.config import Config, Rule
 from fakequant.nn import cached_weights
 from fakequant.ops import convolutions, library
 from tests.support.bits import assert_same_bits
-from tests.test_weight_cache import CHANGES, Layer, recorded
+from tests.support.weight_changes import CHANGES, Layer, recorded
 
 SPECS = ["int8 per_channel(0)", "int4 per_tensor", "int8 per_tensor identity", "int8 per_tensor input_range"]
 

@@ -13,7 +13,7 @@ from fakequant.model.config import Config, Rule
 from fakequant.nn import Execution
 from fakequant.ops import products
 from tests.support.bits import assert_same_bits
-from tests.test_integer import assert_integer, hostile, prepared
+from tests.support.integer_models import assert_integer, hostile, prepared
 
 REASONS = {
     "float8": (nn.Linear(4, 4), "float8_e4m3fn", "int8", "no integers"),

@@ -6,7 +6,7 @@ from torch import nn
 
 import fakequant as fq
 from tests.support.bits import assert_same_bits
-from tests.test_integer import assert_integer, hostile, prepared
+from tests.support.integer_models import assert_integer, hostile, prepared
 
 LAYERS = {
     "linear": (lambda: nn.Linear(24, 9), (7, 24)),

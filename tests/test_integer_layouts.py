@@ -9,7 +9,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.ops import products
 from tests.support.bits import assert_same_bits
-from tests.test_integer import expected, hostile, prepared
+from tests.support.integer_models import expected, hostile, prepared
 
 LAYOUTS = {
     "contiguous": lambda x: x,

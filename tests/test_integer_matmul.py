@@ -13,9 +13,9 @@ from fakequant.nn import MatMul
 from fakequant.numerics import products as reference
 from fakequant.ops import products
 from tests.support.bits import assert_same_bits
-from tests.test_integer import assert_integer, factor, hostile
-from tests.test_integer import expected as expected_of_layer
-from tests.test_integer import prepared as prepared_layer
+from tests.support.integer_models import assert_integer, factor, hostile
+from tests.support.integer_models import expected as expected_of_layer
+from tests.support.integer_models import prepared as prepared_layer
 
 SPECS = (
     "int8",

@@ -9,23 +9,10 @@ from fakequant import ir
 from fakequant.errors import CalibrationError, GraphError
 from fakequant.model.presets import presets
 from tests.support.bits import assert_same_bits
+from tests.support.graphs import assert_same_step, step
 from tests.support.models import images, small_net
 
 DYNAMIC = torch.export.Dim.DYNAMIC
-
-
-def step(function, model, x):
-    """Output and gradients of all parameters."""
-    model.zero_grad()
-    y = function(x)
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
-    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def assert_same_step(actual, expected):
-    assert len(actual) == len(expected)
-    for got, wanted in zip(actual, expected, strict=True):
-        assert_same_bits(got, wanted)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

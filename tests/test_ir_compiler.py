@@ -9,8 +9,7 @@ from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from tests.support.bits import assert_same_bits
-from tests.test_ir_capture import assert_same_step, step
-from tests.test_ir_graph import variants
+from tests.support.graphs import assert_same_step, step, variants
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from fakequant.ir import Graph, IRType
 from fakequant.ir.execute import to_torch
 from fakequant.ir.lower import lower
 from tests.support.bits import assert_same_bits
-from tests.test_ir_capture import assert_same_step, step
+from tests.support.graphs import assert_same_step, step
 
 WINDOWS = {
     "no maxima": None,

@@ -10,7 +10,18 @@ from torch import Tensor
 from fakequant import Arithmetic, QuantSpec, Range
 from fakequant.nn import Quantizer
 from tests.support.bits import assert_same_bits
-from tests.test_learned_ranges import DY, GRANULARITIES, METHODS, SYMMETRIC, X, at, calibrated, gradients, learning, of
+from tests.support.learned_ranges import (
+    DY,
+    GRANULARITIES,
+    METHODS,
+    SYMMETRIC,
+    X,
+    at,
+    calibrated,
+    gradients,
+    learning,
+    of,
+)
 
 
 def summed(values: Tensor, granularity: Any, like: Tensor) -> Tensor:

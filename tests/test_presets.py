@@ -15,8 +15,8 @@ from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import MatMul, QuantizedLayer, quantizers, quantizes
 from tests.support.bits import assert_same_bits
+from tests.support.layer_cases import CASES
 from tests.support.models import images, small_net
-from tests.test_layers import CASES
 
 ALL = presets.presets()
 MX = {

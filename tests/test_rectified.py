@@ -10,8 +10,7 @@ from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.rectified import fake_quantize_relu, relu_later
 from tests.support import cases
 from tests.support.bits import assert_same_bits
-from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from tests.test_cpu_kernels import hostile_gradient
+from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
 
 
 @pytest.fixture(autouse=True)

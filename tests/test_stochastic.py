@@ -13,8 +13,8 @@ from fakequant.numerics import reference
 from fakequant.numerics.philox import random_words
 from tests.support import cases, oracle
 from tests.support.bits import assert_same_bits
+from tests.support.by_oracle import decoded, to_dtype, to_numpy, wanted_codes
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from tests.test_reference import decoded, to_dtype, to_numpy, wanted_codes
 
 STOCHASTIC = fq.Rounding.STOCHASTIC
 INT8 = "int8 per_tensor stochastic"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fakequant as fq
-from tests.test_cpu_dynamic import needs_kernels
+from tests.support.dynamic_cases import needs_kernels
 
 TASKS, SPENT = Path("/proc/self/task"), Path("/proc/self/schedstat")
 GRAIN = 32 * 1024

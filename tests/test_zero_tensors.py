@@ -7,7 +7,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import QParamsError
 from tests.support.bits import assert_same_bits
-from tests.test_integer import prepared
+from tests.support.integer_models import prepared
 
 
 def zeros(*shape):

@@ -13,7 +13,7 @@ from fakequant.ops.triton.backend import TritonBackend
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS
-from tests.test_cpu_dynamic import FORMATS, RUNS, SCALES, composed, hostile, specs
+from tests.support.dynamic_cases import FORMATS, RUNS, SCALES, composed, hostile, specs
 
 
 def assert_dynamic(backend, x, spec, label):

@@ -10,7 +10,7 @@ from fakequant.ops.triton.backend import TritonBackend
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from tests.test_cpu_kernels import compare_grad_params, compare_wanted_grad_params
+from tests.support.kernel_comparisons import compare_grad_params, compare_wanted_grad_params
 
 GRADIENTS = (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP)
 TURNS = ["int8", "uint8_affine", "float8_e4m3fn", "int16", "nf4", "odd_range_affine", "float8_e5m2fnuz"]

@@ -9,7 +9,7 @@ from fakequant.ops import dispatch
 from fakequant.ops.histogram import observe
 from fakequant.ops.triton.backend import TritonBackend
 from tests.support.bits import assert_same_bits
-from tests.test_histogram_kernel import DTYPES, hostile
+from tests.support.histogram_cases import DTYPES, hostile
 
 # Groups of several programs, of which the last is not full; several groups in a program; one value.
 SHAPES = [(1, 9_001), (3, 700), (40, 33), (70, 3), (2, 64), (1, 1)]
