@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakequant import PerBlock, PerChannel, PerTensor, PerToken, QuantSpec, choose_qparams, fake_quantize
-from fakequant.calibration import Calibrator, calibrators, make_calibrator, register_calibrator
+from fakequant.calibration import Calibrator, calibrators, check_mergeable, make_calibrator, register_calibrator
 from fakequant.errors import CalibrationError, ConfigError, DTypeError, FakeQuantError, ShapeError
 from fakequant.numerics.qparams import measure
 from tests.support.bits import assert_same_bits
@@ -19,6 +19,9 @@ FORMATS = ["int8", "int8 per_tensor asymmetric", "uint8", "uint8 per_tensor symm
 FORMATS += ["int8_narrow", "int[-100,37]", "float8_e4m3fn", "float8_e5m2", "int8 per_tensor multiplier"]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 methods = pytest.mark.parametrize("method", calibrators())
+MERGEABLE = [method for method in calibrators() if make_calibrator(method, "int8").mergeable]
+OTHERS = [method for method in calibrators() if method not in MERGEABLE]
+mergeable_methods = pytest.mark.parametrize("method", MERGEABLE)
 
 
 def state_bits(calibrator: Calibrator) -> dict:
@@ -38,7 +41,8 @@ def watched(method: str, spec: QuantSpec | str, *batches: torch.Tensor) -> Calib
 
 
 def test_registry_names():
-    assert {"entropy", "max", "mse", "percentile"} <= set(calibrators())
+    assert {"entropy", "max", "moving_average", "mse", "percentile"} <= set(calibrators())
+    assert OTHERS == ["moving_average"]
     assert calibrators() == sorted(calibrators())
 
 
@@ -107,11 +111,16 @@ def test_groups_are_calibrated_alone(method, granularity, fmt):
 
 
 @methods
-def test_batch_axis_may_change(method):
+def test_length_of_the_batch_may_change(method):
+    batches = [torch.randn(n, 3, 4, 4) for n in (1, 4, 2)]
+    assert watched(method, "int8 per_channel(1)", *batches).compute_range().hi.shape == (1, 3, 1, 1)
+
+
+@mergeable_methods
+def test_cuts_into_batches_change_nothing(method):
     x = torch.randn(6, 3, 4, 4)
     parts = watched(method, "int8 per_channel(1)", x[:1], x[1:5], x[5:])
     whole = watched(method, "int8 per_channel(1)", x)
-    assert parts.compute_range().hi.shape == (1, 3, 1, 1)
     assert state_bits(parts) == state_bits(whole)
 
 
@@ -120,7 +129,7 @@ VALUES = st.one_of(HOSTILE, st.floats(width=32, allow_nan=False, allow_infinity=
 STREAMS = st.lists(st.lists(VALUES, max_size=5), max_size=5)
 
 
-@methods
+@mergeable_methods
 @given(left=STREAMS, right=STREAMS, order=st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_merge_equals_both_streams_in_any_order(method, left, right, order):
@@ -143,7 +152,7 @@ def test_merge_equals_both_streams_in_any_order(method, left, right, order):
         assert_same_range(a.compute_range(), both.compute_range())
 
 
-@methods
+@mergeable_methods
 def test_merge_of_dtypes(method):
     streams = [torch.tensor([1e-300, 0.25], dtype=torch.float64), torch.tensor([-1e-40, 1e-42]), torch.ones(2).half()]
     one_way = watched(method, "int4", *streams)
@@ -153,7 +162,7 @@ def test_merge_of_dtypes(method):
     assert_same_range(one_way.compute_range(), other_way.compute_range())
 
 
-@methods
+@mergeable_methods
 def test_merge_shares_no_memory(method):
     a, b = make_calibrator(method, "int8"), watched(method, "int8", torch.ones(4))
     a.merge(b)
@@ -164,7 +173,20 @@ def test_merge_shares_no_memory(method):
     assert a.compute_range().hi <= 100
 
 
-@methods
+@pytest.mark.parametrize("method", OTHERS)
+def test_what_does_not_merge_says_so(method):
+    a, b = watched(method, "int8", torch.ones(4)), watched(method, "int8", torch.zeros(4))
+    before = state_bits(a)
+    with pytest.raises(ConfigError, match="does not merge; its result depends on the order of the batches"):
+        a.merge(b)
+    assert state_bits(a) == before
+    with pytest.raises(ConfigError, match=r"ranks differ, and the method .*use one of entropy, max, mse, percentile$"):
+        check_mergeable(a, "ranks differ")
+    for name in MERGEABLE:
+        check_mergeable(make_calibrator(name, "int8"), "ranks differ")
+
+
+@mergeable_methods
 def test_merge_refuses_another_kind(method):
     a = watched(method, "int8", torch.ones(4))
     other = next(name for name in calibrators() if name != method)
@@ -285,11 +307,13 @@ def test_input_stays_as_it_is(method):
 def test_inference_mode_leaves_plain_tensors(method):
     with torch.inference_mode():
         inside = watched(method, "uint8", torch.randn(100), torch.randn(100) * 50)
-        inside.merge(watched(method, "uint8", torch.randn(10)))
+        if inside.mergeable:
+            inside.merge(watched(method, "uint8", torch.randn(10)))
         found = inside.compute_range()
     assert not any(value.is_inference() for value in (*found, *inside.state_dict().values()))
     inside.observe(torch.randn(100))
-    inside.merge(watched(method, "uint8", torch.randn(100)))
+    if inside.mergeable:
+        inside.merge(watched(method, "uint8", torch.randn(100)))
     found.lo.add_(0.0)
 
 
@@ -352,12 +376,13 @@ def test_bad_states(method):
     calibrator = watched(method, "int8", torch.ones(4))
     good = calibrator.state_dict()
     before = state_bits(calibrator)
+    lo, hi = ("lo", "hi") if "lo" in good else ("average_lo", "average_hi")
     for bad, message in (
         ({**good, "mean": torch.ones(1)}, "the tensors .*mean.*expected"),
-        ({name: good[name] for name in good if name != "lo"}, "expected .*lo"),
-        ({**good, "lo": torch.ones(1)}, "lo <= 0 <= hi"),
-        ({**good, "hi": torch.full((1,), float("nan"))}, "lo <= 0 <= hi"),
-        ({**good, "hi": torch.ones(2)}, r"hi of shape \[2\]"),
+        ({name: good[name] for name in good if name != lo}, f"expected .*{lo}"),
+        ({**good, lo: torch.full((1,), 2.0)}, "is no range; expected equal shapes and finite values with"),
+        ({**good, hi: torch.full((1,), float("nan"))}, "is no range; expected equal shapes and finite values with"),
+        ({**good, hi: torch.ones(2)}, rf"{hi} of shape \[2\]"),
     ):
         with pytest.raises(CalibrationError, match=message):
             calibrator.load_state_dict(bad)

@@ -96,6 +96,10 @@ def says(rank: int, folder: Path) -> None:
         fq.calibrate(fresh, of_rank(rank), group=dist.group.WORLD, pattern=str(2 * rank))
     with pytest.raises(CalibrationError, match="2 of 2 input quantizers saw no data"):
         fq.calibrate(fresh, [], group=dist.group.WORLD)
+    # Before any batch runs: this one would fail.
+    with pytest.raises(ConfigError, match=r"several processes .*'moving_average' cannot merge .*use one of entropy"):
+        fq.calibrate(fresh, [torch.full((4, 8), float("nan"))], "moving_average", group=dist.group.WORLD)
+    fq.calibrate(fq.prepare(net(), "int8"), of_rank(rank), "moving_average", group=False)
     with pytest.raises(ConfigError, match=r"group must be a process group .*, False or None, got 'all'"):
         fq.calibrate(fresh, of_rank(rank), group="all")
     fq.calibrate(fresh, of_rank(rank), group=dist.group.WORLD)

@@ -7,7 +7,7 @@ from fakequant.calibration import make_calibrator
 from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.numerics.qparams import Range
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.histogram import observe, take_in
+from fakequant.ops.histogram import observe, update
 from tests.support.bits import assert_same_bits
 from tests.support.cases import each_way
 from tests.support.histogram_cases import DTYPES, hostile
@@ -96,7 +96,7 @@ def test_takes_in_what_the_definition_finds(dtype, shape, threads):
     try:
         for kept in (wanted.counts.clone(), None):
             seen = Range(*(torch.zeros_like(end) for end in wanted.range))
-            assert take_in(values, seen, bins, kept)
+            assert update(values, seen, bins, kept)
             assert_same_bits(seen.lo, wanted.range.lo.clamp(max=0.0) + 0.0)
             assert_same_bits(seen.hi, wanted.range.hi.clamp(min=0.0))
             assert kept is None or torch.equal(kept, 2 * wanted.counts)
@@ -113,23 +113,23 @@ def test_takes_in_all_or_nothing(odd, place, zeros):
     bins = Bins(torch.ones(2, dtype=torch.float64), 16)
     seen, counts = Range(torch.zeros(2), torch.zeros(2)), torch.zeros(2, 2, 16, dtype=torch.int64)
     values[1, place] = 15.9
-    assert take_in(values, seen, bins, counts)
+    assert update(values, seen, bins, counts)
     before = counts.clone()
     values[1, place] = odd
-    assert not take_in(values, seen, bins, counts)
+    assert not update(values, seen, bins, counts)
     assert torch.equal(counts, before)
     assert seen.hi[1] == torch.tensor(15.9)
     # What was given up in the middle leaves nothing behind for the next.
     values[1, place] = 0.0
-    assert take_in(values, seen, bins, counts)
+    assert update(values, seen, bins, counts)
     assert counts.sum() == 2 * values.numel()
 
 
 def test_zeros_alone_have_one_bin_and_anything_else_none():
     bins = Bins(torch.zeros(1, dtype=torch.float64), 16)
     seen, counts = Range(torch.zeros(1), torch.zeros(1)), torch.zeros(1, 2, 16, dtype=torch.int64)
-    assert take_in(torch.tensor([[0.0, -0.0]]), seen, bins, counts)
-    assert not take_in(torch.tensor([[0.0, 1e-45]]), seen, bins, counts)
+    assert update(torch.tensor([[0.0, -0.0]]), seen, bins, counts)
+    assert not update(torch.tensor([[0.0, 1e-45]]), seen, bins, counts)
     assert counts.flatten().tolist() == [0] * 16 + [2] + [0] * 15
 
 
@@ -142,7 +142,7 @@ def test_calibrators_see_the_same_without_the_kernel(method, spec, monkeypatch):
     fast, slow = make_calibrator(method, spec), make_calibrator(method, spec)
     for batch in batches:
         fast.observe(batch)
-    monkeypatch.setattr("fakequant.calibration.extrema.take_in", lambda *_: False)
+    monkeypatch.setattr("fakequant.calibration.extrema.update", lambda *_: False)
     for batch in batches:
         slow.observe(batch)
     for name, value in slow.state_dict().items():

@@ -142,6 +142,13 @@ def test_siblings_lend_what_they_saw(method):
     fq.sensitivity(model, [X])
 
 
+def test_siblings_lend_nothing_that_does_not_merge():
+    model = fq.prepare(Experts(), "int8")
+    with pytest.raises(ConfigError, match=r'^unseen="siblings" joins .* use one of entropy, max, mse, percentile$'):
+        fq.calibrate(model, [X], "moving_average", unseen="siblings")
+    assert not any(quantizer.calibrated for quantizer in quantizers(model).values())
+
+
 def test_siblings_do_not_help_where_there_are_none():
     model = fq.prepare(Mixture(), "int8")
     with warnings.catch_warnings():

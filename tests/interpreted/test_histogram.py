@@ -75,7 +75,7 @@ def test_positions_beyond_32_bits(monkeypatch):
 
 def test_calibrators_find_what_the_definition_finds(monkeypatch):
     batches = [torch.randn(6, 4, 8) * scale for scale in (0.0, 1.0, 1.1, 5.0, 0.1)]
-    monkeypatch.setattr("fakequant.calibration.extrema.take_in", lambda *_: False)
+    monkeypatch.setattr("fakequant.calibration.extrema.update", lambda *_: False)
     for method in calibrators():
         found = []
         for backends in ((TritonBackend("cpu", 64), dispatch.REFERENCE), (dispatch.REFERENCE,)):

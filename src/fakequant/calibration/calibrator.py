@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
-from torch import Tensor
-
-from fakequant.errors import CalibrationError, ConfigError, nearest
+from fakequant.errors import ConfigError, nearest
 from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec, as_spec
 
 from .counts import Histogram
+from .observer import Observer
 
 NOTHING_OBSERVED = (
     "no data was observed (empty batches do not count), so there is no range; run calibration batches that reach "
@@ -22,11 +21,8 @@ NOTHING_OBSERVED = (
 )
 
 
-class Calibrator(ABC):
-    """Watches a stream of tensors and finds the range to quantize.
-
-    Memory is bounded whatever the stream holds, and the result does not depend on how it was cut into batches, on
-    their order, or on which of several merged calibrators saw which batch.
+class Calibrator(Observer):
+    """An observer that answers with the range to quantize.
 
     Args:
         spec: how the tensor will be quantized; its granularity says which elements share a range.
@@ -36,40 +32,24 @@ class Calibrator(ABC):
     """The name under which the class is registered."""
 
     def __init__(self, spec: QuantSpec | str) -> None:
+        super().__init__()
         self.spec = as_spec(spec)
 
-    @abstractmethod
-    def observe(self, x: Tensor) -> None:
-        """Take in a batch of any shape that the granularity accepts; one without elements changes nothing.
-
-        Raises:
-            CalibrationError: the batch holds NaN or inf; nothing of it is taken in.
-            ShapeError: the batch does not fit the granularity, or has other groups than the batches before.
-            DTypeError: the batch is not a floating tensor.
-        """
-
-    @abstractmethod
-    def merge(self, other: Calibrator) -> None:
-        """Take in all that another calibrator has seen, bit for bit as if this one had seen it.
-
-        Raises:
-            ConfigError: the other has another method, specification or resolution.
-            ShapeError: the other has other groups.
-        """
-
-    def adopt(self, other: Calibrator) -> None:
+    def load_from(self, other: Calibrator) -> None:
         """Replace all that was seen by what a calibrator of any method has seen, bit for bit as if seen by this one.
 
         Raises:
-            ConfigError: the other has another specification or resolution, or keeps less than this method needs.
+            ConfigError: the other has another specification or resolution, or collects less than this method needs.
         """
-        raise ConfigError(f"{type(self).__name__} cannot go on from another calibrator; show it the batches")
+        raise ConfigError(
+            f"{type(self).__name__} cannot go on from {type(other).__name__}; call fakequant.calibrate with this method"
+        )
 
     @abstractmethod
     def compute_range(self) -> Range:
         """The range to quantize [groups, axes kept], in units of x; lo <= 0 <= hi, never wider than what was seen.
 
-        Of one value, or equal ones, it is exactly from these to zero.
+        If all values seen are equal, it is exactly from that value to zero.
 
         Raises:
             CalibrationError: nothing was observed.
@@ -78,28 +58,11 @@ class Calibrator(ABC):
     @classmethod
     def compute_ranges(cls, calibrators: Sequence[Calibrator]) -> list[Range] | None:
         """`compute_range` of several calibrators of this class that have observed something, found together, in less
-        time and with the same bits; None where that gains nothing."""
+        time and with the same bits; None if the class has no faster way."""
         return None
 
-    @property
-    @abstractmethod
-    def observed(self) -> bool:
-        """Whether any element was seen."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]:
-        """All that was seen, as tensors that can travel between ranks; empty if nothing was."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replace all that was seen by a state of a calibrator like this one.
-
-        Raises:
-            CalibrationError: a tensor is missing, unknown or of a wrong shape; nothing is replaced.
-        """
-
     def histogram(self) -> Histogram | None:
-        """The counts behind the range, or None where the method needs none or nothing was observed."""
+        """The counts behind the range; None if the method needs none or nothing was observed."""
         return None
 
 
@@ -122,7 +85,7 @@ def register_calibrator(name: str) -> Callable[[_Class], _Class]:
     >>> calibrator.observe(torch.tensor([-1.0, 2.0, 8.0]))
     >>> calibrator.compute_range()  # up to the end of a bin
     Range(lo=tensor([-1.]), hi=tensor([2.0039]))
-    >>> del _registry["example_median"]  # of the example only
+    >>> del _registry["example_median"]  # for this example only
     """
 
     def register(cls: _Class) -> _Class:
@@ -138,7 +101,7 @@ def register_calibrator(name: str) -> Callable[[_Class], _Class]:
 def calibrators() -> list[str]:
     """The names of all registered calibrators.
 
-    >>> {"entropy", "max", "mse", "percentile"} <= set(calibrators())
+    >>> {"entropy", "max", "moving_average", "mse", "percentile"} <= set(calibrators())
     True
     """
     return sorted(_registry)
@@ -153,7 +116,7 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
         options: the keyword arguments of the calibrator's class, such as `percentile=99.9`.
 
     Raises:
-        ConfigError: an unknown method or option (the nearest are offered), or a value that means nothing.
+        ConfigError: an unknown method or option (the message offers the nearest), or a value out of bounds.
 
     >>> calibrator = make_calibrator("percentile", "int8", percentile=99.0)
     >>> calibrator.observe(torch.linspace(-1, 1, 1001))
@@ -171,16 +134,25 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
     return cls(spec, **options)
 
 
+def check_mergeable(calibrator: Calibrator, purpose: str) -> None:
+    """Raise unless a calibrator merges.
+
+    Args:
+        calibrator: of any method.
+        purpose: what it would have to merge, as a sentence: "several processes calibrate together".
+
+    Raises:
+        ConfigError: it does not; names the methods that do.
+    """
+    if not calibrator.mergeable:
+        mergeable = ", ".join(name for name in calibrators() if _registry[name].mergeable)
+        raise ConfigError(
+            f"{purpose}, and the method {calibrator.method!r} cannot merge what they see, because its result depends "
+            f"on the order of the batches; use one of {mergeable}"
+        )
+
+
 @cache
 def _options(cls: type[Calibrator]) -> list[str]:
-    """The options of a class; to look them up takes 30 us, for every quantizer of a model."""
+    """The options of a class. A lookup takes 30 us, and every quantizer of a model needs one."""
     return [name for name in inspect.signature(cls).parameters if name != "spec"]
-
-
-def check_keys(state: dict[str, Tensor], expected: tuple[str, ...]) -> None:
-    """Raise unless a state has exactly the expected tensors."""
-    if set(state) != set(expected):
-        raise CalibrationError(
-            f"a calibrator state with the tensors {sorted(state)}, expected {sorted(expected)}; "
-            "load it into a calibrator of the method that made it"
-        )

@@ -21,9 +21,11 @@ from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import observe
 
-from .calibrator import Calibrator, check_keys
+from .batches import Batch
+from .calibrator import Calibrator
 from .counts import Histogram, power_of_two_or_zero
-from .extrema import Batch, ExtremaCalibrator, read_range
+from .extrema import ExtremaCalibrator, read_range
+from .observer import check_keys
 
 DEFAULT_BINS = 4096
 _FEWEST_BINS, _MOST_BINS = 16, 1 << 16
@@ -145,13 +147,13 @@ class HistogramCalibrator(ExtremaCalibrator):
         return Histogram(counts.clone(), exponent.clone(), Range(lo.clone(), hi.clone()))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was seen; see `Calibrator.state_dict`."""
+        """What was seen; see `Observer.state_dict`."""
         if not self.observed:
             return {}
         return super().state_dict() | {"counts": self._counts.clone(), "exponent": self._exponent.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replace what was seen; see `Calibrator.load_state_dict`."""
+        """Replace what was seen; see `Observer.load_state_dict`."""
         if state:
             check_keys(state, self._state_names())
             seen = read_range(state)

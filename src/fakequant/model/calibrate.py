@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fakequant.calibration import Calibrator, make_calibrator
+from fakequant.calibration import Calibrator, check_mergeable, make_calibrator
 from fakequant.distributed import is_data_parallel, processes_of, work_together
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, refuse_tensor, run_batch
@@ -48,7 +48,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             the model's `forward`, such as a data loader's labels, are left out; a tuple whose last item would be passed
             as an optional parameter is refused, because it may be labels. May be empty if no input needs calibration;
             given all the same, they are run until every layer with a weight was called.
-        method: "max", "percentile", "entropy" or "mse", for inputs.
+        method: "max", "percentile", "entropy", "mse" or "moving_average", for inputs.
         weight_method: the same, for weights.
         weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
         pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
@@ -71,7 +71,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         CalibrationError: a batch with NaN or inf (names the quantizer), layers that saw no data (names them all, says
             why, and what to do), another process that failed, or a model without quantizers.
         ConfigError: an unknown method or option, a pattern that matches no layer with a static quantizer, processes
-            that calibrate different models, or a tuple whose last item may be labels or an optional argument.
+            that calibrate different models or by a method that does not merge ("moving_average"), or a tuple whose
+            last item may be labels or an optional argument.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(2, 4), torch.full((2, 4), 2.54)], method="max")
@@ -90,7 +91,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     job = _Job(model, found, pattern, forward or run_batch, make)
     processes = processes_of(model, group)
     with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
-        parts = work_together(lambda: job.observe(batches, progress, shared=processes is not None), processes)
+        shared = processes is not None and processes.size() > 1
+        parts = work_together(lambda: job.observe(batches, progress, shared=shared), processes)
         job.take(parts)
         left = job.unseen().settle(unseen)
         ranges = observed_ranges({name: quantizer for name, quantizer in found.items() if _layer_of(name) not in left})
@@ -140,7 +142,7 @@ def recalibrate(
         if found[name].kind is Kind.INPUT:
             adopted[name] = make_calibrator(method, found[name].spec, **options)
             try:
-                adopted[name].adopt(used)
+                adopted[name].load_from(used)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
     ranges = {name: calibrator.compute_range() for name, calibrator in adopted.items()}
@@ -225,6 +227,8 @@ class _Job:
         """Show the batches of this process, and the weights, to fresh calibrators."""
         for name, quantizer in self.found.items():
             quantizer.calibrator = self.make(name)
+            if shared and name in self.inputs:
+                check_mergeable(quantizer.calibrator, "several processes calibrate together")
         for quantizer in self.weights.values():
             if quantizer.dynamic:
                 quantizer.calibrator = make_calibrator("max", quantizer.spec)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fakequant.calibration import Calibrator
+from fakequant.calibration import Calibrator, check_mergeable
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, nearest
 from fakequant.model.calls import weight_readers
 from fakequant.nn.integer import Execution
@@ -103,6 +103,7 @@ class Unseen:
         served = {name: found for name, found in donors.items() if found}
         for name, found in served.items():
             merged = self.make(name)
+            check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
             for calibrator in (self.inputs[donor].calibrator for donor in found):
                 if calibrator is not None:
                     merged.merge(calibrator)

@@ -130,7 +130,7 @@ class Backend(ABC):
         return observe_by_definition(values, bins)
 
     def take_in(self, values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
-        """See `ops.histogram.take_in`; all tensors are on one device."""
+        """See `ops.histogram.update`; all tensors are on one device."""
         return False
 
     @abstractmethod

@@ -17,11 +17,11 @@ def observe(values: Tensor, bins: Bins | None = None) -> Observed:
     return choose_for(values).observe(values.contiguous(), bins)
 
 
-def take_in(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
-    """Widen a range, in place, to hold these values and add them to the counts; or do nothing and return False.
+def update(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
+    """Widen a range in place to contain these values, and add them to the counts; or do nothing and return False.
 
-    One call of a kernel, for the many batches that bring nothing new. It does nothing where a value is not finite or
-    lies beyond the last bin, and where the kernel cannot serve.
+    It is one call of a kernel, for the many batches that need no wider bins. It does nothing if a value is not finite
+    or is beyond the last bin, and if the kernel cannot serve.
 
     Args:
         values: ordered by group, as many in every group, without gaps.
