@@ -13,16 +13,15 @@ def network() -> torch.nn.Module:
 # Your data: batches of inputs and labels.
 torch.manual_seed(0)
 batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(8, 64, 8)]
-example = batches[0][0]
 
 model = fq.prepare(network(), fq.presets.INT8)  # in place: layers become quantized layers
-fq.calibrate(model, batches, method="mse")  # ranges from data; labels are left out
-print(fq.summary(model, example))  # what is quantized, and what stays in float
-print(fq.sensitivity(model, batches)[0])  # the layer that hurts most
+fq.calibrate(model, batches, method="mse", inputs=0)  # ranges from data; item 0 of a batch is the input
+print(fq.summary(model, batches[0], inputs=0))  # what is quantized, and what stays in float
+print(fq.sensitivity(model, batches, inputs=0)[0])  # the layer that hurts most
 
 schedule = fq.qat.Schedule(original_lr=0.1, original_epochs=90)  # of your training in float
 fq.qat.finetune(model, batches, torch.nn.functional.cross_entropy, schedule)
 
 fq.save(model, "checkpoint")  # fq.load(network(), "checkpoint") restores it
-fq.export_onnx(model, example, "model.onnx", dynamic_shapes=({0: "batch"},))
-print(fq.verify_onnx("model.onnx", model, batches))  # every quantizer in ONNX Runtime, bit for bit
+fq.export_onnx(model, batches[0][0], "model.onnx", dynamic_shapes=({0: "batch"},))
+print(fq.verify_onnx("model.onnx", model, batches, inputs=0))  # every quantizer in ONNX Runtime, bit for bit

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim.swa_utils import AveragedModel
 
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.model import presets
 from fakequant.model.analysis import layer_sqnr, sensitivity
-from fakequant.model.batches import run_batch
+from fakequant.model.batches import run_batch, select_inputs
 from fakequant.model.calibrate import calibrate
+from fakequant.model.operations import unquantized
 from fakequant.model.prepare import prepare
 from fakequant.model.qat import Schedule, finetune
+from fakequant.model.summary import summary
 
 X, LABELS, MASK = torch.linspace(-1, 1, 8).view(2, 4), torch.zeros(2, dtype=torch.long), torch.full((2, 4), 2.0)
 
@@ -130,3 +132,76 @@ def test_targets_are_known_so_that_fine_tuning_fills_optional_arguments() -> Non
 def test_any_mapping_holds_keyword_arguments() -> None:
     model = Masked()
     assert torch.equal(run_batch(model, UserDict(x=X, mask=MASK)), model(X, MASK))
+
+
+LOADER = [(X, LABELS)]
+CHOICES = {
+    "index": (0, (X, LABELS)),
+    "index from the end": (-2, (X, LABELS)),
+    "slice": (slice(1), [X, LABELS]),
+    "function to a tuple": (lambda batch: (batch[0],), (X, LABELS)),
+    "function to one argument": (lambda batch: batch["image"], {"image": X, "label": LABELS}),
+    "function to keywords": (lambda batch: {"x": batch["image"]}, {"image": X, "label": LABELS}),
+    "mapping in a tuple": (0, ({"x": X}, LABELS)),
+}
+
+
+@pytest.mark.parametrize(("inputs", "batch"), CHOICES.values(), ids=CHOICES)
+def test_inputs_say_which_part_of_a_batch_the_model_gets(inputs: Any, batch: Any) -> None:
+    plain, model = (prepare(Masked(), presets.INT8) for _ in range(2))
+    calibrate(plain, [X])
+    calibrate(model, [batch], inputs=inputs)
+    assert list(layer_sqnr(model, [batch], inputs=inputs).values()) == list(layer_sqnr(plain, [X]).values())
+    assert sensitivity(model, [batch], inputs=inputs) == sensitivity(plain, [X])
+    assert unquantized(model, batch, inputs=inputs) == unquantized(plain, X)
+    assert str(summary(model, batch, inputs=inputs)) == str(summary(plain, X))
+    cross_entropy = nn.functional.cross_entropy
+    history = finetune(model, [batch], cross_entropy, Schedule(0.1, 1), targets="label", inputs=inputs)
+    assert history == finetune(plain, LOADER, cross_entropy, Schedule(0.1, 1))
+
+
+def test_leading_items_are_positional_arguments() -> None:
+    seen = []
+    model = prepare(Masked(), presets.INT8)
+    model.register_forward_pre_hook(lambda _, args: seen.append(args))
+    calibrate(model, [(X, MASK, LABELS)], inputs=slice(2))
+    assert [len(args) for args in seen] == [2]
+    assert select_inputs(([X, X], LABELS), 0) == ([X, X],)  # a list of images is one argument
+
+
+def test_the_coverage_warning_looks_at_the_inputs_alone() -> None:
+    class Doubled(Masked):
+        def forward(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+            return super().forward(x, mask, bias) @ torch.eye(3)
+
+    with pytest.warns(CoverageWarning, match="matmul"):
+        prepare(Doubled(), presets.INT8, (X, LABELS), inputs=0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "batch", "message"),
+    [
+        (2, (X, LABELS), "inputs=2, but a batch is a tuple of 2 items"),
+        (0, X, "items of a tuple or list, but a batch is a Tensor; leave inputs out"),
+        (slice(1), {"x": X, "y": LABELS}, "a batch is a dict with the keys x, y; .*a function such as"),
+        ("x", {"x": X}, "inputs must be an index, a slice or a function of a batch, got 'x'"),
+        (True, (X,), "inputs must be an index, a slice or a function of a batch, got True"),
+    ],
+)
+def test_wrong_inputs_are_refused(inputs: Any, batch: Any, message: str) -> None:
+    model = prepare(Masked(), presets.INT8)
+    with pytest.raises(ConfigError, match=message):
+        calibrate(model, [batch], inputs=inputs)
+
+
+def test_inputs_and_forward_say_the_same_thing_twice() -> None:
+    model = prepare(Masked(), presets.INT8)
+    with pytest.raises(ConfigError, match="inputs= and forward= both say"):
+        calibrate(model, LOADER, inputs=0, forward=lambda model, batch: model(batch[0]))
+
+
+def test_the_refusal_says_what_to_write() -> None:
+    model = prepare(Masked(), presets.INT8)
+    with pytest.raises(ConfigError, match=r"Give inputs=0 if it is labels, or inputs=slice\(2\) if it is an argument"):
+        calibrate(model, LOADER)
+    calibrate(model, LOADER, inputs=0)

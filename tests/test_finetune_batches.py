@@ -110,3 +110,20 @@ def test_a_tokenizers_batches():
     assert fq.qat.finetune(model, [encoded], by_logits, SCHEDULE) == fq.qat.finetune(
         other, [batch()], by_logits, SCHEDULE
     )
+
+
+def test_the_own_loss_of_a_model_needs_named_arguments():
+    model = calibrated()
+    with pytest.raises(ConfigError, match=r"with loss=None the model needs its targets as an argument.*dicts of arg"):
+        fq.qat.finetune(model, [(X, LABELS)], None, SCHEDULE)
+    by_function = calibrated()
+    history = fq.qat.finetune(
+        by_function, [(X, LABELS)], None, SCHEDULE, inputs=lambda items: {"inputs": items[0], "labels": items[1]}
+    )
+    assert history == fq.qat.finetune(calibrated(), [{"inputs": X, "labels": LABELS}], None, SCHEDULE)
+
+
+def test_a_model_without_a_loss_of_its_own_needs_loss():
+    model = calibrated(nn.Sequential(nn.Linear(64, 3)))
+    with pytest.raises(ConfigError, match="output of type Tensor has none; give a function of outputs and targets as"):
+        fq.qat.finetune(model, [(X, LABELS)], None, SCHEDULE)

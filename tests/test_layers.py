@@ -6,9 +6,10 @@ from torch import nn
 from fakequant import fake_quantize
 from fakequant.errors import ConfigError
 from fakequant.model.calibrate import calibrate
+from fakequant.model.config import Config, Rule
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import INT4_WEIGHT_ONLY, INT8
-from fakequant.nn import QuantizedLayer, layers, quantizes
+from fakequant.nn import QuantizedLayer, Quantizer, layers, quantizes
 from tests.support.layer_cases import CASES, data
 
 EVERYTHING = type(INT8)("everything", INT8.rules[:1])
@@ -96,3 +97,19 @@ def test_conv_channels_last() -> None:
     # The product may be summed in another order; the quantized operands are the same bits.
     assert torch.equal(quantized.quantized_input(x), quantized.quantized_input(x.to(memory_format=torch.channels_last)))
     assert nhwc.shape == nchw.shape
+
+
+def test_quantizers_have_public_names():
+    layer = prepare(nn.Sequential(nn.Linear(4, 4)), INT8)[0]
+    keys = list(layer.state_dict())
+    assert layer.input_quantizer is layer._input_quantizer
+    assert layer.weight_quantizer is layer._weight_quantizer
+    other = Quantizer("int4")
+    layer.input_quantizer, layer.weight_quantizer = other, None
+    assert layer._input_quantizer is other is layer.input_quantizer
+    assert layer._weight_quantizer is None is layer.weight_quantizer
+    assert {name for name, _ in layer.named_modules()} == {"", "_input_quantizer"}
+    assert list(layer.state_dict()) == keys
+    pool = prepare(nn.Sequential(nn.MaxPool2d(2)), Config("pools", (Rule("*", input="int8"),)))[0]
+    with pytest.raises(AttributeError, match="weight_quantizer"):
+        pool.weight_quantizer  # noqa: B018

@@ -76,3 +76,52 @@ def test_another_specification_or_resolution_is_refused():
     assert_same_bits(adopted.state_dict()["counts"], entropy.state_dict()["counts"])
     adopted.load_from(make_calibrator("percentile", "int8"))
     assert not adopted.observed
+
+
+@pytest.mark.parametrize("then", calibrators())
+def test_goes_on_from_what_the_model_keeps(then):
+    model, batches = prepared()
+    other = copy.deepcopy(model)
+    used = fq.calibrate(model, batches, "entropy", progress=False)
+    model = copy.deepcopy(model)  # a copy keeps it too
+    fq.recalibrate(model, method=then)
+    fq.calibrate(other, batches, "entropy", progress=False)
+    fq.recalibrate(other, used, then)
+    for got, wanted in zip(quantizers(model).values(), quantizers(other).values(), strict=True):
+        assert got.scale is not None
+        assert wanted.scale is not None
+        assert_same_bits(got.scale, wanted.scale)
+
+
+def test_only_the_last_calibration_is_kept():
+    model, batches = prepared()
+    fq.calibrate(model, batches, "entropy", progress=False)
+    fq.calibrate(model, [10 * x for x in batches], "max", progress=False)
+    assert [q.collected is None for q in quantizers(model).values()] == [False, True, False, True]
+    scale = model[0].input_quantizer.scale
+    fq.recalibrate(model, method="max")
+    assert_same_bits(model[0].input_quantizer.scale, scale)
+    with pytest.raises(fq.FakeQuantError, match=r"0\._input.*Run fakequant.calibrate\(model, batches, 'entropy'\)"):
+        fq.recalibrate(model, method="entropy")
+
+
+def test_what_is_not_kept_is_asked_for(tmp_path):
+    model, batches = prepared()
+    with pytest.raises(fq.FakeQuantError, match=r"2 of 2 input quantizers keep nothing .* run fakequant.calibrate"):
+        fq.recalibrate(model, method="max")
+    fq.calibrate(model, batches, "entropy", progress=False)
+    restored = fq.load(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), fq.save(model, tmp_path))
+    with pytest.raises(fq.FakeQuantError, match=r"the first is 0\._input_quantizer \(a checkpoint does not hold it"):
+        fq.recalibrate(restored, method="max")
+    with pytest.raises(fq.FakeQuantError, match=r"write recalibrate\(model, method='max'\)"):
+        fq.recalibrate(model, "max")
+    with pytest.raises(fq.FakeQuantError, match="no quantizers; call fakequant"):
+        fq.recalibrate(nn.Linear(2, 2), method="max")
+
+
+def test_ranges_are_on_the_device_to_which_the_model_moved():
+    model, batches = prepared()
+    fq.calibrate(model, batches, "max", progress=False)
+    model.to("meta")
+    fq.recalibrate(model, method="max")
+    assert {q.scale.device.type for q in quantizers(model).values() if q.scale is not None} == {"meta"}

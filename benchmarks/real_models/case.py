@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CalibrationError
 from fakequant.export.verdict import differing_bits
-from fakequant.model.batches import run_batch
-from fakequant.model.operations import example_arguments
+from fakequant.model.batches import example_arguments, run_batch
 from fakequant.nn import QuantizedLayer
 
 from .architecture import Architecture

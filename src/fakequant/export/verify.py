@@ -23,7 +23,7 @@ from fakequant.export.record import INPUT_DTYPES, InputRecord, read
 from fakequant.export.runtime import Session
 from fakequant.export.style import Style
 from fakequant.export.verdict import OutputRow, VerifyReport
-from fakequant.model.batches import run_batch
+from fakequant.model.batches import Inputs, run_batch, select_inputs
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
 
@@ -39,7 +39,11 @@ _LOWEST, _HIGHEST = -(2**62), 2**62
 
 
 def verify_onnx(
-    path: str | os.PathLike[str], model: nn.Module | None = None, batches: Iterable[Any] | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    batches: Iterable[Any] | None = None,
+    *,
+    inputs: Inputs | None = None,
 ) -> VerifyReport:
     """Run an exported file and compare it with torch.
 
@@ -56,6 +60,7 @@ def verify_onnx(
             compared. Without it the file is only checked against itself.
         batches: as for `calibrate`; by default one batch of random numbers, zeros and outliers in the shapes of the
             example.
+        inputs: which part of a batch the model gets, as for `calibrate`.
 
     Raises:
         VerificationError: the file is damaged, is not one of ours, cannot be run, or is of another model.
@@ -82,8 +87,9 @@ def verify_onnx(
         compared = _Outputs(report, plain.outputs, step)
         optimised = compared.optimised_session(proto) if isinstance(plain, Session) else None
         for batch in [_random_batch(record.inputs, proto.ByteSize())] if batches is None else batches:
-            inputs = _inputs(batch, record.inputs)
-            values = plain.run(inputs)
+            batch = batch if inputs is None or batches is None else select_inputs(batch, inputs)
+            given = _inputs(batch, record.inputs)
+            values = plain.run(given)
             known = _known(batch, record.inputs)
             calls = {} if model is None or report.batches else _calls(model, batch, known, checks)
             for check in checks:
@@ -91,7 +97,7 @@ def verify_onnx(
             if model is not None:
                 compared.add_torch(values, model, batch, known)
             if optimised is not None:
-                optimised = compared.add_optimised(values, optimised, inputs)
+                optimised = compared.add_optimised(values, optimised, given)
             report.batches += 1
         if not report.batches:
             raise VerificationError("no batch was given; leave batches=None for random ones")

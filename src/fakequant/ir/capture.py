@@ -19,7 +19,7 @@ from fakequant.ir.functional import remove_changes_in_place
 from fakequant.ir.grad_modes import inline_grad_modes
 from fakequant.ir.graph import Graph
 from fakequant.ir.structure import Constant, Input
-from fakequant.model.operations import example_arguments
+from fakequant.model.batches import example_arguments
 from fakequant.model.tracing import traced_program
 from fakequant.nn.contexts import fixed_ranges
 from fakequant.restore import restore_after

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
-from fakequant.model.batches import Forward, refuse_tensor, run_batch
+from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.execution import simulated
 from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.progress import track
@@ -44,13 +44,18 @@ class _Power:
 
 
 def layer_sqnr(
-    model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None, progress: bool | None = None
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    progress: bool | None = None,
 ) -> dict[str, float]:
     """The signal-to-quantization-noise ratio in dB of every quantizer on its own tensors, by name.
 
     Args:
         model: a calibrated model.
-        batches: as for `calibrate`.
+        batches, inputs, forward: as for `calibrate`.
 
     Raises:
         ConfigError: there was no batch, or the batches are one tensor.
@@ -71,7 +76,7 @@ def layer_sqnr(
     with restore_after(state_of(found.values())), simulated(model):  # products of codes call no quantizer
         for name, quantizer in found.items():
             quantizer.register_forward_hook(watch(name))
-        count = _run(model, batches, forward or run_batch, progress)
+        count = _run(model, batches, runner(inputs, forward), progress)
     if not count:
         raise ConfigError(_NO_BATCHES)
     return {name: value.decibels() for name, value in power.items() if value.signal or value.noise}
@@ -98,6 +103,7 @@ def sensitivity(
     batches: Iterable[Any],
     metric: Metric | None = None,
     *,
+    inputs: Inputs | None = None,
     forward: Forward | None = None,
     progress: bool | None = None,
 ) -> list[Sensitivity]:
@@ -108,7 +114,8 @@ def sensitivity(
 
     Args:
         model: a calibrated model.
-        batches: as for `calibrate`, passed over once. May be empty with a metric, which does not see them.
+        batches, inputs, forward: as for `calibrate`, passed over once. May be empty with a metric, which does not see
+            them.
         metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
             of the model's outputs, against those of the float model.
 
@@ -136,7 +143,7 @@ def sensitivity(
     if not held:
         raise ConfigError("sensitivity needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
     if metric is None:
-        values, baseline = _output_sqnr(model, batches, held, forward or run_batch, progress), 0.0
+        values, baseline = _output_sqnr(model, batches, held, runner(inputs, forward), progress), 0.0
     else:
         values = {}
         with disabled(model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,13 +14,17 @@ from torch import Tensor, nn
 from fakequant.calibration import Calibrator, check_mergeable, make_calibrator
 from fakequant.distributed import is_data_parallel, processes_of, work_together
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.batches import Forward, refuse_tensor, run_batch
+from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.progress import track
 from fakequant.model.unseen import Unseen, check_unseen, leave_in_float
 from fakequant.model.weights import fresh_weight, note_weight, weighted_layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
+from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
+
+
+_NOT_PREPARED = "the model has no quantizers; call fakequant.prepare(model, config) first"
 
 
 def calibrate(  # noqa: PLR0913  all but the first three by name
@@ -30,6 +35,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     weight_method: str = "max",
     weight_options: dict[str, Any] | None = None,
     pattern: str = "*",
+    inputs: Inputs | None = None,
     forward: Forward | None = None,
     progress: bool | None = None,
     unseen: str = "error",
@@ -44,16 +50,19 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
 
     Args:
         model: a prepared model.
-        batches: tensors, tuples of arguments, or dicts of keyword arguments. A tuple's items beyond the parameters of
-            the model's `forward`, such as a data loader's labels, are left out; a tuple whose last item would be passed
-            as an optional parameter is refused, because it may be labels. May be empty if no input needs calibration;
-            given all the same, they are run until every layer with a weight was called.
+        batches: what a data loader gives, or tensors, tuples of arguments, or dicts of keyword arguments. Without
+            `inputs`, a tuple's items beyond the parameters of the model's `forward` are left out, such as labels; a
+            tuple whose last item would be passed to an optional parameter is refused, because it may be labels. May be
+            empty if no input needs calibration; if given then, they are run until every layer with a weight was called.
         method: "max", "percentile", "entropy", "mse" or "moving_average", for inputs.
         weight_method: the same, for weights.
         weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
         pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
             "_quantizer" is of the paths of quantizers: "*_weight_quantizer" calibrates the weights alone.
-        forward: called as forward(model, batch) instead of the model, for other kinds of batches.
+        inputs: which part of a batch the model gets: the index of one item, such as 0 for a loader of (x, y); a slice
+            of items, such as slice(2), as positional arguments; or a function of the batch, which returns a tuple of
+            arguments, a dict of keyword arguments, or one argument.
+        forward: called as forward(model, batch) instead of the model.
         progress: whether to show a progress bar; by default on a terminal.
         unseen: what becomes of layers that no batch reached: "error"; "float" leaves them in float, which one
             `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the same place
@@ -75,8 +84,9 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             last item may be labels or an optional argument.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
-    >>> used = calibrate(model, [torch.ones(2, 4), torch.full((2, 4), 2.54)], method="max")
-    >>> model[0]._input_quantizer
+    >>> loader = [(torch.ones(2, 4), "label"), (torch.full((2, 4), 2.54), "label")]
+    >>> used = calibrate(model, loader, method="max", inputs=0)
+    >>> model[0].input_quantizer
     Quantizer(int8 per_tensor, input, scale 0.02)
     """
     refuse_tensor(batches, "calibrate")
@@ -88,7 +98,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             return make_calibrator(method, found[name].spec, **options)
         return make_calibrator(weight_method, found[name].spec, **(weight_options or {}))
 
-    job = _Job(model, found, pattern, forward or run_batch, make)
+    job = _Job(model, found, pattern, runner(inputs, forward), make)
     processes = processes_of(model, group)
     with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
         shared = processes is not None and processes.size() > 1
@@ -102,6 +112,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         leave_in_float(modules)
         for name, range in ranges.items():
             found[name].set_range(range)
+            found[name].collected = calibrators[name] if found[name].kind is Kind.INPUT else None
         for name, layer in weighted_layers(model).items():
             if _join(name, "_weight_quantizer") in ranges:
                 note_weight(layer)
@@ -109,32 +120,40 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
 
 
 def recalibrate(
-    model: nn.Module, calibrators: Mapping[str, Calibrator], method: str, **options: Any
+    model: nn.Module, calibrators: Mapping[str, Calibrator] | None = None, method: str = "max", **options: Any
 ) -> dict[str, Calibrator]:
     """Find the ranges of inputs by another method, from what `calibrate` collected: the batches need not run again.
 
-    Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches serves all four.
+    Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches by one of the
+    three serves all four. The model keeps what its last `calibrate` collected, also in copies of it, but not in
+    checkpoints. That takes 64 KiB per input quantizer with one scale (16 bytes by max), and ends by
+    `quantizer.collected = None`.
 
     Args:
         model: a calibrated model; its weights keep their ranges.
-        calibrators: as `calibrate` returned them; they stay as they are.
+        calibrators: as `calibrate` returned them, which stay as they are; by default what the model keeps.
         method: as for `calibrate`.
-        options: of that method.
+        options: options of that method.
 
     Returns:
         The calibrators of the input quantizers by name.
 
     Raises:
-        ConfigError: the calibrators collected less than the method needs, or are not those of the model; nothing is
-            changed.
+        ConfigError: the calibrators collected less than the method needs, are not those of the model, or are missing;
+            nothing is changed.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.full((2, 4), 2.54)], "entropy")
-    >>> used = recalibrate(model, used, "max")
-    >>> model[0]._input_quantizer
+    >>> used = recalibrate(model, method="max")
+    >>> model[0].input_quantizer
     Quantizer(int8 per_tensor, input, scale 0.02)
     """
     found = quantizers(model)
+    if not found:
+        raise CalibrationError(_NOT_PREPARED)
+    if isinstance(calibrators, str):
+        raise ConfigError(f"calibrators cannot be {calibrators!r}; write recalibrate(model, method={calibrators!r})")
+    calibrators = _collected(found) if calibrators is None else calibrators
     if unknown := sorted(set(calibrators) - set(found)):
         raise ConfigError(f"the model has no quantizers {', '.join(unknown)}; give what calibrate returned for it")
     adopted: dict[str, Calibrator] = {}
@@ -144,12 +163,35 @@ def recalibrate(
             try:
                 adopted[name].load_from(used)
             except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from error
-    ranges = {name: calibrator.compute_range() for name, calibrator in adopted.items()}
+                raise ConfigError(
+                    f"{name}: {error}. Run fakequant.calibrate(model, batches, {method!r}) to collect what it needs"
+                ) from error
+    ranges = {name: _range_for(found[name], calibrator) for name, calibrator in adopted.items()}
     with restore_on_error(ranges_of(found[name] for name in ranges)):
         for name, range in ranges.items():
             found[name].set_range(range)
     return adopted
+
+
+def _collected(found: Mapping[str, Quantizer]) -> dict[str, Calibrator]:
+    """What the last `calibrate` collected for the static input quantizers of a model."""
+    inputs = {name: quantizer for name, quantizer in found.items() if quantizer.kind is Kind.INPUT}
+    # A quantizer without a range that is off was left in float.
+    static = {n: q for n, q in inputs.items() if not q.dynamic and (q.calibrated or q.mode is not Mode.OFF)}
+    if missing := [name for name, quantizer in static.items() if quantizer.collected is None]:
+        raise ConfigError(
+            f"{len(missing)} of {len(static)} input quantizers keep nothing that calibrate collected, the first is "
+            f"{missing[0]} (a checkpoint does not hold it); run fakequant.calibrate(model, batches, method), or give "
+            "what an earlier call returned as calibrators="
+        )
+    return {name: quantizer.collected for name, quantizer in static.items() if quantizer.collected is not None}
+
+
+def _range_for(quantizer: Quantizer, calibrator: Calibrator) -> Range:
+    """The range that a calibrator finds, on the device of the quantizer: the model may have moved since."""
+    range = calibrator.compute_range()
+    own = next(chain(quantizer.parameters(), quantizer.buffers()), range.lo)
+    return Range(range.lo.to(own.device), range.hi.to(own.device))
 
 
 def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ()) -> Restore:
@@ -175,7 +217,7 @@ def _layer_of(name: str) -> str:
 def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
     """The static quantizers of the layers that match a pattern."""
     if not quantizers(model):
-        raise CalibrationError("the model has no quantizers; call fakequant.prepare(model, config) first")
+        raise CalibrationError(_NOT_PREPARED)
     found = {name: q for name, q in quantizers(model).items() if not q.dynamic and _matches(name, pattern)}
     if not found and pattern != "*":
         raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")

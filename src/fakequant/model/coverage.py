@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fakequant.model.operations import operations
+from fakequant.model.batches import Inputs
+from fakequant.model.operations import Operation, operations
 from fakequant.nn.forms import quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
@@ -53,7 +54,9 @@ def weights_of(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters(recurse=False) if _is_weight(p)]
 
 
-def left_in_float(model: nn.Module, purposely: set[nn.Module], example: Any = None) -> Left | None:
+def left_in_float(
+    model: nn.Module, purposely: set[nn.Module], example: Any = None, inputs: Inputs | None = None
+) -> Left | None:
     """What of a prepared model could be quantized and is not; None if nothing.
 
     Layers with a quantized form that no rule takes are in float on purpose, too.
@@ -62,6 +65,7 @@ def left_in_float(model: nn.Module, purposely: set[nn.Module], example: Any = No
         model: a prepared model.
         purposely: modules that a rule leaves in float.
         example: an input, a tuple or a dict of inputs; with it products are counted, too.
+        inputs: which part of the example the model gets.
     """
     decided = {module for module in model.modules() if _is_decided(module)}
     meant = purposely | {part for module in decided for part in module.modules()}
@@ -75,7 +79,7 @@ def left_in_float(model: nn.Module, purposely: set[nn.Module], example: Any = No
             counts[type(module)] += 1
             sizes[type(module)] += sum(p.numel() for p in weights)
             left |= weights
-    products = {} if example is None else _products_left(model, meant, example)
+    products = {} if example is None else _products_left(model, meant, operations(model, example, inputs))
     if not left and not products:
         return None
     total = sum(p.numel() for p in model.parameters() if not isinstance(p, UninitializedParameter))
@@ -88,9 +92,9 @@ def _is_decided(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLayer) or quantized_class(module) is not None
 
 
-def _products_left(model: nn.Module, meant: set[nn.Module], example: Any) -> dict[str, float]:
+def _products_left(model: nn.Module, meant: set[nn.Module], found: list[Operation]) -> dict[str, float]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    products = [operation for operation in operations(model, example) if operation.is_product]
+    products = [operation for operation in found if operation.is_product]
     total = sum(operation.multiplications for operation in products)
     left: Counter[str] = Counter()
     for operation in products:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fakequant.distributed import refuse_sharded
+from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.modes import evaluating
 from fakequant.model.tracing import traced_program
 from fakequant.nn.quantizer import quantizers
@@ -108,34 +109,35 @@ class Operation:
         return f"{where}: {self.name}, {self.float_inputs} of {self.inputs} inputs in float"
 
 
-def operations(model: nn.Module, example: Any) -> list[Operation]:
+def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> list[Operation]:
     """All operations of a model that compute on float tensors, in the order of the traced graph.
 
     Args:
         model: a prepared (or float) model; quantizers need not be calibrated.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
+        inputs: which part of the example these are, as for `calibrate`; None for all of it.
 
     Raises:
         torch.export's errors: the model cannot be traced.
     """
     refuse_sharded(model, "look into")
-    args, kwargs = example_arguments(example)
+    args, kwargs = example_arguments(example, inputs)
     with _ranges_optional(model), evaluating(model), torch.no_grad():
         program = traced_program(model, args, kwargs)
     activations = set(program.graph_signature.user_inputs)
     quantized: dict[fx.Node, bool] = {}
     found = []
     for node in program.graph.nodes:
-        inputs = [n for n in node.all_input_nodes if _is_float(n)]
+        sources = [n for n in node.all_input_nodes if _is_float(n)]
         name = _name(node)
         if node.target is torch.ops.fakequant.fake_quantize.default:
             quantized[node] = True
             continue
-        quantized[node] = name in _MOVES and bool(inputs) and all(quantized[n] for n in inputs)
-        if node.op != "call_function" or name in _MOVES or not inputs or not _is_float(node) or _is_plumbing(node):
+        quantized[node] = name in _MOVES and bool(sources) and all(quantized[n] for n in sources)
+        if node.op != "call_function" or name in _MOVES or not sources or not _is_float(node) or _is_plumbing(node):
             continue
-        constants = {n for n in inputs if n.op in ("placeholder", "get_attr") and n.name not in activations}
-        operands = _operands(node, inputs, constants)
+        constants = {n for n in sources if n.op in ("placeholder", "get_attr") and n.name not in activations}
+        operands = _operands(node, sources, constants)
         if not operands:
             continue
         in_float = sum(not quantized[n] for n in operands)
@@ -144,22 +146,26 @@ def operations(model: nn.Module, example: Any) -> list[Operation]:
     return found
 
 
-def unquantized(model: nn.Module, example: Any, *, products_only: bool = False) -> list[Operation]:
+def unquantized(
+    model: nn.Module, example: Any, *, products_only: bool = False, inputs: Inputs | None = None
+) -> list[Operation]:
     """The operations that see at least one unquantized float input: what `prepare` left in float.
+
+    Args:
+        model: a prepared model.
+        example: an input, a tuple of inputs, or a dict of keyword arguments; with `inputs`, a batch of a data loader.
+        products_only: whether to list only what an integer or low-precision unit would compute.
+        inputs: which part of the example the model gets, as for `calibrate`.
+
+    Raises:
+        torch.export's errors: the model cannot be traced.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), presets.INT8)
     >>> print(*unquantized(model, torch.ones(2, 4)))
     1: softmax, 1 of 1 inputs in float
     """
-    left = [operation for operation in operations(model, example) if not operation.quantized]
+    left = [operation for operation in operations(model, example, inputs) if not operation.quantized]
     return [operation for operation in left if operation.is_product] if products_only else left
-
-
-def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of an example: a tensor, a tuple of arguments, or a mapping."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError
+from fakequant.model.batches import Inputs
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float
 from fakequant.model.modes import evaluating
@@ -24,7 +25,7 @@ from fakequant.restore import structure_of
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def prepare(model: Model, config: Config | str, example: Any = None) -> Model:
+def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: Inputs | None = None) -> Model:
     """Turn the layers of a model into quantized layers, in place.
 
     Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
@@ -40,6 +41,7 @@ def prepare(model: Model, config: Config | str, example: Any = None) -> Model:
         config: a preset such as `presets.INT8`, its name, or your own rules.
         example: an input, a tuple or a dict of inputs; with it the model is traced, and the warning also says which
             products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
+        inputs: which part of the example the model gets, as for `calibrate`.
 
     Raises:
         ConfigError: a rule matches nothing, the model is already prepared, or a layer cannot be quantized as its rule
@@ -72,7 +74,7 @@ def prepare(model: Model, config: Config | str, example: Any = None) -> Model:
             quantize_layer(modules[name], rule, name)
         leave_fast_paths(model)
         with_inputs = any(rule.input is not None for rule in config.rules)
-        left = left_in_float(model, purposely, example if with_inputs else None)
+        left = left_in_float(model, purposely, example if with_inputs else None, inputs)
         if left is not None:
             warn(str(left), CoverageWarning, stacklevel=2)
         return model

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fakequant.distributed import is_data_parallel, refuse_sharded, whole
 from fakequant.errors import ConfigError
-from fakequant.model.batches import run_batch
+from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runner
 from fakequant.model.progress import track
 from fakequant.model.weights import fresh_weight, note_weight, weighted_layers
 from fakequant.nn.quantizer import quantizers
@@ -196,6 +196,7 @@ def finetune(
     options: Options | None = None,
     *,
     targets: str = "labels",
+    inputs: Inputs | None = None,
 ) -> list[float]:
     """Fine-tune a calibrated model with fake quantization in its graph.
 
@@ -210,6 +211,7 @@ def finetune(
         schedule: epochs and learning rates.
         options: scales, batch normalisation, optimizer, callback.
         targets: the key of the targets in mappings.
+        inputs: which part of a batch the model gets, as for `calibrate`; by default all of it without the targets.
 
     Returns:
         The mean loss of every epoch.
@@ -238,7 +240,7 @@ def finetune(
                 freeze_batch_norm(model)
             if epoch and options.scales is Scales.EPOCH:
                 set_scales(model, options.scales)
-            measure = partial(_loss, model, loss=loss, targets=targets)
+            measure = partial(_loss, model, loss=loss, targets=targets, inputs=inputs)
             history.append(_epoch(batches, measure, optimizer, (schedule, epoch, options.progress)))
             if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
                 break
@@ -246,30 +248,53 @@ def finetune(
     return history
 
 
-def _loss(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str) -> Tensor:
+def _loss(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, inputs: Inputs | None) -> Tensor:
     """The loss of one batch."""
     if loss is None:
-        outputs = run_batch(model, batch)
-        value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"loss=None takes the loss that the model returns, but its output of type {type(outputs).__name__} has "
-                "none; give the model its targets in the batch, or give loss="
-            )
-        return value
+        return _own_loss(model, batch, inputs)
+    wanted = _targets(batch, targets)
+    if inputs is not None:
+        return loss(runner(inputs)(model, batch), wanted)
     if isinstance(batch, Mapping):
-        if targets not in batch:
+        return loss(run_batch(model, {key: x for key, x in batch.items() if key != targets}), wanted)
+    return loss(run_batch(model, tuple(batch[:-1]), known=len(batch) - 1), wanted)
+
+
+def _own_loss(model: nn.Module, batch: Any, inputs: Inputs | None) -> Tensor:
+    """The loss that a model computes itself."""
+    try:
+        outputs = runner(inputs)(model, batch)
+    except AmbiguousBatchError as error:
+        raise ConfigError(
+            "with loss=None the model needs its targets as an argument, and a tuple does not say which item is which "
+            'argument; give dicts of arguments, such as {"input_ids": ..., "labels": ...}, or a function that makes '
+            "them of a batch as inputs="
+        ) from error
+    value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"loss=None takes the loss that the model returns, but its output of type {type(outputs).__name__} has "
+            "none; give a function of outputs and targets as loss=, such as torch.nn.functional.cross_entropy, or "
+            "dicts with all arguments from which the model computes outputs.loss"
+        )
+    return value
+
+
+def _targets(batch: Any, key: str) -> Any:
+    """The targets in a batch: the last item of a tuple, or the value of a key."""
+    if isinstance(batch, Mapping):
+        if key not in batch:
             raise ConfigError(
-                f"a batch has no targets {targets!r} for the loss, only {', '.join(map(str, batch))}; "
+                f"a batch has no targets {key!r} for the loss, only {', '.join(map(str, batch))}; "
                 "give their key as targets="
             )
-        return loss(run_batch(model, {key: x for key, x in batch.items() if key != targets}), batch[targets])
+        return batch[key]
     if not isinstance(batch, (tuple, list)) or not batch:
         raise ConfigError(
             f"a batch is of type {type(batch).__name__}, and the loss needs targets; give tuples with the targets as "
-            f"the last item, or mappings with the key {targets!r}"
+            f"the last item, or mappings with the key {key!r}"
         )
-    return loss(run_batch(model, tuple(batch[:-1]), known=len(batch) - 1), batch[-1])
+    return batch[-1]
 
 
 def _epoch(

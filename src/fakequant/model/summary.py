@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.calls import layers_called, weight_readers
 from fakequant.model.modes import disabled, evaluating
-from fakequant.model.operations import Operation, example_arguments, unquantized
+from fakequant.model.operations import Operation, unquantized
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
@@ -89,13 +90,14 @@ class Summary:
         return "\n".join(lines)
 
 
-def summary(model: nn.Module, example: Any = None) -> Summary:
+def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:
     """What of a model is quantized, how, and whether it is calibrated; with an example also what was left in float.
 
     Args:
         model: a prepared model.
         example: an input, a tuple or a dict of inputs; with it the model is traced and the operations that were left
             unquantized are listed, and layers that it does not call are told; their weights count as float.
+        inputs: which part of the example the model gets, as for `calibrate`; for a batch of a data loader.
 
     >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))
     layer  type    input            weight               execution  state
@@ -105,15 +107,14 @@ def summary(model: nn.Module, example: Any = None) -> Summary:
     """
     warn_stale_scales(model)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
-    left = None if example is None else unquantized(model, example)
-    idle = {} if example is None else _never_called(model, example)
+    left = None if example is None else unquantized(model, example, inputs=inputs)
+    idle = {} if example is None else _never_called(model, *example_arguments(example, inputs))
     rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]
     return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle))
 
 
-def _never_called(model: nn.Module, example: Any) -> dict[nn.Module, str]:
+def _never_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[nn.Module, str]:
     """The quantized layers that a run of the example does not call, and why."""
-    args, kwargs = example_arguments(example)
     layers = {layer for layer in model.modules() if isinstance(layer, QuantizedLayer)}
     with evaluating(model), disabled(model), torch.no_grad():
         idle = layers - layers_called(model, lambda: model(*args, **kwargs))

@@ -22,6 +22,10 @@ from fakequant.nn.pairs import Add, MatMul
 from fakequant.nn.quantizer import Quantizer
 
 
+_ATTRIBUTES = {"input_quantizer": "_input_quantizer", "weight_quantizer": "_weight_quantizer"}
+"""The public properties that hold quantizers, and the attributes and `state_dict` keys behind them."""
+
+
 class QuantizedLayer(nn.Module):
     """What quantized layers share; always combined with the float layer's class.
 
@@ -47,6 +51,20 @@ class QuantizedLayer(nn.Module):
     weight: Tensor
     _input_quantizer: Quantizer | None
     _weight_quantizer: Quantizer | None
+
+    @property
+    def input_quantizer(self) -> Quantizer | None:
+        """The quantizer of the first input, which may be replaced; None leaves the input in float."""
+        return self._input_quantizer
+
+    @property
+    def weight_quantizer(self) -> Quantizer | None:
+        """The quantizer of the weight, which may be replaced; None leaves the weight in float."""
+        return self._weight_quantizer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch registers a module under the name it is given, before it looks for a property of that name.
+        super().__setattr__(_ATTRIBUTES.get(name, name), value)
 
     @classmethod
     def quantizer_names(cls) -> tuple[str, ...]:

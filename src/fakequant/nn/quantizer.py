@@ -90,6 +90,8 @@ class Quantizer(QuantizerPart):
 
     scale: Tensor | None
     zero_point: Tensor | None
+    collected: Calibrator | None = None
+    """What the last `fakequant.calibrate` collected for an input, from which `recalibrate` finds another range."""
     fitted_to: Tensor | None = None
     """Of the weight for which the parameters were set, the largest magnitude per group; see `model/weights.py`."""
 
