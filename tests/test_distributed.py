@@ -138,7 +138,7 @@ def shards(rank: int, folder: Path) -> None:
         assert torch.equal(alone(x), model(x))
     assert len(fq.summary(model).layers) == 2
     for refused in (
-        lambda: fq.fold(model),
+        lambda: fq.bake_weights(model),
         lambda: fq.summary(model, x),
         lambda: fq.export_onnx(model, x, folder / "model.onnx"),
         lambda: fq.qat.set_scales(model, Scales.LEARNED),

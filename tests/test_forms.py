@@ -273,7 +273,7 @@ def test_a_parametrized_layer_is_quantized_as_one_parametrized_later(kind: str, 
     parametrize.remove_parametrizations(before[0], "weight")
     assert type(before[0]) is type(fq.prepare(made(), "int8")[0])
     assert torch.equal(before(X), expected)
-    fq.fold(before)
+    fq.bake_weights(before)
 
 
 def test_training_computes_a_parametrized_weight_once_a_pass() -> None:

@@ -14,7 +14,7 @@ QUICK = [
     "calibrate",
     "calibrate learned",
     "recalibrate learned",
-    "fold",
+    "bake_weights",
     "set_execution",
     "set_scales learned",
     "set_scales fixed",

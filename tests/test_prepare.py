@@ -13,9 +13,9 @@ from fakequant import choose_qparams
 from fakequant.calibration import calibrators
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model import presets
+from fakequant.model.bake import bake_weights
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Rule
-from fakequant.model.fold import fold
 from fakequant.model.modes import disabled
 from fakequant.model.prepare import prepare
 from fakequant.nn import Mode, quantizers
@@ -146,10 +146,10 @@ def test_disabled_is_the_float_model() -> None:
 def test_fold_computes_the_same_without_weight_quantizers() -> None:
     model = calibrated(presets.INT4)
     expected = model(images())
-    folded = fold(copy.deepcopy(model))
-    assert torch.equal(folded(images()), expected)
-    assert not any(name.endswith("_weight_quantizer") for name in quantizers(folded))
-    assert folded.stem.weight.unique().numel() <= 8 * 16
+    baked = bake_weights(copy.deepcopy(model))
+    assert torch.equal(baked(images()), expected)
+    assert not any(name.endswith("_weight_quantizer") for name in quantizers(baked))
+    assert baked.stem.weight.unique().numel() <= 8 * 16
 
 
 @pytest.mark.parametrize("config", [presets.INT8, presets.FP8], ids=["INT8", "FP8"])
@@ -183,10 +183,10 @@ def test_fold_refuses_what_would_change_results() -> None:
     tied[1].weight = tied[0].weight
     prepare(tied, presets.INT8.with_rule(Rule("1")))
     with pytest.raises(ConfigError, match="the layers 0 and 1 share one weight"):
-        fold(tied)
+        bake_weights(tied)
     model = calibrated()
     with disabled(model), pytest.raises(ConfigError, match="stem: its weight quantizer is off"):
-        fold(model)
+        bake_weights(model)
     assert model.stem._weight_quantizer is not None
 
 
@@ -219,11 +219,11 @@ def test_fold_refuses_a_computed_weight_until_it_is_made_permanent(kind: str) ->
     x = torch.ones(2, 4)
     expected = model(x)
     with pytest.raises(ConfigError, match=r"^1: its weight is computed .* make it permanent first"):
-        fold(model)
+        bake_weights(model)
     assert model[0]._weight_quantizer is not None
     assert torch.equal(model(x), expected)
     make_permanent(model[1])
-    assert torch.equal(fold(model)(x), expected)
+    assert torch.equal(bake_weights(model)(x), expected)
 
 
 def test_a_forward_that_would_bypass_the_quantizers_is_refused() -> None:

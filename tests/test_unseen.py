@@ -91,7 +91,7 @@ def test_layers_left_in_float_stay_so_everywhere(tmp_path):
     rows = {row[0]: row for row in fq.summary(model).rows()}
     assert rows["idle"][2:4] == ("float", "float")
     assert set(fq.layer_sqnr(model, [X])) == set(quantizers(model))
-    fq.fold(model)
+    fq.bake_weights(model)
 
 
 @pytest.mark.parametrize("preset", ["int8_per_token", "mxfp4", "int8_weight_only"])

@@ -144,7 +144,7 @@ def test_every_function_that_relies_on_a_stale_scale_says_so_once(preset, factor
         "save": lambda model: fq.save(model, tmp_path),
         "layer_sqnr": lambda model: fq.layer_sqnr(model, [X]),
         "sensitivity": lambda model: fq.sensitivity(model, [X]),
-        "fold": fq.fold,
+        "bake_weights": fq.bake_weights,
     }
     for name, use in uses.items():
         model = calibrated(preset)

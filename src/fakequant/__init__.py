@@ -2,7 +2,7 @@
 
 The functions work on tensors (`fake_quantize`, `quantize`, `dequantize`, `choose_qparams`) or on models (`prepare`,
 `calibrate`, `summary`, `sensitivity`, `qat`, `save`, `load`, `export_onnx`, `verify_onnx`); `ir` captures a model
-as a graph; `compat` holds other libraries' interfaces.
+as a graph; `compat` offers the interfaces of other libraries.
 """
 
 from importlib import import_module
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from fakequant.export import export_onnx, verify_onnx
     from fakequant.model import presets, qat
     from fakequant.model.analysis import layer_sqnr, sensitivity
+    from fakequant.model.bake import bake_weights, fold
     from fakequant.model.calibrate import calibrate, recalibrate
     from fakequant.model.checkpoint import load, save
     from fakequant.model.config import Config, Rule, TensorConfig
     from fakequant.model.execution import set_execution
-    from fakequant.model.fold import fold
+    from fakequant.model.fuse import fuse_batch_norm
     from fakequant.model.modes import disabled
     from fakequant.model.operations import unquantized
     from fakequant.model.prepare import prepare
@@ -68,6 +69,7 @@ __all__ = [
     "Specials",
     "TableFormat",
     "TensorConfig",
+    "bake_weights",
     "calibrate",
     "choose_qparams",
     "dequantize",
@@ -78,6 +80,7 @@ __all__ = [
     "float_state_dict",
     "fold",
     "formats",
+    "fuse_batch_norm",
     "layer_sqnr",
     "load",
     "nn",
@@ -98,7 +101,7 @@ __all__ = [
     "verify_onnx",
 ]
 
-# Imported when it is first asked for: who calls the functions on tensors does not wait for what works on models.
+# Imported at first use, so that `import fakequant` does not load the code that works on models.
 _MODULES = {
     "compat": "fakequant.compat",
     "ir": "fakequant.ir",
@@ -110,11 +113,12 @@ _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
     "fakequant.export": ("export_onnx", "verify_onnx"),
     "fakequant.model.analysis": ("layer_sqnr", "sensitivity"),
+    "fakequant.model.bake": ("bake_weights", "fold"),
     "fakequant.model.calibrate": ("calibrate", "recalibrate"),
     "fakequant.model.checkpoint": ("load", "save"),
     "fakequant.model.config": ("Config", "Rule", "TensorConfig"),
     "fakequant.model.execution": ("set_execution",),
-    "fakequant.model.fold": ("fold",),
+    "fakequant.model.fuse": ("fuse_batch_norm",),
     "fakequant.model.modes": ("disabled",),
     "fakequant.model.operations": ("unquantized",),
     "fakequant.model.prepare": ("prepare",),

@@ -34,7 +34,7 @@ def refuse_sharded(model: nn.Module, action: str) -> None:
 
     Args:
         model: any module.
-        action: what is refused, as a verb: "fold".
+        action: what is refused, as a verb: "export".
 
     Raises:
         ConfigError: it has.

@@ -97,6 +97,10 @@ class CoverageWarning(UserWarning):
     """A prepared model computes in float what could be quantized."""
 
 
+class FusionWarning(UserWarning):
+    """Batch normalisations that `fuse_batch_norm` could not fold into a layer."""
+
+
 def check_keys(values: Any, known: Sequence[str], what: str, error: type[FakeQuantError]) -> None:
     """Raise the error unless values are a dict with known keys.
 

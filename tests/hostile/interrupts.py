@@ -107,7 +107,7 @@ CASES = {
     "set_range learned": Case(lambda: quantizer(learned=True), lambda m: m[0].set_range(_range), changes=True),
     "learn": Case(lambda: quantizer(learned=False), lambda m: m[0].learn("lsq_plus"), changes=True),
     "stop_learning": Case(lambda: quantizer(learned=True), lambda m: m[0].stop_learning(), changes=True),
-    "fold": Case(calibrated, fq.fold, changes=True),
+    "bake_weights": Case(calibrated, fq.bake_weights, changes=True),
     "load": Case(plain, lambda m: fq.load(m, _saved), changes=True),
     "finetune": Case(calibrated, finetune, changes=True, trains=True),
     "sensitivity": Case(calibrated, lambda m: fq.sensitivity(m, [X], progress=False)),

@@ -26,9 +26,9 @@ from fakequant.export.runtime import element_types
 from fakequant.export.style import Style
 from fakequant.export.trace import Site, sites, to_onnx, trace
 from fakequant.files import writable_file, write_whole
+from fakequant.model.batches import example_arguments
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
-from fakequant.model.batches import example_arguments
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn import fixed_ranges
 from fakequant.nn.layers import QuantizedLayer

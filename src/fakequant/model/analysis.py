@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.execution import simulated
 from fakequant.model.modes import disabled, evaluating, modes
+from fakequant.model.outputs import float_tensors
 from fakequant.model.progress import track
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.model.weights import warn_stale_scales
@@ -166,7 +167,7 @@ def _output_sqnr(
         for batch in track(batches, "measuring layers", total, progress):
             with kept.record():
                 output = run(model, batch)
-                exact = [tensor.clone() for tensor in _tensors(output)]
+                exact = [tensor.clone() for tensor in float_tensors(output)]
             if not exact:
                 raise ConfigError(
                     f"the model's output of type {type(output).__name__} holds no float tensor; give metric="
@@ -177,7 +178,7 @@ def _output_sqnr(
                 try:
                     _set(own, Mode.QUANTIZE)
                     with kept.reuse():
-                        outputs = _tensors(run(model, batch))
+                        outputs = float_tensors(run(model, batch))
                 finally:
                     _set(own, Mode.OFF)  # where it is interrupted, `disabled` gives all modes back
                 for right, approximate in zip(exact, outputs, strict=True):
@@ -195,20 +196,6 @@ def _output_sqnr(
 def _set(own: list[Quantizer], mode: Mode) -> None:
     for quantizer in own:
         quantizer.mode = mode
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """All floating tensors in a model's output: in tuples, lists, mappings and dataclasses, however nested."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    items: Iterable[Any] = ()
-    if isinstance(output, Mapping):
-        items = output.values()
-    elif isinstance(output, (tuple, list)):
-        items = output
-    elif is_dataclass(output) and not isinstance(output, type):
-        items = [getattr(output, field.name) for field in fields(output)]
-    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def _run(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool | None) -> int:

@@ -23,7 +23,6 @@ from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quant
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
 
-
 _NOT_PREPARED = "the model has no quantizers; call fakequant.prepare(model, config) first"
 
 

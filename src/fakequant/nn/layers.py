@@ -21,7 +21,6 @@ from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.pairs import Add, MatMul
 from fakequant.nn.quantizer import Quantizer
 
-
 _ATTRIBUTES = {"input_quantizer": "_input_quantizer", "weight_quantizer": "_weight_quantizer"}
 """The public properties that hold quantizers, and the attributes and `state_dict` keys behind them."""
 

@@ -1,4 +1,4 @@
-"""Weights that several layers share, folded once for all of them."""
+"""Weights that several layers share, replaced once for all of them."""
 
 import pytest
 import torch
@@ -39,12 +39,12 @@ def language(embedding: str | None = WEIGHT, head: str | None = WEIGHT, *, calib
 
 @pytest.mark.parametrize("weight", [WEIGHT, "int4 per_block(-1:4)", "int8 per_tensor", "float8_e4m3fn per_tensor"])
 @pytest.mark.parametrize("calibrate", [True, False])
-def test_a_tied_weight_is_folded_once_for_all_layers(weight, calibrate):
+def test_a_tied_weight_is_replaced_once_for_all_layers(weight, calibrate):
     model = language(weight, weight, calibrate=calibrate)
     if not calibrate:
         fq.calibrate(model, [TOKENS], pattern="middle")
     expected = model(TOKENS)
-    fq.fold(model)
+    fq.bake_weights(model)
     assert_same_bits(model(TOKENS), expected)
     assert model.head.weight is model.embedding.weight
     assert not any(name.endswith("_weight_quantizer") for name in fq.nn.quantizers(model))
@@ -64,7 +64,7 @@ def test_layers_that_would_not_agree_are_refused(make, difference):
     model = make()
     expected = model(TOKENS)
     with pytest.raises(ConfigError, match=f"the layers embedding and head share one weight, which {difference}"):
-        fq.fold(model)
+        fq.bake_weights(model)
     assert_same_bits(model(TOKENS), expected)
 
 
@@ -78,4 +78,12 @@ def test_two_of_three_that_share_a_weight_are_named():
     model[1].weight = model[2].weight = model[0].weight
     fq.prepare(model, fq.presets.INT8_WEIGHT_ONLY.with_rule(fq.Rule("2", weight="int4")))
     with pytest.raises(ConfigError, match="the layers 0 and 2 share one weight"):
-        fq.fold(model)
+        fq.bake_weights(model)
+
+
+def test_the_old_name_says_the_new_one():
+    model, other = language(), language()
+    with pytest.warns(DeprecationWarning, match="fakequant.fold is now called fakequant.bake_weights") as said:
+        assert fq.fold(model) is model
+    assert said[0].filename == __file__
+    assert_same_bits(model(TOKENS), fq.bake_weights(other)(TOKENS))

@@ -1,7 +1,8 @@
-"""Quantized weights for good: each weight becomes its quantized values, and its quantizer goes."""
+"""Replace weights by their quantized values, and take their quantizers away."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeVar
 
 import torch
@@ -17,12 +18,12 @@ from fakequant.restore import restore_on_error
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def fold(model: Model) -> Model:
+def bake_weights(model: Model) -> Model:
     """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
 
     The model computes the same as before, without quantizing weights again in every pass. A weight that several layers
-    share, as embedding and head of a language model do, is folded once for all of them. An interrupt comes when all
-    are folded.
+    share, as embedding and head of a language model do, is replaced once for all of them. An interrupt is raised
+    when all weights are replaced.
 
     Raises:
         ConfigError: a weight whose quantizer is off, that another layer uses too and quantizes otherwise (names both),
@@ -30,10 +31,10 @@ def fold(model: Model) -> Model:
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> before = model(torch.ones(1, 4))
-    >>> torch.equal(fold(model)(torch.ones(1, 4)), before)
+    >>> torch.equal(bake_weights(model)(torch.ones(1, 4)), before)
     True
     """
-    refuse_sharded(model, "fold")
+    refuse_sharded(model, "bake the weights of")
     held = weighted_layers(model)
     for name, layer in held.items():
         _check(name, layer)
@@ -42,13 +43,31 @@ def fold(model: Model) -> Model:
         for names in groups:
             _check_alike(names, held)
         warn_stale_scales(model)
-    _fold_all([[held[name] for name in names] for names in groups])
+    _bake_all([[held[name] for name in names] for names in groups])
     return model
 
 
+def fold(model: Model) -> Model:
+    """The old name of `bake_weights`, which goes with the next release.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as said:
+    ...     warnings.simplefilter("always")
+    ...     model = fold(prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY))
+    >>> print(said[0].message)
+    fakequant.fold is now called fakequant.bake_weights, and the old name goes with the next release
+    """
+    warnings.warn(
+        "fakequant.fold is now called fakequant.bake_weights, and the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return bake_weights(model)
+
+
 @torch.no_grad()
-def _fold_all(groups: list[list[QuantizedLayer]]) -> None:
-    """Fold the weight that the layers of each group share; an interrupt comes when all are folded."""
+def _bake_all(groups: list[list[QuantizedLayer]]) -> None:
+    """Replace the weight that the layers of each group share; an interrupt is raised when all weights are replaced."""
     begun: dict[int, Tensor] = {}
 
     def finish() -> None:
@@ -73,13 +92,13 @@ def _check(name: str, layer: QuantizedLayer) -> None:
     own = layer._parameters.get("weight", layer._buffers.get("weight"))
     if own is None or layer.weight is not own:
         raise ConfigError(
-            f"{name}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be folded; "
+            f"{name}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be replaced; "
             "make it permanent first, as by prune.remove or remove_parametrizations"
         )
 
 
 def _by_weight(model: nn.Module, held: dict[str, QuantizedLayer]) -> list[list[str]]:
-    """All modules that use each of the weights to fold, by path."""
+    """The paths of all modules that use each of the quantized weights."""
     users: dict[int, list[str]] = {id(layer.weight): [] for layer in held.values()}
     for name, module in model.named_modules():
         for tensor in {id(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None}:
@@ -98,8 +117,8 @@ def _check_alike(names: list[str], held: dict[str, QuantizedLayer]) -> None:
         if difference is not None:
             pair = " and ".join(other for other in names if other in (first, name))
             raise ConfigError(
-                f"the layers {pair} share one weight, which {difference}, so that folding it would change "
-                "the others; quantize it alike, or give each its own: "
+                f"the layers {pair} share one weight, which {difference}, so that replacing it would "
+                "change the others; quantize it alike, or give each its own: "
                 "layer.weight = nn.Parameter(layer.weight.detach().clone())"
             )
 

@@ -1,0 +1,299 @@
+"""Fold batch normalisations into the layers before them, as engines do when they load a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.nn.parameter import UninitializedParameter
+
+from fakequant.distributed import refuse_sharded
+from fakequant.errors import ConfigError, FusionWarning
+from fakequant.model.batches import Inputs, example_arguments
+from fakequant.model.flow import Flow, data_flow
+from fakequant.model.modes import evaluating
+from fakequant.model.outputs import float_tensors
+from fakequant.nn.forms import computed_class
+from fakequant.nn.leaf import as_leaf
+from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.restore import restore_on_error, state_of, structure_of
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
+_NAMED = 6
+
+
+class FusedBatchNorm(nn.Identity):
+    """What takes the place of a fused batch normalisation: returns its input.
+
+    It refuses inputs of another number of axes, in which the normalisation would have taken other channels.
+
+    >>> print(fuse_batch_norm(nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4)).eval())[1])
+    FusedBatchNorm(into 0, inputs of 3 axes)
+    """
+
+    def __init__(self, layer: str, axes: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.axes = axes
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        if input.dim() != self.axes:
+            raise ConfigError(
+                f"the batch normalisation that was fused into {self.layer} got an input of shape {list(input.shape)}, "
+                f"whose channels are not those of {self.layer}; only inputs of {self.axes} axes can be computed after "
+                "fuse_batch_norm"
+            )
+        return input
+
+    def extra_repr(self) -> str:
+        return f"into {self.layer}, inputs of {self.axes} axes"
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """The batch normalisations of a model by path: those that can be fused, and those that stay.
+
+    Attributes:
+        fused: the path of the layer that each is fused into.
+        left: why each of the others stays.
+    """
+
+    fused: dict[str, str]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{norm or '(model)'} into {layer or '(model)'}" for norm, layer in self.fused.items()]
+        return "\n".join([*lines, *(f"{norm or '(model)'} stays: {why}" for norm, why in self.left.items())])
+
+
+def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None = None) -> Model:
+    """Fold every batch normalisation that directly follows a convolution or linear layer into that layer, in place.
+
+    The output stays the same up to rounding. A `FusedBatchNorm`, which returns its input, takes the place of the
+    normalisation. Which one follows which layer is read from the data flow: from `torch.fx.symbolic_trace`, or, for a
+    model that it cannot trace, from a run with the example. A `FusionWarning` says which normalisations stay, and why.
+    `find_fusions` says beforehand what will be fused. A second call finds nothing to do.
+
+    Args:
+        model: a float model whose batch normalisations are in eval mode; call this before `prepare`.
+        example: an input, a tuple or a dict of inputs; with it the outputs before and after are compared.
+        inputs: which part of the example the model gets, as for `calibrate`.
+
+    Raises:
+        ConfigError: a normalisation in training mode; a model that is prepared, sharded, or cannot be traced, without
+            an example; or outputs that differ by more than rounding. Nothing is changed then.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    >>> x = torch.randn(2, 3, 8, 8)
+    >>> before = model(x)
+    >>> torch.allclose(fuse_batch_norm(model, x)(x), before, atol=1e-5)
+    True
+    >>> model
+    Sequential(
+      (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+      (1): FusedBatchNorm(into 0, inputs of 4 axes)
+      (2): ReLU()
+    )
+    """
+    found = find_fusions(model, example, inputs=inputs)
+    modules = dict(model.named_modules())
+    pairs = {norm: modules[layer] for norm, layer in found.fused.items()}
+    run = None if example is None else _run_of(model, example, inputs)
+    before = None if run is None else [tensor.clone() for tensor in run()]
+    values, structure = state_of(pairs.values()), structure_of([model])
+
+    def restore() -> None:
+        structure()
+        values()
+
+    with restore_on_error(restore):
+        for norm, layer in pairs.items():
+            _fuse(layer, modules[norm])
+            _replace(model, modules[norm], FusedBatchNorm(found.fused[norm], _axes(layer)))
+        if run is not None and before is not None:
+            _check_outputs(before, run())
+    if found.left:
+        warnings.warn(_left_text(found), FusionWarning, stacklevel=2)
+    return model
+
+
+def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Fusions:
+    """Which batch normalisations `fuse_batch_norm` fuses into which layer, and why the others stay.
+
+    Args:
+        model: as for `fuse_batch_norm`, which has the other arguments and errors, too; it is not changed.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4)).eval()
+    >>> print(find_fusions(model))
+    1 into 0
+    3 stays: its input is not the output of a convolution or linear layer
+    """
+    if quantizers(model):
+        raise ConfigError("fuse_batch_norm takes a float model; call it before fakequant.prepare")
+    refuse_sharded(model, "fuse the batch normalisations of")
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    if training := [name or "(model)" for name, norm in norms.items() if norm.training]:
+        raise ConfigError(
+            f"{len(training)} batch normalisations are in training mode, the first is {training[0]}; "
+            "call model.eval() before fuse_batch_norm"
+        )
+    if not norms:
+        return Fusions({}, {})
+    layers = {m: name for name, m in model.named_modules() if computed_class(m) in _LAYERS}
+    flow = data_flow(
+        model, [*layers], [*norms.values()], None if example is None else example_arguments(example, inputs)
+    )
+    users = _users_of_parameters(model)
+    fused: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for name, norm in norms.items():
+        layer = flow.sources.get(norm)
+        why = _why_norm_stays(norm, flow) or _why_layer_stays(cast("nn.Module", layer), norm, flow, users)
+        if layer is None or why is not None:
+            left[name] = str(why)
+        else:
+            fused[name] = layers[layer]
+    return Fusions(fused, left)
+
+
+def _why_norm_stays(norm: nn.Module, flow: Flow) -> str | None:
+    """Why a batch normalisation itself cannot be fused into whatever is before it."""
+    if type(norm) not in _NORMS:
+        return f"a {type(norm).__name__} may compute something else than a batch normalisation"
+    if cast("nn.BatchNorm2d", norm).running_mean is None:
+        return "it has no running statistics, so that each batch is normalised by its own"
+    if not is_as_made(norm):
+        return "it has hooks or a forward of its own"
+    if flow.calls[norm] != 1:
+        return "it is never called" if not flow.calls[norm] else f"it is called {flow.calls[norm]} times"
+    if flow.sources.get(norm) is None:
+        return "its input is not the output of a convolution or linear layer"
+    return None
+
+
+def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Flow, users: Counter[int]) -> str | None:
+    """Why a batch normalisation cannot be fused into the layer before it."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if flow.calls[layer] != 1:
+        return f"the layer before it is called {flow.calls[layer]} times"
+    if layer in flow.read_elsewhere:
+        return "the output or a parameter of the layer before it is used elsewhere, too"
+    if not is_as_made(layer):
+        return "the layer before it has hooks or a forward of its own"
+    if weight is None or layer.weight is not weight:
+        return "the weight of the layer before it is computed (weight_norm, pruning, a parametrization)"
+    if isinstance(weight, UninitializedParameter):
+        return "the layer before it gets its shapes in the first call; run the model once first"
+    if any(users[parameter.data_ptr()] > 1 for parameter in (weight, bias) if parameter is not None):
+        return "the layer before it shares a parameter with another module"
+    channels = cast("nn.BatchNorm2d", norm).num_features
+    if _output_channels(layer) != channels:
+        return f"it has {channels} channels, and the layer before it {_output_channels(layer)}"
+    return None
+
+
+def _users_of_parameters(model: nn.Module) -> Counter[int]:
+    """How many attributes of modules hold each parameter, by the address of its values."""
+    return Counter(
+        parameter.data_ptr()
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and not isinstance(parameter, UninitializedParameter)
+    )
+
+
+def _output_channels(layer: nn.Module) -> int:
+    return cast("int", layer.out_features if computed_class(layer) is nn.Linear else layer.out_channels)
+
+
+def _axes(layer: nn.Module) -> int:
+    """The axes of a layer's output that has a batch normalisation over the layer's own channels."""
+    return 2 if computed_class(layer) is nn.Linear else 2 + len(cast("nn.Conv2d", layer).kernel_size)
+
+
+@torch.no_grad()
+def _fuse(layer: nn.Module, norm: nn.Module) -> None:
+    """Fold a batch normalisation into a layer; computed in float64 and rounded once."""
+    norm, weight = cast("nn.BatchNorm2d", norm), layer._parameters["weight"]
+    assert weight is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    factor = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        factor = factor * norm.weight.double()
+    bias = layer._parameters.get("bias")
+    offset = (0.0 if bias is None else bias.double()) - norm.running_mean.double()
+    offset = offset * factor + (0.0 if norm.bias is None else norm.bias.double())
+    weight.copy_(_scaled(layer, weight.double(), factor))
+    if bias is None:
+        layer.bias = nn.Parameter(offset.to(weight.dtype), requires_grad=weight.requires_grad)
+    else:
+        bias.copy_(offset)
+
+
+def _scaled(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
+    """A weight with every output channel multiplied by its factor [out]."""
+    if computed_class(layer) not in _TRANSPOSED:
+        return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))
+    # [in, out / groups, ...]: the inputs of a group make the outputs of that group.
+    groups = cast("nn.ConvTranspose2d", layer).groups
+    grouped = weight.view(groups, -1, *weight.shape[1:])
+    return (grouped * factor.view(groups, 1, -1, *(1 for _ in weight.shape[2:]))).view_as(weight)
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another one, under all its names."""
+    new.train(old.training)
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
+
+
+def _run_of(model: nn.Module, example: Any, inputs: Inputs | None) -> Any:
+    """A function that runs the example; it returns the float tensors of the output."""
+    args, kwargs = example_arguments(example, inputs)
+
+    def run() -> list[Tensor]:
+        with evaluating(model), torch.no_grad():
+            return float_tensors(model(*args, **kwargs))
+
+    return run
+
+
+def _check_outputs(before: list[Tensor], after: list[Tensor]) -> None:
+    """Raise if outputs differ by more than the rounding of many layers: the root of the dtype's precision."""
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        allowed = torch.finfo(old.dtype).eps ** 0.5 * float(old.abs().max()) if old.numel() else 0.0
+        difference = float((new.double() - old.double()).abs().max()) if old.numel() else 0.0
+        if not difference <= allowed:
+            raise ConfigError(
+                f"output {index} of the model changed by {difference:.3g} when its batch normalisations were fused, "
+                f"rounding explains {allowed:.3g}; nothing was changed. The model may compute otherwise in another call"
+            )
+
+
+def _left_text(found: Fusions) -> str:
+    """One line that says which batch normalisations stay, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in found.left.items():
+        reasons.setdefault(why, []).append(name or "(model)")
+    parts = [
+        f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''} ({why})"
+        for why, names in reasons.items()
+    ]
+    count = len(found.left)
+    stay = "1 batch normalisation stays" if count == 1 else f"{count} batch normalisations stay"
+    return f"{len(found.fused)} fused, {stay}: {'; '.join(parts)}"

@@ -1,0 +1,279 @@
+"""Batch normalisations that are folded into the layers before them, found by data flow."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import ConfigError, FusionWarning
+from fakequant.model.fuse import FusedBatchNorm, find_fusions
+
+NOT_DIRECT = "its input is not the output of a convolution or linear layer"
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """A model in eval mode whose batch normalisations do something."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if module.running_mean is not None and module.running_var is not None:
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.2, 3.0)
+            if module.affine:
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
+    return model.eval()
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), (5, 6)),
+    "conv1d": (lambda: nn.Sequential(nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8)), (2, 6, 9)),
+    "conv2d": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)), (2, 6, 7, 5)),
+    "conv3d": (lambda: nn.Sequential(nn.Conv3d(6, 8, 2, groups=2), nn.BatchNorm3d(8)), (2, 6, 4, 4, 4)),
+    "transposed 1d": (lambda: nn.Sequential(nn.ConvTranspose1d(6, 8, 3), nn.BatchNorm1d(8)), (2, 6, 9)),
+    "transposed 2d": (lambda: nn.Sequential(nn.ConvTranspose2d(6, 8, 3, 2, groups=2), nn.BatchNorm2d(8)), (2, 6, 5, 5)),
+    "transposed 3d": (lambda: nn.Sequential(nn.ConvTranspose3d(6, 9, 2, groups=3), nn.BatchNorm3d(9)), (1, 6, 3, 3, 3)),
+    "no affine": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8, affine=False)), (2, 6, 7, 5)),
+    "synchronised": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3), nn.SyncBatchNorm(8)), (2, 6, 7, 5)),
+}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["traced", "example"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_keeps_its_output(name: str, given: bool) -> None:
+    make, shape = LAYERS[name]
+    model, x = trained(make()).double(), torch.randn(shape, dtype=torch.float64)
+    before, parameters = model(x), set(model[0].parameters())  # type: ignore[index]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fq.fuse_batch_norm(model, x if given else None) is model
+    torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-12)
+    assert parameters <= set(model[0].parameters())  # type: ignore[index]
+    assert isinstance(model[1], FusedBatchNorm)  # type: ignore[index]
+    state = copy.deepcopy(model.state_dict())
+    fq.fuse_batch_norm(model, x if given else None)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_values_are_those_of_torch() -> None:
+    model = trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    expected = torch.nn.utils.fuse_conv_bn_eval(copy.deepcopy(model[0]), model[1])  # type: ignore[index]
+    fq.fuse_batch_norm(model)
+    torch.testing.assert_close(model[0].weight, expected.weight)  # type: ignore[index]
+    torch.testing.assert_close(model[0].bias, expected.bias)  # type: ignore[index]
+
+
+def test_the_fused_model_can_be_prepared_copied_and_exported() -> None:
+    model, x = trained(LAYERS["conv2d"][0]()), torch.randn(2, 6, 7, 5)
+    fq.fuse_batch_norm(model, x)
+    model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert [str(node) for node in torch.fx.symbolic_trace(model).graph.nodes] == ["input_1", "_0", "_1", "output"]
+    fq.calibrate(fq.prepare(model, "int8"), [x])
+    exported = torch.export.export(model, (x,)).module()
+    assert torch.equal(exported(x), model(x))
+
+
+class Block(nn.Module):
+    """Layers of which `forward` decides what follows what; names say nothing."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], traces: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.c, self.d = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.run, self.traces = forward, traces
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.traces and bool(x.sum() > 1e9):  # torch.fx cannot know
+            return x
+        return self.run(self, x)
+
+
+def read_weight(m: Any, x: Tensor) -> Tensor:
+    return m.c(m.a(x)) + nn.functional.conv2d(x, m.a.weight, padding=1)
+
+
+def in_place(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    return m.c(y) + y.mul_(2)
+
+
+FLOWS: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, str], dict[str, str]]] = {
+    "crossed": (lambda m, x: m.c(m.b(torch.relu(m.d(m.a(x))))), {"c": "b", "d": "a"}, {}),
+    "residual": (lambda m, x: x + m.d(m.b(torch.relu(m.c(m.a(x))))), {"c": "a", "d": "b"}, {}),
+    "called twice": (
+        lambda m, x: m.c(m.a(m.a(x))) + m.d(m.b(x)),
+        {"d": "b"},
+        {"c": "the layer before it is called 2 times"},
+    ),
+    "two readers": (
+        lambda m, x: m.c(m.a(x)) + m.d(x),
+        {"c": "a"},
+        {"d": NOT_DIRECT},
+    ),
+    "output used": (
+        lambda m, x: (lambda y: m.c(y) + y)(m.a(x)),
+        {},
+        {"c": "the output or a parameter of the layer before it is used elsewhere, too", "d": "it is never called"},
+    ),
+    "output changed later": (
+        in_place,
+        {},
+        {"c": "the output or a parameter of the layer before it is used elsewhere, too", "d": "it is never called"},
+    ),
+    "read by two": (
+        lambda m, x: (lambda y: m.c(y) + m.d(y))(m.a(x)),
+        {},
+        dict.fromkeys("cd", "the output or a parameter of the layer before it is used elsewhere, too"),
+    ),
+    "weight read": (
+        read_weight,
+        {},
+        {"c": "the output or a parameter of the layer before it is used elsewhere, too", "d": "it is never called"},
+    ),
+    "normalised twice": (
+        lambda m, x: m.c(m.c(m.a(x))) + m.d(m.b(x)),
+        {"d": "b"},
+        {"c": "it is called 2 times"},
+    ),
+    "two in a row": (lambda m, x: m.d(m.c(m.a(x))), {"c": "a"}, {"d": NOT_DIRECT}),
+}
+
+
+@pytest.mark.parametrize("traces", [True, False], ids=["traced", "run"])
+@pytest.mark.parametrize("name", FLOWS)
+def test_layers_are_found_by_data_flow(name: str, traces: bool) -> None:
+    forward, fused, left = FLOWS[name]
+    model, x = trained(Block(forward, traces)).double(), torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    before = model(x)
+    found = find_fusions(model, x)
+    assert (found.fused, found.left) == (fused, left)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fq.fuse_batch_norm(model, x)
+    torch.testing.assert_close(model(x), before, rtol=1e-12, atol=1e-12)
+    assert [w.category for w in said] == [FusionWarning] * bool(left)
+    assert not left or f"{len(fused)} fused, {len(left)} batch" in str(said[0].message)
+    assert not left or said[0].filename == __file__
+
+
+def test_an_untraceable_model_needs_an_example() -> None:
+    model = trained(Block(lambda m, x: m.c(m.a(x)), traces=False))
+    state = copy.deepcopy(vars(model))
+    with pytest.raises(ConfigError, match=r"torch.fx cannot trace the model \(TraceError: .*give an example"):
+        fq.fuse_batch_norm(model)
+    assert vars(model).keys() == state.keys()
+
+
+def other(change: Callable[[nn.Sequential], object]) -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
+    change(model)
+    return trained(model)
+
+
+def set_module(name: str, module: nn.Module) -> Callable[[nn.Sequential], object]:
+    return lambda model: setattr(model, name, module)
+
+
+class Other(nn.BatchNorm2d):
+    """May compute anything."""
+
+
+def tie(model: nn.Sequential) -> None:
+    model[2].weight = model[0].weight
+
+
+LEFT: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
+    "no statistics": (set_module("1", nn.BatchNorm2d(4, track_running_stats=False)), "no running statistics"),
+    "tied": (tie, "shares a parameter with another module"),
+    "weight_norm": (lambda m: nn.utils.parametrizations.weight_norm(m[0]), "the weight of the layer before it is comp"),
+    "pruned": (lambda m: nn.utils.prune.random_unstructured(m[0], "weight", 0.5), "has hooks or a forward of its own"),
+    "hook on the layer": (lambda m: m[0].register_forward_hook(lambda *_: None), "the layer before it has hooks"),
+    "hook on itself": (lambda m: m[1].register_forward_hook(lambda *_: None), "it has hooks or a forward of its own"),
+    "a class of its own": (set_module("1", Other(4)), "a Other may compute something else"),
+    "other channels": (set_module("1", nn.BatchNorm2d(5)), "it has 5 channels, and the layer before it 4"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_cannot_be_fused_stays_and_is_named(name: str) -> None:
+    change, why = LEFT[name]
+    model = other(change)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.warns(FusionWarning, match=rf"^0 fused, 1 batch normalisation stays: 1 \(.*{why}"):
+        fq.fuse_batch_norm(model)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_training_mode_and_prepared_models_are_refused() -> None:
+    model = other(lambda _: None)
+    model[1].train()  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"training mode, the first is 1; call model.eval\(\)"):
+        fq.fuse_batch_norm(model)
+    with pytest.raises(ConfigError, match=r"call it before fakequant.prepare"):
+        fq.fuse_batch_norm(fq.prepare(model.eval(), "int8"))
+
+
+def test_linear_layers_over_sequences_are_refused_when_they_are_called() -> None:
+    """A BatchNorm1d of [n, length, features] normalises the length, not the features of the layer."""
+    model, x = trained(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), torch.randn(2, 4, 4)
+    before = model(x)
+    with pytest.raises(ConfigError, match=r"of shape \[2, 4, 4\].*only inputs of 2 axes"):
+        fq.fuse_batch_norm(model, x)
+    assert torch.equal(model(x), before)  # nothing was changed
+    fq.fuse_batch_norm(model)
+    with pytest.raises(ConfigError, match=r"of shape \[2, 4, 4\].*only inputs of 2 axes"):
+        model(x)
+
+
+def test_outputs_that_change_are_refused_and_nothing_is_changed() -> None:
+    class Looks(nn.Module):
+        """Asks a module for its class, which neither a graph nor a run shows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x)) * (2 if isinstance(self.norm, nn.BatchNorm2d) else 1)
+
+    model, x = trained(Looks()), torch.randn(2, 4, 6, 6)
+    before, state = model(x), {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"output 0 of the model changed by .*nothing was changed"):
+        fq.fuse_batch_norm(model, x)
+    assert torch.equal(model(x), before)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_optional_arguments_are_at_their_defaults() -> None:
+    class Masked(Block):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            y = self.a(x)
+            return self.c(y) if mask is None else y * mask
+
+    model, x = trained(Masked(lambda m, x: x, traces=True)), torch.randn(2, 4, 6, 6)
+    assert find_fusions(model, (x, "label"), inputs=0).fused == {"c": "a"}
+    assert find_fusions(model).fused == {"c": "a"}
+
+
+def test_nested_and_shared_modules_are_replaced_under_all_their_names() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)), nn.ReLU())
+            self.alias = self.inner[0][1]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = trained(Shared())
+    fq.fuse_batch_norm(model)
+    assert model.alias is model.inner[0][1]
+    assert isinstance(model.alias, FusedBatchNorm)
