@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CheckpointError, ConfigError
@@ -33,7 +32,7 @@ from fakequant.model.prepare import attach
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.weights import note_weights, warn_stale_scales
 from fakequant.nn.fast_paths import leave_fast_paths
-from fakequant.nn.forms import bypasses_class, quantized_class
+from fakequant.nn.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.restore import state_of
@@ -226,8 +225,7 @@ def _quantizer_entry(quantizer: Quantizer) -> QuantizerEntry:
 def check_layers(modules: dict[str, nn.Module], entries: dict[str, LayerEntry]) -> None:
     """Raise where a model's modules by path are not what a manifest's entries for layers say."""
     for name, entry in entries.items():
-        # torch gives every parametrized layer a class of its own, whose only base is the class that it had.
-        cls = type(modules[name]).__bases__[0] if is_parametrized(modules[name]) else type(modules[name])
+        cls = own_class(modules[name])
         if cls.__name__ != entry.type:
             raise CheckpointError(f"the checkpoint's layer {name} is a {entry.type}, the model's is a {cls.__name__}")
         quantized = quantized_class(modules[name])

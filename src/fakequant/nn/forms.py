@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils.parametrize import is_parametrized
 
 from fakequant.errors import ConfigError
 from fakequant.nn.layers import QuantizedLayer, registered
@@ -35,22 +34,33 @@ def quantized_class(layer: nn.Module) -> type[QuantizedLayer] | None:
     That is what `quantizes` registered for its class. A subclass that overrides nothing that computes becomes a
     subclass of its own class and of the form of its base.
     """
-    if is_parametrized(layer):
-        own = type(layer)
-        form = _form(own.__bases__[0])
-        return None if form is None else _parametrized(form, own)
-    return _form(type(layer))
+    cls, wrappers = _peeled(type(layer))
+    form = _form(cls)
+    for wrapper in reversed(wrappers):
+        form = None if form is None else _wrapped_form(form, wrapper)
+    return form
+
+
+def own_class(layer: nn.Module) -> type[nn.Module]:
+    """The class that a layer had before a parametrization or `fully_shard` of torch gave it a class of its own.
+
+    >>> layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    >>> type(layer).__name__, own_class(layer).__name__
+    ('ParametrizedLinear', 'Linear')
+    """
+    return _peeled(type(layer))[0]
 
 
 def computed_class(layer: nn.Module) -> type[nn.Module]:
     """The class whose `forward` a float layer has: itself, or the registered class from which it inherits it."""
-    cls = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
+    cls = own_class(layer)
     base = _base(cls)
     return cls if base is None or why_changed(cls) is not None else base
 
 
 def why_changed(cls: type[nn.Module]) -> str | None:
     """Why a subclass of a layer with a quantized form has none itself; None where it has, or its base has none."""
+    cls = _peeled(cls)[0]
     base = _base(cls)
     if base is None or cls is base:
         return None
@@ -117,13 +127,38 @@ def _form(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
     return _made[cls]
 
 
-def _parametrized(form: type[QuantizedLayer], own: type[nn.Module]) -> type[QuantizedLayer]:
-    """What torch.nn.utils.parametrize makes of a quantized layer.
+def _peeled(cls: type[nn.Module]) -> tuple[type[nn.Module], list[type[nn.Module]]]:
+    """The class inside those that torch made for one layer, and these, from the outside to the inside."""
+    wrappers = []
+    while (inner := _wrapped(cls)) is not None:
+        wrappers.append(cls)
+        cls = inner
+    return cls, wrappers
 
-    It makes a class for every layer, which it takes away by going back to the only base, so that this is the form.
+
+def _wrapped(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The class for which torch made a class that computes the same; None for any other class.
+
+    A parametrization makes a subclass. `fully_shard` and its relatives make a subclass with a mixin first, and do their
+    work in hooks. They are known by their module, because importing torch.distributed takes long.
     """
-    values = {name: value for name, value in vars(own).items() if name not in ("__dict__", "__weakref__")}
-    return type(f"Parametrized{form.__name__}", (form,), values)
+    if cls.__module__ == "torch.nn.utils.parametrize" and len(cls.__bases__) == 1:
+        return cls.__bases__[0]
+    if len(cls.__bases__) != 2 or not cls.__name__.endswith(cls.__bases__[1].__name__):
+        return None
+    mixin, inner = cls.__bases__
+    made = mixin.__module__.startswith("torch.distributed.") and cls.__module__.startswith("torch.distributed.")
+    return inner if made and not issubclass(mixin, nn.Module) and not hasattr(mixin, "forward") else None
+
+
+def _wrapped_form(form: type[QuantizedLayer], wrapper: type[nn.Module]) -> type[QuantizedLayer]:
+    """What torch makes of a quantized layer where it made a wrapper of the float layer.
+
+    Removing a parametrization goes back to the only base, which is then the form.
+    """
+    *mixins, inner = wrapper.__bases__
+    values = {name: value for name, value in vars(wrapper).items() if name not in ("__dict__", "__weakref__")}
+    return type(wrapper.__name__.removesuffix(inner.__name__) + form.__name__, (*mixins, form), values)
 
 
 def _reduce(layer: QuantizedLayer, protocol: Any) -> tuple[Any, ...]:
