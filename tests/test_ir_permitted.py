@@ -143,6 +143,22 @@ def test_an_operator_of_another_library_is_allowed_by_name():
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "aten.linalg_svdd.default",
+            r"'aten\.linalg_svdd\.default'; did you mean .*aten\.linalg_svd\.default",
+        ),
+        ("aten.add.Tensr", r"did you mean .*aten\.add\.Tensor"),
+        ("nothing like it", r"no operator 'nothing like it'; its names are such as aten\.add\.Tensor"),
+    ],
+)
+def test_an_unknown_operator_is_not_allowed_and_the_nearest_are_named(name, message):
+    with pytest.raises(GraphError, match=message):
+        ir.allow_operator(name)
+
+
+@pytest.mark.parametrize(
     ("attributes", "message"),
     [("device=device(meta), size=[4]", "meta, which has no memory"), ("layout=layout(sparse_coo), size=[4]", "sparse")],
 )

@@ -55,11 +55,12 @@ def allow_operator(name: str) -> None:
         name: with its overload, such as "torchvision.nms.default".
 
     Raises:
-        GraphError: torch has no operator of that name; import the library that defines it first.
+        GraphError: torch has no operator of that name; the message names the nearest. An operator of another library is
+            known once that library is imported.
 
     >>> allow_operator("aten.linalg_svd.default")
     """
-    find_overload(name)
+    find_overload(name, suggest=True)
     _allowed.add(name)
 
 

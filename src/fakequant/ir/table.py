@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -106,8 +107,12 @@ def _put(row: Row) -> None:
             _captured_from.setdefault(signature.target, row.name)
 
 
-def find_overload(name: str) -> OpOverload:
+def find_overload(name: str, *, suggest: bool = False) -> OpOverload:
     """The operator of torch of a name such as "aten.add.Tensor".
+
+    Args:
+        name: its namespace, name and overload.
+        suggest: whether the error names the nearest operators; to look them up takes 0.1 s.
 
     Raises:
         GraphError: torch has none.
@@ -120,7 +125,14 @@ def find_overload(name: str) -> OpOverload:
         overload = None if packet is None else getattr(packet, parts[2], None)
         if isinstance(overload, OpOverload):
             return overload
-    raise GraphError(f"torch has no operator {name!r}; its names are such as aten.add.Tensor")
+    near = get_close_matches(name[:100], _operator_names(), n=3) if suggest else []
+    hint = f"did you mean {' or '.join(near)}?" if near else "its names are such as aten.add.Tensor"
+    raise GraphError(f"torch has no operator {name!r}; {hint}")
+
+
+def _operator_names() -> list[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return [name.replace("::", ".") + ("" if "." in name else ".default") for name in names]
 
 
 def name_of(target: object) -> str:
