@@ -86,7 +86,7 @@ class PerPair(Granularity):
     def block_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(2 if axis == self.axis else n for axis, n in enumerate(shape))
 
-    def moved(self, axes: Mapping[int, int]) -> "PerPair":
+    def remap_axes(self, axes: Mapping[int, int]) -> "PerPair":
         return PerPair(axes.get(self.axis, self.axis))
 
     @classmethod

@@ -145,13 +145,13 @@ def test_axes_of_either_sign_mean_the_same():
 
 def test_axes_move():
     axes = {0: 1, -1: 0}
-    assert PerChannel(0, 2).moved(axes) == PerChannel(1, 2)
-    assert PerBlock({-1: 32, 2: 3}, pad=True).moved(axes) == PerBlock({0: 32, 2: 3}, pad=True)
-    assert (PerTensor().moved(axes), PerToken().moved(axes)) == (PerTensor(), PerToken())
+    assert PerChannel(0, 2).remap_axes(axes) == PerChannel(1, 2)
+    assert PerBlock({-1: 32, 2: 3}, pad=True).remap_axes(axes) == PerBlock({0: 32, 2: 3}, pad=True)
+    assert (PerTensor().remap_axes(axes), PerToken().remap_axes(axes)) == (PerTensor(), PerToken())
     with pytest.raises(SpecError, match="names two axes that are one"):
-        PerBlock({0: 4, 1: 8}).moved(axes)
+        PerBlock({0: 4, 1: 8}).remap_axes(axes)
     with pytest.raises(ShapeError, match="an axis is named twice"):
-        PerChannel(0, 1).moved(axes).block_shape((4, 8))
+        PerChannel(0, 1).remap_axes(axes).block_shape((4, 8))
 
 
 def test_names_are_listed():

@@ -40,7 +40,7 @@ def uncovered_nodes(model: ModelProto, sites: Sequence[SiteRecord]) -> list[str]
 
 
 def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """Of a graph and of the graphs inside it."""
+    """The nodes of a graph and of its subgraphs."""
     for node in graph.node:
         yield node
         for inner in inner_graphs(node):

@@ -58,7 +58,7 @@ def _recurrent(_: int, x: torch.Tensor, *others: torch.Tensor) -> int:
     return x[..., 0].numel() * sum(weight.numel() for weight in others if weight.dim() == 2)
 
 
-# How many multiply-accumulates a product needs for so many outputs, where torch's counter does not know it.
+# The number of multiply-accumulates for a given number of outputs, for products that torch's counter does not know.
 _COUNTS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("outer", "ger", "kron", "addr"), lambda outputs, *_: outputs),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),

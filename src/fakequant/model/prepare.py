@@ -161,7 +161,7 @@ def _placed(config: TensorConfig | None, axes: dict[int, int]) -> TensorConfig |
     """A rule's configuration with the axes that it names by their role moved to where the layer has them."""
     if config is None:
         return None
-    spec = config.spec.replace(granularity=config.spec.granularity.moved(axes))
+    spec = config.spec.replace(granularity=config.spec.granularity.remap_axes(axes))
     if spec.scale.granularity is not None:  # that of the tensor of scales, which has the axes of the tensor
-        spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.moved(axes)))
+        spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
     return TensorConfig(spec, config.dynamic)

@@ -22,10 +22,10 @@ Shape = Sequence[int]
 
 
 class Granularity(ABC):
-    """How many neighbours along each axis share a scale."""
+    """Which elements share a scale: blocks of neighbours of a given size along each axis."""
 
     keeps_whole_axes: ClassVar[bool] = False
-    """Whether each axis has one scale or one for each element: then the shape of scales tells whether they fit."""
+    """Whether each axis has one scale or one for each element; the shape of scales then tells whether they fit."""
 
     @abstractmethod
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
@@ -37,21 +37,21 @@ class Granularity(ABC):
 
     def group_shape(self, shape: Shape) -> tuple[int, ...]:
         """The shape of the scales: one per block, axes kept."""
-        # A whole axis without elements is one empty block; a block of 1 along it is none.
+        # An axis without elements is one empty block if the block is the whole axis, and no block if its size is 1.
         return tuple(-(-n // b) if b else 1 for n, b in zip(shape, self.block_shape(shape), strict=True))
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
         """Shapes in which scales may be given; the first is the one that broadcasts."""
         return [self.group_shape(shape)]
 
-    def moved(self, axes: Mapping[int, int]) -> Granularity:
-        """The same for tensors of which some axes lie elsewhere; one that names no axis stays as it is.
+    def remap_axes(self, axes: Mapping[int, int]) -> Granularity:
+        """The same granularity with other axes; one that names no axis stays as it is.
 
-        Weights of layers come here: rules say 0 for the axis of output channels and -1 for the one that a product sums
-        over, and in transposed convolutions these are 1 and 0.
+        It is for the weights of layers. A rule says 0 for the axis of output channels and -1 for the axis that a
+        product sums over; in transposed convolutions these are the axes 1 and 0.
 
         Args:
-            axes: from an axis that the granularity may name to the one to name instead; others stay.
+            axes: for an axis that the granularity may name, the axis to name instead; other axes stay.
         """
         return self
 
@@ -61,11 +61,11 @@ class Granularity(ABC):
         """The granularity whose text form has these arguments between its parentheses."""
 
 
-def _axis(axis: int, shape: Shape, who: object) -> int:
+def _axis(axis: int, shape: Shape, granularity: object) -> int:
     if not -len(shape) <= axis < len(shape):
         has = f"has axes {-len(shape)} to {len(shape) - 1}" if shape else "has none"
         raise ShapeError(
-            f"{who} on shape {tuple(shape)}: axis {axis} is out of range, a tensor of {len(shape)} axes {has}"
+            f"{granularity} on shape {tuple(shape)}: axis {axis} is out of range, a tensor of {len(shape)} axes {has}"
         )
     return axis % len(shape)
 
@@ -84,7 +84,7 @@ class PerTensor(Granularity):
         return tuple(shape)
 
     def group_shape(self, shape: Shape) -> tuple[int, ...]:
-        # Sizes are not looked at: exporters do not know those that depend on values.
+        # This reads no sizes: exporters do not know those that depend on values.
         return (1,) * len(shape)
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
@@ -129,7 +129,7 @@ class PerChannel(Granularity):
         full = self.group_shape(shape)
         return [full, (full[self.axes[0]],)] if len(self.axes) == 1 else [full]
 
-    def moved(self, axes: Mapping[int, int]) -> PerChannel:
+    def remap_axes(self, axes: Mapping[int, int]) -> PerChannel:
         return PerChannel(*(axes.get(axis, axis) for axis in self.axes))
 
     @classmethod
@@ -212,7 +212,7 @@ class PerBlock(Granularity):
             blocks[index] = size
         return tuple(blocks)
 
-    def moved(self, axes: Mapping[int, int]) -> PerBlock:
+    def remap_axes(self, axes: Mapping[int, int]) -> PerBlock:
         sizes = {axes.get(axis, axis): size for axis, size in self.sizes}
         if len(sizes) < len(self.sizes):
             raise SpecError(f"{self} names two axes that are one where {dict(axes)} moves them; name one of them")
@@ -243,8 +243,8 @@ _TEXT = re.compile(r"(\w+)(?:\((.*)\))?")
 def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None:
     """Make a granularity known under the name that its text form begins with.
 
-    One of your own is a subclass of `Granularity` that says its block size along every axis (`block_shape`); if it
-    names axes, also what it is where they lie elsewhere (`moved`).
+    Your own granularity is a subclass of `Granularity` that says its block size along every axis (`block_shape`). If it
+    names axes, it also says how to name others (`remap_axes`).
 
     Raises:
         SpecError: another granularity already has the name.
@@ -283,7 +283,7 @@ def parse_granularity(text: str) -> Granularity:
 
 
 def padding(shape: Shape, blocks: Shape) -> list[int]:
-    """How many elements each axis lacks to be full blocks."""
+    """The number of elements that each axis needs to end with a full block."""
     return [-n % b if b else 0 for n, b in zip(shape, blocks, strict=True)]
 
 
@@ -303,7 +303,7 @@ def blocked(x: Tensor, blocks: Shape) -> Tensor:
 
 
 def unblocked(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
-    """What `blocked` made of a tensor [shape], as that tensor again."""
+    """The tensor [shape] from which `blocked` made x."""
     missing = padding(shape, blocks)
     values = values.reshape([n + m for n, m in zip(shape, missing, strict=True)])
     for axis, m in enumerate(missing):
@@ -321,7 +321,7 @@ def blocked_groups(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
 
 
 def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
-    """The axes of `blocked(x)` that lie inside a block: those that a reduction per group runs over."""
+    """The axes of `blocked(x)` inside a block: a reduction per group runs over them."""
     axes: list[int] = []
     position = 0
     for n, b in zip(_padded(shape, blocks), blocks, strict=True):
