@@ -49,7 +49,7 @@ class Histogram(NamedTuple):
 
     @classmethod
     def joined(cls, histograms: Sequence[Histogram]) -> Histogram:
-        """The histogram of the groups of several, which have the same bins."""
+        """One histogram with the groups of several that have the same bins."""
         if len(histograms) == 1:
             return histograms[0]
         counts, exponent, ranges = zip(*histograms, strict=True)
@@ -57,19 +57,19 @@ class Histogram(NamedTuple):
         return cls(torch.cat(counts), torch.cat(exponent), Range(torch.cat(lo), torch.cat(hi)))
 
     def split(self, groups: int) -> Iterator[Histogram]:
-        """The histogram in parts of at most so many groups."""
+        """The histogram in parts of at most `groups` groups."""
         for start in range(0, self.counts.shape[0], groups):
             part = slice(start, start + groups)
             yield Histogram(self.counts[part], self.exponent[part], Range(self.range.lo[part], self.range.hi[part]))
 
 
 def parts_of(histograms: Sequence[Histogram]) -> list[slice]:
-    """Where the groups of each are when they are joined."""
+    """The slice of each histogram's groups in `Histogram.joined`."""
     ends = list(accumulate((len(histogram.exponent) for histogram in histograms), initial=0))
     return [slice(first, last) for first, last in pairwise(ends)]
 
 
 def power_of_two_or_zero(exponent: Tensor) -> Tensor:
-    """2.0**exponent in float64, exactly; 0.0 where that is no normal number."""
+    """2.0**exponent in float64, exactly; 0.0 if that is no normal number."""
     normal = (exponent >= -1022) & (exponent <= 1023)
     return torch.where(normal, power_of_two(torch.where(normal, exponent, 0).to(torch.int64)), 0.0)

@@ -20,9 +20,9 @@ from .histogram import DEFAULT_BINS, HistogramCalibrator
 from .search import cheapest, magnitudes, settle, used_bins
 
 _COARSE, _FEWEST_COARSE = 512, 64
-# Thresholds times cells that are looked at together, per group: 1 MiB for each array of float64.
+# Thresholds times cells that are searched together, per group: 1 MiB for each array of float64.
 _TABLE = 1 << 17
-# With fewer bins per code there is nothing to merge into a cell.
+# With fewer bins per code, a cell would have nothing to merge.
 _BINS_PER_CODE = 8
 # Arrays of float64 or int64, one value per threshold and cell, that a search holds at a time.
 _ARRAYS = 8
@@ -76,12 +76,12 @@ class EntropyCalibrator(HistogramCalibrator):
         self.fewest_bins = min(DEFAULT_BINS, max(self.fewest_bins, _power_of_two_from(_BINS_PER_CODE * self._codes)))
 
     def search_bytes(self, bins: int) -> int:
-        """Memory that the search takes for one group, in bytes."""
+        """The memory that the search needs for one group, in bytes."""
         sides = 1 if self.spec.symmetric else 2
         return 8 * _ARRAYS * sides * (self._coarse + 1) * (self._codes + 1)
 
     def search_key(self) -> Hashable:
-        """Nothing but the specification and the bins decides."""
+        """Empty: only the specification and the bins decide."""
         return ()
 
     def find_clip(self, histogram: Histogram) -> Tensor:
@@ -89,7 +89,7 @@ class EntropyCalibrator(HistogramCalibrator):
         return self.find_clips([histogram])
 
     def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
-        """`find_clip` of several histograms, of one group after the other."""
+        """`find_clip` of several histograms, one after the other."""
         joined = Histogram.joined(histograms)
         counts = self._sides(joined)
         used = used_bins(counts)
@@ -123,7 +123,7 @@ class EntropyCalibrator(HistogramCalibrator):
 
 @lru_cache(maxsize=64)
 def _cells(fmt: Format, span: float, bins: int) -> tuple[int, Tensor] | None:
-    """How many codes a side has, and where the cell of one ends and the next begins; None for more codes than bins."""
+    """The number of codes of a side, and the ends of their cells in codes; None if there are more codes than bins."""
     codes = magnitudes(fmt, span, at_most=bins)
     return None if codes is None else (codes.numel(), (codes[:-1] + codes[1:]) * 0.5)
 
@@ -167,7 +167,7 @@ class _Divergence:
         return self._by(self._cross, kept)
 
     def nearly(self, kept: Tensor) -> Tensor | None:
-        """The same but for the last digits, by a kernel; None where there is none."""
+        """The same divergence by a kernel, whose last digits may differ; None if there is no kernel."""
         return self._by(self._nearly_cross, kept)
 
     def _by(self, cross: Callable[[Tensor, Tensor, Tensor], Tensor | None], kept: Tensor) -> Any:
@@ -183,14 +183,14 @@ class _Divergence:
         if p_log_q is None:
             return None
         divergence = (p_log_p - p_log_q).sum(1) / total - total.log() + inside.sum(1).log()
-        # Counts that are clipped on a side of which nothing is kept: Q has no place for them.
+        # Counts that are clipped on a side without any bin kept: Q cannot hold them.
         impossible = ((clipped > 0) & (last < 0)).any(1)
         return torch.where(impossible, torch.inf, divergence.nan_to_num(nan=0.0, posinf=torch.inf))
 
     def _cross(self, kept: Tensor, ends: Tensor, clipped: Tensor) -> Tensor:
         """Sum of P log Q, float64 [groups, sides, n]."""
         width = self._width(kept, ends)
-        # A bin belongs to the cell that its middle lies in.
+        # A bin belongs to the cell that contains its middle.
         edges = (self.midpoints * width[..., None] / self.span - 0.5).ceil().to(torch.int64).clamp(min=0)
         edges = torch.minimum(edges[:, None], ends[..., None])
         edges = torch.cat([torch.zeros_like(ends)[..., None], edges, ends[..., None]], dim=-1)

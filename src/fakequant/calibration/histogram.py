@@ -35,14 +35,14 @@ _SEARCH_BYTES = 16 * 2**20
 # Histograms of one group that are searched at a time: 16 MiB of counts.
 _TOGETHER = 64
 
-# Of a group that has seen zeros only: below every exponent a width can have, so that any value replaces it.
+# The exponent of a group that has seen zeros only: below every exponent of a width, so that any value replaces it.
 _NO_EXPONENT = -(1 << 14)
 # 2**-exponent must be a normal number in the dtype that counts.
 _SMALLEST_EXPONENT = {torch.float32: -126, torch.float64: -1022}
 
 
 class HistogramCalibrator(ExtremaCalibrator):
-    """A calibrator that clips at the magnitude which its method finds in a histogram.
+    """A calibrator that clips at a magnitude; its method finds that magnitude in a histogram.
 
     Both ends are clipped at one magnitude t: the range is max(lo, -t) to min(hi, t). So values that are never negative
     keep lo = 0 exactly, and a short side is kept whole. Under a symmetric specification with an unsigned format
@@ -59,7 +59,7 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     keeps_range_and_counts = True
     fewest_bins: int = 128
-    """How far the default number of bins may fall."""
+    """The lowest default number of bins."""
 
     def __init__(self, spec: QuantSpec | str, *, num_bins: int | None = None) -> None:
         super().__init__(spec)
@@ -75,21 +75,21 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     @abstractmethod
     def find_clip(self, histogram: Histogram) -> Tensor:
-        """How many bins of the magnitude to keep, int64 [groups], of a histogram on the CPU."""
+        """The number of bins of the magnitude to keep, int64 [groups], for a histogram on the CPU."""
 
     def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
-        """`find_clip` of several histograms, of one group after the other; equal to that of each by itself."""
+        """`find_clip` of several histograms, one after the other; equal to that of each by itself."""
         return torch.cat([self.find_clip(histogram) for histogram in histograms])
 
     def search_key(self) -> Hashable:
-        """What beside the specification and the bins decides what `find_clip` finds.
+        """What decides the result of `find_clip`, apart from the specification and the bins.
 
         Calibrators of one class with equal keys are searched together; by default each by itself.
         """
         return id(self)
 
     def search_bytes(self, bins: int) -> int:
-        """Memory that `find_clip` takes for one group, in bytes."""
+        """The memory that `find_clip` needs for one group, in bytes."""
         return 64 * bins
 
     def compute_range(self) -> Range:
@@ -113,7 +113,7 @@ class HistogramCalibrator(ExtremaCalibrator):
         return [calibrator._clipped(found[calibrator]) for calibrator in own]
 
     def _portions(self, histograms: Sequence[Histogram]) -> Iterator[list[Histogram]]:
-        """Histograms that are searched at a time: many of one group, or as much of another as the memory allows."""
+        """Histograms to search at a time: many with one group, or as many groups of another as the memory allows."""
         single = [histogram for histogram in histograms if len(histogram.exponent) == 1]
         if len(single) == len(histograms):
             for start in range(0, len(single), _TOGETHER):
@@ -132,11 +132,11 @@ class HistogramCalibrator(ExtremaCalibrator):
 
     @property
     def ignores_negative(self) -> bool:
-        """Whether negative values become 0 whatever the range is."""
+        """Whether negative values become 0 for every range."""
         return self.spec.symmetric and not self.spec.format.signed
 
     def magnitudes(self, histogram: Histogram) -> Tensor:
-        """How often each magnitude occurred among the values that count, int64 [groups, bins]."""
+        """The counts of each magnitude, int64 [groups, bins], without negative values if they become 0."""
         return histogram.counts[:, 1] if self.ignores_negative else histogram.counts.sum(1)
 
     def histogram(self) -> Histogram | None:
@@ -241,7 +241,7 @@ class HistogramCalibrator(ExtremaCalibrator):
 
 
 def _alike(calibrators: Sequence[HistogramCalibrator]) -> Iterable[list[HistogramCalibrator]]:
-    """Those that are searched together."""
+    """The calibrators in lists that are searched together."""
     found: dict[Hashable, list[HistogramCalibrator]] = {}
     for calibrator in calibrators:
         seen = calibrator.seen.lo
@@ -258,7 +258,7 @@ def _exponent(amax: Tensor, bins: int) -> Tensor:
 
 
 def _halve(counts: Tensor, times: Tensor) -> Tensor:
-    """The counts [groups, 2, bins] with neighbouring bins added so many times [groups]."""
+    """The counts [groups, 2, bins] after neighbouring bins were added `times` times [groups]."""
     grown = times.nonzero().reshape(-1)
     if grown.numel() == 0:
         return counts

@@ -25,7 +25,7 @@ _BYTES = 8
 _ROUNDED = 2.0**-21
 # By which share of the sum of w x**2 this is rounded for each bin, and the sum of what codes take from it.
 _SUMMED, _SUMS = 2.0**-52, 512
-# Of more values the cumulative sums of w x, which are multiples of a half, would be rounded too.
+# With more values, the cumulative sums of w x, which are multiples of a half, would be rounded too.
 _MOST = 2**35
 # What a square below the smallest float32 loses.
 _UNDERFLOW = 2.0**-140
@@ -35,10 +35,10 @@ _UNDERFLOW = 2.0**-140
 class MseCalibrator(HistogramCalibrator):
     """The threshold that gives the smallest mean squared error.
 
-    The middle of every bin is quantized by `fakequant.fake_quantize` under the very specification, whatever its format
-    and arithmetic, and the squared errors are weighted with the counts. Thresholds are edges of bins and the largest
-    magnitude: every 64th part of the bins first, then the neighbours of the best. Of equal errors the largest
-    threshold is taken.
+    `fakequant.fake_quantize` quantizes the middle of every bin under the specification itself, for every format and
+    arithmetic, and the squared errors are weighted with the counts. Thresholds are edges of bins and the largest
+    magnitude: every 64th part of the bins first, then the neighbours of the best. If errors are equal, the largest
+    threshold wins.
 
     Args:
         spec: how the tensor will be quantized.
@@ -51,11 +51,11 @@ class MseCalibrator(HistogramCalibrator):
     """
 
     def search_bytes(self, bins: int) -> int:
-        """Memory that the search takes for one group, in bytes."""
+        """The memory that the search needs for one group, in bytes."""
         return _BYTES * (_COARSE + 1) * 2 * bins
 
     def search_key(self) -> Hashable:
-        """Nothing but the specification and the bins decides."""
+        """Empty: only the specification and the bins decide."""
         return ()
 
     def find_clip(self, histogram: Histogram) -> Tensor:
@@ -63,7 +63,7 @@ class MseCalibrator(HistogramCalibrator):
         return self.find_clips([histogram])
 
     def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
-        """`find_clip` of several histograms, of one group after the other."""
+        """`find_clip` of several histograms, one after the other."""
         joined = Histogram.joined(histograms)
         nearly = _SquaredError(self, joined)
         exact = list(zip(parts_of(histograms), map(self._lazily, histograms), strict=True))
@@ -103,11 +103,11 @@ class _SquaredError:
         x = self.centers.expand(kept.numel(), -1)
         error = fake_quantize(x, self.spec, scale=params.scale, zero_point=params.zero_point).sub_(x)
         weights = self.counts[:, None].to(torch.float32)
-        # In place and in float32 but for the sum: fresh float64 arrays of this size cost ten times the arithmetic.
+        # In place and in float32, except the sum: new float64 arrays of this size cost ten times the arithmetic.
         return error.square_().view(*kept.shape, -1).mul_(weights).sum(-1, dtype=torch.float64)
 
     def sums(self) -> tuple[Tensor, Tensor] | None:
-        """What `bounds` needs, found once: cumulative sums and what lies between the codes; None for too many codes."""
+        """The cumulative sums and the middles between codes that `bounds` needs; None if there are too many codes."""
         fmt, bins = self.spec.format, self.centers.numel()
         span = max(-fmt.quant_min, fmt.quant_max) if self.spec.symmetric else fmt.quant_max - fmt.quant_min
         codes = magnitudes(fmt, span, at_most=bins)
@@ -119,7 +119,7 @@ class _SquaredError:
         return cumulative_moments(self.centers, self.counts), middles
 
     def bounds(self, kept: Tensor, sums: Tensor, middles: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Between which numbers `self(kept)` lies, by a kernel; None where there is none."""
+        """The lower and the upper bound of `self(kept)`, by a kernel; None if there is no kernel."""
         error = squared_errors(self.centers, sums, middles, self._params(kept), self.spec)
         if error is None:
             return None

@@ -51,7 +51,7 @@ class PercentileCalibrator(HistogramCalibrator):
         return self.percentile
 
     def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
-        """`find_clip` of several histograms, of one group after the other."""
+        """`find_clip` of several histograms, one after the other."""
         return self.find_clip(Histogram.joined(histograms))
 
     def find_clip(self, histogram: Histogram) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fakequant.numerics.format import Format
 
-# Each round of refinement looks at so many neighbours on either side, at a stride this much finer.
+# Each round of refinement tries this many neighbours on either side, at a stride finer by this factor.
 _FINER = 8
 
 
@@ -24,11 +24,11 @@ def used_bins(counts: Tensor) -> Tensor:
 
 
 def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor, *, bins: int, coarse: int) -> Tensor:
-    """The candidate from `first` to `last` with the smallest cost; of equal ones the largest.
+    """The candidate from `first` to `last` with the smallest cost; the largest one if several are equal.
 
     All candidates are tried where there are at most `coarse`; otherwise every n-th, counted from the last, and then the
     neighbours of the best at ever finer strides. The strides depend on `bins` alone, so that a group's result does not
-    depend on the groups beside it.
+    depend on the other groups.
 
     Args:
         cost: from candidates, int64 [groups, n], to their costs [groups, n].
@@ -48,7 +48,7 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor
     steps = torch.arange(0, -(-bins // stride) + 1, device=last.device)
     best = last[:, None]
     while True:
-        # Descending, because of equal costs argmin takes the first.
+        # Descending, because argmin takes the first of equal costs.
         candidates = torch.minimum(torch.maximum(best - steps * stride, lowest), last[:, None])
         best = candidates.gather(1, cost(candidates).argmin(1, keepdim=True))
         if stride == 1:
@@ -68,7 +68,7 @@ def settle(
 
     Args:
         candidates: int64 [groups, n].
-        bounds: between which the exact costs lie, each [groups, n]; NaN where that is not known.
+        bounds: the lower and the upper bound of the exact costs, each [groups, n]; NaN if not known.
         exact: the costs of the candidates of some groups, one entry after the other for all groups.
         alone: whether those of few candidates have the bits that they have among all. The logarithms of torch do not:
             where a vector ends, they are rounded otherwise.

@@ -33,7 +33,7 @@ class Quoted:
 
 
 MAX_DEPTH = 32
-"""So deep may lists be, one in the other."""
+"""The deepest nesting of lists."""
 
 _MAX_DIGITS = 1000
 

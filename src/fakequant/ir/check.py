@@ -52,7 +52,7 @@ def faults_of(graph: GraphStructure) -> Iterator[str]:
 
 
 class _Checker:
-    """Goes through a graph once and tells what is wrong."""
+    """Goes through a graph once and reports every fault."""
 
     def __init__(self, graph: GraphStructure) -> None:
         self.graph = graph
@@ -161,7 +161,7 @@ class _Checker:
             self.fitting.add(key)
 
     def _register(self, op: IROp) -> None:
-        """Take what an operation makes as made, so that one fault is not told as many."""
+        """Note the results of an operation as known, so that one fault is not reported as many."""
         if isinstance(op.output_ids, list) and isinstance(op.outputs, list):
             for id, type in zip(op.output_ids, op.outputs, strict=False):
                 if is_id(id) and isinstance(type, TensorType):

@@ -19,11 +19,11 @@ from fakequant.ir.structure import GraphStructure
 from fakequant.ir.table import repeatable
 
 _LIMIT = 64
-"""So many structures are kept; the one that was used longest ago goes first."""
+"""The most structures to keep; the least recently used one goes first."""
 
 
 class CacheInfo(NamedTuple):
-    """How often a compiled structure was there already, and how many are kept."""
+    """Hits, misses and size of the cache of compiled structures."""
 
     hits: int
     misses: int
@@ -161,11 +161,11 @@ def _with_unread_draws(graph: GraphStructure) -> GraphStructure:
 
 
 def cache_info() -> CacheInfo:
-    """How the cache of compiled structures was used."""
+    """The hits, misses and size of the cache of compiled structures."""
     return CacheInfo(_cache.hits, _cache.misses, len(_cache.functions))
 
 
 def clear_cache() -> None:
-    """Forget every compiled structure."""
+    """Remove every compiled structure from the cache."""
     global _cache
     _cache = _Cache()

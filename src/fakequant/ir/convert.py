@@ -51,7 +51,7 @@ def type_of(value: Any) -> TensorType:
 def needed(nodes: Sequence[fx.Node], results: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that some results depend on, and those that draw random numbers, so that later ones draw the same.
 
-    Checks and what nobody reads are left out.
+    Checks and unread values are left out.
     """
     found = {*results, *(node for node in nodes if _draws(node))}
     for node in reversed(nodes):

@@ -190,7 +190,7 @@ def _makes_a_list(node: fx.Node) -> bool:
 
 
 _TAKEN = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))}
-"""What a module of torch.fx has already, such as `graph` and `code`."""
+"""The attributes that every module of torch.fx has, such as `graph` and `code`."""
 
 
 def _submodule(root: nn.Module, name: str) -> nn.Module:

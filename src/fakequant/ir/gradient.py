@@ -18,7 +18,7 @@ from fakequant.ir.structure import GraphStructure, GraphType
 from fakequant.ir.types import TensorType
 
 _SUFFIX = " backward"
-"""Ends the names of graphs of gradients. torch's trace detaches what they keep of the forward."""
+"""The end of the names of graphs of gradients. torch's trace detaches what they keep of the forward."""
 
 
 def backward(graph: GraphType) -> GraphType:

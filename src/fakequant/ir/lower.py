@@ -76,6 +76,6 @@ def _has_equal_zeros(spec: QuantSpec) -> bool:
 
 
 def _pads(op: IROp) -> bool:
-    """Whether there is padding: a window with dilation may lie in it alone, and its largest is -inf."""
+    """Whether there is padding: with dilation, a window may hold padding alone, and its maximum is -inf."""
     padding = op.attributes.get("padding", 0)
     return any(padding) if isinstance(padding, (list, tuple)) else bool(padding)

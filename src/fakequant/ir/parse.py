@@ -160,7 +160,7 @@ def _check_permitted(op: IROp) -> None:
 
 
 def parse_op(text: str) -> IROp:
-    """The operation of a text made by `detailed`.
+    """The operation in a text that `IROp.detailed` made.
 
     Raises:
         GraphError: the text is not one.

@@ -1,8 +1,8 @@
 """Which operators of torch a text may call.
 
-A text comes from anywhere, so that it may call only what computes tensors from tensors and checks what it is given.
-Every operator that the rule permits was called 100 times and more with indices, sizes and numbers of all kinds: none
-ended the process. Of those that it refuses, embedding_dense_backward, linalg_eigvals and smooth_l1_loss_backward did.
+A text may come from anywhere. It may therefore call only operators that compute tensors from tensors and check their
+arguments. Every permitted operator was called 100 times and more with indices, sizes and numbers of all kinds: none
+ended the process. The refused embedding_dense_backward, linalg_eigvals and smooth_l1_loss_backward ended it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from fakequant.ir.op import IROp
 from fakequant.ir.structure import GraphStructure
 
 _WIDTH, _HEIGHT, _GAP, _STEP = 7.2, 34, 18, 62
-"""Of a character, a box, between boxes of a row, and from row to row; in pixels."""
+"""Pixels: width of a character, height of a box, gap between boxes of a row, distance of rows."""
 
 
 class _Node(NamedTuple):

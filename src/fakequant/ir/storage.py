@@ -1,4 +1,4 @@
-"""Graphs in files: the text, and the constants that are not in it in a safetensors file beside it."""
+"""Graphs in files: a text file, and a safetensors file with the constants that the text leaves out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fakequant.ir.text import inline, to_text
 
 
 def save(graph: Graph, path: str | os.PathLike[str]) -> Path:
-    """Write a graph as text, and the constants that are not in the text to a file beside it.
+    """Write a graph as text, and the constants that the text leaves out to a file next to it.
 
     That file is named by its content, and the last line of the text names it. The text is replaced last and in one
     step, so that it is either the old graph or the new one, whatever interrupts; then the file of the old text is
@@ -112,7 +112,7 @@ def load(path: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None = No
 
     Args:
         path: of the text. The text must end with a line break, as `save` wrote it: one that was cut has none.
-        tensors: the constants by name; by default those of the file beside it that the text names. A text that names
+        tensors: the constants by name; by default those of the file next to it that the text names. A text that names
             none, as of earlier versions, has them in a file of its own name with `.safetensors` at the end.
 
     Raises:
@@ -137,7 +137,7 @@ def _text_of(path: Path) -> str:
 
 
 def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
-    """The text of a graph with its constants, also beside processes that save: they may remove a file in between."""
+    """The text of a graph and its constants, also while other processes save: they may remove a file in between."""
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
@@ -147,7 +147,7 @@ def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
         beside = path.with_name(name or path.name + _SUFFIX)
         try:
             held = from_bytes(beside.read_bytes())
-            # Cloned, because they lie in a file at no multiple of 64 bytes, and kernels round by where rows begin.
+            # Cloned, because a file does not align them to 64 bytes, and kernels round by the alignment of rows.
             return graph, {_name(key): tensor.clone() for key, tensor in held.items()}
         except FileNotFoundError as error:
             before, text = text, _text_of(path)

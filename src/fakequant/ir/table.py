@@ -191,7 +191,7 @@ def infer(op: IROp, inputs: Sequence[TensorType]) -> list[TensorType]:
     return found if found is not None and dynamic else _by_fake_tensors(call)
 
 
-# Of operators without a rule for shapes, and where sizes follow from values, as those of nonzero: nothing tells before.
+# torch raises these for operators without a rule for shapes, and for sizes that depend on values, as with nonzero.
 _UNTOLD = (
     NotImplementedError,
     UnsupportedOperatorException,
@@ -201,7 +201,7 @@ _UNTOLD = (
 
 
 def _by_some_sizes(call: Call) -> list[TensorType]:
-    """What is known of an operator's results before dynamic dimensions are: element types and ranks."""
+    """What is known about an operator's results before dynamic dimensions are known: element types and ranks."""
     types = [TensorType(t.type, TensorShape(_SOME if n == DYNAMIC else n for n in t.shape)) for t in call.inputs]
     try:
         made = _by_fake_tensors(Call(call.op, call.signature, call.arguments, types))
@@ -212,7 +212,7 @@ def _by_some_sizes(call: Call) -> list[TensorType]:
 
 
 def _by_fake_tensors(call: Call) -> list[TensorType]:
-    """What torch says of tensors without memory, which knows each restriction of an operator; nothing is computed."""
+    """The types that torch finds for fake tensors; it knows each restriction of an operator and computes nothing."""
     assert call.signature.target is not None
     args, kwargs = call.filled(call.inputs)
     found = results_of(call.signature.target, args, kwargs)
@@ -275,7 +275,7 @@ def _check_parts(target: OpOverload, arguments: dict[str, Any]) -> None:
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    """A context in which operators make no memory and compute nothing, also those that read no tensor."""
+    """A context in which operators allocate no memory and compute nothing, also those that read no tensor."""
     before = _inferring.set(True)
     try:
         # Fallback kernels run an operator that has no rule for shapes on real tensors.

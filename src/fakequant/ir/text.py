@@ -17,7 +17,7 @@ from fakequant.ir.attributes import to_text as value_to_text
 from fakequant.ir.structure import Constant, GraphStructure
 
 _INLINE = 4
-"""Constants of so many elements are written in the text."""
+"""The text holds the numbers of constants with at most this many elements."""
 
 
 def to_text(graph: GraphStructure) -> str:
@@ -44,7 +44,7 @@ def _constant_text(id: int, constant: Constant) -> str:
 
 
 def inline(tensor: Tensor) -> list[Any] | None:
-    """The numbers of a small tensor, row by row; None if it is large or numbers would not say every bit."""
+    """The numbers of a small tensor, row by row; None if it is large or its numbers do not determine every bit."""
     if tensor.numel() > _INLINE or tensor.is_complex():
         return None
     values = tensor.detach().cpu().reshape(-1).tolist()

@@ -14,7 +14,7 @@ from fakequant.errors import GraphError
 DYNAMIC = -1
 """A dimension that is known only when the graph runs."""
 
-# Of 16 bytes each they are addressed by 63 bits.
+# With 16 bytes per element, 63 bits address them.
 _MAX_ELEMENTS = 2**59 - 1
 
 
@@ -157,7 +157,7 @@ class TensorShape(tuple[int, ...]):
             raise GraphError(f"shapes {self} and {given} do not broadcast: from the right, equal or 1")
         rank = max(len(self), len(given))
         pairs = zip((1,) * (rank - len(self)) + self, (1,) * (rank - len(given)) + given, strict=True)
-        # A dynamic dimension beside a known one other than 1 is that one, or the tensors do not broadcast.
+        # A dynamic dimension equals a known one other than 1, or the tensors do not broadcast.
         return TensorShape(b if a == 1 else a if b in (1, DYNAMIC) else b for a, b in pairs)
 
     def __str__(self) -> str:
@@ -165,7 +165,7 @@ class TensorShape(tuple[int, ...]):
 
 
 class TensorType(NamedTuple):
-    """What is known of a value before the graph runs.
+    """What is known about a value before the graph runs.
 
     >>> print(TensorType(IRType.Float32, TensorShape((3, 4))))
     Float32 [3, 4]

@@ -3,7 +3,7 @@
 Inductor writes them as `/` in Triton, which is off by up to 2 units in the last place on a GPU, and those by a constant
 as products with its reciprocal. Quotients of float64 rounded to float32 are right all the same: 53 bits are at least
 2 * 24 + 2, so that no quotient of float32 numbers comes so close to a middle between two others that its error in
-float64 matters, and float64 reaches beyond all of them. `wide` asks for these; float64 numbers are divided as ever.
+float64 matters, and float64 reaches beyond all of them. `wide` asks for these; float64 numbers are divided directly.
 
 Source: Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 30(3), 1995.
 """
@@ -26,7 +26,7 @@ def divide(a: Tensor, b: Tensor, *, wide: bool) -> Tensor:
 
 
 def reciprocal(x: Tensor, *, wide: bool) -> Tensor:
-    """1 / x, likewise.
+    """1 / x, of the same dtype; `wide` changes no bit of it, nor of its gradients.
 
     >>> reciprocal(torch.tensor([3.0, 4.0]), wide=True)
     tensor([0.3333, 0.2500])

@@ -18,10 +18,10 @@ class Table(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """The two values of a format, without its bounds, between which numbers lie.
+    """The two values of a format on both sides of each number, as if the format had no bounds.
 
-    `share` is the part of the way from `near` to `far` that a number has gone, 0 to 1, exact wherever that is a number
-    of the dtype; 0 or NaN where the number is a value itself or has no neighbours.
+    `share` is the distance of a number from `near` divided by that of `far` from `near`, 0 to 1. It is exact if the
+    dtype has that number; it is 0 or NaN if the number is a value itself or has no neighbours.
     """
 
     near: Tensor
@@ -31,10 +31,10 @@ class Neighbours(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """What a kernel must know of a format: bounds, and the spacing of its values.
+    """What a kernel needs to know about a format: its bounds and the spacing of its values.
 
     `mantissa_bits` is None for the integers (spacing 1 everywhere); otherwise the spacing at 2**e is
-    2**(max(e, min_exponent) - mantissa_bits). `table` is given where no such rule holds.
+    2**(max(e, min_exponent) - mantissa_bits). `table` is given if no such rule holds.
     """
 
     quant_min: float
@@ -82,7 +82,7 @@ class Format(ABC):
     def round_stochastically(self, v: Tensor, words: Tensor) -> Tensor:
         """One of the two neighbours of v, each with the probability of its nearness, as if the format had no bounds.
 
-        The probabilities are multiples of 2**-31, within 2**-32 of the exact ones; the expected code is v as precisely.
+        The probabilities are multiples of 2**-31, within 2**-32 of the exact ones; the expected code is as close to v.
 
         Args:
             words: a uniform 32-bit word for every element.
@@ -99,12 +99,12 @@ class Format(ABC):
 
     @abstractmethod
     def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `to_storage` stored, in a floating dtype."""
+        """The codes that `to_storage` stored, in a floating dtype."""
 
     @property
     @abstractmethod
     def fraction_bits(self) -> int:
-        """Binary digits after the leading one that every normal code has (for integers: that the largest has)."""
+        """The binary digits after the leading one of every normal code; for integers, of the largest code."""
 
     @property
     def quant_min(self) -> float:
@@ -118,7 +118,7 @@ class Format(ABC):
 
     @property
     def smallest(self) -> float:
-        """The smallest positive code, which a scale gets that would be rounded to 0."""
+        """The smallest positive code; a scale that would round to 0 becomes this code."""
         grid = self.grid
         if grid.table is not None:
             return min(value for value in grid.table.values if value > 0)
@@ -131,7 +131,7 @@ class Format(ABC):
 
     @property
     def bound(self) -> float:
-        """The code that `amax` is mapped to: quant_max, or -quant_min where that is all there is (int1)."""
+        """The code that `amax` is mapped to: quant_max, or -quant_min if there is no positive code (int1)."""
         return self.quant_max or -self.quant_min
 
     def clamp(self, code: Tensor) -> Tensor:

@@ -358,7 +358,7 @@ class Tiles(NamedTuple):
 
 
 def fit_tiles(shape: Shape, blocks: Shape) -> Tiles | None:
-    """The tiles of a contiguous tensor, or None where its groups and blocks alternate more than twice.
+    """The tiles of a contiguous tensor; None if its groups and blocks alternate more than twice.
 
     >>> fit_tiles((8, 3, 5, 5), (8, 1, 5, 5))
     Tiles(g0=1, b0=8, g1=3, b1=25)

@@ -9,38 +9,38 @@ from torch import Tensor
 
 from .qparams import Range, compute_dtype
 
-# So many values at a time stay in the processor's cache from one step of counting to the next.
+# Values that are counted at a time: they stay in the processor's cache from one step to the next.
 _CHUNK = 1 << 17
-# So many bins at a time take 16 MiB, and their positions fit int32.
+# Bins that are counted at a time: they take 16 MiB, and their positions fit int32.
 _CHUNK_BINS = 1 << 21
 _SIGN_BITS = {torch.float32: (torch.int32, 31), torch.float64: (torch.int64, 63)}
 
 
 class Bins(NamedTuple):
-    """Where to count: in bins from 0 outwards, on either side of it."""
+    """The bins to count in: from 0 outwards, on both sides."""
 
     inverse: Tensor
     """float64 [groups]: 1 / width, powers of two; 0.0 puts all values of a group in the first bin."""
     number: int
 
     def inverse_for(self, values: Tensor) -> Tensor:
-        """`inverse` where values are and in their dtype of computation; finite, because 0.0 has to stay in bin 0."""
+        """`inverse` on the device of values and in their dtype of computation; finite, so that 0.0 stays in bin 0."""
         dtype = compute_dtype(values.dtype)
         return self.inverse.clamp(max=torch.finfo(dtype).max).to(values.device, dtype)
 
 
 class Observed(NamedTuple):
-    """What a tensor holds."""
+    """The range and the counts of a tensor."""
 
     range: Range
-    """Lowest and highest value of every group [groups], in the dtype of computation; NaN where one is not finite."""
+    """Lowest and highest value of every group [groups], in the dtype of computation; NaN if one is not finite."""
     counts: Tensor | None
-    """int64 [groups, 2, bins]: how often floor(|x| / width) is k, of negative x first; None if it was not asked for.
-    Nothing, where a group has a value that is not finite or lies beyond the last bin."""
+    """int64 [groups, 2, bins]: how often floor(|x| / width) is k, of negative x first; None if not requested.
+    Undefined for a group with a value that is not finite or is beyond the last bin."""
 
 
 def observe_by_definition(values: Tensor, bins: Bins | None = None) -> Observed:
-    """The range of values [groups, elements] and, if asked for, their counts; elements >= 1."""
+    """The range of values [groups, elements] and, if there are bins, their counts; elements >= 1."""
     dtype = compute_dtype(values.dtype)
     # Both propagate NaN.
     lo, hi = (end.to(dtype) + 0.0 for end in (values.amin(1), values.amax(1)))

@@ -25,13 +25,13 @@ _MAX_BITS = 24
 
 @dataclass(frozen=True)
 class IntegerFormat(Format):
-    """All integers from quant_min to quant_max.
+    """The integers from quant_min to quant_max.
 
-    `int8`, `uint4`, `int8_narrow` (-127 to 127) are names of common ranges; any other range that contains 0 prints
-    and parses as `int[-100,37]`.
+    Common ranges have names: `int8`, `uint4`, `int8_narrow` (-127 to 127). Any other range that contains 0 prints and
+    parses as `int[-100,37]`.
 
     Raises:
-        SpecError: the range does not contain 0, holds nothing else, or exceeds 24 bits (float32 is exact to 2**24).
+        SpecError: the range does not contain 0, contains only 0, or exceeds 24 bits (float32 is exact to 2**24).
 
     >>> INT8.quant_min, INT8.quant_max, INT8.bits
     (-128, 127, 8)

@@ -14,7 +14,7 @@ from .division import divide
 from .granularity import Granularity, block_axes, blocked
 from .spec import Arithmetic, QuantSpec
 
-# Types of tensors that kernels may read; others change what an operation does.
+# Types of tensors that kernels may read; other types redefine operations.
 PLAIN = (Tensor, torch.nn.Parameter)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -121,7 +121,7 @@ def has_values(*tensors: object) -> bool:
     """
     if not runs_eagerly():
         return False
-    # No generator expression: every call of the operator comes here, and its frames cost more than the loop.
+    # A loop, because every call of the operator runs it, and the frames of a generator expression cost more.
     for x in tensors:
         if x is None or not isinstance(x, Tensor):
             continue
@@ -142,8 +142,8 @@ def is_at_hand(values: Tensor, *, watched: bool = True) -> bool:
 def measure(x: Tensor, granularity: Granularity) -> Range:
     """The range of the finite values of every group, extended to contain 0.0.
 
-    inf and NaN are left out, so that one of them costs itself and not its whole group: NaN then comes out as NaN,
-    inf as the largest finite value. A group without elements has the range 0 to 0.
+    inf and NaN are left out, so that one of them does not spoil its whole group: NaN then stays NaN, and inf becomes
+    the largest finite value. A group without elements has the range 0 to 0.
 
     >>> measure(torch.tensor([[-1.0, 2.0], [3.0, float("inf")]]), PerChannel(0)).hi
     tensor([[2.],

@@ -21,7 +21,7 @@ from .sums import order_free_sum
 
 
 class Codes(NamedTuple):
-    """What quantization finds on its way, in the blocked view of x."""
+    """The intermediate results of quantization, in the blocked view of x."""
 
     scaled: Tensor
     """x in units of codes, before rounding."""
@@ -38,7 +38,7 @@ class _Blocked(NamedTuple):
     scale: Tensor
     zero_point: Tensor | None
     words: Tensor | None = None
-    """The random words of stochastic rounding, where codes are to be found."""
+    """The random words of stochastic rounding; None if rounding is to nearest or no code is computed."""
 
 
 def _blocked(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
@@ -54,7 +54,7 @@ def _blocked_params(params: QParams, shape: Shape, blocks: Shape, dtype: torch.d
 
 
 def seed_of(seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
-    """The seed of stochastic rounding; None where rounding is to nearest.
+    """The seed of stochastic rounding; None if rounding is to nearest.
 
     Raises:
         QParamsError: it is missing.
@@ -205,7 +205,7 @@ def grad_params(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of scale and zero point [groups, axes kept]: sums of dy times slope, by `order_free_sum`.
 
-    The products are those of float64, which for float32 are exact. Where the slope is zero they are, whatever dy is.
+    The products are those of float64, which for float32 are exact. A zero slope gives a zero product, whatever dy is.
 
     Args:
         wants: whether the gradient of the scale, and that of the zero point, is wanted.
@@ -231,7 +231,7 @@ def grad_params(
 def tangent_params(
     x: Tensor, params: QParams, spec: QuantSpec, tangents: tuple[Tensor | None, Tensor | None]
 ) -> Tensor | None:
-    """How y moves with scale and zero point (forward mode), the shape of x; None where neither has a tangent.
+    """The tangent of y from those of scale and zero point (forward mode), the shape of x; None if both have none.
 
     Args:
         tangents: of scale and zero point [groups, axes kept].

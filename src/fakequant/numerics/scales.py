@@ -29,7 +29,7 @@ from fakequant.numerics.tables import TableFormat
 
 
 class ScaleRounding(Enum):
-    """How a scale becomes one that its format has."""
+    """How a scale is rounded to its format."""
 
     NEAREST = "nearest"
     """To the nearest, ties to even."""
@@ -52,7 +52,7 @@ class ScaleSpec:
             None: the scales have none.
 
     Raises:
-        SpecError: a combination that means nothing.
+        SpecError: a combination that is not defined.
 
     >>> print(ScaleSpec("float8_e8m0fnu", ScaleRounding.FLOOR), ScaleSpec("float8_e4m3fn", granularity=PerTensor()))
     scale=float8_e8m0fnu:floor scale=float8_e4m3fn@per_tensor
@@ -118,7 +118,7 @@ class ScaleSpec:
             raise SpecError(f"cannot read the scale format {text!r}: {error}") from error
 
     def choose(self, amax: Tensor, element: Format, limit: float, *, wide: bool = False) -> Tensor:
-        """The scale of every group, as its format has it.
+        """The scale of every group, rounded to its format.
 
         Args:
             amax: [groups, axes kept], in units of x; float32 or float64.
@@ -166,7 +166,8 @@ def _powers_of_two(
 def _under_a_scale(amax: Tensor, bound: float, fmt: Format, granularity: Granularity, wide: bool) -> Tensor:
     """code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded.
 
-    A code of 0 becomes the smallest positive one: a block that is small beside its tensor loses precision, but not all.
+    A code of 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision, but
+    not all.
     """
     if amax.numel() == 0:
         return amax

@@ -32,9 +32,9 @@ class Gradient(Enum):
     CODE_RANGE = "code_range"
     """Where the code before clamping is in range: ATen, ONNX Runtime's mask."""
     INPUT_RANGE = "input_range"
-    """Where the input lies in the range that the scale was made from, -amax <= x <= amax: NVIDIA.
+    """Where the input is in the range that the scale was made from, -amax <= x <= amax: NVIDIA.
 
-    Of a scale that was given or calibrated earlier, the range that it implies: amax = bound * scale.
+    If the scale was given, or calibrated earlier, the range is the one that it implies: amax = bound * scale.
     """
     IDENTITY = "identity"
     """Everywhere."""

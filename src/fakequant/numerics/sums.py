@@ -58,7 +58,7 @@ def _sum_of_finite(values: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _as_float(digits: list[Tensor]) -> Tensor:
-    """The number of summed digits in units of the first, by carrying over until each is within half the base."""
+    """The number that summed digits stand for, in units of the first digit."""
     number, carry = torch.zeros_like(digits[0], dtype=torch.float64), 0
     for digit in reversed(digits[1:]):
         digit = digit + carry

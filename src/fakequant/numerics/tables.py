@@ -18,7 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class TableFormat(Format):
-    """Codes that stand for the values of a table; a number goes to the nearest, from a middle to the even code.
+    """Codes for the values of a table; a number goes to the nearest value, from a middle to the even code.
 
     Args:
         label: the name.

@@ -11,7 +11,7 @@ from .dispatch import choose_for
 
 
 def observe(values: Tensor, bins: Bins | None = None) -> Observed:
-    """The range of values [groups, elements] and, if asked for, their counts; elements >= 1."""
+    """The range of values [groups, elements] and, if there are bins, their counts; elements >= 1."""
     if not has_values(values):
         return observe_by_definition(values, bins)
     return choose_for(values).observe(values.contiguous(), bins)

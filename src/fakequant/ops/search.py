@@ -1,4 +1,4 @@
-"""What thresholds cost in searches of histograms, by kernels: the same but for the order of sums, and much sooner."""
+"""The costs of thresholds in searches of histograms, by kernels: they sum in another order, and are much faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .dispatch import choose
 
 
 def cumulative_moments(centers: Tensor, counts: Tensor) -> Tensor:
-    """What `squared_errors` needs of counts, int64 [groups, bins], of bins with these middles."""
+    """The sums that `squared_errors` needs, for counts int64 [groups, bins] in bins with these middles."""
     if load_kernels() is None and has_values(centers, counts):
         return torch.ops.fakequant_cpu.cumulative_moments.default(centers, counts.contiguous())
     x = centers.double()
@@ -29,7 +29,7 @@ def squared_errors(centers: Tensor, sums: Tensor, middles: Tensor, params: QPara
     Args:
         centers: the middles x of bins in rising order, at nearly equal distances, float32 [bins].
         sums: of the weights w, of w x and of w x**2 over the first bins, float64 [groups, 3, bins + 1].
-        middles: what lies between neighbouring codes, before the zero point is added, in rising order, float64.
+        middles: the middles between neighbouring codes, before the zero point is added, in rising order, float64.
         params: of every group and threshold [groups * thresholds, 1], in float32.
         spec: how to quantize; its granularity does not matter.
 
@@ -67,8 +67,8 @@ def cross_entropies(
     Args:
         mass: counts in the first bins, float64 [groups, sides, bins + 1].
         filled: how many of them are not empty, of the same shape.
-        middles: what lies between neighbouring magnitudes of codes, in rising order, float64.
-        span: the largest magnitude, which lies `width` bins from 0.0.
+        middles: the middles between neighbouring magnitudes of codes, in rising order, float64.
+        span: the largest magnitude, `width` bins away from 0.0.
         width: float64, broadcasts to [groups, sides, thresholds].
         ends: bins kept on a side, int64 [groups, sides, thresholds].
         clipped: counts beyond them, float64 of the same shape.

@@ -16,7 +16,7 @@ from fakequant.numerics.spec import Arithmetic, QuantSpec
 class FoldConvBatchNorm:
     """Multiplies the weight, its scales and the bias of a convolution by what the batch normalisation after it does.
 
-    The scales move with the weight, so that codes stay what they were, but for products that are rounded otherwise: not
+    The scales move with the weight, so that codes stay what they were, except where products round differently: not
     exact. It is done where every output channel has scales of its own in float32; where blocks have scales in a format
     of their own, the products would not be numbers of that format.
 
@@ -37,7 +37,7 @@ class FoldConvBatchNorm:
 
 
 _AXES = {"Conv1d": 1, "Conv2d": 2, "Conv3d": 3}
-"""Along how many each convolution goes."""
+"""The number of spatial axes of each convolution."""
 
 
 class _Pair(NamedTuple):
@@ -56,7 +56,7 @@ class _Pair(NamedTuple):
         conv = producers.get(norm.input_ids[0]) if norm.input_ids else None
         if conv is None or conv.op_type not in _AXES or len(norm.input_ids) != 5:
             return None
-        # Of an input without a batch the normalisation takes another dimension for that of channels.
+        # If an input has no batch axis, the normalisation takes another axis for the channels.
         batched = len(conv.output_shape) == _AXES[conv.op_type] + 2
         if not batched or not in_order(norm) or not in_order(conv):
             return None

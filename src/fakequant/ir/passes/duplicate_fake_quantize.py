@@ -1,4 +1,4 @@
-"""Quantizers of what is quantized already."""
+"""Quantizers whose input is quantized already."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.ops import library
 
 _LIMIT = 1 << 22
-"""So many values are tried; beyond, the second quantizer stays."""
+"""The most values to try; with more, the second quantizer stays."""
 
 _EDGES = (-math.inf, -0.0, 0.0, math.inf, math.nan)
-"""They are tried as well."""
+"""Further values to try."""
 
 
 class RemoveDuplicateFakeQuantize:

@@ -1,4 +1,4 @@
-"""Quantizers moved before what only moves elements."""
+"""Quantizers moved before operations that only move elements."""
 
 from __future__ import annotations
 
