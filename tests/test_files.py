@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fakequant.errors import OutputError
-from fakequant.files import abandoned, held, locked, writable_file, writable_folder, write_in_order, write_whole
+from fakequant.files import abandoned, lock_file, locked, writable_file, writable_folder, write_in_order, write_whole
 from tests.support.crashes import every_death
 
 needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
@@ -136,7 +136,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
     assert subprocess.run([sys.executable, "-c", DIES, path], check=False).returncode == -9
     assert path.read_bytes() == b"old"
     (left,) = set(tmp_path.iterdir()) - {path, *kept}
-    with held(left.with_suffix(".lock")), abandoned(left.with_suffix(".lock")) as free:
+    with lock_file(left.with_suffix(".lock")), abandoned(left.with_suffix(".lock")) as free:
         assert not free
     write_whole(tmp_path / "another", b"new")
     assert set(tmp_path.iterdir()) == {path, tmp_path / "another", *kept}

@@ -128,7 +128,7 @@ SCALE = "bert.encoder.layer.0.output.dense._input_quantizer.scale"
         (lambda c: c.update(later=1), "unknown keys later"),
         (lambda c: c["tensors"].update({SCALE: ["nn", [1]]}), "damaged at " + SCALE),
         (lambda c: c["tensors"].update({SCALE: ["float32", "x"]}), "damaged at " + SCALE),
-        (lambda c: c["tensors"].update({SCALE + "s": ["float32", [1]]}), "is no tensor of a quantizer"),
+        (lambda c: c["tensors"].update({SCALE + "s": ["float32", [1]]}), "is not a tensor of a quantizer"),
         (lambda c: c.update(layers={"bert": {}}), "the quantization_config cannot be used"),
         (lambda c: c.update(layers={}), "names no layer of a BertForSequenceClassification"),
     ],

@@ -1,4 +1,4 @@
-"""Work that several processes do together, and tensors that are sharded over them, by torch.distributed."""
+"""Calibration by several processes, and tensors that are sharded over processes, with torch.distributed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Result = TypeVar("Result")
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process may hold only a part."""
+    """Whether a tensor is a DTensor: this process may hold only a shard of it."""
     return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its values: a DTensor is gathered, for which all of its processes must call this.
+    """Return a tensor with all its values; a DTensor is gathered, so all its processes must call this.
 
     >>> tensor = torch.ones(2)
     >>> whole(tensor) is tensor
@@ -30,14 +30,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def refuse_sharded(model: nn.Module, action: str) -> None:
-    """Raise if a model has parameters that are sharded over processes (`fully_shard`, `parallelize_module`).
+    """Raise if a model has sharded parameters (`fully_shard`, `parallelize_module`).
 
     Args:
         model: any module.
-        action: what is refused, as a verb: "export".
+        action: the refused action as a verb, for example "export".
 
     Raises:
-        ConfigError: it has.
+        ConfigError: the model has sharded parameters.
     """
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
@@ -49,15 +49,14 @@ def refuse_sharded(model: nn.Module, action: str) -> None:
 
 
 def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
-    """The processes that calibrate a model together; None if this one works alone.
+    """Return the processes that calibrate a model together, or None if this process works alone.
 
     Args:
-        model: if wrapped in DistributedDataParallel, its group is the default; if sharded over one axis, that of the
-            mesh.
+        model: it gives the default group: that of DistributedDataParallel, or that of a mesh with one axis.
         group: a process group, False for none, or None for the default.
 
     Raises:
-        ConfigError: group is something else.
+        ConfigError: `group` has another type, or torch.distributed is not initialised.
     """
     if group is False or not dist.is_available() or not dist.is_initialized():
         if group is not False and group is not None:
@@ -68,9 +67,9 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
     if group is None:
         if dist.get_world_size() > 1:
             warnings.warn(
-                f"torch.distributed has {dist.get_world_size()} processes, and each calibrates alone, so that their "
-                "scales may differ; pass group=torch.distributed.group.WORLD to merge what they see, or group=False if "
-                "they are to stay alone",
+                f"torch.distributed has {dist.get_world_size()} processes, and each calibrates alone, so their "
+                "scales may differ; pass group=torch.distributed.group.WORLD to merge their data, or group=False to "
+                "keep them separate",
                 CalibrationWarning,
                 stacklevel=3,
             )
@@ -91,28 +90,30 @@ def _group_of_mesh(model: nn.Module) -> Any:
 
 
 def gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
-    """What every process of a group gives, in the order of their ranks in it."""
+    """Return the values of all processes of a group, in the order of their ranks."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 
 
 def work_together(work: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
-    """What a function returns on every process of a group, in the order of their ranks; alone, on this one.
+    """Run a function on every process of a group and return all results in the order of the ranks.
+
+    Without a group the function runs on this process only.
 
     Raises:
-        CalibrationError: the function failed on another process. On that one its own error is raised.
+        CalibrationError: the function failed on another process, which raises the original error.
     """
     if group is None:
         return [work()]
     try:
         result = work()
     except BaseException as error:
-        # The others wait for this process, and raise too.
+        # The other processes wait for this one, and raise too.
         gather((f"{type(error).__name__}: {error}", None), group)
         raise
-    found = gather((None, result), group)
-    for rank, (failure, _) in enumerate(found):
+    answers = gather((None, result), group)
+    for rank, (failure, _) in enumerate(answers):
         if failure is not None:
             raise CalibrationError(f"the process of rank {rank} failed, and nothing was changed here either: {failure}")
-    return [cast("Result", one) for _, one in found]
+    return [cast("Result", answer) for _, answer in answers]

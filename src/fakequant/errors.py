@@ -1,6 +1,6 @@
-"""What can go wrong, by name.
+"""The errors and warnings of this package.
 
-Every error of this package is a `FakeQuantError` and also the built-in type that a caller would expect, so that both
+Every error is a `FakeQuantError` and also the built-in type that a caller expects, so both
 `except fakequant.FakeQuantError` and `except ValueError` work. Every warning is a `UserWarning`.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class FakeQuantError(Exception):
-    """Root of all errors raised by this package."""
+    """Base class of all errors of this package."""
 
 
 class SpecError(FakeQuantError, ValueError):
-    """A specification, format or granularity that cannot mean anything."""
+    """An invalid specification, format or granularity."""
 
 
 class ShapeError(FakeQuantError, ValueError):
@@ -24,7 +24,7 @@ class ShapeError(FakeQuantError, ValueError):
 
 
 class QParamsError(FakeQuantError, ValueError):
-    """A scale or zero point with a value that no format allows."""
+    """An invalid value of a scale or zero point."""
 
 
 class DTypeError(FakeQuantError, TypeError):
@@ -32,23 +32,23 @@ class DTypeError(FakeQuantError, TypeError):
 
 
 class AxisError(ShapeError, IndexError):
-    """An axis that the tensor does not have, where torch raises an IndexError."""
+    """An axis that the tensor does not have; also an IndexError, as in torch."""
 
 
 class UnsupportedDTypeError(DTypeError, NotImplementedError):
-    """A tensor of a dtype that cannot be quantized, where torch raises a NotImplementedError."""
+    """A tensor of a dtype that cannot be quantized; also a NotImplementedError, as in torch."""
 
 
 class CallError(FakeQuantError, RuntimeError):
-    """Arguments that the library whose interface is offered refuses too, by a RuntimeError."""
+    """Arguments that the emulated library also rejects with a RuntimeError."""
 
 
 class CalibrationError(FakeQuantError, RuntimeError):
-    """Calibration met data it cannot use, or saw none."""
+    """Calibration received data that it cannot use, or no data."""
 
 
 class NoWeightError(FakeQuantError, AttributeError):
-    """A quantizer that was asked for a weight, as by a style of tensor parallelism."""
+    """A quantizer was asked for its weight, for example by a tensor-parallel style."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,39 +62,39 @@ class ConfigError(FakeQuantError, ValueError):
 
 
 class CheckpointError(FakeQuantError, RuntimeError):
-    """A checkpoint that is missing, truncated, corrupted or of another model."""
+    """A checkpoint that is missing, truncated, corrupted or belongs to another model."""
 
 
 class OutputError(FakeQuantError, OSError):
-    """A folder or file that cannot be written; raised before any work is done for it."""
+    """A folder or file that cannot be written; raised before any work starts."""
 
 
 class ExportError(FakeQuantError, RuntimeError):
-    """A model that the target format cannot express; raised before any work is done."""
+    """A model that the target format cannot express; raised before any work starts."""
 
 
 class GraphError(FakeQuantError, ValueError):
-    """A graph that is not valid, a text that is not one, or a model that cannot be captured as one."""
+    """An invalid graph, a text that is not a graph, or a model that cannot be captured as a graph."""
 
 
 class VerificationError(FakeQuantError, RuntimeError):
-    """A file that cannot be verified because it is not one of ours, or is damaged."""
+    """A file that cannot be verified: fakequant did not write it, or it is damaged."""
 
 
 class RecipeError(FakeQuantError, ValueError):
-    """A recipe file for the command line that lacks what it must offer."""
+    """A recipe file for the command line that lacks a required function."""
 
 
 class CalibrationWarning(UserWarning):
-    """Calibration left something in float, chose a range for it, or did not merge what several processes saw."""
+    """Calibration left something in float, chose a default range, or did not merge the data of several processes."""
 
 
 class StaleScaleWarning(UserWarning):
-    """Weights changed since their scales were set, so that they are clipped or coarser than they need be."""
+    """Weights changed after their scales were set, so they are clipped or quantized too coarsely."""
 
 
 class CoverageWarning(UserWarning):
-    """A prepared model computes in float what could be quantized."""
+    """A prepared model leaves operations in float that could be quantized."""
 
 
 class FusionWarning(UserWarning):
@@ -102,7 +102,7 @@ class FusionWarning(UserWarning):
 
 
 def check_keys(values: Any, known: Sequence[str], what: str, error: type[FakeQuantError]) -> None:
-    """Raise the error unless values are a dict with known keys.
+    """Raise the error unless `values` is a dict whose keys are all known.
 
     >>> check_keys({"scales": 1}, ["scale"], "a specification", SpecError)
     Traceback (most recent call last):
@@ -116,11 +116,11 @@ def check_keys(values: Any, known: Sequence[str], what: str, error: type[FakeQua
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of an error message that offers the names closest to a mistyped one.
+    """Return the end of an error message: the known names that are closest to a mistyped name.
 
     >>> nearest("int9x", ["int9", "uint8", "float8_e5m2"])
     '; did you mean int9 or uint8?'
     """
-    # Cut, because a name out of a file may be of any length, and comparing takes many times its memory.
+    # A name from a file can have any length, and the comparison needs many times its memory.
     matches = get_close_matches(name[:100], known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(matches)}?" if matches else f"; known names are {', '.join(known)}"

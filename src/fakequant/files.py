@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and locks between processes."""
+"""Write files whole or not at all, and lock folders between processes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ except ModuleNotFoundError:  # Windows
     fcntl = None
 
 _TEMPORARY = (".fakequant-", ".tmp")
-"""How the name of a temporary file begins and ends; the name of its target may be as long as the system allows."""
+"""Prefix and suffix of temporary names. They leave out the target's name, which may have the maximum length."""
 _LOCK = ".fakequant.lock"
 
 
 def writable_folder(directory: str | os.PathLike[str]) -> Path:
-    """The folder, made if need be, and proven writable before any work is done for it.
+    """Create a folder if it does not exist, and check that it can be written.
 
     Raises:
-        OutputError: it cannot be made or written.
+        OutputError: the folder cannot be created or written.
     """
     folder = Path(directory)
     with output_errors(folder, "to "):
@@ -39,11 +39,10 @@ def writable_folder(directory: str | os.PathLike[str]) -> Path:
 
 
 def writable_file(path: str | os.PathLike[str]) -> Path:
-    """The path of a file that `write_whole` could write, with its folder; found out before any work is done for it.
+    """Check that `write_whole` can write a file at a path, and create its folder.
 
     Raises:
-        OutputError: the folder cannot be written, the name is one that no file can have, or something else than a file
-            is there.
+        OutputError: the folder cannot be written, the name is not valid, or the path is not a regular file.
     """
     target = Path(path)
     writable_folder(target.parent)
@@ -52,10 +51,10 @@ def writable_file(path: str | os.PathLike[str]) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is either the old one or the new one whole, whatever interrupts.
+    """Write a file atomically: after an interrupt the path has either the old or the new contents.
 
-    A file that is replaced keeps its permissions; a new one has those that the umask leaves. Of a symbolic link the
-    file is written that it points to. Temporary files that killed processes left in the folder are removed.
+    An existing file keeps its permissions; a new file gets those of the umask. A symbolic link is followed: its target
+    is written. Temporary files that killed processes left in the folder are removed.
 
     Raises:
         OutputError: the file cannot be written; the old one is unchanged.
@@ -64,12 +63,12 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_in_order(files: Mapping[Path, bytes]) -> None:
-    """Write several files whole: all are written under other names first, then take their names one after the other.
+    """Write several files whole: first all under temporary names, then rename them in the given order.
 
-    So the last one may name the others: where it is new, they are there.
+    The last file may therefore refer to the others: when it is new, they are complete.
 
     Raises:
-        OutputError: one cannot be written; if it was found before the first took its name, all old ones are unchanged.
+        OutputError: a file cannot be written; if this is noticed before the first rename, all old files are unchanged.
     """
     with ExitStack() as stack:
         ready = []
@@ -92,10 +91,10 @@ def write_in_order(files: Mapping[Path, bytes]) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """A context that one process at a time is in, for one folder; whether there is a lock.
+    """Lock a folder for one process at a time; yields whether the lock exists.
 
-    There is none on Windows and on file systems without `flock`: then the caller must delete nothing that another
-    process may have written. A process that dies gives its lock back.
+    Windows and file systems without `flock` have no lock: there the caller must not delete files that another process
+    may have written. The system releases the lock of a process that dies.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -111,11 +110,11 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """A context in which a new file says that this process lives, see `abandoned`; the file is removed after it.
+def lock_file(path: Path) -> Iterator[None]:
+    """Hold a lock on a new file, which shows `abandoned` that this process is alive; the file is removed on exit.
 
     Raises:
-        OutputError: the file cannot be made.
+        OutputError: the file cannot be created.
     """
     opened: list[FileIO] = []
     try:
@@ -128,9 +127,9 @@ def held(path: Path) -> Iterator[None]:
 
 @contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
-    """A context in which a file is locked; whether it was free, because the process that had it died.
+    """Lock a file; yields whether it was free, that is, whether the process that held it died.
 
-    False where there are no locks.
+    Yields False on systems without locks.
     """
     handle, free = None, False
     try:
@@ -146,9 +145,9 @@ def abandoned(path: Path) -> Iterator[bool]:
 
 
 def _lock(path: Path, opened: list[FileIO]) -> None:
-    """Make a file, lock it, and put it into a list, which stays empty where there are no locks.
+    """Create a file, lock it and append it to a list, which stays empty on systems without locks.
 
-    The list is the caller's: it closes the file wherever an interrupt comes. Else the next lock waits for ever.
+    The caller owns the list and closes the file after any interrupt; an open file would block the next lock for ever.
     """
     while fcntl is not None:
         opened.append(FileIO(path, "a"))
@@ -162,14 +161,14 @@ def _lock(path: Path, opened: list[FileIO]) -> None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(opened[-1].fileno()), os.stat(path)):
                 return
-        opened.pop().close()  # another process removed the file before it gave its lock back
+        opened.pop().close()  # another process removed the file before it released the lock
 
 
 def _unlock(path: Path, opened: list[FileIO]) -> None:
     try:
         if opened:
             with suppress(OSError):
-                path.unlink()  # before the lock is given back: a process that waits for it sees that the file is gone
+                path.unlink()  # before the lock is released: a waiting process then sees that the file is gone
     finally:
         for file in opened:
             file.close()
@@ -177,7 +176,7 @@ def _unlock(path: Path, opened: list[FileIO]) -> None:
 
 @contextmanager
 def _temporary(folder: Path, mode: int | None) -> Iterator[Path]:
-    """A new empty file, locked while it is there; it is removed unless it was renamed."""
+    """Create an empty file and lock it; on exit it is removed unless it was renamed."""
     _remove_abandoned(folder)
     begin, end = _TEMPORARY
     while True:
@@ -193,7 +192,7 @@ def _temporary(folder: Path, mode: int | None) -> Iterator[Path]:
                     os.close(handle)
                 yield path
                 return
-            # Another process took the file for an abandoned one before it was locked: once more.
+            # Another process removed the file as abandoned before it was locked: try again.
         finally:
             try:
                 with suppress(FileNotFoundError):
@@ -213,33 +212,33 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """The permissions of the file at a path; None where there is none yet.
+    """Return the permissions of the file at a path, or None if it does not exist.
 
     Raises:
-        OutputError: something else than a file is there, or no file can have the name.
+        OutputError: the path is not a regular file, or its name is not valid.
     """
     with output_errors(path):
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except FileNotFoundError:
             return None
-    if stat.S_ISREG(found.st_mode):
-        return stat.S_IMODE(found.st_mode)
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISREG(status.st_mode):
+        return stat.S_IMODE(status.st_mode)
+    if stat.S_ISDIR(status.st_mode):
         raise OutputError(f"cannot write {path}: it is a folder; give the path of a file in it")
     raise OutputError(f"cannot write {path}: it is a device, a pipe or a socket; give the path of a file")
 
 
 @contextmanager
 def output_errors(path: Path, to: str = "") -> Iterator[None]:
-    """A context in which errors of the system become one that says what cannot be written and what to do.
+    """Turn errors of the operating system into an OutputError that names the path and the remedy.
 
     Args:
-        path: what is written.
-        to: "to " if it is a folder.
+        path: the file or folder that is written.
+        to: "to " for a folder, "" for a file.
 
     Raises:
-        OutputError: in place of an OSError or ValueError.
+        OutputError: instead of an OSError or ValueError.
     """
     try:
         yield
@@ -254,5 +253,5 @@ def output_errors(path: Path, to: str = "") -> Iterator[None]:
 
 
 def _shown(path: Path) -> str:
-    """A path in one readable line, whatever its name is made of."""
+    """Return a path as one line: characters that cannot be printed are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(path))

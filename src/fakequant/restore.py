@@ -1,7 +1,7 @@
-"""Give a model back what a function changed for a while, whatever ends the function and whenever it ends.
+"""Restore a model after temporary changes, also after an error or an interrupt.
 
-The changes are made inside `restore_after` or `restore_on_error`, so that what is to be restored is known before the
-first change. An interrupt (Ctrl-C) can also come while the restoring itself runs; then that runs again from its start.
+`restore_after` and `restore_on_error` take the function that restores before the first change. If an interrupt (Ctrl-C)
+arrives while this function runs, it runs again from its start.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 Restore = Callable[[], object]
-"""Gives back what was there before. It assigns values, so that it can run twice."""
+"""Restores the earlier state. It only assigns values, so it can run twice."""
 
 
 @contextmanager
 def restore_after(restore: Restore) -> Iterator[None]:
-    """A context after which `restore` has run.
+    """Run `restore` when the block ends, also after an error.
 
     >>> layer = nn.Dropout()
     >>> with restore_after(attributes_of([layer], "training", "p")):
@@ -38,10 +38,10 @@ def restore_after(restore: Restore) -> Iterator[None]:
 
 
 class restore_on_error:
-    """A context that keeps all changes made inside, or, if anything is raised, none: then `restore` has run.
+    """Run `restore` if the block raises, so that either all its changes stay or none.
 
-    A class, unlike `restore_after`: an interrupt just before the end of a generator's context ends the generator only
-    when the traceback is freed. Its `restore` would run then, after that of an outer context, and spoil it.
+    This is a class, not a generator like `restore_after`: an interrupt just before the end of a generator's block ends
+    the generator only when the traceback is freed. Its `restore` would then run after that of an outer context.
     """
 
     def __init__(self, restore: Restore) -> None:
@@ -60,20 +60,20 @@ class restore_on_error:
 
 
 def attributes_of(objects: Iterable[object], *names: str) -> Restore:
-    """A function that gives objects back the values which their attributes have now."""
-    held = [(thing, name, getattr(thing, name)) for thing in objects for name in names]
+    """Return a function that resets attributes of objects to their present values."""
+    saved = [(thing, name, getattr(thing, name)) for thing in objects for name in names]
 
     def restore() -> None:
-        for thing, name, value in held:
+        for thing, name, value in saved:
             setattr(thing, name, value)
 
     return restore
 
 
 def structure_of(modules: Iterable[nn.Module]) -> Restore:
-    """A function that gives modules and those in them back their classes, attributes, parameters, buffers and hooks.
+    """Return a function that restores the classes, attributes, parameters, buffers and hooks of modules and submodules.
 
-    Values of tensors are not copied, see `state_of`.
+    It does not restore the values of tensors; `state_of` does.
 
     >>> model = nn.Sequential(nn.Linear(4, 4))
     >>> restore = structure_of([model])
@@ -84,15 +84,15 @@ def structure_of(modules: Iterable[nn.Module]) -> Restore:
       (0): Linear(in_features=4, out_features=4, bias=True)
     )
     """
-    held: list[tuple[nn.Module, type[nn.Module], dict[str, Any], list[tuple[Any, Any]]]] = []
+    saved: list[tuple[nn.Module, type[nn.Module], dict[str, Any], list[tuple[Any, Any]]]] = []
     for module in _parts(modules):
         attributes = dict(vars(module))
-        # torch keeps parameters, hooks and the like in containers, which others refer to: their contents come back.
-        containers = [(one, one.copy()) for one in attributes.values() if isinstance(one, (dict, set))]
-        held.append((module, type(module), attributes, containers))
+        # torch keeps parameters and hooks in containers that other objects refer to, so their contents are restored.
+        containers = [(value, value.copy()) for value in attributes.values() if isinstance(value, (dict, set))]
+        saved.append((module, type(module), attributes, containers))
 
     def restore() -> None:
-        for module, kind, attributes, containers in held:
+        for module, kind, attributes, containers in saved:
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
@@ -104,7 +104,12 @@ def structure_of(modules: Iterable[nn.Module]) -> Restore:
 
 
 def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore:
-    """As `structure_of`, with the values of parameters and buffers, which are copied, by default where they are."""
+    """Return a function that restores what `structure_of` does and the values of parameters and buffers.
+
+    Args:
+        modules: the modules to restore.
+        device: the device of the copies of the values, by default that of each tensor.
+    """
     modules = list(modules)
     structure = structure_of(modules)
     parts = _parts(modules)

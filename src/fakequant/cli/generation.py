@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fakequant.files import (
     abandoned,
-    held,
+    lock_file,
     locked,
     output_errors,
     writable_file,
@@ -67,7 +67,7 @@ def staged(out: Path) -> Iterator[Path]:
         OutputError: it cannot be made.
     """
     folder = out / f"{_RUN}{secrets.token_hex(8)}"
-    with held(_lock_of(folder)):
+    with lock_file(_lock_of(folder)):
         with output_errors(folder, "to "):
             folder.mkdir()
         try:

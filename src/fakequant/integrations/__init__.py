@@ -1,1 +1,1 @@
-"""What other libraries need to know of quantized models, one file each; imported where they are used."""
+"""Support for other libraries, one file each; import the file to use it."""

@@ -1,7 +1,7 @@
-"""`save_pretrained` and `from_pretrained` of Hugging Face's transformers with quantized models.
+"""`save_pretrained` and `from_pretrained` of Hugging Face's transformers for quantized models.
 
-Importing this module registers the quantization method "fakequant" in transformers' own registries. In a program that
-does not import it, transformers warns that the method of the folder is unknown, and loads the float model.
+Importing this module registers the quantization method "fakequant" with transformers. A program that does not import
+it gets a warning from transformers that the method is unknown, and the float model.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Model = TypeVar("Model", bound="PreTrainedModel")
 
 
 class FakeQuantConfig(QuantizationConfigMixin):
-    """What `config.json` says of a quantized model.
+    """The `quantization_config` of a quantized model in `config.json`.
 
     Args:
-        layers: for every quantized layer by its path, what a checkpoint's manifest says of it.
-        tensors: for every tensor of a quantizer by its path, its dtype and shape.
+        layers: the manifest entry of every quantized layer, by path.
+        tensors: dtype and shape of every tensor of a quantizer, by path.
         quant_method: "fakequant".
     """
 
@@ -45,15 +45,15 @@ class FakeQuantConfig(QuantizationConfigMixin):
     ) -> None:
         if unknown:
             raise CheckpointError(
-                f"the quantization_config has unknown keys {', '.join(unknown)}: it is damaged, or of a later version "
-                "of fakequant"
+                f"the quantization_config has unknown keys {', '.join(unknown)}: it is damaged, or a later version of "
+                "fakequant wrote it; save the model again with this version"
             )
-        self.quant_method = quant_method  # type: ignore[assignment]  transformers' own are members of an enumeration
+        self.quant_method = quant_method  # type: ignore[assignment]  transformers declares an enumeration
         self.layers, self.tensors = layers, tensors
 
     @classmethod
     def of(cls, model: nn.Module) -> FakeQuantConfig:
-        """That of a prepared model as it is now."""
+        """Return the configuration of a prepared model in its present state."""
         layers = {
             name: layer_values(layer_entry(layer))
             for name, layer in model.named_modules()
@@ -68,7 +68,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
 
 
 class FakeQuantHfQuantizer(HfQuantizer):
-    """Makes the layers of a model quantized before transformers loads their tensors, and the configuration to save."""
+    """Quantizes the layers of a model before transformers loads their tensors, and writes the configuration."""
 
     quantization_config: FakeQuantConfig
     entries: dict[str, LayerEntry]
@@ -77,17 +77,17 @@ class FakeQuantHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         modules: dict[str, nn.Module] = dict(model.named_modules())
         names = _names_in(model, parse_layers(self.quantization_config.layers, "the quantization_config"))
-        self.entries = found = {name: entry for name, entry in names.items() if name in modules}
-        if not found:
+        self.entries = entries = {name: entry for name, entry in names.items() if name in modules}
+        if not entries:
             raise CheckpointError(
                 f"the quantization_config names no layer of a {type(model).__name__}; load the class that was saved"
             )
-        check_layers(modules, found)
-        for name, entry in found.items():
+        check_layers(modules, entries)
+        for name, entry in entries.items():
             restore_layer(modules[name], entry, name)
         leave_fast_paths(model)
         for path, described in _names_in(model, self.quantization_config.tensors).items():
-            if path.rpartition("._")[0] in found:
+            if path.rpartition("._")[0] in entries:
                 _make_room(model, path, described)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
@@ -95,7 +95,7 @@ class FakeQuantHfQuantizer(HfQuantizer):
             f"{name}.{key}"
             for name, quantizer in quantizers(model).items()
             for key, tensor in quantizer.state_dict(keep_vars=True).items()
-            if not getattr(tensor, "_is_hf_initialized", False)  # transformers' mark of what a file gave
+            if not getattr(tensor, "_is_hf_initialized", False)  # transformers sets this on tensors that it loaded
         ]
         if absent:
             raise CheckpointError(
@@ -107,12 +107,12 @@ class FakeQuantHfQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
-        """Called by `save_pretrained` before it writes the configuration, which gets that of the model as it is now."""
+        """Update the configuration to the present state of the model; `save_pretrained` calls this before it writes."""
         self.quantization_config = FakeQuantConfig.of(model)
         model.config.quantization_config = self.quantization_config
         return None, {}
 
-    # The two that transformers leaves abstract have no type there, which counts as None.
+    # transformers gives its two abstract methods no return type, so pyright takes it for None.
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return True
 
@@ -134,13 +134,13 @@ register_quantizer(METHOD)(FakeQuantHfQuantizer)
 
 
 def enable_saving(model: Model) -> Model:
-    """From now on, `model.save_pretrained` writes what `from_pretrained` needs to give the quantized model back.
+    """Make `model.save_pretrained` save the quantizers too, so that `from_pretrained` restores the quantized model.
 
-    That is a `quantization_config` in `config.json`, made anew by every save. A model that `from_pretrained` gave back
-    quantized need not be passed here.
+    Every save writes a new `quantization_config` into `config.json`. A quantized model that `from_pretrained` returned
+    does not need this call.
 
     Args:
-        model: a prepared model of transformers; it is returned.
+        model: a prepared model of transformers, which is returned.
 
     Raises:
         CheckpointError: the model has no quantizers.
@@ -168,7 +168,7 @@ def enable_saving(model: Model) -> Model:
 
 
 def _names_in(model: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
-    """Values by paths in this model: one with a head has the model without it as an attribute."""
+    """Translate paths to this model: a model with a head holds the base model as an attribute."""
     prefix, paths = f"{model.base_model_prefix}.", {name for name, _ in model.named_modules() if name}
     if model.base_model_prefix not in paths:
         return {name.removeprefix(prefix): value for name, value in named.items()}
@@ -176,7 +176,7 @@ def _names_in(model: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_room(model: nn.Module, path: str, described: Any) -> None:
-    """Give a quantizer a tensor without memory where it has none yet, so that transformers finds and fills it."""
+    """Set a missing tensor of a quantizer to one on the meta device, so that transformers finds and fills it."""
     owner, _, name = path.rpartition(".")
     try:
         module = model.get_submodule(owner)
@@ -185,5 +185,7 @@ def _make_room(model: nn.Module, path: str, described: Any) -> None:
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the quantization_config is damaged at {path}: {described!r:.80}") from error
     if name not in module._parameters and name not in module._buffers:
-        raise CheckpointError(f"the quantization_config is damaged: {path} is no tensor of a quantizer")
+        raise CheckpointError(
+            f"the quantization_config is damaged: {path} is not a tensor of a quantizer; save the model again"
+        )
     setattr(module, name, nn.Parameter(empty) if name in module._parameters else empty)
