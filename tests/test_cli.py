@@ -81,14 +81,14 @@ def test_example_is_what_the_model_is_called_with(batch, expected) -> None:
 def test_doctor_says_what_serves() -> None:
     result = invoke("doctor")
     assert result.exit_code == 0
-    for word in ("torch", "backend cpu", "backend reference", "serves", "C++ compiler", "GPU", "threads"):
+    for word in ("torch", "backend cpu", "backend reference", "available", "C++ compiler", "GPU", "threads"):
         assert word in result.stdout
 
 
 def test_doctor_says_why_triton_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fakequant.ops.triton.backend.find_spec", lambda name: None)
     (row,) = [line for line in invoke("doctor").stdout.splitlines() if "backend triton" in line]
-    assert "cannot serve: triton is not installed" in row
+    assert "not available: triton is not installed" in row
 
 
 def test_doctor_runs_from_the_source_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_quantize_measures_by_codes(recipe, tmp_path: Path, monkeypatch: pytest.
     assert result.exit_code == 0, result.output
     assert len(multiplied) >= 4, "two layers, measured after calibration and after training"
     page = (out / "report.html").read_text()
-    assert "Measured with integer products in 2 of 2 layers." in page
+    assert "Measured with integer execution in 2 of 2 layers." in page
     assert "Exact: 0 of" in page
     model = fq.load(load_recipe(path).model(), out / "checkpoint")
     assert [layer.execution.value for layer in (model[0], model[2])] == ["auto", "auto"]
@@ -269,7 +269,7 @@ def test_without_a_graph_inspect_says_so(done: tuple[Path, Path, Result], tmp_pa
     assert_one_red_line(invoke("inspect", tmp_path / what, "--graph"), "there is no graph.txt in")
 
 
-@pytest.mark.parametrize(("data", "message"), [(b"IR Graph: \xff\n", "cannot read"), (b"IR Graph: g", "was cut")])
+@pytest.mark.parametrize(("data", "message"), [(b"IR Graph: \xff\n", "cannot read"), (b"IR Graph: g", "is truncated")])
 def test_a_damaged_graph_is_one_line(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "graph.txt").write_bytes(data)
     assert_one_red_line(invoke("inspect", tmp_path, "--graph"), message)
@@ -333,7 +333,7 @@ def test_a_damaged_checkpoint_is_one_line(done: tuple[Path, Path, Result], tmp_p
 def test_without_evaluate_the_report_says_so(recipe, tmp_path: Path) -> None:
     data = run(Job(recipe(RECIPE), "int8", "max", tmp_path / "out"), Console(quiet=True))
     assert data.accuracy == []
-    assert "tiny.py offers no evaluate(model)." in (tmp_path / "out" / "report.html").read_text()
+    assert "tiny.py does not define evaluate(model)." in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_style_of_the_file(recipe, tmp_path: Path) -> None:
@@ -385,5 +385,5 @@ def test_an_inexact_export_ends_with_an_error_after_the_report(
     monkeypatch.setattr(VerifyReport, "exact", property(lambda self: False))
     out = tmp_path / "out"
     result = invoke("quantize", recipe(RECIPE), "--out", out, "--method", "max")
-    assert_one_red_line(result, "does not compute what the model does")
+    assert_one_red_line(result, "does not compute the same as the model")
     assert (out / "report.html").is_file()

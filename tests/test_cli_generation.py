@@ -155,7 +155,7 @@ def test_an_interrupted_job_says_that_nothing_was_written(recipe, tmp_path: Path
     out = tmp_path / "out"
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["quantize", str(path), "--out", str(out)])
     assert result.exit_code == 130
-    assert result.stderr.strip() == f"interrupted: nothing was written; what was in {out} is unchanged"
+    assert result.stderr.strip() == f"interrupted: nothing was written; the files in {out} are unchanged"
     assert not out.exists()
 
 

@@ -50,7 +50,7 @@ def test_no_recipe_file(tmp_path: Path) -> None:
 
 
 def test_recipe_of_another_kind_of_file(recipe) -> None:
-    with pytest.raises(RecipeError, match=r"tiny\.txt is no Python file"):
+    with pytest.raises(RecipeError, match=r"tiny\.txt is not a Python file"):
         load_recipe(recipe(RECIPE, "tiny.txt"))
 
 
@@ -71,7 +71,7 @@ def test_recipe_imports_its_neighbours_even_later(recipe) -> None:
     [
         ("def model(): return 5", lambda r: r.model(), "model() returned 5 of type int, not a torch.nn.Module"),
         ("def calibration_batches(): return None", lambda r: r.calibration_batches(), "of type NoneType, not a list"),
-        ("def calibration_batches(): return []", lambda r: r.first_batch(), "gave no batch; give at least one"),
+        ("def calibration_batches(): return []", lambda r: r.first_batch(), "returned no batch; return at least one"),
         ("def evaluate(net): return None", lambda r: r.evaluate(r.model()), "returned None of type NoneType"),
         ("def evaluate(net): return 'good'", lambda r: r.evaluate(r.model()), "returned 'good' of type str"),
         ("def evaluate(net): return float('nan')", lambda r: r.evaluate(r.model()), "not a finite number"),

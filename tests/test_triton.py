@@ -155,12 +155,12 @@ print(TritonBackend().unavailable(), "triton" in sys.modules)
 def test_the_environment_shows_why_it_cannot_serve(gpu):
     gpu.setattr("shutil.which", lambda name: None)
     found = environment()
-    assert found["backend triton"].startswith("cannot serve: triton needs a C compiler, and there is neither gcc nor")
+    assert found["backend triton"].startswith("not available: triton needs a C compiler, and there is neither gcc nor")
     assert found["GPU"] == "a GPU"
     gpu.setattr("shutil.which", lambda name: name)
-    assert environment()["backend triton"] == "serves"
+    assert environment()["backend triton"] == "available"
     gpu.setattr("fakequant.ops.triton.backend.find_spec", lambda name: None)
-    assert environment()["backend triton"] == "cannot serve: triton is not installed"
+    assert environment()["backend triton"] == "not available: triton is not installed"
 
 
 def test_the_reference_serves_where_triton_cannot_compile(gpu):

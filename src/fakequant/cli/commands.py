@@ -1,4 +1,4 @@
-"""The commands of `fakequant`, thin: each reads its arguments, calls one function, and prints."""
+"""The commands of `fakequant`: each reads its arguments, calls one function and prints the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fakequant.errors import FakeQuantError
 
 
 class _Commands(TyperGroup):
-    """All commands; an error of this package is one clear line instead of a traceback."""
+    """All commands; an error of this package is printed as one line instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -37,12 +37,12 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
-    # An exception that is not ours is a bug, here or in a recipe: its whole traceback helps to find it.
+    # Any other exception is a bug, here or in the recipe: the full traceback helps to find it.
     pretty_exceptions_enable=False,
     help="Fake quantization for PyTorch: calibrate, fine-tune, export to ONNX, verify, report.",
 )
 
-RecipeFile = Annotated[Path, typer.Argument(help="a Python file that offers model() and calibration_batches()")]
+RecipeFile = Annotated[Path, typer.Argument(help="a Python file that defines model() and calibration_batches()")]
 
 
 @app.command()
@@ -62,15 +62,15 @@ def quantize(  # noqa: PLR0913  the command's options
     out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
     preset: Annotated[str, typer.Option(help="configuration, such as int8, fp8 or int4_weight_only")] = "int8",
     method: Annotated[str, typer.Option(help="calibrator of the activations")] = "entropy",
-    train: Annotated[bool, typer.Option(help="fine-tune by the recipe's train(model), if it offers it")] = True,
-    compare: Annotated[bool, typer.Option(help="calibrate by the other methods too, for the report")] = False,
-    static: Annotated[bool, typer.Option(help="export for batches of the first one's size only")] = False,
+    train: Annotated[bool, typer.Option(help="fine-tune with the recipe's train(model), if it is defined")] = True,
+    compare: Annotated[bool, typer.Option(help="calibrate with the other methods too, for the report")] = False,
+    static: Annotated[bool, typer.Option(help="export for the size of the first batch only")] = False,
     style: Annotated[str, typer.Option(help="dialect of the ONNX file: portable, standard or trt")] = "portable",
     execution: Annotated[
-        str, typer.Option(help="how products are computed for measuring and fine-tuning: simulate, auto or integer")
+        str, typer.Option(help="how layers compute while they are measured: simulate, auto or integer")
     ] = "simulate",
     unseen: Annotated[
-        str, typer.Option(help="what becomes of layers that no batch reaches: error, float or siblings")
+        str, typer.Option(help="how to treat layers that no batch reaches: error, float or siblings")
     ] = "error",
 ) -> None:
     """Quantize the model of a recipe: calibrate, fine-tune, save, export, verify and report."""
@@ -82,9 +82,9 @@ def quantize(  # noqa: PLR0913  the command's options
 
 @app.command()
 def inspect(
-    what: Annotated[Path, typer.Argument(help="a checkpoint's folder, a folder with one, or an ONNX file")],
+    what: Annotated[Path, typer.Argument(help="a checkpoint folder, its parent folder, or an ONNX file")],
     graph: Annotated[
-        bool, typer.Option("--graph", help="the graph of the model instead, with every operation")
+        bool, typer.Option("--graph", help="show the graph of the model instead, with every operation")
     ] = False,
 ) -> None:
     """Show which tensors of a checkpoint or an exported ONNX file are quantized, and how."""
@@ -95,8 +95,8 @@ def inspect(
     if graph:
         Console(soft_wrap=True).print(Text(visible(graph_text(what), keep="\n")))
         return
-    found = look(what)
-    print_table(Console(), found.title, found.header, found.rows)
+    inspection = look(what)
+    print_table(Console(), inspection.title, inspection.header, inspection.rows)
 
 
 @app.command()
@@ -104,12 +104,12 @@ def verify(
     onnx_file: Annotated[Path, typer.Argument(help="a file written by export_onnx")],
     recipe: Annotated[Path | None, typer.Option(help="recipe of the model, to compare weights and outputs")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="checkpoint of the model; by default `checkpoint` beside the file")
+        Path | None, typer.Option(help="checkpoint of the model; by default `checkpoint` in the folder of the file")
     ] = None,
 ) -> None:
-    """Compare every quantizer of an ONNX file with fakequant, bit for bit; status 1 if one differs.
+    """Compare every quantizer of an ONNX file with fakequant bit for bit; the exit status is 1 if one differs.
 
-    Files in the styles standard and trt that ONNX Runtime cannot load run in onnx's ReferenceEvaluator.
+    A file in the style standard or trt that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator.
     """
     from fakequant.cli.job import verify_file
     from fakequant.report.terminal import visible
@@ -123,12 +123,13 @@ def verify(
 @app.command()
 def bench(
     elements: Annotated[
-        list[int] | None, typer.Option(min=64, help="size of the tensors, a power of two; may be given several times")
+        list[int] | None,
+        typer.Option(min=64, help="size of the tensors, a power of two; repeat the option for several sizes"),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="how long each pair of calls is timed")] = 0.2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="file for the results too")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
 ) -> None:
-    """Time int8, FP8 and NVFP4 on this machine beside a copy and ATen; status 1 if a bit differs from the reference."""
+    """Time int8, FP8 and NVFP4 against a copy and ATen; the exit status is 1 if a bit differs from the reference."""
     from fakequant.benchmark import suite
     from fakequant.files import writable_file
     from fakequant.report.terminal import print_table
@@ -149,7 +150,7 @@ def bench(
 
 @app.command()
 def doctor() -> None:
-    """Show versions, the backends and why one cannot serve, the compiler, the GPU."""
+    """Show the versions, the compiler, the GPU, and for each backend whether it works or why it does not."""
     from fakequant.report import environment
     from fakequant.report.terminal import print_table
 

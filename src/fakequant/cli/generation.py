@@ -1,11 +1,11 @@
-"""The files of a run, which take the place of those of the run before in one step.
+"""Replace all files of the previous run by those of a new run in one step.
 
-No system replaces several files at once. So for the time of the change every file is a symbolic link through one other
-link, `.fakequant-current`: first to the old files, then, by one rename of that link, to the new ones. Before and after
-they are plain files, because a link breaks when it is moved or sent. The folder itself is never renamed: it may hold
-other files, be a working folder, or lie in a folder that cannot be written.
+No file system replaces several files at once. During the change every file is therefore a symbolic link that goes
+through one other link, `.fakequant-current`. This link first points to the old files; one rename points it to the new
+files. Before and after the change the files are plain, because a link breaks when it is moved or sent. The folder
+itself is never renamed: it may hold other files, be a working folder, or lie in a folder that cannot be written.
 
-A process that dies on the way leaves links to one run, which read as files do; the next run makes them files again.
+A process that dies during the change leaves links to the files of one run. The next run turns them into plain files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fakequant.model.manifest import MANIFEST, named_files
 
 CHECKPOINT, ONNX, REPORT, GRAPH = "checkpoint", "model.onnx", "report.html", "graph.txt"
 PARTS = (f"{CHECKPOINT}/{MANIFEST}", ONNX, GRAPH, REPORT)
-"""The files that belong together, by their path in the folder; the manifest names the tensors by their content."""
+"""Paths in the folder of the files of one run. The manifest names the tensor files, whose names hash their content."""
 
 _CURRENT = ".fakequant-current"
 _RUN = ".fakequant-run-"
@@ -38,12 +38,12 @@ _RUN = ".fakequant-run-"
 
 @contextmanager
 def results_folder(directory: Path) -> Iterator[Path]:
-    """A context with the folder of the results, made if need be and proven writable before any work is done for it.
+    """Create the folder of the results if it does not exist, and check before any work that it can be written.
 
-    If the work fails, folders that were made for it and are still empty are removed.
+    If the work fails, new folders that are still empty are removed.
 
     Raises:
-        OutputError: it cannot be made or written, or a folder has the name of a file, or a file that of the checkpoint.
+        OutputError: the folder or one of its files cannot be written.
     """
     made = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
     try:
@@ -61,10 +61,10 @@ def results_folder(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """A new folder for the files of a run, in the folder where `publish` will put them; it is removed afterwards.
+    """Create a temporary folder for the files of a run inside the folder that `publish` writes.
 
     Raises:
-        OutputError: it cannot be made.
+        OutputError: the temporary folder cannot be created.
     """
     folder = out / f"{_RUN}{secrets.token_hex(8)}"
     with lock_file(_lock_of(folder)):
@@ -77,17 +77,17 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def publish(new: Path, out: Path) -> None:
-    """Put the files of a run in the place of those of the run before, all in one step; other files stay.
+    """Replace the files of the previous run in one step; other files stay.
 
-    A file that the new run does not have is removed. Files that are symbolic links to other places, or lie behind one,
-    are written there, after the step.
+    A file that the new run does not have is removed. A symbolic link to another folder is followed: its target is
+    written after the step.
 
     Args:
-        new: what `staged` gave, with the files.
-        out: the folder.
+        new: the folder from `staged` with the new files.
+        out: the folder of the results.
 
     Raises:
-        OutputError: a file cannot be written; the old ones are there.
+        OutputError: a file cannot be written; the old files are unchanged.
     """
     checkpoint = out / CHECKPOINT
     with output_errors(out, "to "):
@@ -133,7 +133,7 @@ def _exchange(old: Path, new: Path, out: Path) -> None:
 
 
 def _keep(now: Path, old: Path, new: Path) -> None:
-    """Keep a file for the time of the change, and give its permissions to the one that follows."""
+    """Keep an old file during the change, and copy its permissions to the new file."""
     old.parent.mkdir(exist_ok=True)
     _link(now, old)
     if new.is_file():
@@ -141,7 +141,7 @@ def _keep(now: Path, old: Path, new: Path) -> None:
 
 
 def _recover(out: Path) -> None:
-    """Finish what runs that died have begun, and remove what they left."""
+    """Finish the changes of processes that died, and remove their temporary folders."""
     _settle(out)
     for lock in out.glob(f"{_RUN}*.lock"):
         with abandoned(lock) as free:
@@ -152,7 +152,7 @@ def _recover(out: Path) -> None:
 
 
 def _settle(out: Path) -> None:
-    """Make plain files of the links through `.fakequant-current`."""
+    """Turn the links through `.fakequant-current` into plain files."""
     current = out / _CURRENT
     if not current.is_symlink():
         return
@@ -163,7 +163,7 @@ def _settle(out: Path) -> None:
 
 
 def _place(source: Path, path: Path) -> None:
-    """Put a file of a run in a place; nothing is there afterwards if the run has none."""
+    """Move a file of a run to a path; remove the path if the run has no such file."""
     if not source.is_file():
         path.unlink(missing_ok=True)
         return
@@ -174,14 +174,14 @@ def _place(source: Path, path: Path) -> None:
 
 
 def _point(path: Path, target: str, run: Path) -> None:
-    """Put a symbolic link in a place, in one step."""
+    """Create or replace a symbolic link in one step."""
     spare = run / "link"
     os.symlink(target, spare)
     os.replace(spare, path)
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under another name, or a copy where the file system has no hard links."""
+    """Create a hard link, or a copy on a file system without hard links."""
     with suppress(FileExistsError):
         try:
             os.link(source, target)
@@ -192,7 +192,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _remove_tensors(run: Path, out: Path) -> None:
-    """Remove the tensors of a run from the checkpoint, unless they are those that it names now."""
+    """Remove the tensor files of a run from the checkpoint, except those that its manifest names now."""
     for name in set(named_files(run / CHECKPOINT)) - set(named_files(out / CHECKPOINT)):
         with suppress(OSError):
             (out / CHECKPOINT / name).unlink()

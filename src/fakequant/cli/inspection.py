@@ -1,4 +1,4 @@
-"""What a checkpoint or an exported ONNX file holds, without the model it was made from."""
+"""List the quantizers of a checkpoint or an exported ONNX file without its model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fakequant.model.manifest import MANIFEST, read_manifest
 
 @dataclass(frozen=True)
 class Inspection:
-    """A table: what was looked at, and one row per quantizer."""
+    """A table with one row per quantizer; the title names the file."""
 
     title: str
     header: tuple[str, ...]
@@ -23,11 +23,11 @@ class Inspection:
 
 
 def inspect(path: Path) -> Inspection:
-    """The quantizers of a checkpoint's folder, a folder that `fakequant quantize` wrote, or an ONNX file.
+    """List the quantizers of a checkpoint folder, an output folder of `fakequant quantize` or an ONNX file.
 
     Raises:
-        CheckpointError: the folder holds no checkpoint, or a damaged one.
-        VerificationError: the file is no ONNX file, or not one of ours.
+        CheckpointError: the folder has no checkpoint, or a damaged one.
+        VerificationError: the file is not an ONNX file that fakequant wrote.
     """
     if path.is_file():
         return _inspect_onnx(path)
@@ -38,24 +38,24 @@ def inspect(path: Path) -> Inspection:
 
 
 def graph_text(folder: Path) -> str:
-    """The text of the graph that `fakequant quantize` wrote to a folder.
+    """Return the text of the graph that `fakequant quantize` wrote to a folder.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: the graph is missing or damaged.
     """
-    places = [folder / GRAPH, folder.parent / GRAPH]
-    found = next((place for place in places if folder.is_dir() and place.is_file()), None)
-    if found is None:
+    candidates = [folder / GRAPH, folder.parent / GRAPH]
+    path = next((candidate for candidate in candidates if folder.is_dir() and candidate.is_file()), None)
+    if path is None:
         raise CheckpointError(
             f"there is no {GRAPH} in {folder}; `fakequant quantize` writes it, or capture the model in Python: "
             "fakequant.ir.capture(model, example)"
         )
     try:
-        text = found.read_bytes().decode()
+        text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {found}: {error}; let `fakequant quantize` write it anew") from error
+        raise CheckpointError(f"cannot read {path}: {error}; run `fakequant quantize` again") from error
     if not text.endswith("\n"):
-        raise CheckpointError(f"{found} was cut: its last line has no end; let `fakequant quantize` write it anew")
+        raise CheckpointError(f"{path} is truncated: its last line has no end; run `fakequant quantize` again")
     return text.rstrip("\n")
 
 

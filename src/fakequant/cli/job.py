@@ -1,4 +1,4 @@
-"""The main job for a user's recipe: from a float model to a calibrated, fine-tuned, verified ONNX file and a report."""
+"""Run a recipe: calibrate and fine-tune its float model, export and verify an ONNX file, write a report."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ from fakequant.report.terminal import print_report
 
 @dataclass(frozen=True)
 class Job:
-    """What to do.
+    """The arguments of `fakequant quantize`.
 
     Args:
         recipe: the recipe file.
-        preset: name of a preset, in any case.
+        preset: name of a preset, in upper or lower case.
         method: calibrator of the activations.
         out: the folder for `checkpoint`, `model.onnx`, `graph.txt` and `report.html`.
-        train: whether to fine-tune by the recipe's `train(model)`, if it offers one.
-        compare: whether to calibrate by every other method too, for the report.
-        static: whether the exported model takes batches of the first one's size only.
+        train: whether to fine-tune with the recipe's `train(model)`, if it is defined.
+        compare: whether to calibrate with every other method too, for the report.
+        static: whether the exported model takes only batches of the size of the first.
         style: the dialect of the exported file, see `export_onnx`.
-        execution: how the model is measured and fine-tuned: "simulate", "auto" or "integer", see `set_execution`. The
-            checkpoint keeps it; the exported file says the same numbers either way.
-        unseen: what becomes of layers that no batch reaches, see `calibrate`.
+        execution: how layers compute while they are measured: "simulate", "auto" or "integer", see `set_execution`.
+            The checkpoint keeps it; it does not change the exported file.
+        unseen: how to treat layers that no batch reaches, see `calibrate`.
     """
 
     recipe: Path
@@ -80,7 +80,7 @@ class Job:
 
 @dataclass
 class _Progress:
-    """What was found so far; all of it goes into the report even if a later step fails."""
+    """The results so far; the report shows them even if a later step fails."""
 
     recipe: Recipe
     console: Console
@@ -89,9 +89,9 @@ class _Progress:
     missing: dict[Section, str] = field(default_factory=dict)
 
     def measure(self, model: nn.Module, format: str, method: str) -> None:
-        """Add the recipe's metric of a model, if it offers one."""
+        """Add the metric of a model, if the recipe defines one."""
         if not self.recipe.offers("evaluate"):
-            self.missing[Section.ACCURACY] = f"{self.recipe.path.name} offers no evaluate(model)."
+            self.missing[Section.ACCURACY] = f"{self.recipe.path.name} does not define evaluate(model)."
             return
         with evaluating(model), cached_weights(model), torch.no_grad():
             value = self.recipe.evaluate(model)
@@ -101,13 +101,13 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a job wrote.
+    """The outcome of a job.
 
     Attributes:
-        data: what the report shows.
-        names: of the files and folders.
-        refusal: why the model was not exported.
-        exact: whether the exported file computes what the model does.
+        data: the content of the report.
+        names: the names of the files and folders that were written.
+        refusal: the error of the export, or None.
+        exact: whether the exported file computes the same as the model.
     """
 
     data: ReportData
@@ -117,20 +117,19 @@ class _Written:
 
 
 def run(job: Job, console: Console) -> ReportData:
-    """Do a job; what was reported is returned.
+    """Run a job and return the content of its report.
 
-    Its files take the place of those of an earlier job in one step, when all are written: until then, and if anything
-    fails, those are unchanged.
+    The files of an earlier job are replaced in one step when all new files are written. If anything fails before, they
+    are unchanged.
 
     Raises:
-        ConfigError: an unknown preset, method or execution; the nearest are offered. Or a layer of the model that never
-            can multiply codes, though the execution is "integer".
-        ExportError: an unknown style, before any work; or ONNX cannot express the model: checkpoint and report are
-            written nevertheless.
-        OutputError: the folder cannot be written.
-        RecipeError: the recipe lacks what it must offer. All these before any work is done.
-        VerificationError: the exported file does not compute what the model does; all files are written.
-        KeyboardInterrupt: with a message that says what is in the folder.
+        ConfigError: an unknown preset, method or execution; or the execution is "integer" and a layer does not support
+            it.
+        ExportError: an unknown style; or ONNX cannot express the model: then checkpoint and report are written anyway.
+        OutputError: the folder cannot be written; raised before any work.
+        RecipeError: the recipe lacks a function; raised before any work.
+        VerificationError: the exported file does not compute the same as the model; all files are written.
+        KeyboardInterrupt: with a message that says which files the folder holds.
     """
     config = find_preset(job.preset)
     if job.method not in calibrators():
@@ -138,14 +137,14 @@ def run(job: Job, console: Console) -> ReportData:
     Style.parse(job.style)
     as_execution(job.execution)
     check_unseen(job.unseen)
-    state = f"nothing was written; what was in {job.out} is unchanged"
+    state = f"nothing was written; the files in {job.out} are unchanged"
     try:
         with results_folder(job.out) as out:
             progress = _Progress(load_recipe(job.recipe), console)
             model = quantized_model(job, config, progress)
             with staged(out) as folder:
                 written = _write(job, config, progress, model, folder)
-                state = f"{out} holds the files of the run before or those of this one, not of both"
+                state = f"{out} holds the files of the previous run or of this run, not of both"
                 publish(folder, out)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted: {state}") from None
@@ -153,7 +152,7 @@ def run(job: Job, console: Console) -> ReportData:
     if written.refusal is not None:
         raise written.refusal
     if not written.exact:
-        raise VerificationError(f"{out / ONNX} does not compute what the model does; see {out / REPORT}")
+        raise VerificationError(f"{out / ONNX} does not compute the same as the model; see {out / REPORT}")
     return written.data
 
 
@@ -177,7 +176,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
     data = ReportData(
         f"{job.recipe.stem}, quantized to {config.name}",
         summary=(
-            f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated by {job.method}.",
+            f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated with {job.method}.",
             *_execution_lines(job, model),
         ),
         metric="evaluate(model)",
@@ -197,17 +196,17 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
 
 
 def _execution_lines(job: Job, model: nn.Module) -> list[str]:
-    """For the report: how many layers multiply codes, and why others do not."""
+    """Lines for the report: how many layers use integer execution, and why the others do not."""
     if as_execution(job.execution) is Execution.SIMULATE:
         return []
-    found = summary(model).layers
-    coded = [layer for layer in found if layer.execution == "integer"]
-    simulated = [f"{layer.name} is simulated: {layer.why_simulated}." for layer in found if layer.why_simulated]
-    return [f"Measured with integer products in {len(coded)} of {len(found)} layers.", *simulated]
+    layers = summary(model).layers
+    integer = [layer for layer in layers if layer.execution == "integer"]
+    simulated = [f"{layer.name} is simulated: {layer.why_simulated}." for layer in layers if layer.why_simulated]
+    return [f"Measured with integer execution in {len(integer)} of {len(layers)} layers.", *simulated]
 
 
 def _write_graph(model: nn.Module, example: Any, name: str, path: Path, progress: _Progress) -> dict[str, str]:
-    """The picture of a model's graph, which is written as text too; none if it cannot be captured."""
+    """Write a model's graph as text and return its picture by name; empty if the model cannot be captured."""
     try:
         with evaluating(model):
             graph = capture(model, example)
@@ -219,7 +218,7 @@ def _write_graph(model: nn.Module, example: Any, name: str, path: Path, progress
 
 
 def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
-    """The recipe's model, prepared, calibrated, fine-tuned if the recipe can, and measured at every step."""
+    """Prepare, calibrate and fine-tune the recipe's model, and measure it after every step."""
     recipe = progress.recipe
     model = recipe.model()
     progress.measure(model, "float32", "")
@@ -239,7 +238,7 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
 
 
 def example_of(model: nn.Module, batch: Any) -> Any:
-    """What of a calibration batch the model is called with: a tuple of arguments, or a dict of keyword arguments."""
+    """Return the arguments that a model takes from a batch: a tuple, or a dict of keyword arguments."""
     seen: list[Any] = []
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs or args), with_kwargs=True, prepend=True
@@ -253,10 +252,10 @@ def example_of(model: nn.Module, batch: Any) -> Any:
 
 
 def dynamic_batch(example: Any) -> Any:
-    """The shapes for `export_onnx` with which the batch may have any size; None if that cannot be told.
+    """Return the `dynamic_shapes` for `export_onnx` that allow any batch size, or None if the batch axis is unclear.
 
-    The batch axis is the first of every tensor that is as long there as the first tensor. An example of one sample
-    cannot tell it, because torch.export takes a length of 1 for a constant.
+    Axis 0 of a tensor is the batch axis if it is as long as axis 0 of the first tensor. It is unclear for an example
+    with one sample, because torch.export treats a length of 1 as a constant.
 
     >>> dynamic_batch((torch.ones(4, 3), torch.ones(7)))
     ({0: 'batch'}, None)
@@ -272,7 +271,7 @@ def dynamic_batch(example: Any) -> Any:
 
 
 def fitting(batches: Iterable[Any], example: Any, dynamic_shapes: Any) -> Iterator[Any]:
-    """The batches that a model exported with an example takes: its shapes, but for the batch axis if that is dynamic.
+    """Yield the batches that fit the exported model: the example's shapes, and any batch size if that is dynamic.
 
     >>> batches = [torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 5)]
     >>> [len(batch) for batch in fitting(batches, (torch.ones(2, 3),), None)]
@@ -288,14 +287,14 @@ def fitting(batches: Iterable[Any], example: Any, dynamic_shapes: Any) -> Iterat
 
 
 def verify_file(path: Path, recipe: Path | None, checkpoint: Path | None) -> VerifyReport:
-    """Verify an exported file, with a recipe also its weights and outputs against the model.
+    """Verify an exported file; with a recipe also compare its weights and outputs with the model.
 
     Raises:
-        VerificationError: the file cannot be read, or is not one of ours.
+        VerificationError: the file cannot be read, or fakequant did not write it.
         RecipeError, CheckpointError: the model cannot be rebuilt.
     """
     if recipe is None:
         return verify_onnx(path)
-    offered = load_recipe(recipe)
-    model = load(offered.model(), checkpoint or path.parent / CHECKPOINT)
-    return verify_onnx(path, model.eval(), offered.calibration_batches())
+    loaded = load_recipe(recipe)
+    model = load(loaded.model(), checkpoint or path.parent / CHECKPOINT)
+    return verify_onnx(path, model.eval(), loaded.calibration_batches())

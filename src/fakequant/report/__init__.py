@@ -1,4 +1,4 @@
-"""Reports: one HTML file that shows what quantization did to a model."""
+"""Reports: one HTML file that shows the effect of quantization on a model."""
 
 from fakequant.report.collect import distributions, environment, layers_left, pictures, sizes, verification
 from fakequant.report.data import (

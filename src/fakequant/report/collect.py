@@ -1,4 +1,4 @@
-"""From models, calibrators and files to the plain values that a report shows."""
+"""Collect the plain values of a report from models, calibrators and files."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _COMPILERS = ("c++", "g++", "clang++", "cl")
 
 
 def distributions(calibrators: Mapping[str, Mapping[str, Calibrator]], *, bins: int = 96) -> list[Distribution]:
-    """What calibrators saw and which ranges they chose, one distribution per quantizer.
+    """Return the histogram and the chosen ranges of every quantizer.
 
     Args:
-        calibrators: what `fakequant.calibrate` returned, by method. For a quantizer the counts are taken from the
-            first method that keeps a histogram; a quantizer that none has a histogram for is left out.
-        bins: how many bars the plot will have.
+        calibrators: the results of `fakequant.calibrate`, by method. The counts of a quantizer come from the first
+            method that keeps a histogram; a quantizer without any histogram is left out.
+        bins: the number of bars in the plot.
     """
     names = dict.fromkeys(name for by_name in calibrators.values() for name in by_name)
-    found = []
+    collected = []
     for name in names:
         own = {method: by_name[name] for method, by_name in calibrators.items() if name in by_name}
-        shown = _distribution(name, own, bins)
-        if shown is not None:
-            found.append(shown)
-    return found
+        distribution = _distribution(name, own, bins)
+        if distribution is not None:
+            collected.append(distribution)
+    return collected
 
 
 def _distribution(name: str, calibrators: Mapping[str, Calibrator], bins: int) -> Distribution | None:
@@ -69,39 +69,38 @@ def _distribution(name: str, calibrators: Mapping[str, Calibrator], bins: int) -
 
 
 def layers_left(models: Mapping[str, nn.Module], example: Any) -> dict[str, list[str]]:
-    """The operations of prepared models that compute on unquantized tensors, as text, products first.
+    """List the operations of prepared models that compute on unquantized tensors, matrix products first.
 
     Args:
-        models: by the name that the report shows.
+        models: the models by the name that the report shows.
         example: an input, a tuple or a dict of inputs, with which the models are traced.
     """
-    found = {}
-    for name, model in models.items():
-        left = sorted(unquantized(model, example), key=lambda operation: not operation.is_product)
-        found[name] = [str(operation) for operation in left]
-    return found
+    return {
+        name: [str(op) for op in sorted(unquantized(model, example), key=lambda op: not op.is_product)]
+        for name, model in models.items()
+    }
 
 
 def pictures(models: Mapping[str, nn.Module], example: Any) -> dict[str, str]:
-    """The graphs of models in eval mode, as SVG images.
+    """Draw the graphs of models in eval mode as SVG images.
 
     Args:
-        models: by the name that the report shows.
+        models: the models by the name that the report shows.
         example: an input, a tuple or a dict of inputs, with which the models are captured.
     """
-    found = {}
+    images = {}
     for name, model in models.items():
         with evaluating(model):
-            found[name] = to_svg(capture(model, example))
-    return found
+            images[name] = to_svg(capture(model, example))
+    return images
 
 
 def sizes(files: Mapping[str, Path], float_bytes: Mapping[str, int]) -> list[Size]:
-    """The sizes of files and folders.
+    """Return the sizes of files and folders.
 
     Args:
-        files: by the name that the report shows.
-        float_bytes: what they would take in float32, for those where that is known.
+        files: the paths by the name that the report shows.
+        float_bytes: the sizes with float32 weights, where known.
     """
     return [Size(name, _bytes_of(path), float_bytes.get(name)) for name, path in files.items()]
 
@@ -112,26 +111,25 @@ def _bytes_of(path: Path) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Versions, machine, backends with the reason why one cannot serve, compiler, GPU, threads.
+    """Return the versions, the machine, the compiler, and for each backend whether it works or why it does not.
 
     >>> environment()["backend reference"]
-    'serves'
+    'available'
     """
-    found = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
-    found["fakequant"] = _version("fakequant") or "from source, not installed"
-    found |= {package: _version(package) or "not installed" for package in _PACKAGES}
+    values = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
+    values["fakequant"] = _version("fakequant") or "from source, not installed"
+    values |= {package: _version(package) or "not installed" for package in _PACKAGES}
     for backend in backends():
         reason = backend.unavailable()
-        found[f"backend {backend.name}"] = "serves" if reason is None else f"cannot serve: {reason}"
-    found["C++ compiler"] = _compiler()
-    found["CPU"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
-    found["threads"] = str(torch.get_num_threads())
-    found["GPU"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
-    return found
+        values[f"backend {backend.name}"] = "available" if reason is None else f"not available: {reason}"
+    values["C++ compiler"] = _compiler()
+    values["CPU"] = f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    values["threads"] = str(torch.get_num_threads())
+    values["GPU"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none that torch can use"
+    return values
 
 
 def _version(package: str) -> str | None:
-    """That of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -144,11 +142,11 @@ def _compiler() -> str:
 
 
 def verification(title: str, report: VerifyReport) -> Verification:
-    """The comparison of an exported model, as `fakequant.verify_onnx` found it.
+    """Convert the result of `fakequant.verify_onnx` for a report.
 
     Args:
-        title: which model.
-        report: what `verify_onnx` returned.
+        title: the name of the model.
+        report: the result of `verify_onnx`.
     """
     nodes = [
         NodeCheck(
@@ -156,10 +154,10 @@ def verification(title: str, report: VerifyReport) -> Verification:
         )
         for row in report.rows
     ]
-    nodes += [NodeCheck(name, "", 0, 0, "of no quantizer that the file names") for name in report.uncovered]
+    nodes += [NodeCheck(name, "", 0, 0, "belongs to no quantizer of the file") for name in report.uncovered]
     notes = [f"Compared in {report.runtime} on {report.batches} batches: {report.inputs}.", *report.not_run]
     notes += [f"The model's outputs against torch: {row}." for row in report.outputs]
-    notes += [f"What ONNX Runtime's default optimisations change: {row}." for row in report.optimised]
+    notes += [f"Changed by ONNX Runtime's default optimisations: {row}." for row in report.optimised]
     if report.optimised_error is not None:
         notes.append(
             f"ONNX Runtime fails with its default optimisations: {report.optimised_error}; {WITHOUT_OPTIMISATIONS}"

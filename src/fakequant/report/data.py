@@ -1,4 +1,4 @@
-"""What a report shows, as plain values: no tensor, no model."""
+"""The content of a report as plain values, without tensors or models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Section(Enum):
-    """The parts of a report, in their order; the value is the heading."""
+    """The sections of a report, in order; the value is the heading."""
 
     ACCURACY = "Accuracy"
     SQNR = "Signal-to-noise ratio by layer"
@@ -25,10 +25,10 @@ class Accuracy:
     """One measurement of a model.
 
     Args:
-        format: what the model computes in, for example "INT8".
-        method: the calibrator, or what else was done to it.
+        format: the format of the model, for example "INT8".
+        method: the calibrator, or another step such as fine-tuning.
         value: the metric; larger is better.
-        note: what the reader should know of this row.
+        note: a remark on this row.
     """
 
     format: str
@@ -38,7 +38,7 @@ class Accuracy:
 
 
 def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, str]]:
-    """Measurements as text: format, method, value, change against the first, note; all with as many decimals.
+    """Format measurements as rows: format, method, value, change from the first row, note.
 
     >>> accuracy_cells([Accuracy("float32", "", 98.5), Accuracy("INT8", "mse", 98.0)])[1]
     ('INT8', 'mse', '98.00', '-0.50', '')
@@ -58,10 +58,10 @@ class Distribution:
 
     Args:
         name: the quantizer.
-        edges: [bins + 1] in units of the tensor, ascending.
-        counts: [bins], the values between neighbouring edges.
-        ranges: lowest and highest value kept, by calibrator.
-        groups: how many groups (channels, blocks) the tensor has; the counts are those of all, a range is the widest.
+        edges: the edges of the bins [bins + 1], ascending, in units of the tensor.
+        counts: the number of values in each bin [bins].
+        ranges: lowest and highest value of the chosen range, by calibrator.
+        groups: the number of groups (channels, blocks). The counts are the sum of all groups, a range is the widest.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of one thing, and of its float32 form where there is one."""
+    """The size of a file or folder in bytes, and its size with float32 weights if known."""
 
     name: str
     bytes: int
@@ -87,9 +87,9 @@ class NodeCheck:
     Args:
         name: its path.
         spec: its specification.
-        elements: how many were compared.
-        differing: how many of them differ.
-        fault: what else is wrong with it; empty if nothing is.
+        elements: the number of compared elements.
+        differing: the number of elements that differ.
+        fault: another fault, or "".
     """
 
     name: str
@@ -101,13 +101,13 @@ class NodeCheck:
 
 @dataclass(frozen=True)
 class Verification:
-    """The comparison of an exported model with the one it was made from.
+    """The comparison of an exported file with its model.
 
     Args:
-        title: which model.
+        title: the name of the model.
         nodes: its quantizers.
-        notes: what else was found, one sentence each.
-        runtime: what ran it.
+        notes: other results, one sentence each.
+        runtime: the runtime that executed the file.
     """
 
     title: str
@@ -117,27 +117,27 @@ class Verification:
 
     @property
     def exact(self) -> bool:
-        """Whether something was compared and nothing differs."""
+        """Whether at least one quantizer was compared and none differs."""
         return bool(self.nodes) and not any(node.differing or node.fault for node in self.nodes)
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that a report shows. Every part may be missing; the report then says so, and why if `missing` tells.
+    """The content of a report. An empty section prints that it is missing, with the reason from `missing`.
 
     Args:
         title: the heading.
-        summary: sentences below the heading: what was done, to what, on which data.
-        metric: what the numbers of `accuracy` are, for example "accuracy on held-out digits, %".
-        accuracy: measurements; the first is the float model that the others are compared with.
-        sqnr: decibels of every quantizer on its own tensor, by model and quantizer name.
-        distributions: what calibration saw.
-        sizes: of files and weights.
-        left: operations that compute in float although others are quantized, by model; an empty list says: none.
-        verifications: of the exported models.
-        graphs: the captured models as SVG images, by the name that the report shows.
+        summary: sentences below the heading: the model, the data and the steps.
+        metric: the name of the metric in `accuracy`, for example "accuracy on held-out digits, %".
+        accuracy: measurements; the first is the float model, the baseline of the others.
+        sqnr: signal-to-noise ratio of every quantizer in dB, by model and quantizer name.
+        distributions: the histograms of calibration.
+        sizes: the sizes of files and weights.
+        left: operations that compute in float, by model; an empty list means none.
+        verifications: the comparisons of the exported models.
+        graphs: the captured graphs as SVG images, by the name that the report shows.
         environment: versions and machine.
-        missing: why a section is empty.
+        missing: the reason for each empty section.
     """
 
     title: str

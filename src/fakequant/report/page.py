@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing but itself."""
+"""Render the report as one HTML file without external references."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ def write_report(path: str | os.PathLike[str], data: ReportData) -> Path:
     """Write a report as one HTML file, whole or not at all.
 
     Args:
-        path: of the file; its folder is made if need be.
-        data: what to show; parts may be missing.
+        path: the file; its folder is created if it does not exist.
+        data: the content; parts may be missing.
 
     Returns:
-        The path.
+        The path of the file.
 
     Raises:
         OutputError: the file cannot be written.
     """
     target = writable_file(path)
-    # What UTF-8 cannot write is written as its number.
+    # UTF-8 cannot encode lone surrogates, so they are escaped.
     write_whole(target, render(data).encode("utf-8", "backslashreplace"))
     return target
 
 
 def render(data: ReportData) -> str:
-    """The report as HTML text.
+    """Render a report as HTML text.
 
     >>> from fakequant.report import Accuracy, ReportData
     >>> page = render(ReportData("A model", accuracy=[Accuracy("float32", "", 98.5)]))
@@ -100,7 +100,7 @@ def _sqnr(data: ReportData) -> str:
     measured = {model: decibels for model, decibels in data.sqnr.items() if decibels}
     if not measured:
         return ""
-    explanation = "Power of each quantizer's input over the power of what quantization changed. The worst come first."
+    explanation = "Power of each quantizer's input over the power of its quantization error, worst first."
     parts = [_paragraphs([explanation]), "" if _can_plot() else f"<p>{_NO_MATPLOTLIB}</p>"]
     for model, decibels in measured.items():
         if _can_plot():
@@ -128,7 +128,7 @@ def _ranges(data: ReportData) -> str:
         groups = f' <span class="soft">{together}</span>' if together else ""
         caption = f"<figcaption><code>{escape(shown.name)}</code>{groups}</figcaption>"
         figures.append(f"<figure>{caption}{distribution_plot(shown)}</figure>")
-    explanation = "What calibration saw. Values outside a range are clipped to it; inside it they are rounded."
+    explanation = "The values in calibration. Values outside a range are clipped to it; values inside are rounded."
     return _paragraphs([explanation]) + f'<div class="grid">{"".join(figures)}</div>'
 
 
@@ -177,7 +177,9 @@ def _verified_model(verification: Verification) -> str:
 
 
 def _graph(data: ReportData) -> str:
-    parts = [_paragraphs(["What the model computes, from top to bottom; quantizers are filled, constants left out."])]
+    parts = [
+        _paragraphs(["The operations of the model, top to bottom. Quantizers are filled; constants are left out."])
+    ]
     for model, image in data.graphs.items():
         parts.append(f'<h3>{escape(model)}</h3><div class="graph">{image}</div>')
     return "".join(parts) if data.graphs else ""

@@ -1,4 +1,4 @@
-"""Plots as SVG that lives inside an HTML page: no outside reference, and the page's own text colour."""
+"""Plots as SVG elements for an HTML page: without external references, in the text colour of the page."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Drawn in this colour, then replaced, so that text and axes follow the page from light to dark.
+# A placeholder that `_svg` replaces by the text colour of the page, in light and dark mode.
 _INK = "#123456"
-# Okabe and Ito's palette, told apart by colour-blind readers too; every range also has its own dashes.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish; every range also has its own dashes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-# Above this a quantizer's noise can hardly be seen; infinite ratios are drawn as long as this.
+# The longest bar: above this ratio the noise is negligible.
 _EXACT_DECIBELS = 100.0
 _POINTS_PER_INCH = 72
 
 
 def sqnr_bars(decibels: Mapping[str, float]) -> str:
-    """Horizontal bars of the signal-to-noise ratio in dB, worst first, as SVG.
+    """Draw signal-to-noise ratios in dB as horizontal bars, worst first; returns SVG.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -47,13 +47,13 @@ def sqnr_bars(decibels: Mapping[str, float]) -> str:
 
 
 def distribution_plot(distribution: Distribution) -> str:
-    """How often values occurred, on a logarithmic axis, with the chosen ranges drawn in, as SVG.
+    """Draw a histogram with a logarithmic count axis and the chosen ranges; returns SVG.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
     figure, axes = _figure(4.4, 2.5)
-    floor = 0.5  # below one value, so that a bar of one can be seen
+    floor = 0.5  # below 1, so that a bin with one value is visible
     heights = [max(count, floor) for count in distribution.counts]
     axes.stairs(heights, distribution.edges, baseline=floor, fill=True, color=_INK, alpha=0.35, linewidth=0)
     axes.set_yscale("log")
@@ -61,7 +61,7 @@ def distribution_plot(distribution: Distribution) -> str:
     for index, (method, (low, high)) in enumerate(distribution.ranges.items()):
         style: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _DASHES[index % len(_DASHES)]}
         axes.axvline(high, linewidth=1.4, label=f"{method} {_interval(low, high)}", **style)
-        # A range that begins at zero clips nothing there, so a line would only hide the bars.
+        # A range that begins at zero does not clip below, so a line would only hide the bars.
         if low < 0:
             axes.axvline(low, linewidth=1.4, **style)
     if distribution.ranges:
@@ -91,17 +91,17 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, description: str) -> str:
-    """The figure as an svg element."""
+    """Return a figure as an svg element."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     buffer = io.StringIO()
-    # Text as paths looks the same whatever fonts the reader has; the salt makes the file the same in every run.
+    # Text as paths does not depend on the reader's fonts; the fixed salt makes the file reproducible.
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "fakequant"}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # The names that matplotlib numbers per figure would occur twice in a page; those that are referred to are hashes.
+    # matplotlib numbers some ids per figure, so they would repeat in a page. Referenced ids are hashes and stay.
     text = re.sub(r'\sid="[a-zA-Z][\w.]*_\d+"', "", text)
     width, height = figure.get_size_inches() * _POINTS_PER_INCH
     opening = (

@@ -1,4 +1,4 @@
-"""A report's tables in the terminal."""
+"""Print the tables of a report in the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakequant.report import ReportData, accuracy_cells
 
 
 def print_report(console: Console, data: ReportData) -> None:
-    """Print what of a report fits a terminal: accuracy, sizes, what was left in float, verification."""
+    """Print the accuracy, the sizes, the operations left in float and the verification of a report."""
     if data.accuracy:
         print_table(
             console,
@@ -46,14 +46,14 @@ def print_report(console: Console, data: ReportData) -> None:
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Text without characters that a terminal obeys: they are shown as Python would write them.
+    """Escape control characters, so that text from a file or a model cannot control the terminal.
 
     >>> visible("a\\x1b[2Jb\\n")
     'a\\\\x1b[2Jb\\\\n'
 
     Args:
-        text: of a file or a model.
-        keep: characters that stay, such as line breaks.
+        text: the text.
+        keep: characters that are not escaped, such as line breaks.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
@@ -66,7 +66,7 @@ def print_table(
     *,
     numbers: Sequence[int] = (),
 ) -> None:
-    """Print rows of text as a table; what the text holds is taken neither for markup nor for commands to a terminal."""
+    """Print rows of text as a table; markup and control characters in the text are escaped."""
     table = Table(title=escape(visible(title)), title_justify="left", title_style="bold")
     for index, name in enumerate(header):
         table.add_column(escape(name), justify="right" if index in numbers else "left", overflow="fold")
