@@ -210,7 +210,7 @@ def test_blocks_along_an_axis_of_unknown_length_are_refused(tmp_path: Path) -> N
 
 def test_a_bound_beyond_float32_is_refused(tmp_path: Path) -> None:
     model = Quantizers([quantizer(fq.QuantSpec("int[-100,37]"), fq.QParams(torch.full((1, 1), 1e37)))])
-    with pytest.raises(ExportError, match=r"quantizers\.0: the code -100 stands for a value beyond float32"):
+    with pytest.raises(ExportError, match=r"quantizers\.0: the value of the code -100 exceeds float32"):
         export_onnx(model, torch.zeros(2, 2), tmp_path / "m.onnx")
 
 

@@ -104,7 +104,7 @@ def test_static_scales_that_are_no_products_stay_float32(tmp_path: Path) -> None
     spec = fq.QuantSpec.parse("float4_e2m1fn per_block(-1:2) scale=float8_e4m3fn@per_tensor")
     model = Weights([quantizer(spec, fq.QParams(torch.tensor([[448.0, 3.3]])))], [torch.tensor([[1e3, 2e3, 9.0, 0.4]])])
     report = export_onnx(model, torch.zeros(1), tmp_path / "m.onnx", style="standard")
-    assert report.quantizers[0].expressed.endswith("FLOAT scales, which are no products of codes and shared scales")
+    assert report.quantizers[0].expressed.endswith("because they are not products of codes and shared scales")
     for found in (verify_onnx(tmp_path / "m.onnx", model), verify_onnx(tmp_path / "m.onnx")):
         assert found.exact
 

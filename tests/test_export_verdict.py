@@ -78,5 +78,5 @@ def test_nothing_compared_is_not_exact() -> None:
 def test_nodes_that_nothing_compares_are_said() -> None:
     report = VerifyReport("f", "given", [Row("a", "int8", "weight", 4)], uncovered=[f"n{i}" for i in range(7)])
     assert not report.exact
-    assert "7 nodes quantize for no quantizer that the file names" in str(report)
+    assert "7 nodes quantize but belong to no quantizer of the file" in str(report)
     assert "n0, n1, n2, n3, n4, ..." in str(report)

@@ -232,11 +232,11 @@ def test_a_missing_constant_is_an_error(path: Path) -> None:
 
 
 BATCHES = {
-    "none": ([], "no batch was given"),
+    "none": ([], "batches is empty"),
     "too_few_tensors": ([()], "a batch has 0 tensors, but the file has 1 inputs"),
     "wrong_shape": ([torch.zeros(3, 9)], "ONNX Runtime cannot run it"),
     "wrong_dtype": ([torch.zeros(3, 8).double()], "ONNX Runtime cannot run it"),
-    "wrong_kind": ([{"x": torch.zeros(3, 8)}], "give batches as the example was given"),
+    "wrong_kind": ([{"x": torch.zeros(3, 8)}], "pass batches of the same form as the example"),
 }
 
 
@@ -341,7 +341,7 @@ def test_a_record_without_quantizers_is_not_exact(path: Path) -> None:
     report = verify_onnx(path)
     assert not report.exact
     assert len(report.uncovered) == 6
-    assert "6 nodes quantize for no quantizer that the file names" in str(report)
+    assert "6 nodes quantize but belong to no quantizer of the file" in str(report)
 
 
 @pytest.mark.parametrize("site", range(4))
@@ -362,7 +362,7 @@ def set_site(site: int, **values: Any) -> Any:
 
 
 CRAFTED = {
-    "huge_input": (set_input(shape=[100_000, 100_000]), "give batches"),
+    "huge_input": (set_input(shape=[100_000, 100_000]), "pass batches"),
     "beyond_axes": (set_input(shape=[2**70]), "shape is 1180591620717411303424, expected 0 to"),
     "many_axes": (set_input(shape=[1] * 100), "shape has 100 axes"),
     "negative": (set_input(shape=[-3, 8]), "shape is -3, expected 0 to"),
@@ -373,13 +373,13 @@ CRAFTED = {
     "nan": (set_input(low=float("nan")), "low is nan, expected a finite number"),
     "other_input": (set_input(name="z"), "it names the inputs"),
     "repeats": (set_site(0, repeats=[0]), "repeats is 0, expected 1 to"),
-    "huge_repeats": (set_site(1, repeats=[1, 2**30]), "what was exported does not fit"),
+    "huge_repeats": (set_site(1, repeats=[1, 2**30]), "the exported constants do not fit"),
     "negative_groups": (set_site(1, groups=[-1, 1]), "groups is -1, expected 0 to"),
-    "other_groups": (set_site(1, groups=[1, 16]), "what was exported does not fit"),
-    "one_group": (set_site(1, groups=[1, 1]), "what was exported does not fit"),
+    "other_groups": (set_site(1, groups=[1, 16]), "the exported constants do not fit"),
+    "one_group": (set_site(1, groups=[1, 1]), "the exported constants do not fit"),
     "no_parameters": (set_site(0, parameters="elsewhere"), "'elsewhere' is not a valid Parameters"),
     "no_spec": (set_site(0, spec="int8 per_moon"), "its record of quantizers is damaged"),
-    "other_spec": (set_site(0, spec="int8 per_channel(1)"), "what was exported does not fit"),
+    "other_spec": (set_site(0, spec="int8 per_channel(1)"), "the exported constants do not fit"),
     "unknown_scale": (set_site(0, scale="nowhere"), "the constants nowhere are missing"),
     "no_zero_point": (set_site(0, zero_point=None), "the constants None are missing"),
     "number_as_name": (set_site(0, y=3), "y is 3, expected text"),

@@ -1,4 +1,4 @@
-"""Export to ONNX with QuantizeLinear and DequantizeLinear, and proof that ONNX Runtime computes the same numbers."""
+"""Export to ONNX with QuantizeLinear and DequantizeLinear, and verify that ONNX Runtime computes the same numbers."""
 
 from fakequant.export.exporter import Exported, ExportReport, export_onnx
 from fakequant.export.verdict import OutputRow, Row, VerifyReport

@@ -1,9 +1,9 @@
-"""What ONNX can say: the element type, operator set and attributes that a specification needs, or why there are none.
+"""The element type, operator set and attributes that ONNX needs for a specification, or why ONNX cannot express it.
 
 Source: the ONNX operators QuantizeLinear and DequantizeLinear: 8-bit integers since opset 10, float8 since 19, 4-bit
 and 16-bit integers and blocks since 21, float4 since 23, scales in E8M0 since 24, float6 since 28. The scale is one
-value, a vector along one axis, or one per block of one axis. What ONNX Runtime does not run has the portable form of
-`export.portable` in `Style.PORTABLE`, and its own types in the other styles.
+value, a vector along one axis, or one value per block of one axis. Formats that ONNX Runtime does not run are computed
+by `export.portable` in `Style.PORTABLE`, and use their own element types in the other styles.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Dimension = int | str
 """The length of an axis; text where it is symbolic."""
 
 FIRST_OPSET = 18
-"""What the exporter of torch writes; older operator sets would need a conversion that it does not promise."""
+"""The oldest opset that torch's exporter writes without a conversion."""
 LAST_OPSET = 25
-"""The newest that its version converter was seen to write correctly; a type that needs more is added afterwards."""
+"""The newest opset that torch's exporter writes correctly; types of newer opsets are converted afterwards."""
 DEFAULT_OPSET = 20
-"""Enough for 8-bit formats per tensor and per axis, which ONNX Runtime loads with fewer defects than opset 21."""
+"""Enough for 8-bit formats per tensor and per axis; ONNX Runtime loads it with fewer defects than opset 21."""
 BLOCKED_OPSET = 21
-"""The first with one scale per block."""
+"""The first opset with one scale per block."""
 
 
 @dataclass(frozen=True)
 class ElementType:
-    """An element type of ONNX that QuantizeLinear writes: its name there, its bits, and the first opset."""
+    """An element type of ONNX that QuantizeLinear writes: its name, its bits, and its first opset."""
 
     name: str
     bits: int
@@ -67,7 +67,7 @@ _FLOATS_BEYOND_ONNX_RUNTIME: dict[Format, ElementType] = {
 }
 _E8M0 = ElementType("FLOAT8E8M0", 8, 24, integer=False)
 _EXPONENT = ElementType("UINT8", 8, 13)
-"""TensorRT's operators of MXFP8 take the bits of E8M0."""
+"""TensorRT's MXFP8 operators take the bits of E8M0."""
 _INTEGERS: dict[IntegerFormat, ElementType] = {
     IntegerFormat.of(bits, signed=signed): ElementType(f"{'' if signed else 'U'}INT{bits}", bits, opset)
     for bits, opset in ((4, 21), (8, 13), (16, 21))
@@ -77,17 +77,17 @@ _INTEGERS: dict[IntegerFormat, ElementType] = {
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the codes of a format are stored.
+    """The storage of a format's codes.
 
     Attributes:
         element: the element type.
-        clips: whether that type has more codes than the format, so that values are clipped beforehand.
-        portable: whether QuantizeLinear cannot write the format: activations are rounded by other operators, and the
-            codes of weights are patterns whose values Gather takes from a table.
-        scale: the element type of the scales, or of their codes under a scale of their own; None for float32.
-        guarded: whether a Sum of one tensor stands before QuantizeLinear and after DequantizeLinear. The default
-            optimisations of ONNX Runtime (1.31) fuse float8 there as if it were int8: they end in operators that it
-            lacks, so that the file does not load, or leave out a ReLU, so that it gives other numbers.
+        clips: whether the type has more codes than the format, so values must be clipped first.
+        portable: whether QuantizeLinear cannot write the format. Then other operators round activations, and Gather
+            looks up the values of a weight's codes in a table.
+        scale: the element type of the scales, or of their codes if they have a second level; None for float32.
+        guarded: whether to put a Sum of one tensor before QuantizeLinear and after DequantizeLinear. The default
+            optimisations of ONNX Runtime (1.31) fuse float8 there as if it were int8: the file then needs operators
+            that ONNX Runtime lacks and does not load, or loses a ReLU and gives other results.
     """
 
     element: ElementType
@@ -98,26 +98,26 @@ class Encoding:
 
     @property
     def powers(self) -> bool:
-        """Whether QuantizeLinear and DequantizeLinear take the scales as powers of two."""
+        """Whether QuantizeLinear and DequantizeLinear take the scales in E8M0."""
         return self.scale == _E8M0
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether a zero point says the type, as before `output_dtype` was there to say it."""
+        """Whether a zero point declares the element type, as in opsets before `output_dtype`."""
         return self.scale is None and (self.element.integer or self.element.opset < BLOCKED_OPSET)
 
     def opset(self, *, constant: bool) -> int:
-        """The first operator set with it, for constants or activations."""
+        """Return the first opset that supports the encoding, for constants or activations."""
         if self.scale is not None:
             return max(self.element.opset, self.scale.opset, BLOCKED_OPSET)
         return self.element.opset if constant or not self.portable else FIRST_OPSET
 
 
 def encoding(fmt: Format, style: Style = Style.PORTABLE) -> Encoding:
-    """The smallest element type that holds all codes of a format.
+    """Return the encoding with the smallest element type that holds all codes of a format.
 
     Raises:
-        ExportError: there is none in the style.
+        ExportError: the style has no such type.
 
     >>> from fakequant.numerics.formats import parse_format
     >>> encoding(parse_format("int8_narrow"))
@@ -132,12 +132,12 @@ def encoding(fmt: Format, style: Style = Style.PORTABLE) -> Encoding:
         return Encoding(found, guarded=not own_types)
     if isinstance(fmt, IntegerFormat):
         for stored, element in _INTEGERS.items():
-            # Never negative codes go into an unsigned type, although a signed one of the same bits may hold them.
+            # Unsigned codes use an unsigned type, even if a signed type of the same size could hold them.
             if stored.signed == fmt.signed and stored.low <= fmt.low and fmt.high <= stored.high:
                 return Encoding(element, clips=stored != fmt)
     elif own_types:
         raise ExportError(
-            f'the format {fmt} has no element type in ONNX; style="portable" says it with other operators'
+            f'the format {fmt} has no element type in ONNX; style="portable" computes it with other operators'
         )
     elif fmt.bits <= 8:
         return Encoding(_INTEGERS[IntegerFormat.of(4 if fmt.bits <= 4 else 8, signed=False)], portable=True)
@@ -149,11 +149,11 @@ def encoding(fmt: Format, style: Style = Style.PORTABLE) -> Encoding:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the scales of a tensor go in ONNX.
+    """The layout of a tensor's scales in ONNX.
 
     Attributes:
-        axis: None for one scale; else the axis along which scales lie.
-        block_size: elements of that axis that share a scale; 0 if each has its own and no other axis has any.
+        axis: the axis of the scales; None for one scale per tensor.
+        block_size: the number of elements of that axis that share a scale; 0 for one scale per index of the axis.
         repeats: how often each scale is repeated along every axis to get ONNX's shape from [groups, axes kept].
         symbolic: whether the number of scales is only known at run time.
     """
@@ -165,7 +165,7 @@ class Layout:
 
     @property
     def opset(self) -> int:
-        """The first operator set with it; a zero point of symbolic length is said by `output_dtype`, new in 21."""
+        """The first opset that supports the layout; a zero point of symbolic length needs `output_dtype` of 21."""
         return BLOCKED_OPSET if self.block_size or self.symbolic else FIRST_OPSET
 
     def __str__(self) -> str:
@@ -177,16 +177,18 @@ class Layout:
 def layout(
     shape: Sequence[Dimension], groups: Sequence[Dimension], blocks: Sequence[Dimension] | None = None
 ) -> Layout:
-    """The layout for a tensor [shape] with scales [groups, axes kept].
+    """Return the layout for a tensor [shape] with scales [groups, axes kept].
 
-    One scale per token of [batch, tokens, features] is one block of all features. Blocks along several axes are blocks
-    along one of them, with each scale repeated along the others.
+    One scale per token of [batch, tokens, features] is one block of all features. Blocks along several axes become
+    blocks along one axis, with each scale repeated along the others.
 
     Args:
-        blocks: the block size along every axis, as `block_sizes` gives them; by default all blocks are full.
+        shape: the shape of the tensor.
+        groups: the shape of the scales.
+        blocks: the block size along every axis, from `block_sizes`; by default all blocks are full.
 
     Raises:
-        ExportError: ONNX has none.
+        ExportError: ONNX has no such layout.
 
     >>> layout((8, 3, 5, 5), (1, 3, 1, 1))
     Layout(axis=1, block_size=0, repeats=(), symbolic=False)
@@ -214,10 +216,10 @@ def layout(
 
 
 def block_sizes(granularity: Granularity, shape: Sequence[Dimension]) -> list[Dimension]:
-    """The block size of a granularity along every axis, at most the length of the axis.
+    """Return the block size of a granularity along every axis, at most the length of the axis.
 
     Raises:
-        ExportError: blocks along an axis of symbolic length.
+        ExportError: blocks divide an axis of symbolic length.
 
     >>> block_sizes(PerBlock({-1: 32}, pad=True), ("batch", 40)), block_sizes(PerBlock({-1: 32}, pad=True), (3, 20))
     ([1, 32], [1, 20])
@@ -225,7 +227,7 @@ def block_sizes(granularity: Granularity, shape: Sequence[Dimension]) -> list[Di
     if isinstance(granularity, PerBlock):
         _refuse_symbolic([(shape[axis], size) for axis, size in granularity.sizes])
     try:
-        # The granularities of this package look at the lengths of those axes only that they divide.
+        # The granularities of this package read only the lengths of the axes that they divide.
         blocks: Sequence[Dimension] = granularity.block_shape(shape)  # pyright: ignore[reportArgumentType]
     except TypeError as error:
         raise ExportError(
@@ -236,7 +238,7 @@ def block_sizes(granularity: Granularity, shape: Sequence[Dimension]) -> list[Di
 
 
 def _refuse_symbolic(blocks: Sequence[tuple[Dimension, int]]) -> None:
-    """Raise for the first axis of symbolic length among lengths and block sizes."""
+    """Raise for the first axis of symbolic length that blocks divide."""
     for n, size in blocks:
         if isinstance(n, str):
             raise ExportError(
@@ -246,7 +248,7 @@ def _refuse_symbolic(blocks: Sequence[tuple[Dimension, int]]) -> None:
 
 
 def _block(n: Dimension, groups: Dimension) -> Dimension:
-    """The elements of an axis that share a scale."""
+    """Return how many elements of an axis share a scale."""
     if n == groups:
         return 1
     if groups == 1:
@@ -264,19 +266,19 @@ def _text(shape: Sequence[Dimension]) -> str:
 
 
 def overflows(element: ElementType, where: Layout, axes: int) -> bool:
-    """Whether ONNX Runtime may give inf, and values beyond 2**31 steps, the lowest code instead of the highest.
+    """Whether ONNX Runtime may round inf, and values beyond 2**31 steps, to the lowest code instead of the highest.
 
-    Its CPU kernels for 4-bit integers, and for blocks along another axis than the last, convert to int32 before they
-    saturate (seen in 1.31). Values are then clipped beforehand.
+    Its CPU kernels for 4-bit integers, and for blocks along any axis except the last, convert to int32 before they
+    saturate (seen in 1.31). The exporter then clips the values first.
     """
     return element.integer and (element.bits == 4 or (where.block_size > 0 and where.axis != axes - 1))
 
 
 def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
-    """The encoding of a specification, whatever the tensor.
+    """Return the encoding of a specification, which does not depend on the tensor.
 
     Raises:
-        ExportError: ONNX cannot say it exactly.
+        ExportError: ONNX cannot express the specification exactly.
     """
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         raise ExportError(
@@ -288,8 +290,8 @@ def check_spec(spec: QuantSpec, style: Style = Style.PORTABLE) -> Encoding:
             f"{spec}: stochastic rounding draws other codes in every run, which QuantizeLinear cannot; set "
             "quantizer.spec = quantizer.spec.replace(rounding=Rounding.NEAREST_EVEN) and export again"
         )
-    found = encoding(spec.format, style)
-    return found if style is Style.PORTABLE else replace(found, scale=_scale_type(spec, style))
+    codes = encoding(spec.format, style)
+    return codes if style is Style.PORTABLE else replace(codes, scale=_scale_type(spec, style))
 
 
 def _scale_type(spec: QuantSpec, style: Style) -> ElementType | None:
@@ -302,13 +304,13 @@ def _scale_type(spec: QuantSpec, style: Style) -> ElementType | None:
 
 
 def check_scale(scale: Tensor, spec: QuantSpec, style: Style = Style.PORTABLE) -> None:
-    """Check constant scales: ONNX Runtime does not, and gives wrong codes for others.
+    """Check constant scales, because ONNX Runtime does not check them and returns wrong codes for invalid scales.
 
     Raises:
-        ExportError: one that is not a positive normal number, nor the power of two that a format of scales begins with;
-            or one that is no power of two where it is stored as one.
+        ExportError: a scale is not a positive normal number or the smallest value of the scale format; or it is not a
+            power of two but is stored in E8M0.
     """
-    # 2**-127, the smallest scale of OCP Microscaling, is subnormal, but still has a finite reciprocal.
+    # 2**-127, the smallest scale of OCP Microscaling, is subnormal but has a finite reciprocal.
     smallest = 0.0 if spec.scale.format is None else spec.scale.format.grid.quant_min
     good = scale.isfinite() & ((scale >= torch.finfo(torch.float32).tiny) | ((scale == smallest) & (scale > 0)))
     _require(good, scale, "positive normal float32 numbers; calibrate it again")
@@ -322,15 +324,16 @@ def _require(good: Tensor, scale: Tensor, expected: str) -> None:
         raise ExportError(f"has the scale {scale[~good].flatten()[0].item()}, expected {expected}")
 
 
-def check_opset(opset: int | None, needed: int, who: str) -> int:
-    """The operator set to write: the one asked for, or the smallest that suffices.
+def check_opset(opset: int | None, needed: int, subject: str) -> int:
+    """Return the opset to write: the requested one, or the smallest that suffices.
 
     Args:
-        needed: the first operator set that has everything.
-        who: what needs it, for the message.
+        opset: the requested opset, or None.
+        needed: the first opset that supports everything in the model.
+        subject: the quantizer that needs it, for the message.
 
     Raises:
-        ExportError: the one asked for is too old, or is one that the exporter does not write.
+        ExportError: the requested opset is too old, or the exporter does not write it.
     """
     if opset is None:
         return max(needed, DEFAULT_OPSET)
@@ -338,5 +341,5 @@ def check_opset(opset: int | None, needed: int, who: str) -> int:
     if not FIRST_OPSET <= opset <= last:
         raise ExportError(f"opset={opset}: expected {FIRST_OPSET} to {last}, or None to choose by the formats")
     if opset < needed:
-        raise ExportError(f"opset={opset} is too old: {who} needs {needed} or newer; leave opset=None to choose it")
+        raise ExportError(f"opset={opset} is too old: {subject} needs {needed} or newer; leave opset=None to choose it")
     return opset

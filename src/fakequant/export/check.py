@@ -1,4 +1,4 @@
-"""One quantizer of an exported file against torch."""
+"""Compare one quantizer of an exported file with torch."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 
-# What torch, numpy and this package raise for constants whose shapes or types do not fit each other.
+# The errors of torch, numpy and this package for constants whose shapes or types do not fit each other.
 _UNFIT = (RuntimeError, ValueError, TypeError, LookupError, FakeQuantError)
 
 
 class SiteCheck:
-    """Compares what was computed for one quantizer of a file with what torch computes from the same tensor.
+    """Compares the results of one quantizer in a file with those of torch for the same tensor.
 
     Args:
         file: the exported model.
-        record: what it says of the quantizer.
-        model: the torch model whose parameters are taken; without it those of the file.
+        record: the quantizer's record in the file.
+        model: the torch model that provides the parameters; if None, the file provides them.
 
     Raises:
         VerificationError: the file lacks a constant, or the model lacks the quantizer.
@@ -55,21 +55,21 @@ class SiteCheck:
             raise VerificationError(
                 f"the constants {', '.join(missing)} are missing: the file was changed after export"
             )
-        found = digest(self._constants.constant(name) for name in record.constants)
+        intact = record.digest == digest(self._constants.constant(name) for name in record.constants)
         kind = "weight" if record.codes else "activation"
-        self.row = Row(record.quantizer, record.spec, kind, intact=found == record.digest)
+        self.row = Row(record.quantizer, record.spec, kind, intact=intact)
         self._x = record.x if record.codes else _as_read(file, record.x)
         self._weight = None if model is None or not record.codes else _tensor(model, record.x)
 
     @property
     def computed(self) -> str | None:
-        """The path of the quantizer whose calls tell a constant that the model has by no name; None for all else."""
-        asked = self._record.codes is not None and self._quantizer is not None and self._weight is None
-        return self._record.quantizer if asked else None
+        """The path of a quantizer of a computed weight, which only the quantizer's calls reveal; else None."""
+        is_computed = self._record.codes is not None and self._quantizer is not None and self._weight is None
+        return self._record.quantizer if is_computed else None
 
     @property
     def watched(self) -> list[str]:
-        """The tensors of the file that `compare` needs."""
+        """Names of the file's tensors that `compare` needs."""
         record = self._record
         if record.codes:
             return [record.y]
@@ -91,26 +91,26 @@ class SiteCheck:
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """A context in which constants that do not fit each other are the file's fault, or the model's."""
+        """Report errors from constants that do not fit each other as a fault of the file or of the model."""
         try:
             yield
         except VerificationError:
             raise
         except _UNFIT as error:
             raise VerificationError(
-                f"{self._record.quantizer or 'the model'}: what was exported does not fit: {first_line(error)}; give "
-                "the model that was exported, or export it again"
+                f"{self._record.quantizer or 'the model'}: the exported constants do not fit: {first_line(error)}; "
+                "pass the model that was exported, or export it again"
             ) from error
 
     def compare(self, values: Mapping[str, Tensor], calls: Mapping[str, Sequence[Tensor]]) -> None:
-        """Count one batch.
+        """Compare one batch and add it to the counts.
 
         Args:
-            values: the watched tensors as they were computed.
-            calls: what the model's quantizers were called with, by path, where `computed` asks for it.
+            values: the computed values of the watched tensors.
+            calls: the arguments of the quantizers at the paths from `computed`.
 
         Raises:
-            VerificationError: shapes or dtypes show that the model is another one.
+            VerificationError: the shapes or dtypes belong to another model.
         """
         actual = values[self._record.y]
         if self._record.codes and self.row.elements:  # a weight is the same in every batch
@@ -142,11 +142,11 @@ class SiteCheck:
             params = QParams(values[record.scale], values[record.zero_point] if record.zero_point else None)
         if self._quantizer is not None:
             return library.fake_quantize(x, params, spec)
-        # A file may say anything: here parameters are checked.
+        # Parameters from a file can have any value, so they are checked here.
         return fake_quantize(x, spec, scale=params.scale, zero_point=params.zero_point)
 
     def _expected_weight(self, actual: Tensor, calls: Mapping[str, Sequence[Tensor]]) -> Tensor:
-        """What torch makes of a weight; of those that a quantizer was called with, the one that is nearest."""
+        """Return torch's result for a weight; for a computed weight, the nearest of the quantizer's calls."""
         quantizer, codes = self._quantizer, self._record.codes
         assert codes is not None
         if quantizer is None:
@@ -155,18 +155,18 @@ class SiteCheck:
             if params.scale.shape != self._spec.granularity.group_shape(stored.shape):
                 raise ShapeError(f"scales of shape {list(params.scale.shape)} for codes of shape {list(stored.shape)}")
             return reference.dequantize(stored, params, self._spec, dtype)
-        found = calls.get(self._record.quantizer, ()) if self._weight is None else (self._weight,)
-        fitting = [x for x in found if (x.shape, x.dtype) == (actual.shape, actual.dtype)] or list(found)
+        weights = calls.get(self._record.quantizer, ()) if self._weight is None else (self._weight,)
+        fitting = [x for x in weights if (x.shape, x.dtype) == (actual.shape, actual.dtype)] or list(weights)
         if not fitting:
             raise VerificationError(
-                f"the file has a constant {self._record.x}, which is no parameter or buffer of the model, and its "
-                f"quantizer {self._record.quantizer} was not called with one; give the model that was exported"
+                f"the constant {self._record.x} of the file is not a parameter or buffer of the model, and the "
+                f"quantizer {self._record.quantizer} was not called; pass the model that was exported"
             )
-        made = [library.fake_quantize(x, quantizer.qparams(x), quantizer.spec).detach() for x in fitting]
-        return made[0] if len(made) == 1 else min(made, key=lambda y: _distance(actual, y))
+        results = [library.fake_quantize(x, quantizer.qparams(x), quantizer.spec).detach() for x in fitting]
+        return results[0] if len(results) == 1 else min(results, key=lambda y: _distance(actual, y))
 
     def _codes(self, name: str) -> Tensor:
-        """Codes of the file in the dtype in which `fakequant.quantize` gives them."""
+        """Return codes of the file in the dtype of `fakequant.quantize`."""
         from onnx import TensorProto
 
         fmt, codes = self._spec.format, self._constants.tensor(name)
@@ -185,17 +185,17 @@ class SiteCheck:
         return QParams(scale, None if self._spec.symmetric else self._in_groups(str(self._record.zero_point)))
 
     def _shared(self, name: str, shape: torch.Size) -> Tensor:
-        """What the codes of scales [shape] are multiplied by, repeated where it does not broadcast."""
+        """Return the factors of the scales' codes, repeated so that they broadcast with a shape."""
         values, granularity = self._constants.tensor(name), self._spec.scale.granularity
         if granularity is None:
-            raise VerificationError(f"{self._spec} has no scales of scales, but the file has {name}; export it again")
+            raise VerificationError(f"{self._spec} has one level of scales, but the file has {name}; export it again")
         for axis, block in enumerate(granularity.block_shape(shape) if values.dim() else ()):
             if values.shape[axis] not in (1, shape[axis]):
                 values = values.index_select(axis, torch.arange(shape[axis], device=values.device) // block)
         return values
 
     def _in_groups(self, name: str) -> Tensor:
-        """A constant of the file as [groups, axes kept]."""
+        """Return a constant of the file in the shape [groups, axes kept]."""
         values = self._constants.tensor(name)
         for axis, count in enumerate(self._record.repeats):
             values = values[(slice(None),) * axis + (slice(None, None, count),)]
@@ -203,22 +203,22 @@ class SiteCheck:
 
 
 def _as_read(file: ModelProto, x: str) -> str:
-    """The name of what a quantizer reads: of a float16 tensor, its cast to float32.
+    """Return the name of the tensor that a quantizer reads; for a float16 tensor this is its cast to float32.
 
-    ONNX Runtime computes much of float16 in float32, with casts of its own, and leaves out those that cancel with the
-    casts of the file, also without optimisations (1.31). The quantizer then reads numbers that were not yet rounded.
+    ONNX Runtime inserts its own casts to compute float16 in float32, and removes them where they cancel with casts of
+    the file, even without optimisations (1.31). The quantizer then reads values before their rounding to float16.
     """
     from onnx import TensorProto
 
     if element_types(file).get(x) != TensorProto.FLOAT16:
         return x
     casts = (node for node in file.graph.node if node.op_type == "Cast" and node.input[0] == x)
-    found = (node.output[0] for node in casts if any(a.i == TensorProto.FLOAT for a in node.attribute))
-    return next(found, x)
+    to_float32 = (node.output[0] for node in casts if any(a.i == TensorProto.FLOAT for a in node.attribute))
+    return next(to_float32, x)
 
 
 def _needed(record: SiteRecord, spec: QuantSpec) -> list[str]:
-    """The constants that a file must have."""
+    """Return the names of the constants that a file must have."""
     needed = list(record.constants)
     if record.parameters is Parameters.CONSTANT or record.codes:
         zero_point = None if spec.symmetric else str(record.zero_point)
@@ -229,18 +229,18 @@ def _needed(record: SiteRecord, spec: QuantSpec) -> list[str]:
 
 
 def _quantizer(model: nn.Module, path: str) -> Quantizer | None:
-    """The quantizer at a path; None where a module of the user's calls `fake_quantize` itself."""
+    """Return the quantizer at a path, or None if the module there calls `fake_quantize` itself."""
     try:
         module = model.get_submodule(path)
     except AttributeError as error:
         raise VerificationError(
-            f"the file has a quantizer {path}, which the model lacks; give the model that was exported"
+            f"the file has a quantizer {path}, which the model lacks; pass the model that was exported"
         ) from error
     return module if isinstance(module, Quantizer) else None
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer of a name; None for a tensor that the model computes."""
+    """Return the parameter or buffer with a name, or None if the model computes the tensor."""
     for known, tensor in (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -257,16 +257,16 @@ def _distance(actual: Tensor, expected: Tensor) -> int:
 
 @contextmanager
 def recorded_calls(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """A context that collects what quantizers of a model are called with, by path."""
+    """Record the arguments of the quantizers at some paths; yields a dict that fills during the calls."""
     calls: dict[str, list[Tensor]] = {path: [] for path in paths}
     hooks = []
     try:
-        for path, found in calls.items():
+        for path, recorded in calls.items():
 
-            def keep(_: nn.Module, given: tuple[Tensor, ...], found: list[Tensor] = found) -> None:
-                found.append(given[0].detach().clone())
+            def record(_: nn.Module, args: tuple[Tensor, ...], recorded: list[Tensor] = recorded) -> None:
+                recorded.append(args[0].detach().clone())
 
-            hooks.append(model.get_submodule(path).register_forward_pre_hook(keep))
+            hooks.append(model.get_submodule(path).register_forward_pre_hook(record))
         yield calls
     finally:
         for hook in hooks:

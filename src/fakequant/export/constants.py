@@ -1,7 +1,7 @@
-"""What quantizers see that follows from no input, as constants: computed by torch, so that they have the model's bits.
+"""Fold quantized tensors that do not depend on any input into constants, computed by torch with the model's bits.
 
-Weights that a hook or a parametrization computes, learned queries, tables of positions. torch's exporter would fold
-them too, but with the arithmetic of numpy, and not all of them.
+Examples are weights from a hook or a parametrization, learned queries and position tables. torch's exporter folds some
+of them too, but with numpy's arithmetic.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _UNKNOWN = object()
 
 
 def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
-    """Replace, in place, the first argument of every node of these targets that follows from no input by a constant.
+    """Replace the first argument of nodes with these targets by a constant, in place, if it depends on no input.
 
-    Parameters and buffers stay as they are, and so does what is random.
+    Parameters, buffers and random values are not replaced.
     """
     readers = {node: _source(node) for node in program.graph.nodes if node.target in targets}
     if all(source.op == "placeholder" for source in readers.values()):
@@ -30,7 +30,7 @@ def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
     read: dict[fx.Node, tuple[fx.Node, int]] = {}
     for reader, value in _Known(program).values(readers):
         if readers[reader].op != "placeholder":
-            # The model may write to it between two readers.
+            # The model may write to the tensor between two readers.
             read[reader] = key = readers[reader], 0 if value.is_inference() else value._version
             values.setdefault(key, value.clone())
     constants = {key: _add(program, f"fakequant_constant_{i}", values[key], key[0]) for i, key in enumerate(values)}
@@ -41,14 +41,14 @@ def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The first argument of a node, before it was detached."""
+    """Return the first argument of a node, before any detach."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return _source(source) if source.target is torch.ops.aten.detach.default else source
 
 
 class _Known:
-    """The values of a graph that follow from parameters, buffers and numbers alone."""
+    """The values of a graph that depend only on parameters, buffers and numbers."""
 
     def __init__(self, program: ExportedProgram) -> None:
         self._program = program
@@ -58,10 +58,10 @@ class _Known:
             if spec.kind is not InputKind.USER_INPUT and spec.target in named:
                 value = named[spec.target]
                 self._values[node] = value.detach() if isinstance(value, Tensor) else value
-        self._given = {value.untyped_storage().data_ptr() for value in _tensors(self._values)}
+        self._owned = {value.untyped_storage().data_ptr() for value in _tensors(self._values)}
 
     def values(self, readers: Mapping[fx.Node, fx.Node]) -> Iterator[tuple[fx.Node, Tensor]]:
-        """Each reader whose source is known, and the value of the source when the reader is reached."""
+        """Yield each reader with a known source, and the value of the source at that point of the graph."""
         for node in self._program.graph.nodes:
             value = self._values.get(readers[node]) if node in readers else None
             if isinstance(value, Tensor):
@@ -72,15 +72,15 @@ class _Known:
                 break
 
     def _compute(self, node: fx.Node) -> bool:
-        """Compute a node if that can be done; False where nothing is known from here on."""
+        """Compute a node if its inputs are known; returns False if no later value can be known."""
         known = all(source in self._values for source in node.all_input_nodes)
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             changed = self._changed(node, schema)
             if changed is None:
                 return False
-            # The model's own tensors are not changed here, and what follows from an input is not known.
-            if not known or changed & self._given:
+            # A write to the model's own tensors is not executed here, and a write of an unknown value is not known.
+            if not known or changed & self._owned:
                 self._forget(changed)
                 return True
         if known and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -90,9 +90,10 @@ class _Known:
         return True
 
     def _changed(self, node: fx.Node, schema: Any) -> set[int] | None:
-        """The memory that a node writes to; None where that is not known, and may be anybody's."""
-        given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
-        written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        """Return the addresses of the memory that a node writes to, or None if they are not known."""
+        arguments = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+        writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = [arguments.get(name) for name in writes]
         sources = [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node)]
         if any(source not in self._values for source in sources):
             return None
@@ -113,7 +114,7 @@ def _placeholders(program: ExportedProgram) -> list[fx.Node]:
 
 
 def _add(program: ExportedProgram, name: str, value: Tensor, like: fx.Node) -> fx.Node:
-    """A placeholder for a constant of the program, before those of its inputs."""
+    """Add a constant to the program and return its placeholder, which comes before those of the inputs."""
     first = next(node for node in program.graph.nodes if node.op == "placeholder")
     with program.graph.inserting_before(first):
         node = program.graph.placeholder(name)

@@ -1,4 +1,4 @@
-"""Which nodes of a file quantize without a record that says so, so that nothing compares them."""
+"""Find the nodes of a file that quantize but belong to no quantizer of its record."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OPERATORS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLi
 
 
 def uncovered_nodes(model: ModelProto, sites: Sequence[SiteRecord]) -> list[str]:
-    """Names of the nodes that quantize or dequantize for no quantizer of the record, in the order of the graph.
+    """Return the names of the nodes that quantize or dequantize for no quantizer of the record, in graph order.
 
-    A quantizer's nodes are those between its tensor, or the codes of its weight, and its result.
+    The nodes of a quantizer lie between its result and its input tensor (or the codes of its weight).
     """
     nodes = list(model.graph.node)
     made_by = {output: index for index, node in enumerate(nodes) for output in node.output}
@@ -33,14 +33,14 @@ def uncovered_nodes(model: ModelProto, sites: Sequence[SiteRecord]) -> list[str]
             if index is not None and index not in covered:
                 covered.add(index)
                 waiting += [name for name in nodes[index].input if name not in ends]
-    left = [node for index, node in enumerate(nodes) if index not in covered]
-    left += [node for outer in nodes for graph in inner_graphs(outer) for node in _nodes(graph)]
-    left += [node for function in model.functions for node in function.node]
-    return [node.name or node.output[0] for node in left if node.op_type in _OPERATORS or node.domain == trt.DOMAIN]
+    rest = [node for index, node in enumerate(nodes) if index not in covered]
+    rest += [node for outer in nodes for graph in inner_graphs(outer) for node in _nodes(graph)]
+    rest += [node for function in model.functions for node in function.node]
+    return [node.name or node.output[0] for node in rest if node.op_type in _OPERATORS or node.domain == trt.DOMAIN]
 
 
 def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """The nodes of a graph and of its subgraphs."""
+    """Yield the nodes of a graph and of the graphs inside it."""
     for node in graph.node:
         yield node
         for inner in inner_graphs(node):

@@ -1,7 +1,7 @@
 """onnx's ReferenceEvaluator, for files with types or operators that ONNX Runtime lacks.
 
-It computes every node by the definition in the ONNX standard, in numpy. Where that was measured to be wrong, and where
-an operator is not in the standard, `operators` has another definition.
+It computes every node in numpy as the ONNX standard defines it. `operators` replaces definitions that were measured to
+be wrong, and adds operators that are not in the standard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fakequant.export.runtime import Watch, as_arrays, first_line
 if TYPE_CHECKING:
     from onnx import ModelProto, ValueInfoProto
 
-# What numpy and the evaluator raise for nodes they do not know, and for values that do not fit.
+# The errors of numpy and the evaluator for unknown nodes and for values that do not fit.
 _ERRORS = (RuntimeError, TypeError, ValueError, NotImplementedError, LookupError, AssertionError)
 
 
@@ -27,10 +27,10 @@ class Evaluator:
 
     Args:
         model: the model; it is not changed.
-        watched: tensors inside it whose values are wanted too.
+        watched: names of intermediate tensors to return.
 
     Raises:
-        VerificationError: an operator that the evaluator does not know.
+        VerificationError: the evaluator does not know an operator.
     """
 
     def __init__(self, model: ModelProto, watched: Sequence[str] = ()) -> None:
@@ -49,16 +49,16 @@ class Evaluator:
             raise VerificationError(f"{self.name} cannot load it: {first_line(error)}") from error
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs, outputs and watched tensors by name.
+        """Run the model and return its inputs, outputs and watched tensors by name.
 
         Raises:
-            VerificationError: the inputs do not fit the model, or the evaluator fails; the message is its own.
+            VerificationError: the inputs do not fit the model, or the evaluator fails, with its message.
         """
         arrays = as_arrays(inputs)
         for name, array in arrays.items():
             _check_input(self._inputs[name], array)
         try:
-            # Numbers beyond a format, and inf and NaN of the inputs, are computed with on purpose.
+            # Overflow, inf and NaN are part of the test data.
             with np.errstate(all="ignore"):
                 found = self._evaluator.run(self._watch.names, arrays)
         except _ERRORS as error:
@@ -67,7 +67,7 @@ class Evaluator:
 
 
 def _check_input(declared: ValueInfoProto, array: np.ndarray) -> None:
-    """Check what the evaluator does not: that an input has the declared type and shape."""
+    """Check the type and shape of an input, which the evaluator does not check."""
     from onnx import helper
 
     kind = declared.type.tensor_type
@@ -77,6 +77,6 @@ def _check_input(declared: ValueInfoProto, array: np.ndarray) -> None:
     if not fits or array.dtype != dtype:
         shape = ["any" if n is None else n for n in expected]
         raise VerificationError(
-            f"the input {declared.name} is {array.dtype} {list(array.shape)}, but the file takes {dtype} {shape}; give "
-            "batches as the example was given"
+            f"the input {declared.name} is {array.dtype} {list(array.shape)}, but the file takes {dtype} {shape}; pass "
+            "batches of the same form as the example"
         )

@@ -1,4 +1,4 @@
-"""A model with quantizers as an ONNX file with QuantizeLinear and DequantizeLinear."""
+"""Export a model with quantizers as an ONNX file with QuantizeLinear and DequantizeLinear."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError
-from fakequant.export import trt
-from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale, check_spec
+from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
-from fakequant.export.record import FileRecord, InputRecord, write
+from fakequant.export.placement import check
+from fakequant.export.record import FileRecord, InputRecord, SiteRecord, write
 from fakequant.export.runtime import element_types
 from fakequant.export.style import Style
 from fakequant.export.trace import Site, sites, to_onnx, trace
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 MAX_BYTES = 2**31 - 2**20
-"""What one protobuf message can hold, less a margin for nodes and names."""
+"""The limit of one protobuf message, less a margin for nodes and names."""
 
 _IR_VERSION = 10
-"""The version of the file format: ONNX Runtime reads it since 1.18, and it has all that the portable style needs."""
+"""The version of the file format: ONNX Runtime reads it since 1.18, and it suffices for the portable style."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """How one quantizer came out: its path, specification and ONNX form in words."""
+    """One exported quantizer: its path, its specification and a description of its ONNX nodes."""
 
     quantizer: str
     spec: str
@@ -57,15 +57,15 @@ class Exported:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What `export_onnx` wrote; prints as a table.
+    """The result of `export_onnx`; prints as a table.
 
     Attributes:
         path: the file.
-        opset: the operator set that it needs.
-        bytes: its size.
-        float_bytes: its size if the folded weights had stayed float32.
-        quantizers: every quantizer in the graph, in order.
-        left_out: paths of quantizers that are not in the file, because they are off or were not reached.
+        opset: the opset that the file needs.
+        bytes: the size of the file.
+        float_bytes: the size that the file would have with float weights.
+        quantizers: the quantizers in the file, in graph order.
+        left_out: paths of quantizers that are not in the file, because they are off or the example did not reach them.
     """
 
     path: Path
@@ -76,7 +76,7 @@ class ExportReport:
     left_out: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON."""
+        """Return a plain dict for JSON."""
         return {**asdict(self), "path": str(self.path)}
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class ExportReport:
         return "\n".join(lines)
 
 
-def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
+def export_onnx(  # noqa: PLR0913  all options of a file in one call
     model: nn.Module,
     example: Any,
     path: str | os.PathLike[str],
@@ -104,83 +104,77 @@ def export_onnx(  # noqa: PLR0913  one call has all that a file can be given
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> ExportReport:
-    """Write a calibrated model as ONNX, every quantizer as QuantizeLinear and DequantizeLinear with the same results.
+    """Write a calibrated model as an ONNX file that gives the same results for every number except NaN.
 
-    Weights become integer (or float8) constants with one DequantizeLinear. In the portable style formats that ONNX
-    Runtime cannot store in QuantizeLinear (4- and 6-bit floats, tables, float8 with other exponents) are rounded by
-    comparisons, Round and Gather instead, and their weights are codes that Gather looks up. Scales in a format of their
-    own (E8M0, or E4M3 under a tensor's scale) are float32 numbers there, which the graph computes where they are
-    dynamic. What the other styles write is on the page docs/onnx.md.
-
-    The model is exported in eval mode and comes back as it was. The file is written whole or not at all. NaN is the one
-    number for which results differ: integer codes have none, and ONNX Runtime gives the lowest code; nor have floats of
-    4 and 6 bits in the standard style.
+    Every quantizer becomes QuantizeLinear and DequantizeLinear, every weight an integer or float8 constant. Formats
+    that ONNX Runtime cannot store become other operators; the page docs/onnx.md lists the forms of each style. The
+    model is exported in eval mode and not changed. The file is written whole or not at all.
 
     Args:
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
-        path: the file to write; its folder is made if need be.
-        dynamic_shapes: as for `torch.export.export`, for example ({0: "batch"},); names may be given as text. The
-            example's length of a dynamic axis must not be 1, which torch.export takes for a constant. Axes that blocks
-            divide must stay static.
-        opset: the operator set, 18 to 25 or a newer one that a type needs; by default the smallest from 20 on that has
-            what the formats need.
-        style: "portable", which ONNX Runtime runs; "standard", which says all by QuantizeLinear and DequantizeLinear,
-            also in the types of newer operator sets (to 28) that few run; or "trt", which TensorRT's parser reads.
+        path: the file to write; its folder is created if it does not exist.
+        dynamic_shapes: as for `torch.export.export`, for example ({0: "batch"},). The example's length of a dynamic
+            axis must not be 1. Axes that blocks divide must be static.
+        opset: 18 to 25, or a newer opset that a type needs; by default the smallest from 20 on that suffices.
+        style: "portable" for ONNX Runtime, "standard" for all element types of ONNX, or "trt" for TensorRT.
         input_names: names of the inputs in the file.
         output_names: names of the outputs in the file.
 
     Raises:
-        ExportError: an unknown style, quantizers that are not calibrated or that ONNX cannot express (names them all),
-            a file of more than 2 GB, or onnx is not installed. Raised before anything is written.
+        ExportError: an unknown style; quantizers that are not calibrated or that ONNX cannot express; a file of more
+            than 2 GB; or onnx is not installed. Nothing is written.
         OutputError: the file cannot be written; raised before any work.
         torch.export's errors: the model cannot be traced.
 
-    >>> import tempfile
-    >>> from fakequant.model.calibrate import calibrate
-    >>> from fakequant.model.prepare import prepare
-    >>> from fakequant.model import presets
-    >>> model = prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), presets.INT8)
-    >>> used = calibrate(model, [torch.ones(1, 4)])
-    >>> with tempfile.TemporaryDirectory() as folder:
+    >>> from tempfile import TemporaryDirectory
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 2)), "INT8_WEIGHT_ONLY")
+    >>> with TemporaryDirectory() as folder:
     ...     report = export_onnx(model, torch.ones(1, 4), folder + "/model.onnx")
     >>> report.opset, [q.quantizer for q in report.quantizers]
-    (20, ['0._input_quantizer', '0._weight_quantizer'])
+    (20, ['0._weight_quantizer'])
     """
     dialect = Style.parse(style)
     refuse_sharded(model, "export")
     warn_stale_scales(model)
     ready = traced(model, example, path, dynamic_shapes, opset, dialect)
-    needed, who = _most_demanding(ready.sites)
-    chosen = check_opset(opset, needed, who)
+    needed, demanding = _most_demanding(ready.sites)
+    chosen = check_opset(opset, needed, demanding)
     converted = to_onnx(ready.program, chosen, dynamic_shapes, input_names, output_names)
-    dynamic = frozenset(name for name, q in ready.active.items() if q.dynamic and q.kind is Kind.INPUT)
-    float_weights = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
-    records = lower(converted, dynamic, dialect)
-    write(converted, FileRecord(__version__, dialect, records, _inputs(converted, ready.program)))
-    data = finish(converted, needed)
+    data, records, saved = _lowered(converted, ready, needed, dialect)
     write_whole(ready.target, data)
-    kept = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
-    folded = {record.x: float_weights[record.x] for record in records if record.codes and record.x not in kept}
-    codes = {record.codes: kept[record.codes] for record in records if record.codes}
     return ExportReport(
         ready.target,
         chosen,
         len(data),
-        len(data) + sum(folded.values()) - sum(codes.values()),
+        len(data) + saved,
         [Exported(record.quantizer, record.spec, record.expressed) for record in records],
         sorted(set(quantizers(model)) - {record.quantizer for record in records}),
     )
 
 
+def _lowered(converted: ModelProto, ready: Traced, needed: int, style: Style) -> tuple[bytes, list[SiteRecord], int]:
+    """Replace the quantizer nodes; returns the bytes of the file, its records, and the bytes that its codes save."""
+    sizes = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
+    dynamic = frozenset(name for name, q in ready.active.items() if q.dynamic and q.kind is Kind.INPUT)
+    records = lower(converted, dynamic, style)
+    write(converted, FileRecord(__version__, style, records, _inputs(converted, ready.program)))
+    data = finish(converted, needed)
+    remaining = {tensor.name: tensor.ByteSize() for tensor in converted.graph.initializer}
+    weights = {record.x: sizes[record.x] for record in records if record.codes and record.x not in remaining}
+    codes = {record.codes: remaining[record.codes] for record in records if record.codes}
+    return data, records, sum(weights.values()) - sum(codes.values())
+
+
 @dataclass(frozen=True)
 class Traced:
-    """A model as a graph of torch operations in which every quantizer is one node, checked.
+    """A model that is traced and checked: a graph of torch operations in which every quantizer is one node.
 
     Attributes:
         target: the file to write.
         active: the quantizers that will be in the file, by path.
-        sites: every place where the graph quantizes.
+        program: the graph.
+        sites: all quantizers of the graph.
     """
 
     target: Path
@@ -197,10 +191,11 @@ def traced(
     opset: int | None = None,
     style: Style = Style.PORTABLE,
 ) -> Traced:
-    """What is done before anything is said in ONNX, in eval mode and with constant ranges of weights.
+    """Check and trace a model in eval mode, with fixed scales of weights.
 
     Raises:
-        ExportError: quantizers that are missing, not calibrated or that ONNX cannot express; onnx is not installed.
+        ExportError: the model has no quantizers, some are not calibrated or ONNX cannot express them, or onnx is not
+            installed.
         OutputError: the file cannot be written.
         torch.export's errors: the model cannot be traced.
     """
@@ -210,19 +205,19 @@ def traced(
     args, kwargs = example_arguments(example)
     with evaluating(model), fixed_ranges(model), _weights_fixed(model, args, kwargs):
         program = trace(model, args, kwargs, dynamic_shapes)
-    found = sites(program, style)
-    if not found:
+    quantizing = sites(program, style)
+    if not quantizing:
         raise ExportError(
             "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
         )
-    return Traced(target, active, program, found)
+    return Traced(target, active, program, quantizing)
 
 
 def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quantizer]:
-    """The quantizers that will be in the file.
+    """Return the quantizers that will be in the file.
 
     Raises:
-        ExportError: some that cannot be; names them all.
+        ExportError: some are not calibrated, or ONNX cannot express them; the message names them all.
     """
     active = {name: q for name, q in quantizers(model).items() if q.mode is not Mode.OFF}
     if waiting := [name for name, q in active.items() if q.needs_calibration]:
@@ -244,18 +239,17 @@ def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quant
 
 
 def _check_quantizer(quantizer: Quantizer, shape: Size | None, opset: int | None, style: Style) -> None:
-    """Check that a quantizer can be said, given the shape of its weight if it has one.
+    """Check that ONNX can express a quantizer, from the shape of its weight if it has one.
 
     Raises:
-        ExportError: it cannot; says why.
+        ExportError: ONNX cannot; the message says why.
     """
     if quantizer.mode is Mode.OBSERVE:
         raise ExportError("is observing; finish the calibration")
     is_weight = quantizer.kind is Kind.WEIGHT
     spec = quantizer.spec
-    if style is Style.TRT:
-        trt.check(spec, shape, constant=is_weight, dynamic=quantizer.dynamic)
-    check_opset(opset, check_spec(spec, style).opset(constant=is_weight), str(spec))
+    encoding = check(spec, style, shape, constant=is_weight, dynamic=quantizer.dynamic)
+    check_opset(opset, encoding.opset(constant=is_weight), str(spec))
     if quantizer.scale is not None and not quantizer.dynamic:
         check_scale(quantizer.scale, spec, style)
 
@@ -283,14 +277,14 @@ def _weight_quantizers(model: nn.Module) -> Iterator[tuple[QuantizedLayer, Quant
 
 @contextmanager
 def _weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """A context in which the weights that follow their range have fixed scales, so that they are constants."""
-    following = [(layer, q) for layer, q in _weight_quantizers(model) if q.dynamic or not q.calibrated]
-    with restore_after(attributes_of([q for _, q in following], "scale", "zero_point", "dynamic")):
-        for layer, quantizer in following:
+    """Fix the scales of dynamic weight quantizers for a while, so that the quantized weights are constants."""
+    dynamic = [(layer, q) for layer, q in _weight_quantizers(model) if q.dynamic or not q.calibrated]
+    with restore_after(attributes_of([q for _, q in dynamic], "scale", "zero_point", "dynamic")):
+        for layer, quantizer in dynamic:
             if "weight" in layer._parameters:
                 quantizer.freeze(layer.weight)
-        _freeze_as_called(model, [q for layer, q in following if "weight" not in layer._parameters], args, kwargs)
-        for _, quantizer in following:
+        _freeze_as_called(model, [q for layer, q in dynamic if "weight" not in layer._parameters], args, kwargs)
+        for _, quantizer in dynamic:
             quantizer.dynamic = False
         yield
 
@@ -298,7 +292,7 @@ def _weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _freeze_as_called(
     model: nn.Module, waiting: list[Quantizer], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Fix the scales of computed weights: what `layer.weight` holds may be older than what the model computes."""
+    """Fix the scales of computed weights in a forward pass, because `layer.weight` may be outdated."""
     if not waiting:
         return
     hooks: list[RemovableHandle] = []
@@ -309,20 +303,20 @@ def _freeze_as_called(
 
 
 def _freezing(quantizer: Quantizer) -> RemovableHandle:
-    def freeze(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        quantizer.freeze(given[0])
+    def freeze(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        quantizer.freeze(args[0])
 
     return quantizer.register_forward_pre_hook(freeze)
 
 
-def _most_demanding(found: list[Site]) -> tuple[int, str]:
-    """The operator set that all quantizers together need, and which one needs it."""
-    site = max(found, key=lambda s: s.needs)
+def _most_demanding(quantizing: list[Site]) -> tuple[int, str]:
+    """Return the opset that all quantizers together need, and the quantizer that needs it."""
+    site = max(quantizing, key=lambda s: s.needs)
     return max(site.needs, FIRST_OPSET), f"{site.path or 'the model'} ({site.spec})"
 
 
 def _inputs(model: ModelProto, program: ExportedProgram) -> list[InputRecord]:
-    """The inputs of the file in order, with the example's shapes and ranges."""
+    """Return the inputs of the file in order, with the example's shapes and ranges."""
     args, kwargs = program.example_inputs or ((), {})
     leaves: list[tuple[str | None, Tensor]] = [
         (key, leaf)
@@ -341,10 +335,14 @@ def _inputs(model: ModelProto, program: ExportedProgram) -> list[InputRecord]:
 
 
 def finish(model: ModelProto, needed: int) -> bytes:
-    """The bytes of the file, checked by ONNX's own checker.
+    """Check a model with ONNX's own checker and return the bytes of the file.
 
     Args:
-        needed: the operator set that has the newest element type.
+        model: the model, which gets the format version and the producer.
+        needed: the opset of the newest element type.
+
+    Raises:
+        ExportError: the file is too large, or not valid ONNX.
     """
     import onnx
     from onnx import TensorProto

@@ -1,4 +1,4 @@
-"""An ONNX graph as `lower` needs it: constants by name, types and shapes by name, fresh names."""
+"""Read and edit an ONNX graph: constants, types and shapes by name, and unique new names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GraphEditor:
-    """The constants and values of a graph, and what is added to them."""
+    """An editable ONNX graph: looks up constants and values by name, and adds constants."""
 
     def __init__(self, graph: GraphProto) -> None:
         self.graph = graph
@@ -28,7 +28,7 @@ class GraphEditor:
         self._shared: dict[tuple[int, tuple[int, ...], bytes], str] = {}
 
     def label(self, wanted: str) -> str:
-        """A name that no other quantizer has, to begin the names of its nodes and constants with."""
+        """Return a unique prefix for the names of a quantizer's nodes and constants."""
         label, count = wanted, 1
         while label in self._labels:
             count += 1
@@ -37,15 +37,15 @@ class GraphEditor:
         return label
 
     def is_constant(self, name: str) -> bool:
-        """Whether a value is in the file."""
+        """Whether a value is a constant in the file."""
         return name in self._constants
 
     def constant(self, name: str) -> TensorProto:
-        """A constant by name."""
+        """Return a constant by name."""
         return self._constants[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A constant as a tensor; types that torch lacks come as float32."""
+        """Return a constant as a tensor; types that torch lacks are converted to float32."""
         from onnx import TensorProto, numpy_helper
 
         constant = self._constants[name]
@@ -53,15 +53,17 @@ class GraphEditor:
         if constant.data_type == TensorProto.BFLOAT16:
             return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
         if array.dtype.isbuiltin != 1:
-            # ml_dtypes: 4-bit integers and 8-bit floats, whose values float32 holds.
+            # Types of ml_dtypes: 4-bit integers and 8-bit floats, which float32 represents exactly.
             array = array.astype(np.float32)
         return torch.from_numpy(array.copy())
 
     def add(self, name: str, array: np.ndarray, *, shared: bool = False) -> str:
-        """Add a constant and return its name, which has a number if another constant has the name.
+        """Add a constant and return its name, which gets a number if the name is taken.
 
         Args:
-            shared: whether one with the same contents is taken whatever its name (tied weights).
+            name: the wanted name.
+            array: the values.
+            shared: whether to reuse a constant with the same contents, for example for tied weights.
         """
         from onnx import numpy_helper
 
@@ -79,20 +81,20 @@ class GraphEditor:
         return tensor.name
 
     def type(self, name: str) -> int:
-        """The element type of a value, as in TensorProto."""
+        """Return the element type of a value, as in TensorProto."""
         if name in self._constants:
             return self._constants[name].data_type
         return self._values[name].type.tensor_type.elem_type
 
     def shape(self, name: str) -> list[Dimension]:
-        """The shape of a value."""
+        """Return the shape of a value."""
         if name in self._constants:
             return list(self._constants[name].dims)
         dims = self._values[name].type.tensor_type.shape.dim
         return [d.dim_value if d.HasField("dim_value") else d.dim_param for d in dims]
 
     def finish(self, nodes: Iterable[NodeProto]) -> None:
-        """Put in these nodes and the constants that they use, without what torch's exporter notes about the source."""
+        """Replace the nodes of the graph, keep the constants that they use, and remove the exporter's debug data."""
         kept = list(nodes)
         del self.graph.node[:]
         self.graph.node.extend(kept)
@@ -103,7 +105,7 @@ class GraphEditor:
 
 
 def _used(graph: GraphProto) -> set[str]:
-    """The names that the nodes of a graph and of the graphs inside it read."""
+    """Return the names of all inputs of the nodes of a graph, including inner graphs."""
     names: set[str] = set()
     for node in graph.node:
         names.update(node.input)
@@ -113,12 +115,12 @@ def _used(graph: GraphProto) -> set[str]:
 
 
 def inner_graphs(node: NodeProto) -> Sequence[GraphProto]:
-    """The graphs in a node's attributes: branches and loops."""
+    """Return the graphs in the attributes of a node, such as branches and loops."""
     return [graph for a in node.attribute for graph in (*([a.g] if a.HasField("g") else []), *a.graphs)]
 
 
 def _strip(graph: GraphProto) -> None:
-    """Remove stack traces and graph dumps: they name files of the author's machine, and can outweigh the weights."""
+    """Remove stack traces and graph dumps: they contain paths of the author's machine and can exceed the weights."""
     for item in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         del item.metadata_props[:]
     for tensor in graph.initializer:
@@ -130,14 +132,14 @@ def _strip(graph: GraphProto) -> None:
 
 
 def stored(array: np.ndarray, element: ElementType) -> np.ndarray:
-    """An array of codes in the numpy type of an element type; 4-bit codes are packed when they are written."""
+    """Convert an array of codes to the numpy type of an element type; 4-bit codes are packed later."""
     from onnx import TensorProto, helper
 
     return array.astype(helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(element.name)))
 
 
 def stored_codes(codes: Tensor, element: ElementType) -> np.ndarray:
-    """Codes as `fakequant.quantize` makes them, in the numpy type of an element type."""
+    """Convert codes from `fakequant.quantize` to the numpy type of an element type."""
     from onnx import TensorProto, helper
 
     if not element.integer:

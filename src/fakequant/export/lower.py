@@ -1,22 +1,21 @@
-"""From one opaque node per quantizer to QuantizeLinear and DequantizeLinear.
+"""Replace each opaque quantizer node by QuantizeLinear and DequantizeLinear.
 
-Exact, because with the scale s, the zero point z and the codes lo to hi:
+The replacement is exact. With the scale s, the zero point z and the codes lo to hi:
 
 * QuantizeLinear is saturate(rint(x / s) + z) and DequantizeLinear (q - z) * s, both in float32: `Arithmetic.DIVIDE`.
-* Where a format has fewer codes than its element type, or ONNX Runtime would overflow, x is first clipped to
-  (lo - z) * s and (hi - z) * s. Both are within one part in 2**23 of a multiple of s below 2**17, so that they round
-  to lo and hi, and rounding is monotonic.
+* If a format has fewer codes than its element type, or ONNX Runtime would overflow, x is first clipped to
+  (lo - z) * s and (hi - z) * s. Both are within one part in 2**23 of a multiple of s below 2**17, so they round to lo
+  and hi, and rounding is monotonic.
 * `Arithmetic.RECIPROCAL` is a product with 1 / s, a QuantizeLinear of scale 1 and a DequantizeLinear of scale s.
-* float16 and bfloat16 are cast to float32 before and back after.
-* Float8 stands between two Sums of one tensor in the portable style, which change nothing: see `Encoding.guarded`.
+* float16 and bfloat16 are cast to float32 before and back afterwards.
+* In the portable style float8 is enclosed by two Sums of one tensor, which change nothing: see `Encoding.guarded`.
 
-* Scales that do not broadcast with x, because blocks divide an axis, are repeated by Gather where a product or a bound
-  needs them.
-* Formats that ONNX Runtime cannot store have the form of `portable`, scales in a format of their own that of `scales`,
-  and of `ranges` where they follow from the tensor. What only TensorRT's parser reads is in `trt`.
+* If blocks divide an axis, Gather repeats the scales so that they broadcast with x in a product or a bound.
+* `portable` expresses formats that ONNX Runtime cannot store, `scales` expresses scales with their own format, `ranges`
+  computes scales from the tensor, and `trt` has the operators that only TensorRT's parser reads.
 
-One exception: NaN has no code in integers, nor in floats of 4 and 6 bits. ONNX Runtime gives it the lowest integer,
-where torch keeps NaN.
+There is one exception: integers and floats of 4 and 6 bits have no code for NaN. ONNX Runtime returns the lowest
+integer, while torch keeps NaN.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from torch import Tensor
 
 from fakequant.errors import ExportError
 from fakequant.export import portable, trt
-from fakequant.export.capability import Layout, block_sizes, check_scale, check_spec, layout, overflows
+from fakequant.export.capability import check_scale, overflows
 from fakequant.export.graph import GraphEditor, stored, stored_codes
+from fakequant.export.placement import place
 from fakequant.export.ranges import lower_scale
 from fakequant.export.record import Parameters, SiteRecord, digest
 from fakequant.export.scales import ScaleNames, computed_scale, constant_scale
@@ -49,7 +49,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class _Stored(NamedTuple):
-    """What a verifier looks for in the file, by name."""
+    """The names that the verifier looks up in the file."""
 
     codes: str | None
     scale: ScaleNames
@@ -57,14 +57,18 @@ class _Stored(NamedTuple):
 
 
 def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style = Style.PORTABLE) -> list[SiteRecord]:
-    """Replace every node of our own in place, fold constant weights, and drop what is not used any more.
+    """Replace all fakequant nodes of a model in place, store constant weights as codes, and drop unused constants.
 
     Args:
-        dynamic: paths of quantizers that take the range from every tensor anew.
-        style: what the file may be said with.
+        model: the model, which is changed.
+        dynamic: paths of quantizers that compute the range from every tensor.
+        style: the dialect of the file.
+
+    Returns:
+        One record per quantizer.
 
     Raises:
-        ExportError: a quantizer that ONNX cannot express; names it.
+        ExportError: ONNX cannot express a quantizer; the message names it.
     """
     editor = GraphEditor(model.graph)
     nodes: list[NodeProto] = []
@@ -77,10 +81,10 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
         path = path_of({entry.key: entry.value for entry in node.metadata_props})
         try:
             if node.op_type == SCALE_OPERATOR:
-                # TensorRT's operators find the scales themselves.
-                found = None if style is Style.TRT else lower_scale(editor, node, path, style)
-                computed[node.output[0]] = found.added if found else []
-                nodes += found.nodes if found else []
+                # TensorRT's operators compute the scales themselves.
+                scale = None if style is Style.TRT else lower_scale(editor, node, path, style)
+                computed[node.output[0]] = scale.added if scale else []
+                nodes += scale.nodes if scale else []
                 continue
             site = _site(editor, node, path, style)
             site.added += computed.get(site.scale, [])
@@ -97,7 +101,7 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
 
 
 def _import_domains(model: ModelProto) -> None:
-    """Say which operator sets the file needs, now that the nodes of our own are gone."""
+    """Update the declared operator sets: remove the domain of fakequant, and add that of TensorRT if it is used."""
     from onnx import helper
 
     kept = [entry for entry in model.opset_import if entry.domain != DOMAIN]
@@ -114,20 +118,16 @@ def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Site
     if editor.is_constant(scale) and (not zero_point or editor.is_constant(zero_point)):
         constant = QParams(editor.tensor(scale), editor.tensor(zero_point) if zero_point else None)
         check_scale(constant.scale, spec, style)
-    encoding = check_spec(spec, style)
-    blocks = block_sizes(spec.granularity, editor.shape(x))
-    where = trt.place(spec, len(blocks)) if style is Style.TRT else None
-    if where is None:
-        where = Layout() if encoding.portable else layout(editor.shape(x), editor.shape(scale), blocks)
+    placement = place(spec, style, editor.shape(x), editor.shape(scale))
     return Site(
         editor=editor,
         label=editor.label(path or "fake_quantize"),
         path=path,
         spec=spec,
         style=style,
-        encoding=encoding,
-        layout=where,
-        blocks=blocks,
+        encoding=placement.encoding,
+        layout=placement.layout,
+        blocks=placement.blocks,
         x=x,
         y=node.output[0],
         scale=scale,
@@ -137,7 +137,7 @@ def _site(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Site
 
 
 def _fold(site: Site, params: QParams) -> SiteRecord:
-    """A constant weight as codes and one DequantizeLinear."""
+    """Store a constant weight as codes with one DequantizeLinear."""
 
     weight = site.editor.tensor(site.x)
     if bool(weight.isnan().any()) and not _has_nan(site.spec.format):
@@ -161,7 +161,7 @@ def _dequantize(site: Site, codes: str, scale: str, zero_point: str | None) -> N
 
     kind = site.editor.type(site.x)
     names = (codes, scale, zero_point) if zero_point else (codes, scale)
-    # A scale of another type than float32 would decide the result's.
+    # Without `output_dtype` the type of the scale determines the type of the result.
     typed = TensorProto.FLOAT if site.encoding.powers else None
     guarded, cast = site.encoding.guarded, kind != TensorProto.FLOAT
     result = None if guarded or cast else site.y
@@ -173,25 +173,25 @@ def _dequantize(site: Site, codes: str, scale: str, zero_point: str | None) -> N
 
 
 def _of_scales(site: Site, scale: ScaleNames) -> str:
-    """How the scales are stored, in words."""
+    """Describe the storage of the scales."""
     element = site.encoding.scale
     if element is None:
         return ""
     if site.encoding.powers:
         return f", {element.name} scales"
     if site.constant is not None and scale.shared is None:
-        return ", FLOAT scales, which are no products of codes and shared scales"
-    return f", {element.name} codes of scales with a DequantizeLinear of their own"
+        return ", FLOAT scales, because they are not products of codes and shared scales"
+    return f", {element.name} codes of scales with their own DequantizeLinear"
 
 
 def _has_nan(fmt: Format) -> bool:
-    """Whether the codes of a format can say NaN."""
+    """Whether a format has a code for NaN."""
     stored = fmt.to_storage(torch.full((1,), torch.nan, dtype=torch.float32, device="cpu"))
     return bool(fmt.from_storage(stored, torch.float32).isnan().all())
 
 
 def _express(site: Site, is_dynamic: bool) -> SiteRecord:
-    """An activation."""
+    """Lower an activation."""
     computed = Parameters.DYNAMIC if is_dynamic else Parameters.COMPUTED
     parameters = computed if site.constant is None else Parameters.CONSTANT
     if site.encoding.portable:
@@ -207,7 +207,7 @@ def _express(site: Site, is_dynamic: bool) -> SiteRecord:
 
 
 def _quantize_dequantize(site: Site) -> tuple[ScaleNames, str | None, str]:
-    """An activation as QuantizeLinear and DequantizeLinear: their scale and zero point, and the form in words."""
+    """Add QuantizeLinear and DequantizeLinear; returns the names of scale and zero point, and a description."""
     from onnx import TensorProto
 
     reciprocal = site.spec.arithmetic is Arithmetic.RECIPROCAL
@@ -226,7 +226,7 @@ def _quantize_dequantize(site: Site) -> tuple[ScaleNames, str | None, str]:
     )
     rest = (zero_point,) if zero_point else ()
     typed = None if zero_point else TensorProto.DataType.Value(site.encoding.element.name)
-    # The quotient would be computed in the type of the scale.
+    # Without `precision` the quotient would be computed in the type of the scale.
     precision = TensorProto.FLOAT if site.encoding.powers and not reciprocal else None
     if site.encoding.guarded:
         value = site.emit("Sum", value)
@@ -245,7 +245,7 @@ def _constant_parameters(site: Site, params: QParams) -> tuple[ScaleNames, str |
 
 
 def _computed_parameters(site: Site) -> tuple[ScaleNames, str | None]:
-    """Scale and zero point in ONNX's shape; no zero point if that would be zeros of a length known only at run time."""
+    """Return the names of scale and zero point; no zero point for zeros whose length is known only at run time."""
     from onnx import TensorProto
 
     element = TensorProto.DataType.Value(site.encoding.element.name)
@@ -263,7 +263,7 @@ def _ones_array(site: Site) -> np.ndarray:
 
 
 def _ones(site: Site) -> str:
-    """Ones in the shape of the scale; a number divided by itself is exactly 1."""
+    """Add ones in the shape of the scale, as scale / scale, which is exactly 1."""
     if not site.layout.symbolic:
         return site.add("one", _ones_array(site))
     return site.arranged(site.emit("Div", site.scale, site.scale))
@@ -276,13 +276,13 @@ def _reciprocal(site: Site) -> str:
 
 
 def _clip(site: Site, value: str) -> str:
-    """Nodes that bring a value, in the units that QuantizeLinear gets, to between the lowest and the highest code."""
+    """Add nodes that clip a value, in the units of QuantizeLinear's input, to the lowest and highest code."""
     bounds = (site.spec.format.quant_min, site.spec.format.quant_max)
     if site.constant is None:
         low, high = (_computed_bound(site, name, code) for name, code in zip(("low", "high"), bounds, strict=True))
         return site.emit("Min", site.emit("Max", value, low), high)
     low, high = (site.spread(_constant_bound(site.constant, code, site.spec.arithmetic)) for code in bounds)
-    # ONNX Runtime 1.31 fuses Clip with QuantizeLinear, and cannot load the file if that has 4 bits.
+    # ONNX Runtime 1.31 fuses Clip with QuantizeLinear, and then cannot load a file with 4-bit codes.
     if site.layout.axis is None and site.encoding.element.bits != 4:
         return site.emit("Clip", value, site.add("low", low.reshape(())), site.add("high", high.reshape(())))
     return site.emit("Min", site.emit("Max", value, site.add("low", low)), site.add("high", high))
@@ -296,7 +296,7 @@ def _constant_bound(params: QParams, code: float, arithmetic: Arithmetic) -> Ten
     bound = ((code - zero_point) * scale).clamp(-_LARGEST, _LARGEST)
     if not bool(((bound / scale).round() + zero_point == code).all()):
         raise ExportError(
-            f"the code {code:g} stands for a value beyond float32, to which nothing can be clipped; "
+            f"the value of the code {code:g} exceeds float32, so values cannot be clipped to it; "
             "use a smaller scale or a full range such as int8"
         )
     return bound

@@ -1,13 +1,13 @@
-"""Operators for onnx's ReferenceEvaluator, by their documents, in numpy: independent of what they are to check.
+"""Operators for onnx's ReferenceEvaluator in numpy, written from the documentation and independent of the exporter.
 
-`QuantizeLinear` replaces the evaluator's own for integers, because that converts to int32 before it saturates: beyond
-2**31 steps, and for inf, it gives the lowest integer (seen in onnx 1.23). ONNX says that the result saturates.
+`QuantizeLinear` replaces the evaluator's own for integers, which converts to int32 before it saturates: beyond 2**31
+steps, and for inf, it returns the lowest integer (seen in onnx 1.23). ONNX specifies that the result saturates.
 
-Those of domain `trt` are TensorRT's. Its documents leave open what becomes of inf and NaN, and the exponent of a block
-of zeros: here inf and NaN do not count for the range, inf saturates, and zeros have the smallest exponent.
+The operators of domain `trt` are TensorRT's. Its documentation does not specify inf, NaN or the exponent of a block of
+zeros. Here inf and NaN are ignored for the range, inf saturates, and a block of zeros has the smallest exponent.
 
-Sources: ONNX, QuantizeLinear; TensorRT, DynamicQuantize and Working with Quantized Types; cuDNN, Block Scaling, for the
-exponent that is rounded up.
+Sources: ONNX, QuantizeLinear; TensorRT, DynamicQuantize and Working with Quantized Types; cuDNN, Block Scaling (the
+exponent is rounded up).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _E8M0_BIAS = 127
 
 
 class QuantizeLinear(QuantizeLinear_25):
-    """saturate(rint(x / scale) + zero_point) of integers; all other types as the evaluator has them."""
+    """saturate(rint(x / scale) + zero_point) for integers; other types use the evaluator's own operator."""
 
     op_domain = ""
 
@@ -47,14 +47,14 @@ class QuantizeLinear(QuantizeLinear_25):
     ) -> tuple[np.ndarray]:
         x, scale, *rest = args
         zero_point = rest[0] if rest else None
-        given = output_dtype or TensorProto.UINT8
-        kind = given if zero_point is None else helper.np_dtype_to_tensor_dtype(zero_point.dtype)
+        declared = output_dtype or TensorProto.UINT8
+        kind = declared if zero_point is None else helper.np_dtype_to_tensor_dtype(zero_point.dtype)
         if kind not in _INTEGERS:
             place = {"axis": axis, "block_size": block_size}
             return super()._run(*args, **place, saturate=saturate, output_dtype=output_dtype, precision=precision)
         computed = helper.tensor_dtype_to_np_dtype(precision) if precision else scale.dtype
         quotient = x.astype(computed) / _spread(scale, x.shape, axis, block_size).astype(computed)
-        # float64 has every sum of an integer of 16 bits and a quotient that does not saturate.
+        # float64 represents every sum of a 16-bit integer and a quotient in range exactly.
         code = np.rint(quotient).astype(np.float64)
         if zero_point is not None:
             code = code + _spread(zero_point, x.shape, axis, block_size).astype(np.float64)
@@ -64,7 +64,7 @@ class QuantizeLinear(QuantizeLinear_25):
 
 
 class TRT_MXFP8DynamicQuantize(OpRun):
-    """x / 2**e in FP8 E4M3 and the bits of 2**e in E8M0, with e = ceil(log2(amax / 448)) of every block."""
+    """Returns x / 2**e in FP8 E4M3 and the bits of 2**e in E8M0, with e = ceil(log2(amax / 448)) for each block."""
 
     op_domain = "trt"
 
@@ -88,7 +88,7 @@ class TRT_MXFP8DynamicQuantize(OpRun):
 
 
 class TRT_MXFP8DequantizeLinear(OpRun):
-    """codes * 2**(exponent - 127)."""
+    """Returns codes * 2**(exponent - 127)."""
 
     op_domain = "trt"
 
@@ -110,7 +110,7 @@ OPERATORS: tuple[type[OpRun], ...] = (QuantizeLinear, TRT_MXFP8DynamicQuantize, 
 
 
 def _spread(values: np.ndarray, shape: tuple[int, ...], axis: int, block_size: int) -> np.ndarray:
-    """Values per tensor, per index of an axis or per block of it, so that they broadcast with a tensor."""
+    """Expand values per tensor, per index of an axis or per block, so that they broadcast with a tensor."""
     if values.size == 1:
         return values.reshape(())
     if not block_size:

@@ -1,4 +1,4 @@
-"""The packages that export and verification need, which `import fakequant` does without."""
+"""Check that the packages for export and verification are installed; `import fakequant` works without them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def require(*names: str) -> None:
     """Check that packages can be imported.
 
     Raises:
-        ExportError: names those that are missing and how to install them.
+        ExportError: a package is missing; the message says how to install it.
 
     >>> require("numpy")
     """

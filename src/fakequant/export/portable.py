@@ -1,9 +1,9 @@
-"""Formats that ONNX Runtime cannot store, said with the oldest operators: exact in float32.
+"""Formats that ONNX Runtime cannot store, computed exactly in float32 with basic operators.
 
-* A number is rounded to a small float by its spacing: the power of two below it, found by comparisons, times a power
-  of two. Quotients and products with powers of two are exact, Round goes to even, -0.0 and NaN stay.
-* A number is rounded to a table by a search among the smallest numbers that round to each value.
-* Weights are codes in 4 or 8 bits that Gather turns into values.
+* Small floats: the spacing of a number is the power of two below it, found by comparisons, times a constant power of
+  two. Quotients and products with powers of two are exact, Round goes to even, and -0.0 and NaN are kept.
+* Tables: a binary search over the smallest numbers that round to each value.
+* Weights: codes in 4 or 8 bits, whose values Gather looks up.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fakequant.ops import library
 
 
 def round_to(to: Emitter, value: str, fmt: Format) -> str:
-    """Nodes that round a value in units of codes to the nearest code within bounds; NaN stays.
+    """Add nodes that round a value in code units to the nearest code of a format; NaN is kept.
 
     Raises:
-        ExportError: a format of a kind that is not known here.
+        ExportError: the kind of format has no implementation here.
     """
     if isinstance(fmt, FloatFormat):
-        return _round_to_float(to, _clamp(to, value, fmt), fmt)
+        return _round_clamped(to, _clamp(to, value, fmt), fmt)
     if isinstance(fmt, TableFormat):
         return _round_to_table(to, value, fmt)
     if isinstance(fmt, IntegerFormat):
@@ -40,15 +40,14 @@ def round_to(to: Emitter, value: str, fmt: Format) -> str:
 
 
 def _clamp(to: Emitter, value: str, fmt: Format) -> str:
-    # Clip, Min and Max leave open what becomes of NaN.
+    # The standard does not specify Clip, Min and Max for NaN.
     for name, compare, bound in (("code_high", "Greater", fmt.quant_max), ("code_low", "Less", fmt.quant_min)):
         limit = to.number(name, bound)
         value = to.emit("Where", to.emit(compare, value, limit), limit, value)
     return value
 
 
-def _round_to_float(to: Emitter, value: str, fmt: FloatFormat) -> str:
-    """Of a value within bounds."""
+def _round_clamped(to: Emitter, value: str, fmt: FloatFormat) -> str:
     lowest = fmt.grid.min_exponent
     highest = math.frexp(fmt.quant_max)[1] - 1
     magnitude = to.emit("Abs", value)
@@ -73,7 +72,7 @@ def _round_to_table(to: Emitter, value: str, fmt: TableFormat) -> str:
 
 
 def express(site: Site) -> tuple[str, str]:
-    """An activation; returns its scale and the form in words."""
+    """Add the nodes of an activation; returns the name of its scale and a description."""
     from onnx import TensorProto
 
     scale = site.scale if site.constant is None else site.add("scale", site.constant.scale)
@@ -93,7 +92,7 @@ def express(site: Site) -> tuple[str, str]:
 
 
 def fold(site: Site) -> tuple[str, str, str]:
-    """A constant weight; returns the names of its codes and its scale, and the form in words."""
+    """Add the codes of a constant weight and its nodes; returns the names of codes and scale, and a description."""
     from onnx import TensorProto, helper
 
     assert site.constant is not None
@@ -113,7 +112,7 @@ def fold(site: Site) -> tuple[str, str, str]:
 
 
 def code_values(fmt: Format) -> np.ndarray:
-    """The value of every code of a format of at most 8 bits, float32.
+    """Return the value of every code of a format of at most 8 bits, in float32.
 
     >>> from fakequant.numerics.formats import FLOAT4_E2M1FN
     >>> code_values(FLOAT4_E2M1FN)[:8]

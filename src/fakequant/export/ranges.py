@@ -1,9 +1,9 @@
-"""Scales that the graph computes from the range of a tensor, of symmetric specifications.
+"""Scales that the graph computes from the range of a tensor, for symmetric specifications.
 
-torch finds scales in a format of their own with frexp and the bits of numbers, which ONNX lacks. So the exported graph
-has one opaque node for them, `fakequant::ChooseScale`, which is replaced here: all by the same operations as in torch,
-but powers of two. Those are found by a search among the smallest ranges that get each of them (`steps`) or, in the
-styles that have the type E8M0, by Cast (`scales`).
+torch computes scales in their own format with frexp and the bits of numbers, which ONNX lacks. The exported graph has
+one opaque node for them, `fakequant::ChooseScale`, which is replaced here. The replacement has the same operations as
+torch, except for powers of two: these are found by a binary search over thresholds (`steps`), or with Cast in the
+styles that have the type E8M0 (`scales`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _INFO = torch.finfo(torch.float32)
 
 
 def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -> Emitter:
-    """The nodes that compute what a `ChooseScale` node stands for.
+    """Return the nodes that replace a `ChooseScale` node.
 
     Raises:
-        ExportError: a range over blocks along an axis whose length is not known, or a specification without ONNX form.
+        ExportError: blocks divide an axis of unknown length, or ONNX cannot express the specification.
     """
     from onnx import TensorProto
 
@@ -58,22 +58,22 @@ def lower_scale(editor: GraphEditor, node: NodeProto, path: str, style: Style) -
         return to
     tiny = to.number("tiny", _INFO.tiny)
     if spec.scale.format is None or spec.scale.granularity is None:
-        found = to.emit("Div", amax, to.number("bound", spec.format.bound))
+        chosen = to.emit("Div", amax, to.number("bound", spec.format.bound))
     else:
-        found = _under_a_scale(to, amax, editor.shape(scale), spec, encoding)
-    to.emit("Min", to.emit("Max", found, tiny), to.number("limit", limit), result=scale)
+        chosen = _two_level_scale(to, amax, editor.shape(scale), spec, encoding)
+    to.emit("Min", to.emit("Max", chosen, tiny), to.number("limit", limit), result=scale)
     return to
 
 
 def _finite_magnitude(to: Emitter, value: str) -> str:
-    """|x|, and 0 in the place of inf and NaN, with which nothing compares as smaller than inf."""
+    """Add nodes for |x| with 0 in place of inf and NaN; a comparison with NaN is false."""
     magnitude = to.emit("Abs", value)
     finite = to.emit("Less", magnitude, to.number("inf", math.inf))
     return to.emit("Where", finite, magnitude, to.number("zero", 0.0))
 
 
 def _group_max(to: Emitter, value: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
-    """The largest value of every group [groups, axes kept]; values are not negative, so that zeros pad last blocks."""
+    """Add nodes for the maximum of every group [groups, axes kept]; values are >= 0, so zeros pad incomplete blocks."""
     whole = [axis for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)) if b == n and n != 1]
     for axis, (n, block) in enumerate(zip(shape, blocks, strict=True)):
         if block in (1, n):
@@ -87,10 +87,13 @@ def _group_max(to: Emitter, value: str, shape: Sequence[Dimension], blocks: Sequ
 
 
 def _block_max(to: Emitter, value: str, axis: int, sizes: tuple[int, int, int]) -> str:
-    """The largest value of every block along one axis. The axis is brought to the end, so that Reshape needs no other.
+    """Add nodes for the maximum of every block along one axis, which is moved to the end for the Reshape.
 
     Args:
-        sizes: the length of the axis, of a block, and the number of axes.
+        to: receives the nodes.
+        value: name of the input.
+        axis: the axis that blocks divide.
+        sizes: the length of the axis, the length of a block, and the number of axes.
     """
     n, block, rank = sizes
     order = [i for i in range(rank) if i != axis] + [axis]
@@ -116,21 +119,25 @@ def _search_power_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, 
     count = 2 * largest + 1
     exponents = torch.arange(count, device="cpu") - largest
     powers = torch.ldexp(torch.ones(count, dtype=torch.float64, device="cpu"), exponents).float()
-    found = look_up(to, "scale", amax, thresholds(exponent, count, lowest=0.0), powers)
-    to.emit("Identity", found, result=result)
+    power = look_up(to, "scale", amax, thresholds(exponent, count, lowest=0.0), powers)
+    to.emit("Identity", power, result=result)
 
 
-def _under_a_scale(
+def _two_level_scale(
     to: Emitter,
     amax: str,
     shape: Sequence[Dimension],
     spec: QuantSpec,
     encoding: Encoding,
 ) -> str:
-    """As `numerics.scales` does it, operation by operation.
+    """Add nodes for scales with a second level, operation by operation as in `numerics.scales`.
 
     Args:
-        shape: of `amax`.
+        to: receives the nodes.
+        amax: name of the largest magnitudes.
+        shape: the shape of `amax`.
+        spec: the specification.
+        encoding: the encoding of the specification.
     """
     fmt, granularity, bound = spec.scale.format, spec.scale.granularity, spec.format.bound
     assert fmt is not None

@@ -1,4 +1,4 @@
-"""What an exported file says about itself: its quantizers and inputs, as JSON in the model's metadata."""
+"""The record of quantizers and inputs in an exported file, stored as JSON in the model's metadata."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _KEY = "fakequant"
 _LAYOUT_VERSION = 1
 _MOST_AXES = 64
-"""As many as numpy arrays have."""
+"""The maximum for numpy arrays."""
 _LONGEST = 2**31
-"""The length of an axis in one ONNX file, which holds less than 2 GB."""
+"""The bound of an axis length, because an ONNX file holds less than 2 GB."""
 
 INPUT_DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -32,39 +32,39 @@ INPUT_DTYPES: dict[str, torch.dtype] = {
         *(torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
     )
 }
-"""The dtypes that an input may have, by name: a name in a file is looked up, never imported."""
+"""The allowed dtypes of inputs by name; names from a file are only looked up here."""
 
 
 class Parameters(str, Enum):
-    """Where scale and zero point of a quantized tensor come from."""
+    """The source of the scale and zero point of a quantized tensor."""
 
     CONSTANT = "constant"
-    """They are in the file."""
+    """They are constants in the file."""
     DYNAMIC = "dynamic"
-    """The graph computes them from the range of the tensor itself."""
+    """The graph computes them from the range of the tensor."""
     COMPUTED = "computed"
     """The graph computes them in another way."""
 
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """One QuantizeLinear and DequantizeLinear, or one DequantizeLinear of a folded weight.
+    """One quantizer in the file: the nodes of an activation, or the codes and nodes of a weight.
 
     Attributes:
         quantizer: path of the quantizer in the model; "" if the model itself quantizes.
         spec: the specification, as text.
-        expressed: in words, how ONNX says it.
-        x: the tensor that is quantized; for a folded weight the name of the parameter.
-        y: the result.
-        parameters: where scale and zero point come from.
+        expressed: a description of the ONNX nodes.
+        x: name of the quantized tensor; for a weight the name of the parameter.
+        y: name of the result.
+        parameters: the source of scale and zero point.
         scale: name of the scale, [groups, axes kept] if computed, in ONNX's shape if constant.
-        zero_point: name of the zero point, likewise; None if there is none.
-        codes: name of a folded weight's codes; None for activations.
+        zero_point: name of the zero point, in the same shape; None if there is none.
+        codes: name of a weight's codes; None for activations.
         groups: shape of constant scales [groups, axes kept].
-        repeats: how often each is repeated along every axis in the file.
+        repeats: how often a scale is repeated along every axis in the file.
         digest: SHA-256 of the constants.
-        constants: their names.
-        scale_of_scales: name of what the codes of scales are multiplied by; None where `scale` is the scale itself.
+        constants: names of the constants.
+        scale_of_scales: name of the factor of the scale's codes; None if `scale` is the scale itself.
     """
 
     quantizer: str
@@ -85,7 +85,7 @@ class SiteRecord:
 
 @dataclass(frozen=True)
 class InputRecord:
-    """One input of the model: name, shape, torch dtype and range of the example; `key` where it was given by name."""
+    """One input of the model: name, shape, torch dtype and range of the example; `key` is its keyword, if any."""
 
     name: str
     shape: list[int]
@@ -97,7 +97,7 @@ class InputRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """All that a file says about itself."""
+    """The whole record of a file."""
 
     version: str
     style: Style
@@ -106,7 +106,7 @@ class FileRecord:
 
 
 def digest(tensors: Iterable[TensorProto]) -> str:
-    """SHA-256 over types, shapes and contents."""
+    """Return the SHA-256 of the types, shapes and contents of tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(repr((tensor.data_type, list(tensor.dims))).encode())
@@ -115,16 +115,16 @@ def digest(tensors: Iterable[TensorProto]) -> str:
 
 
 def write(model: ModelProto, record: FileRecord) -> None:
-    """Put the record into the model's metadata."""
+    """Write the record into the model's metadata."""
     del model.metadata_props[:]
     model.metadata_props.add(key=_KEY, value=json.dumps({"layout": _LAYOUT_VERSION, **asdict(record)}))
 
 
 def read(model: ModelProto) -> FileRecord:
-    """The record of a model.
+    """Read the record of a model.
 
     Raises:
-        VerificationError: it has none, or one of another version of this package's layout.
+        VerificationError: the record is missing, damaged, or has the layout of another version.
     """
     text = next((entry.value for entry in model.metadata_props if entry.key == _KEY), None)
     if text is None:
@@ -147,10 +147,10 @@ def read(model: ModelProto) -> FileRecord:
 
 
 class _Values:
-    """A JSON object whose values are asked for by type.
+    """A JSON object with typed access to its values.
 
     Raises:
-        ValueError: it is no object, or a value is of another type or beyond what a file can hold.
+        ValueError: not a JSON object, or a value has another type or is too large.
         KeyError: a value is missing.
     """
 
@@ -161,7 +161,7 @@ class _Values:
 
     def text(self, key: str) -> str:
         value = str(self._of_type(key, str, "text"))
-        value.encode()  # halves of a character are no text, and no name in a file
+        value.encode()  # raises for lone surrogates, which no name in a file can have
         return value
 
     def text_or_none(self, key: str) -> str | None:
@@ -186,7 +186,7 @@ class _Values:
         return int(value)
 
     def lengths(self, key: str, least: int = 0) -> list[int]:
-        """Of the axes of a tensor."""
+        """Return the lengths of a tensor's axes."""
         items = self.items(key)
         if len(items) > _MOST_AXES:
             raise ValueError(f"{key} has {len(items)} axes, expected at most {_MOST_AXES}")

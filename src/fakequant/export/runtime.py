@@ -1,4 +1,4 @@
-"""ONNX Runtime: run a file and look at any tensor inside it."""
+"""Run a file in ONNX Runtime and read any tensor inside it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NO_BFLOAT16 = "ONNX Runtime has no bfloat16 kernels on the CPU: export the model
 
 
 class Watch:
-    """A model with outputs for tensors inside it, and what a runtime gives for them as tensors of torch.
+    """A copy of a model with extra outputs for intermediate tensors, and the conversion of its results to torch.
 
     Args:
         model: the model; it is not changed.
-        watched: tensors inside it whose values are wanted too.
+        watched: names of intermediate tensors to return.
     """
 
     def __init__(self, model: ModelProto, watched: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class Watch:
         self.model = self._with_outputs(model)
 
     def tensors(self, inputs: Mapping[str, Tensor], arrays: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        """Inputs, outputs and watched tensors by name, from arrays in the order of `names`."""
+        """Return inputs, outputs and watched tensors by name, from arrays in the order of `names`."""
         pairs = zip([*self.outputs, *self._watched], arrays, strict=True)
         results = {name: torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape)) for name, array in pairs}
         for name in self._watched:
@@ -50,7 +50,7 @@ class Watch:
         return self._types.get(name) == TensorProto.BFLOAT16
 
     def _alias(self, name: str) -> str:
-        """numpy has no bfloat16: such a tensor is watched as float32, which holds all its values."""
+        """Return the name of the output; a bfloat16 tensor is read as float32, because numpy has no bfloat16."""
         return f"{name}/float32" if self._is_bfloat16(name) else name
 
     def _with_outputs(self, model: ModelProto) -> ModelProto:
@@ -72,11 +72,11 @@ class Session:
 
     Args:
         model: the model; it is not changed.
-        watched: tensors inside it whose values are wanted too.
-        optimised: whether ONNX Runtime may change the graph, as it does by default.
+        watched: names of intermediate tensors to return.
+        optimised: whether ONNX Runtime applies its default graph optimisations.
 
     Raises:
-        VerificationError: ONNX Runtime cannot load it; the message is its own.
+        VerificationError: ONNX Runtime cannot load the model, with its message.
     """
 
     def __init__(self, model: ModelProto, watched: Sequence[str] = (), *, optimised: bool = False) -> None:
@@ -99,10 +99,10 @@ class Session:
             raise VerificationError(f"ONNX Runtime cannot load it: {reason}") from error
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs, outputs and watched tensors by name.
+        """Run the model and return its inputs, outputs and watched tensors by name.
 
         Raises:
-            VerificationError: the inputs do not fit the model, or ONNX Runtime fails; the message is its own.
+            VerificationError: the inputs do not fit the model, or ONNX Runtime fails, with its message.
         """
         try:
             arrays = self._session.run(self._watch.names, as_arrays(inputs))
@@ -112,10 +112,10 @@ class Session:
 
 
 def as_arrays(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Tensors for a runtime.
+    """Convert tensors to numpy arrays.
 
     Raises:
-        VerificationError: one is bfloat16.
+        VerificationError: a tensor is bfloat16.
     """
     if any(value.dtype == torch.bfloat16 for value in inputs.values()):
         raise VerificationError(f"numpy has no bfloat16, and {NO_BFLOAT16}")
@@ -123,14 +123,15 @@ def as_arrays(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 def element_types(model: ModelProto) -> dict[str, int]:
-    """The element types of the values of a graph that are known, as in TensorProto."""
+    """Return the known element types of a graph's values by name, as in TensorProto."""
     graph = model.graph
-    found = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input, *graph.output)}
-    return {**found, **{tensor.name: tensor.data_type for tensor in graph.initializer}}
+    values = (*graph.value_info, *graph.input, *graph.output)
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    return {**types, **{tensor.name: tensor.data_type for tensor in graph.initializer}}
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """All that ONNX Runtime raises; its errors share no class of their own."""
+    """Return the error classes of ONNX Runtime, which have no common base class."""
     state = import_module("onnxruntime.capi.onnxruntime_pybind11_state")
     values: list[Any] = list(vars(state).values())
     own = [value for value in values if isinstance(value, type) and issubclass(value, Exception)]
@@ -138,5 +139,5 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message: other libraries add pages of context."""
+    """Return the first line of an error's message; other libraries append pages of context."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,6 +1,7 @@
-"""Scales as their format has them: powers of two, or codes under a scale of their own, in ONNX's own types.
+"""Write scales that have their own format: powers of two in E8M0, or codes times a second-level scale.
 
-`Encoding.scale` says which; in `Style.PORTABLE` and for specifications without a format of scales they are float32.
+`Encoding.scale` is their element type. It is None (float32) in `Style.PORTABLE` and for specifications whose scales
+have no format.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class FactoredScale(NamedTuple):
-    """Scales as positive codes [groups, axes kept], times one float32 number per block of codes [blocks, axes kept]."""
+    """Scales as positive codes [groups, axes kept] times one float32 factor per block of codes [blocks, axes kept]."""
 
     codes: Tensor
     shared: Tensor
@@ -35,9 +36,9 @@ class ScaleNames(NamedTuple):
     """Names in the file.
 
     Args:
-        scale: what QuantizeLinear and DequantizeLinear take.
-        constant: what is stored: the scales, or their codes.
-        shared: what the codes are multiplied by; None for scales without a scale of their own.
+        scale: the scale that QuantizeLinear and DequantizeLinear take.
+        constant: the stored constant: the scales, or their codes.
+        shared: the factor of the codes; None for scales without a second level.
     """
 
     scale: str
@@ -46,13 +47,13 @@ class ScaleNames(NamedTuple):
 
 
 def constant_scale(site: Site, params: QParams) -> ScaleNames:
-    """Scales that are in the file."""
+    """Add constant scales to the file and return their names."""
     element, granularity = site.encoding.scale, site.spec.scale.granularity
-    if element is not None and granularity is not None and (found := factor(params.scale, site.spec)):
-        codes = site.add("scale_codes", stored(found.codes.numpy(), element))
-        single = found.shared.numel() == 1
-        shared = site.add("scale_of_scales", found.shared.reshape(()) if single else found.shared)
-        shape = found.codes.shape
+    if element is not None and granularity is not None and (factored := factor(params.scale, site.spec)):
+        codes = site.add("scale_codes", stored(factored.codes.numpy(), element))
+        single = factored.shared.numel() == 1
+        shared = site.add("scale_of_scales", factored.shared.reshape(()) if single else factored.shared)
+        shape = factored.codes.shape
         scale = multiply(site, codes, shared, shape, block_sizes(granularity, shape))
         return ScaleNames(site.arranged(scale), codes, shared)
     values = site.arrange(params.scale)
@@ -62,19 +63,20 @@ def constant_scale(site: Site, params: QParams) -> ScaleNames:
 
 
 def computed_scale(site: Site) -> str:
-    """Scales that the graph computes, as QuantizeLinear and DequantizeLinear take them."""
+    """Convert computed scales to the form that QuantizeLinear and DequantizeLinear take; returns their name."""
     arranged = site.arranged(site.scale)
     return _to_e8m0(site, arranged) if site.encoding.powers else arranged
 
 
 def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
-    """Scales as codes of their format times shared scales, exactly; None if float32 scales are not such products.
+    """Factor float32 scales exactly into codes of their format and shared scales; None if that is not possible.
 
-    `numerics.scales` makes them as such products, but where it keeps them normal or within a limit. The largest code
-    of a block is that of its largest scale then, unless the shared scale is the smallest one.
+    `numerics.scales` makes scales as such products, except where it keeps them normal or within a limit. The largest
+    scale of a block then has the largest code, unless the shared scale has its smallest value.
 
     Args:
-        scale: [groups, axes kept].
+        scale: the scales [groups, axes kept].
+        spec: the specification with the format and granularity of the scales.
 
     >>> spec = QuantSpec.parse("float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor")
     >>> factor(torch.tensor([[448.0, 3.5, 0.875]]) * 0.1, spec)
@@ -91,12 +93,13 @@ def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
     largest = (view.amax(axes) if axes else view).reshape(groups)
     guess = largest / fmt.quant_max
     shared = torch.full_like(guess, torch.nan)
-    # The quotient was rounded, so that the number that was multiplied may be a neighbour.
-    for found in (guess, guess.nextafter(guess * 2), guess.nextafter(guess * 0), torch.full_like(guess, _TINY)):
-        each = blocked_groups(found, scale.shape, blocks)
+    # The quotient is rounded, so the original factor may be a neighbour.
+    neighbours = guess.nextafter(guess * 2), guess.nextafter(guess * 0)
+    for candidate in (guess, *neighbours, torch.full_like(guess, _TINY)):
+        each = blocked_groups(candidate, scale.shape, blocks)
         exact = fmt.clamp(fmt.round(view / each)) * each == view
         exact = (exact.all(axes) if axes else exact).reshape(groups)
-        shared = torch.where(shared.isnan() & exact, found, shared)
+        shared = torch.where(shared.isnan() & exact, candidate, shared)
     if bool(shared.isnan().any()):
         return None
     codes = fmt.clamp(fmt.round(view / blocked_groups(shared, scale.shape, blocks)))
@@ -104,11 +107,14 @@ def factor(scale: Tensor, spec: QuantSpec) -> FactoredScale | None:
 
 
 def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], blocks: Sequence[Dimension]) -> str:
-    """Nodes that give codes times what they share: one DequantizeLinear, where all share it.
+    """Add nodes that multiply codes by their shared factors: one DequantizeLinear if all codes share one factor.
 
     Args:
-        shape: of the codes.
-        blocks: along every axis, how many share a number.
+        to: receives the nodes.
+        codes: name of the codes.
+        shared: name of the factors.
+        shape: the shape of the codes.
+        blocks: the number of codes per factor along every axis.
     """
     if all(b == n for n, b in zip(shape, blocks, strict=True)):
         return to.emit("DequantizeLinear", codes, shared if to.editor.is_constant(shared) else to.scalar(shared))
@@ -118,7 +124,7 @@ def multiply(to: Emitter, codes: str, shared: str, shape: Sequence[Dimension], b
 
 
 def scale_codes(to: Emitter, quotient: str, smallest: str, element: ElementType) -> str:
-    """Nodes that round scales in units of what they share to codes; those below the smallest positive code get it."""
+    """Add nodes that round scales, in units of their shared factor, to codes of at least the smallest positive code."""
     from onnx import TensorProto
 
     kind = TensorProto.DataType.Value(element.name)
@@ -126,26 +132,26 @@ def scale_codes(to: Emitter, quotient: str, smallest: str, element: ElementType)
 
 
 def powers_of_two(to: Emitter, amax: str, spec: QuantSpec, limit: float, result: str) -> None:
-    """Nodes for the power of two of every group, as `numerics.scales` has it, by Cast to E8M0.
+    """Add nodes that choose the power of two of every group as `numerics.scales` does, with Cast to E8M0.
 
-    Cast rounds down, to 2**-127 at least. Products with powers of two are exact.
+    Cast rounds down, but not below 2**-127. Products with powers of two are exact.
     """
     fmt, element = spec.scale.format, spec.format
     assert isinstance(fmt, ExponentFormat)
     if spec.scale.rounding is ScaleRounding.CEIL:
         quotient = to.emit("Div", amax, to.number("bound", element.bound))
-        found = _power_below(to, quotient)
-        found = _double_where(to, to.emit("Greater", quotient, found), found)
+        power = _power_below(to, quotient)
+        power = _double_where(to, to.emit("Greater", quotient, power), power)
     else:
         below = _power_below(to, amax)
-        found = to.emit("Mul", below, to.number("unit", 2.0 ** (1 - math.frexp(element.bound)[1])))
+        power = to.emit("Mul", below, to.number("unit", 2.0 ** (1 - math.frexp(element.bound)[1])))
         if spec.scale.rounding is ScaleRounding.EVEN:
-            # From here on amax rounds to the next power of two at the precision of the element.
+            # From `near` on, amax rounds to the next power of two at the precision of the element.
             near = to.emit("Mul", below, to.number("near", 2.0 - 2.0 ** -(element.fraction_bits + 1)))
-            found = _double_where(to, to.emit("GreaterOrEqual", amax, near), found)
-    found = to.emit("Max", found, to.number("smallest", fmt.grid.quant_min))
+            power = _double_where(to, to.emit("GreaterOrEqual", amax, near), power)
+    power = to.emit("Max", power, to.number("smallest", fmt.grid.quant_min))
     largest = 2.0 ** min(fmt.exponent_bias, math.frexp(limit)[1] - 1)
-    to.emit("Min", found, to.number("limit", largest), result=result)
+    to.emit("Min", power, to.number("limit", largest), result=result)
 
 
 def _double_where(to: Emitter, condition: str, power: str) -> str:
@@ -159,7 +165,7 @@ def _power_below(to: Emitter, value: str) -> str:
 
 
 def _to_e8m0(to: Emitter, value: str) -> str:
-    """A node that casts to the power of two below; 2**-127 is subnormal, and up goes to 2**-126 in onnx 1.23."""
+    """Cast to the power of two below; rounding up would turn the subnormal 2**-127 into 2**-126 in onnx 1.23."""
     from onnx import TensorProto
 
     return to.emit("Cast", value, to=TensorProto.FLOAT8E8M0, round_mode="down")

@@ -1,4 +1,4 @@
-"""A quantizer of the graph that is being replaced: what is known of it, and the nodes that take its place."""
+"""A quantizer node of the ONNX graph and the standard nodes that replace it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Emitter:
-    """Nodes and constants that replace one node; their names begin with its label."""
+    """Collects the nodes and constants that replace one node; their names begin with its label."""
 
     editor: GraphEditor
     label: str
@@ -30,41 +30,43 @@ class Emitter:
     added: list[str] = field(default_factory=list, kw_only=True)
 
     def emit(self, operator: str, *inputs: str, result: str | None = None, **attributes: Any) -> str:
-        """Add a node and return the name of its result."""
+        """Add a node and return the name of its result; attributes that are None are left out."""
         from onnx import helper
 
         same = sum(node.op_type == operator for node in self.nodes)
         name = f"{self.label}/{operator}{f'_{same}' if same else ''}"
-        given = {key: value for key, value in attributes.items() if value is not None}
-        self.nodes.append(helper.make_node(operator, inputs, [result or name], name, **given))
+        present = {key: value for key, value in attributes.items() if value is not None}
+        self.nodes.append(helper.make_node(operator, inputs, [result or name], name, **present))
         return result or name
 
     def add(self, name: str, values: Tensor | np.ndarray) -> str:
-        """Add a constant."""
+        """Add a constant and return its name."""
         array = values.numpy() if isinstance(values, Tensor) else values
         self.added.append(self.editor.add(f"{self.label}/{name}", array, shared=name == "codes"))
         return self.added[-1]
 
     def number(self, name: str, value: float) -> str:
-        """Add a float32 constant without axes."""
+        """Add a float32 scalar constant and return its name."""
         return self.add(name, np.array(value, np.float32))
 
     def scalar(self, value: str) -> str:
-        """A value of one element without axes."""
+        """Reshape a value with one element to a scalar."""
         return self.emit("Reshape", value, self.add("no_axes", np.array([], np.int64)))
 
     def as_float32(self, value: str) -> str:
-        """A value in float32, in which everything is computed."""
+        """Cast a value to float32 if it has another type."""
         from onnx import TensorProto
 
         return value if self.editor.type(value) == TensorProto.FLOAT else self.emit("Cast", value, to=TensorProto.FLOAT)
 
     def repeat(self, value: str, blocks: Sequence[int], shape: Sequence[Dimension], axes: Sequence[int]) -> str:
-        """Per-group values [groups, axes kept] repeated along some axes, as often as each group has elements there.
+        """Repeat per-group values [groups, axes kept] along some axes, so that each element has the value of its group.
 
         Args:
+            value: name of the values.
             blocks: the block size along every axis.
-            shape: of the tensor that the groups divide.
+            shape: the shape of the grouped tensor.
+            axes: the axes to repeat along.
         """
         for axis in axes:
             n = shape[axis]
@@ -76,7 +78,7 @@ class Emitter:
 
 @dataclass
 class Site(Emitter):
-    """A FakeQuantize node, what is known of its parameters, and the nodes that replace it."""
+    """A FakeQuantize node, its parameters, and the nodes that replace it."""
 
     path: str
     spec: QuantSpec
@@ -93,11 +95,11 @@ class Site(Emitter):
     """The parameters [groups, axes kept], if they are in the file."""
 
     def place(self) -> dict[str, Any]:
-        """The attributes that say where the scales lie."""
+        """Return the attributes `axis` and `block_size` for the layout of the scales."""
         return {"axis": self.layout.axis, "block_size": self.layout.block_size or None}
 
     def arrange(self, values: Tensor) -> Tensor:
-        """Constant values [groups, axes kept] in ONNX's shape."""
+        """Bring constant values [groups, axes kept] to the shape that ONNX expects."""
         if self.layout.axis is None:
             return values.reshape(())
         if not self.layout.block_size:
@@ -105,18 +107,18 @@ class Site(Emitter):
         return self._repeated(values, [axis for axis, count in enumerate(self.layout.repeats) if count != 1])
 
     def arranged(self, name: str) -> str:
-        """Computed values [groups, axes kept] in ONNX's shape."""
+        """Bring computed values [groups, axes kept] to the shape that ONNX expects; returns their name."""
         if self.layout.block_size:
             return self._repeat(name, [axis for axis, count in enumerate(self.layout.repeats) if count != 1])
         shape = np.array([] if self.layout.axis is None else [-1], np.int64)
         return self.emit("Reshape", name, self.add("shape", shape))
 
     def spread(self, values: Tensor) -> Tensor:
-        """Constant values [groups, axes kept] repeated where they do not broadcast with x: along divided axes."""
+        """Repeat constant values [groups, axes kept] along the axes that blocks divide, so they broadcast with x."""
         return self._repeated(values, self._divided(list(values.shape)))
 
     def spread_computed(self, name: str) -> str:
-        """Values of the graph [groups, axes kept] repeated where they do not broadcast with x."""
+        """Repeat computed values [groups, axes kept] along the axes that blocks divide; returns their name."""
         return self._repeat(name, self._divided(self.editor.shape(self.scale)))
 
     def _divided(self, groups: Sequence[Dimension]) -> list[int]:

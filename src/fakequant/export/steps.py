@@ -1,8 +1,8 @@
-"""Step functions of one number: found from their definition, said in ONNX as a binary search.
+"""Step functions in ONNX: find the thresholds by bisection, look a number up by binary search.
 
-ONNX has neither the bits of a number nor its exponent. But whatever maps a float32 number to one of a few values and
-never falls is known by the smallest number at which each next value begins. These are found by bisection over all
-float32 numbers, with the definition itself as the judge, so that nothing has to be derived twice.
+ONNX has no operator for the bits or the exponent of a number. A monotonic function with few values is fully described
+by its thresholds: the smallest number at which each next value begins. Bisection over all float32 numbers finds them
+with the torch definition itself, so the function is not implemented twice.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _SIGN = 0x7FFFFFFF
 
 
 def thresholds(index_of: Callable[[Tensor], Tensor], count: int, lowest: float = -_LARGEST) -> Tensor:
-    """The smallest float32 numbers at which a step function reaches 1, 2, ... count - 1; NaN where it never does.
+    """Return the smallest float32 numbers at which a step function reaches 1, 2, ... count - 1; NaN if it never does.
 
     Args:
-        index_of: from numbers [k] to indices 0 to count - 1 [k], never falling.
-        lowest: where the function begins, with the index 0.
+        index_of: maps numbers [k] to indices 0 to count - 1 [k], monotonically.
+        count: the number of indices.
+        lowest: the start of the function's domain, where the index is 0.
 
     >>> thresholds(lambda v: (v >= 0.5).long() + (v > 2.0).long(), 3)
     tensor([0.5000, 2.0000])
@@ -34,17 +35,17 @@ def thresholds(index_of: Callable[[Tensor], Tensor], count: int, lowest: float =
     low, high = _order(first), _order(last)
     reached = index_of(_number(high)) >= wanted
     already = index_of(_number(low)) >= wanted
-    # 2**32 numbers in order; the difference of two halves each time.
+    # There are 2**32 ordered numbers, and every round halves the interval.
     for _ in range(33):
         middle = (low + high).div(2, rounding_mode="floor")
         beyond = index_of(_number(middle)) >= wanted
         low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
-    found = torch.where(already, first, _number(high))
-    return torch.where(reached, found, torch.nan)
+    limits = torch.where(already, first, _number(high))
+    return torch.where(reached, limits, torch.nan)
 
 
 def _order(v: Tensor) -> Tensor:
-    """The place of float32 numbers in the order of all; both zeros have the place 0."""
+    """Map float32 numbers to integers in the same order; both zeros map to 0."""
     bits = v.view(torch.int32).long()
     return torch.where(bits < 0, -(bits & _SIGN), bits)
 
@@ -55,15 +56,17 @@ def _number(order: Tensor) -> Tensor:
 
 
 def look_up(to: Emitter, name: str, value: str, limits: Tensor, results: Tensor) -> str:
-    """Nodes that give results[i] where limits[i - 1] <= value < limits[i]; results[0] for NaN.
+    """Add nodes that return results[i] where limits[i - 1] <= value < limits[i]; results[0] for NaN.
 
     Args:
-        name: begins the names of the constants.
-        limits: rising, [k - 1]; NaN for those that are never reached.
-        results: float32, [k].
+        to: receives the nodes.
+        name: prefix of the names of the constants.
+        value: name of the input.
+        limits: ascending thresholds [k - 1]; NaN for those that are never reached.
+        results: float32 values [k].
     """
     steps = [1 << k for k in reversed(range(max(len(results) - 1, 1).bit_length()))]
-    # Nothing compares with NaN, so that the index never goes beyond the last result.
+    # A comparison with NaN is false, so the index never goes beyond the last result.
     padded = np.full(2 * steps[0] - 1, np.nan, np.float32)
     padded[: len(limits)] = limits.numpy()
     table = to.add(f"{name}_limits", padded)

@@ -1,4 +1,4 @@
-"""The dialects of ONNX that a file can be written in."""
+"""The dialects of ONNX for an exported file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ class Style(str, Enum):
     """Which operators and element types a file may use."""
 
     PORTABLE = "portable"
-    """Those that ONNX Runtime runs: what it lacks (4- and 6-bit floats, tables, scales in E8M0) is said by others."""
+    """Operators that ONNX Runtime runs; basic operators compute 4- and 6-bit floats, tables and scales in E8M0."""
     STANDARD = "standard"
-    """QuantizeLinear and DequantizeLinear of the ONNX standard, with all its element types, whoever runs them."""
+    """QuantizeLinear and DequantizeLinear with all element types of the ONNX standard; few runtimes have them all."""
     TRT = "trt"
-    """Those that TensorRT's parser reads; in domain `trt` where the standard has no dynamic MXFP8."""
+    """Operators that TensorRT's parser reads, including those of domain `trt` for dynamic MXFP8."""
 
     @classmethod
     def parse(cls, text: str) -> Style:
-        """The style of a name.
+        """Return the style with a name.
 
         Raises:
-            ExportError: there is none; the nearest is offered.
+            ExportError: an unknown name; the message offers the nearest.
 
         >>> Style.parse("standard")
         <Style.STANDARD: 'standard'>

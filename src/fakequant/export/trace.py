@@ -1,9 +1,8 @@
-"""From a model to an ONNX graph in which every quantizer is still one node, `fakequant::FakeQuantize`.
+"""Convert a model to an ONNX graph in which every quantizer is one opaque node, `fakequant::FakeQuantize`.
 
-Scales that follow from the range of the tensor itself are a second one, `fakequant::ChooseScale`.
-
-The operator stays opaque while torch and onnxscript convert and optimise the graph, so that nothing they do can change
-what a quantizer computes. `lower` then replaces it, when all constants are known.
+A second node, `fakequant::ChooseScale`, computes scales from the range of the tensor. The nodes stay opaque while torch
+and onnxscript convert and optimise the graph, so these steps cannot change the result of a quantizer. `lower` replaces
+the nodes when all constants are known.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from fakequant.errors import ExportError
-from fakequant.export import trt
-from fakequant.export.capability import LAST_OPSET, Dimension, block_sizes, check_spec, layout
+from fakequant.export.capability import LAST_OPSET, Dimension
 from fakequant.export.constants import fold_constants
+from fakequant.export.placement import check, place
 from fakequant.export.style import Style
 from fakequant.model.tracing import traced_program
 from fakequant.numerics.spec import QuantSpec
@@ -39,18 +38,19 @@ OPERATOR = "FakeQuantize"
 SCALE_OPERATOR = "ChooseScale"
 _TARGET = torch.ops.fakequant.fake_quantize.default
 _SCALE_TARGET = torch.ops.fakequant.choose_scale.default
-# What torch finds the exponent of a number with; ONNX has neither.
+# torch uses these operations to compute the exponent of a number; ONNX has neither.
 _BITS = (torch.ops.aten.frexp.Tensor, torch.ops.aten.view.dtype)
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place in the traced graph where a tensor is quantized.
+    """A quantizer node in the traced graph.
 
     Attributes:
-        path: the module that does it, "" for the model itself.
-        needs: the first operator set that can say it.
+        path: path of the module that quantizes, "" for the model itself.
+        spec: the specification.
+        needs: the first opset that supports it.
     """
 
     path: str
@@ -59,7 +59,7 @@ class Site:
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> ExportedProgram:
-    """The model as a graph of torch operations, every quantizer one node.
+    """Trace the model as a graph of torch operations in which every quantizer is one node.
 
     Raises:
         torch.export's errors: the model cannot be traced.
@@ -71,7 +71,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
 
 
 def _without_names(dynamic_shapes: Any) -> Any:
-    """Names of dynamic axes, which only ONNX knows, as torch.export's own sign for such an axis."""
+    """Replace the names of dynamic axes, which only ONNX has, by torch.export's marker for a dynamic axis."""
     if isinstance(dynamic_shapes, str):
         return torch.export.Dim.DYNAMIC
     if isinstance(dynamic_shapes, Mapping):
@@ -82,14 +82,14 @@ def _without_names(dynamic_shapes: Any) -> Any:
 
 
 def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]:
-    """Every place where the graph quantizes.
+    """Return all quantizers of the graph.
 
     Raises:
-        ExportError: some that ONNX cannot express; names them all with the reasons.
+        ExportError: ONNX cannot express some of them; the message names them all with the reasons.
     """
-    found: list[Site] = []
+    quantizers: list[Site] = []
     refused: list[str] = []
-    given = set(program.graph_signature.user_inputs)
+    inputs = set(program.graph_signature.user_inputs)
     for module in program.graph_module.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -99,15 +99,15 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
             try:
                 if module is not program.graph_module:
                     raise ExportError("lies inside control flow (torch.cond or a loop), which cannot be exported")
-                found.append(_site(node, given, style))
+                quantizers.append(_site(node, inputs, style))
             except ExportError as error:
                 refused.append(f"{_path(node) or 'the model'}: {error}")
     if refused:
         raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(refused))
-    return found
+    return quantizers
 
 
-def _site(node: fx.Node, given: Container[object], style: Style) -> Site:
+def _site(node: fx.Node, inputs: Container[object], style: Style) -> Site:
     x, scale, _, text = node.args[:4]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
@@ -118,24 +118,18 @@ def _site(node: fx.Node, given: Container[object], style: Style) -> Site:
         raise ExportError("quantizes a float64 tensor, but QuantizeLinear takes float32; export model.float()")
     if spec.scale.format is not None and any(source.target in _BITS for source in _sources(scale)):
         raise ExportError(
-            f"{spec}: the model itself computes scales in {spec.scale.format}, by the bits of numbers, which ONNX "
-            "cannot read; leave scale and amax out, so that fake_quantize takes the range from its tensor, or give "
-            "the scale as a constant"
+            f"{spec}: the model computes scales in {spec.scale.format} from the bits of numbers, which ONNX cannot "
+            "read; call fake_quantize without scale and amax, so that it uses the range of its tensor, or pass a "
+            "constant scale"
         )
-    encoding = check_spec(spec, style)
-    constant, static = (not any(source.name in given for source in _sources(value)) for value in (x, scale))
-    if style is Style.TRT:
-        trt.check(spec, _shape(value), constant=constant, dynamic=not static)
-    needs = encoding.opset(constant=constant)
-    blocks = block_sizes(spec.granularity, _shape(value))
-    if not encoding.portable:
-        where = trt.place(spec, len(blocks)) if style is Style.TRT else None
-        needs = max(needs, (where or layout(_shape(value), _shape(scale.meta["val"]), blocks)).opset)
-    return Site(_path(node), spec, needs)
+    constant, static = (not any(source.name in inputs for source in _sources(value)) for value in (x, scale))
+    check(spec, style, _shape(value), constant=constant, dynamic=not static)
+    placement = place(spec, style, _shape(value), _shape(scale.meta["val"]))
+    return Site(_path(node), spec, placement.opset(constant=constant))
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """A value and all that it is computed from."""
+    """Yield a node and all nodes that it depends on."""
     seen: set[fx.Node] = {node}
     waiting = [node]
     while waiting:
@@ -155,7 +149,7 @@ def _path(node: fx.Node) -> str:
 
 
 def path_of(scopes: Mapping[str, str]) -> str:
-    """The path of the module that made an ONNX node, from the properties that torch's exporter gives it."""
+    """Return the path of the module that made an ONNX node, from the properties that torch's exporter sets."""
     names = ast.literal_eval(scopes.get(_SCOPES, "['', '']"))
     return str(names[-2])
 
@@ -167,7 +161,7 @@ def to_onnx(
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
 ) -> ModelProto:
-    """The graph in ONNX, with a node `fakequant::FakeQuantize` for every quantizer."""
+    """Convert the graph to ONNX, with a node `fakequant::FakeQuantize` for every quantizer."""
     with torch.no_grad(), _quiet(), library.translated_to_onnx():
         converted = torch.onnx.export(
             program,
@@ -185,10 +179,10 @@ def to_onnx(
 
 
 def _convert(model: ModelProto, opset: int) -> ModelProto:
-    """The model in an operator set that torch's exporter does not write, with the properties of our own nodes.
+    """Convert the model to an opset that torch's exporter does not write, and keep the properties of fakequant's nodes.
 
     Raises:
-        ExportError: the installed onnx has no such operator set, or cannot convert an operator to it.
+        ExportError: the installed onnx lacks the opset, or cannot convert an operator to it.
     """
     import onnx
 
@@ -197,7 +191,7 @@ def _convert(model: ModelProto, opset: int) -> ModelProto:
             f"opset {opset} is needed, but the installed onnx {onnx.__version__} ends at {newest}; update onnx, or use "
             'style="portable"'
         )
-    # The converter keeps names, but drops the properties that say which module made a node.
+    # The converter keeps names but drops the properties with the path of the module.
     made_by = {node.output[0]: list(node.metadata_props) for node in model.graph.node if node.domain == DOMAIN}
     try:
         converted = onnx.version_converter.convert_version(model, opset)
@@ -210,7 +204,7 @@ def _convert(model: ModelProto, opset: int) -> ModelProto:
 
 
 def _translation() -> Any:
-    """What torch's exporter calls for every quantizer of the graph."""
+    """Return the function that torch's exporter calls for every quantizer node."""
     import onnx.defs
     from onnxscript import values
 
@@ -237,18 +231,18 @@ def _translation() -> Any:
     )
     operator = values.Op(values.Opset(DOMAIN, 1), OPERATOR, schema)
 
-    # A number of its own keeps each quantizer apart from one that happens to do the same.
+    # A unique number prevents the optimiser from merging equal quantizers.
     calls = itertools.count()
 
     def translate(x: Any, scale: Any, zero_point: Any, spec: str) -> Any:
-        given = (x, scale) if zero_point is None else (x, scale, zero_point)
-        return operator(*given, spec=spec, call=next(calls))
+        inputs = (x, scale) if zero_point is None else (x, scale, zero_point)
+        return operator(*inputs, spec=spec, call=next(calls))
 
     return translate
 
 
 def _scale_translation() -> Any:
-    """The same for scales that are computed in one opaque operation."""
+    """Return the function that torch's exporter calls for every opaque computation of scales."""
     import onnx.defs
     from onnxscript import values
 

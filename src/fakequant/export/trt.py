@@ -1,11 +1,11 @@
-"""What TensorRT's ONNX parser reads: which quantizations it has a form for, and its own operators of MXFP8.
+"""The quantizations that TensorRT's ONNX parser supports, and its own operators for MXFP8.
 
 Weights: INT8 and FP8 per tensor or channel, INT4 in blocks of 64 or 128, MXFP8, NVFP4. Activations: INT8 and FP8 per
-tensor with a constant scale, and MXFP8 in blocks that take their scales anew. All symmetric.
+tensor with a constant scale, and MXFP8 in blocks with dynamic scales. All are symmetric.
 
-Sources: onnx-tensorrt, onnxOpImporters.cpp (the operators of domain `trt`, and that scales are initializers, FP4 blocks
-16 and MXFP8 blocks 32); TensorRT, Working with Quantized Types and the pages of Quantize and DynamicQuantize; cuDNN,
-Block Scaling (the exponent is rounded up). Nothing here has been run in TensorRT.
+Sources: onnx-tensorrt, onnxOpImporters.cpp (the operators of domain `trt`; scales are initializers, FP4 blocks have 16
+and MXFP8 blocks 32 elements); TensorRT, Working with Quantized Types and the pages of Quantize and DynamicQuantize;
+cuDNN, Block Scaling (the exponent is rounded up). Nothing here has been run in TensorRT.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _INT4_BLOCKS, _MXFP8_BLOCK, _NVFP4_BLOCK = (64, 128), 32, 16
 
 
 def check(spec: QuantSpec, shape: Sequence[Dimension] | None, *, constant: bool, dynamic: bool) -> None:
-    """Check that TensorRT has a form for a quantization.
+    """Check that TensorRT supports a quantization.
 
     Args:
-        shape: of the tensor; None where it is not known yet.
+        spec: the specification.
+        shape: the shape of the tensor, or None if it is not known yet.
         constant: whether the tensor is a weight.
-        dynamic: whether the range is taken from every tensor anew.
+        dynamic: whether the range is computed from every tensor.
 
     Raises:
-        ExportError: it has none; says what it has.
+        ExportError: TensorRT does not support it; the message says what it supports.
     """
     if not spec.symmetric:
         _refuse(spec, "TensorRT has no zero points; use a symmetric specification such as int8")
@@ -55,21 +56,21 @@ def check(spec: QuantSpec, shape: Sequence[Dimension] | None, *, constant: bool,
     if spec.format != FLOAT8_E4M3FN or not dynamic:
         _refuse(
             spec,
-            "TensorRT has activations in blocks only in MXFP8, dynamic, and in NVFP4 under a constant scale of the "
-            'tensor, which no specification here has; use "float8_e4m3fn per_block(-1:32) scale=float8_e8m0fnu:ceil", '
-            "dynamic, or quantize the weights only",
+            "TensorRT supports blocks of activations only in dynamic MXFP8, and in NVFP4 with a constant scale of the "
+            "tensor, which no specification here has; use dynamic quantization with "
+            '"float8_e4m3fn per_block(-1:32) scale=float8_e8m0fnu:ceil", or quantize the weights only',
         )
     if spec.scale.rounding is not ScaleRounding.CEIL:
-        _refuse(spec, "TensorRT finds the exponents of MXFP8 by rounding up; use scale=float8_e8m0fnu:ceil")
+        _refuse(spec, "TensorRT rounds the exponents of MXFP8 up; use scale=float8_e8m0fnu:ceil")
     if shape is not None and len(shape) not in (2, 3):
         _refuse(spec, f"TensorRT quantizes tensors of 2 or 3 axes in blocks, got {len(shape)}; leave it in float")
 
 
 def _block_sizes(spec: QuantSpec, *, constant: bool) -> tuple[int, ...]:
-    """The sizes of blocks that TensorRT has for a format and its scales; none where it has no blocks.
+    """Return the block sizes that TensorRT supports for a format and its scales; empty if it supports no blocks.
 
     Raises:
-        ExportError: the format, or its scales, are unknown to TensorRT.
+        ExportError: TensorRT does not support the format or its scales.
     """
     fmt, scale = spec.format, spec.scale.format
     if fmt == FLOAT8_E4M3FN and scale == FLOAT8_E8M0FNU:
@@ -119,7 +120,7 @@ def _check_blocks(spec: QuantSpec, shape: Sequence[Dimension] | None, allowed: t
 
 
 def place(spec: QuantSpec, axes: int) -> Layout | None:
-    """Where the scales of a tensor lie that TensorRT has in blocks, also if one block is as long as its axis."""
+    """Return the layout of scales in blocks, also if one block covers its axis; None if TensorRT has no blocks here."""
     if not isinstance(spec.granularity, PerBlock):
         return None
     ((axis, size),) = spec.granularity.sizes
@@ -131,12 +132,12 @@ def _refuse(spec: QuantSpec, reason: str) -> NoReturn:
 
 
 def needed(site: Site) -> bool:
-    """Whether a quantizer is said by an operator of TensorRT's own."""
+    """Whether a quantizer needs TensorRT's own operators."""
     return site.style is Style.TRT and site.spec.scale.format == FLOAT8_E8M0FNU
 
 
 def dequantize(site: Site, codes: str, params: QParams) -> tuple[str, str]:
-    """Codes of a weight in MXFP8 as values; returns the name of the exponents, and the form in words."""
+    """Add the exponents of an MXFP8 weight and its DequantizeLinear; returns their name and a description."""
     exponent = torch.frexp(site.arrange(params.scale))[1] - 1 + FLOAT8_E8M0FNU.exponent_bias
     exponents = site.add("exponents", exponent.to(torch.uint8))
     _dequantize(site, codes, exponents)
@@ -144,7 +145,7 @@ def dequantize(site: Site, codes: str, params: QParams) -> tuple[str, str]:
 
 
 def quantize(site: Site) -> str:
-    """An activation in MXFP8 whose scales TensorRT finds; returns the form in words."""
+    """Add the nodes of an MXFP8 activation whose scales TensorRT computes; returns a description."""
     from onnx import TensorProto, helper
 
     codes, exponents = f"{site.label}/codes", f"{site.label}/exponents"

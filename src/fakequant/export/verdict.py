@@ -1,4 +1,4 @@
-"""What a verification counts, and its report."""
+"""The report of a verification and its counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def differing_bits(actual: Tensor, expected: Tensor) -> int:
-    """Elements whose bits differ; NaN equals NaN, -0.0 does not equal +0.0.
+    """Count the elements whose bits differ; NaN equals NaN, -0.0 does not equal +0.0.
 
     >>> differing_bits(torch.tensor([0.0, float("nan"), 1.0]), torch.tensor([-0.0, float("nan"), 1.0]))
     1
@@ -36,10 +36,10 @@ class Row:
         quantizer: its path, "" for the model itself.
         spec: the specification, as text.
         kind: "weight" or "activation".
-        elements: how many results were compared.
-        differing: how many had other bits than torch's.
-        nan_inputs: how many inputs were NaN; integer codes have none, so that these differ.
-        intact: whether its constants are those that were exported.
+        elements: the number of compared results.
+        differing: the number of results whose bits differ from torch.
+        nan_inputs: the number of NaN inputs, which always differ because integer codes have no NaN.
+        intact: whether its constants are unchanged since the export.
     """
 
     quantizer: str
@@ -58,17 +58,17 @@ class Row:
 
 @dataclass
 class OutputRow:
-    """One output of the model against another run of it.
+    """One output of the model, compared with another run.
 
     Attributes:
         name: its name in the file.
-        elements: how many numbers were compared.
-        differing: how many were not equal.
-        max_abs: the largest difference, in the output's units; inf where one is NaN or infinite and the other not.
+        elements: the number of compared values.
+        differing: the number of values that are not equal.
+        max_abs: the largest difference, in the output's units; inf if only one of the values is finite.
         step: the scale of the last integer quantizer before the outputs, or None if there is none.
-        rows: rows of a two-axis output, None for another.
-        same_argmax: how many of them have their largest value in the same place.
-        signal: the sum of the squares of what was expected, where it is finite.
+        rows: the number of rows of an output with two axes, else None.
+        same_argmax: the number of rows with the same arg-max.
+        signal: the sum of the squares of the finite expected values.
         noise: the sum of the squares of the differences.
     """
 
@@ -84,14 +84,14 @@ class OutputRow:
 
     @property
     def sqnr(self) -> float:
-        """The ratio of signal to noise in dB: inf where nothing differs, -inf where there is no finite signal."""
+        """The signal-to-noise ratio in dB: inf if nothing differs, -inf if there is no finite signal."""
         if not self.noise:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal and self.noise < math.inf else -math.inf
 
     @property
     def share(self) -> float:
-        """The share of numbers that differ."""
+        """The share of values that differ."""
         return self.differing / self.elements if self.elements else 0.0
 
     @property
@@ -101,11 +101,11 @@ class OutputRow:
 
     @property
     def argmax_agreement(self) -> float | None:
-        """The share of rows with the largest value in the same place; None unless the output has two axes."""
+        """The share of rows with the same arg-max; None unless the output has two axes."""
         return self.same_argmax / self.rows if self.rows else None
 
     def add(self, actual: Tensor, expected: Tensor) -> None:
-        """Count one batch."""
+        """Add one batch to the counts."""
         self.elements += actual.numel()
         exact = expected.detach().double()
         self.signal += exact.where(exact.isfinite(), 0.0).square().sum().item()
@@ -132,20 +132,20 @@ class OutputRow:
 
 @dataclass
 class VerifyReport:
-    """What `verify_onnx` found; prints as a table.
+    """The result of `verify_onnx`; prints as a table.
 
     Attributes:
         path: the file.
-        inputs: which inputs were used, in words.
+        inputs: a description of the inputs.
         style: the style of the file.
-        runtime: what ran it.
-        not_run: what did not, and why, one sentence each.
-        batches: how many.
-        rows: one per quantizer in the file.
-        outputs: the model's outputs against torch; empty without a model.
-        optimised: the model's outputs with ONNX Runtime's default optimisations against those without.
+        runtime: the runtime that executed the file.
+        not_run: the runtimes that did not, with the reason, one sentence each.
+        batches: the number of batches.
+        rows: one row per quantizer in the file.
+        outputs: the outputs compared with torch; empty without a model.
+        optimised: the outputs with ONNX Runtime's default optimisations compared with those without.
         optimised_error: ONNX Runtime's message if it cannot load or run the file with its optimisations.
-        uncovered: nodes that quantize and belong to no quantizer that the file names. Nothing compares them.
+        uncovered: names of nodes that quantize but belong to no quantizer of the file, so they are not compared.
     """
 
     path: str
@@ -162,24 +162,24 @@ class VerifyReport:
 
     @property
     def exact(self) -> bool:
-        """Whether every quantizer in the file gave torch's bits, and nothing was changed since the export."""
+        """Whether every quantizer has the same bits as torch, and the file is unchanged since the export."""
         return bool(self.rows) and all(row.exact for row in self.rows) and not self.uncovered
 
     @property
     def faults(self) -> list[str]:
-        """What keeps the file from being exact besides its quantizers, one sentence each."""
-        found = [] if self.rows else ["The file names no quantizer, so that nothing was compared."]
+        """The faults of the file apart from differing quantizers, one sentence each."""
+        found = [] if self.rows else ["The file names no quantizer, so nothing was compared."]
         if self.uncovered:
             first = ", ".join(self.uncovered[:_NAMED]) + (", ..." if len(self.uncovered) > _NAMED else "")
             found.append(
-                f"{len(self.uncovered)} nodes quantize for no quantizer that the file names, so that nothing compared "
-                f"them: {first}. Export the model again."
+                f"{len(self.uncovered)} nodes quantize but belong to no quantizer of the file, so they were not "
+                f"compared: {first}. Export the model again."
             )
         return found
 
     @property
     def differing(self) -> int:
-        """Elements that differ in all quantizers together."""
+        """The number of differing elements of all quantizers."""
         return sum(row.differing for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:

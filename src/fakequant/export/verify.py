@@ -1,4 +1,4 @@
-"""Proof that a file computes what the model computed: every quantizer bit for bit, outputs in steps."""
+"""Verify an exported file: every quantizer bit for bit, the model's outputs in quantization steps."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _SEED = 0
 _BYTES_PER_RANDOM = 40
-"""A float32 number, its copies on the way and an index; measured: 36."""
+"""A float32 number, its temporary copies and an index; measured: 36."""
 _MOST_BYTES = 2**30
-"""What random inputs may need whatever the size of the file: one image of 2,000 by 2,000 needs 480 MB."""
+"""The memory that random inputs may use for any file: one image of 2,000 by 2,000 needs 480 MB."""
 _LOWEST, _HIGHEST = -(2**62), 2**62
 
 
@@ -47,23 +47,23 @@ def verify_onnx(
 ) -> VerifyReport:
     """Run an exported file and compare it with torch.
 
-    Every quantizer is compared bit for bit, on the tensors that ONNX Runtime itself computes there with its
-    optimisations off. The outputs of the whole model are compared in steps, because sums in another order may round to
-    another step. What the default optimisations change is reported beside it.
+    Every quantizer is compared bit for bit, on the input that ONNX Runtime computes for it with its optimisations off.
+    The outputs of the whole model are compared in quantization steps, because sums in another order may round to
+    another step. A separate run reports the changes from ONNX Runtime's default optimisations.
 
-    Files in the styles "standard" and "trt" that ONNX Runtime cannot load run in onnx's ReferenceEvaluator, which
-    computes node by node by the standard, those of TensorRT by its documents; the report says so.
+    A file in the style "standard" or "trt" that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator: standard
+    nodes as the standard defines them, TensorRT's nodes as its documentation describes them. The report says so.
 
     Args:
         path: a file that `export_onnx` wrote.
-        model: the model that was exported; with it scales and weights are compared with its own, and outputs are
-            compared. Without it the file is only checked against itself.
+        model: the model that was exported. Its scales, weights and outputs are compared with the file; without it the
+            file is only checked for consistency.
         batches: as for `calibrate`; by default one batch of random numbers, zeros and outliers in the shapes of the
             example.
         inputs: which part of a batch the model gets, as for `calibrate`.
 
     Raises:
-        VerificationError: the file is damaged, is not one of ours, cannot be run, or is of another model.
+        VerificationError: the file is damaged, cannot be run, belongs to another model, or fakequant did not write it.
         ExportError: onnx or onnxruntime is not installed.
 
     >>> from tempfile import TemporaryDirectory
@@ -100,27 +100,27 @@ def verify_onnx(
                 optimised = compared.add_optimised(values, optimised, given)
             report.batches += 1
         if not report.batches:
-            raise VerificationError("no batch was given; leave batches=None for random ones")
+            raise VerificationError("batches is empty; pass at least one batch, or None for random numbers")
     return report
 
 
 def _runtime(model: ModelProto, watched: list[str], style: Style, report: VerifyReport) -> Session | Evaluator:
-    """ONNX Runtime, or what runs a file whose style allows more than ONNX Runtime has; the report says which."""
-    missing = ["Not run in TensorRT: its operators are computed by its documents."] if style is Style.TRT else []
+    """Load a file in ONNX Runtime, or in the ReferenceEvaluator if its style allows that; the report names which."""
+    missing = ["Not run in TensorRT: its operators follow its documentation."] if style is Style.TRT else []
     try:
-        found: Session | Evaluator = Session(model, watched)
+        runtime: Session | Evaluator = Session(model, watched)
     except VerificationError as error:
         if style is Style.PORTABLE:
             raise
-        found = Evaluator(model, watched)
+        runtime = Evaluator(model, watched)
         missing.append(f"Not run in ONNX Runtime: {error}")
-    report.runtime, report.not_run = found.name, missing
-    return found
+    report.runtime, report.not_run = runtime.name, missing
+    return runtime
 
 
 @contextmanager
 def _named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors that begin with the name of the file."""
+    """Put the name of the file before the messages of errors."""
     try:
         yield
     except VerificationError as error:
@@ -128,7 +128,7 @@ def _named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def load_exported(path: Path) -> ModelProto:
-    """An ONNX file, checked by ONNX's own checker."""
+    """Load an ONNX file and check it with ONNX's own checker."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -141,9 +141,10 @@ def load_exported(path: Path) -> ModelProto:
     record = read(model)
     if outside := [tensor.name for tensor in model.graph.initializer if tensor.external_data]:
         raise VerificationError(f"its constants {', '.join(outside)} are in other files; export it again")
-    if (given := [entry.name for entry in record.inputs]) != (names := [value.name for value in model.graph.input]):
+    if (recorded := [entry.name for entry in record.inputs]) != (names := [value.name for value in model.graph.input]):
         raise VerificationError(
-            f"its record of quantizers is damaged: it names the inputs {given}, the graph has {names}; export it again"
+            f"its record of quantizers is damaged: it names the inputs {recorded}, the graph has {names}; export it "
+            "again"
         )
     try:
         onnx.checker.check_model(model)
@@ -154,14 +155,14 @@ def load_exported(path: Path) -> ModelProto:
 
 @dataclass
 class _Outputs:
-    """The comparison of the model's outputs, with torch and with ONNX Runtime's optimisations."""
+    """Compares the model's outputs with torch and with ONNX Runtime's default optimisations."""
 
     report: VerifyReport
     names: list[str]
     step: float | None
 
     def optimised_session(self, model: ModelProto) -> Session | None:
-        """The file with ONNX Runtime's default optimisations, or None if it cannot be loaded so."""
+        """Load the file with ONNX Runtime's default optimisations; returns None if that fails."""
         try:
             return Session(model, optimised=True)
         except VerificationError as error:
@@ -169,21 +170,21 @@ class _Outputs:
             return None
 
     def add_torch(self, values: Mapping[str, Tensor], model: nn.Module, batch: Any, known: int | None) -> None:
-        """Compare one batch, of which `known` leading items are arguments, with the torch model."""
+        """Compare one batch with the torch model; its first `known` items are arguments."""
         with evaluating(model), torch.no_grad():
             results = pytree.tree_leaves(run_batch(model, batch, known))
         expected = [result for result in results if isinstance(result, Tensor)]
         if [list(result.shape) for result in expected] != [list(values[name].shape) for name in self.names]:
             raise VerificationError(
-                f"the model gives outputs of shapes {[list(result.shape) for result in expected]}, the file of "
-                f"{[list(values[name].shape) for name in self.names]}; give the model that was exported"
+                f"the model's outputs have the shapes {[list(result.shape) for result in expected]}, the file's "
+                f"{[list(values[name].shape) for name in self.names]}; pass the model that was exported"
             )
         self._add(self.report.outputs, [values[name] for name in self.names], expected)
 
     def add_optimised(
         self, values: Mapping[str, Tensor], session: Session, inputs: Mapping[str, Tensor]
     ) -> Session | None:
-        """Compare one batch with the optimised file; None from the batch on with which it fails."""
+        """Compare one batch with the optimised file; returns None once the optimised file fails."""
         try:
             results = session.run(inputs)
         except VerificationError as error:
@@ -200,7 +201,7 @@ class _Outputs:
 
 
 def _calls(model: nn.Module, batch: Any, known: int | None, checks: list[SiteCheck]) -> Mapping[str, Sequence[Tensor]]:
-    """What the quantizers that checks ask for are called with."""
+    """Record the arguments of the quantizers whose checks need them."""
     paths = {check.computed for check in checks if check.computed is not None}
     if not paths:
         return {}
@@ -210,15 +211,17 @@ def _calls(model: nn.Module, batch: Any, known: int | None, checks: list[SiteChe
 
 
 def _inputs(batch: Any, records: list[InputRecord]) -> dict[str, Tensor]:
-    """A batch as the inputs of the file; of a tuple as many leading tensors as the file has inputs.
+    """Return the tensors of a batch by the file's input names; extra trailing tensors of a tuple are ignored.
 
     Raises:
-        VerificationError: too few, or a name is missing.
+        VerificationError: the batch has too few tensors, or lacks a name.
     """
     if isinstance(batch, Mapping):
         keys = list(dict.fromkeys(record.key for record in records))
         if missing := [key for key in keys if key not in batch]:
-            raise VerificationError(f"a batch lacks the arguments {missing}; give batches as the example was given")
+            raise VerificationError(
+                f"a batch lacks the arguments {missing}; pass batches of the same form as the example"
+            )
         batch = [batch[key] for key in keys]
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if len(leaves) < len(records):
@@ -227,7 +230,7 @@ def _inputs(batch: Any, records: list[InputRecord]) -> dict[str, Tensor]:
 
 
 def _known(batch: Any, records: list[InputRecord]) -> int | None:
-    """How many leading items of a tuple are arguments: up to the first tensor that the file has no input for."""
+    """Return how many leading items of a tuple are arguments: those before the first tensor without an input."""
     if not isinstance(batch, (tuple, list)):
         return None
     wanted = len(records)
@@ -239,7 +242,7 @@ def _known(batch: Any, records: list[InputRecord]) -> int | None:
 
 
 def _random_batch(records: list[InputRecord], file_bytes: int) -> Any:
-    """Random numbers of the example's size: mostly normal, with zeros of both signs, tiny numbers and outliers.
+    """Draw inputs of the example's size: mostly normal numbers, with zeros of both signs, tiny numbers and outliers.
 
     Raises:
         VerificationError: they would need much more memory than the file.
@@ -247,8 +250,8 @@ def _random_batch(records: list[InputRecord], file_bytes: int) -> Any:
     needed = sum(math.prod(record.shape) * _BYTES_PER_RANDOM for record in records)
     if needed > max(_MOST_BYTES, 10 * file_bytes):
         raise VerificationError(
-            f"random numbers in the shapes {[record.shape for record in records]} need {needed:,} bytes of memory, and "
-            f"the file has {file_bytes:,}; give batches"
+            f"random numbers in the shapes {[record.shape for record in records]} need {needed:,} bytes of memory, but "
+            f"the file has only {file_bytes:,} bytes; pass batches"
         )
     generator = torch.Generator().manual_seed(_SEED)
     tensors = [_random_input(record, generator) for record in records]
@@ -263,7 +266,7 @@ def _random_input(record: InputRecord, generator: torch.Generator) -> Tensor:
         low, high = (min(max(int(bound), _LOWEST), _HIGHEST) for bound in (record.low, record.high))
         values = torch.randint(low, max(high, low) + 1, record.shape, generator=generator, device="cpu")
         return values.to(dtype)
-    # The largest of a few hundred normal numbers is about 3 standard deviations.
+    # The maximum of a few hundred normal numbers is about 3 standard deviations.
     size = max(abs(record.low), abs(record.high)) / 3 or 1.0
     x = torch.randn(record.shape, generator=generator, dtype=torch.float32, device="cpu") * size
     special = torch.tensor([0.0, -0.0, torch.finfo(dtype).tiny, 30 * size, -30 * size], dtype=x.dtype, device=x.device)
