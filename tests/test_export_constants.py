@@ -136,7 +136,7 @@ def test_a_model_that_never_quantizes_the_constant_is_another(tmp_path: Path) ->
     other = prepared(Queries, "INT8")
     other.forward = Without.forward.__get__(other)
     with pytest.raises(
-        VerificationError, match=r"of_queries\._input_quantizer was not called with one; give the model"
+        VerificationError, match=r"of_queries\._input_quantizer was not called; pass the model"
     ):
         fq.verify_onnx(tmp_path / "m.onnx", other)
 
