@@ -135,9 +135,7 @@ def test_a_model_that_never_quantizes_the_constant_is_another(tmp_path: Path) ->
     fq.export_onnx(prepared(Queries, "INT8"), X, tmp_path / "m.onnx")
     other = prepared(Queries, "INT8")
     other.forward = Without.forward.__get__(other)
-    with pytest.raises(
-        VerificationError, match=r"of_queries\._input_quantizer was not called; pass the model"
-    ):
+    with pytest.raises(VerificationError, match=r"of_queries\._input_quantizer was not called; pass the model"):
         fq.verify_onnx(tmp_path / "m.onnx", other)
 
 
