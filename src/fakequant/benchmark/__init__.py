@@ -1,4 +1,4 @@
-"""How long calls take beside others: pairs of calls timed in turns in one run, compared with the reference first."""
+"""Time calls against other calls: pairs are timed alternately in one run, after a comparison with the reference."""
 
 from fakequant.benchmark.case import ATEN, COMPILED, COPY, DOUBLED, Case, square
 from fakequant.benchmark.machine import machine

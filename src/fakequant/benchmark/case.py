@@ -1,4 +1,4 @@
-"""A call of `fake_quantize` as a case to time, beside a copy, ATen's operator and torch's compiler."""
+"""A call of `fake_quantize` as a case to time against a copy, ATen's operator and torch's compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fakequant.ops.traced import Traced, tensors_of
 COPY, DOUBLED = "x.clone()", "x * 2"
 ATEN, COMPILED = "ATen", "torch.compile"
 
-# Buffers of large tensors are together as large, in bytes: more than the caches of the machines that this runs on.
+# Total size of the buffers of large tensors in bytes: larger than the caches of common machines.
 _CACHES = 1 << 27
 _PATTERN = 1 << 20
 _SCALE = 0.02
@@ -29,7 +29,7 @@ _SCALE = 0.02
 
 @lru_cache(maxsize=1)
 def _pattern() -> Tensor:
-    """Normal numbers, which every input repeats: to draw anew 64 million of them takes longer than to time a call."""
+    """Return normal numbers that every input repeats: drawing 64 million of them takes longer than timing a call."""
     return torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
 
 
@@ -48,14 +48,14 @@ class Case:
     """Fake quantization of a tensor, with its gradient or without.
 
     Args:
-        name: in results, the same for every size and dtype.
-        spec: how to quantize.
-        shape: of the inputs.
-        dtype: of the inputs.
-        backward: whether the gradient is computed too.
-        dynamic: whether the scales are taken from the input; else they are given.
+        name: the name in results, the same for every size and dtype.
+        spec: the specification.
+        shape: the shape of the inputs.
+        dtype: the dtype of the inputs.
+        backward: whether to compute the gradient too.
+        dynamic: whether the scales are computed from the input; else they are given.
         learned: whether the scales get a gradient too.
-        device: where the tensors are.
+        device: the device of the tensors.
 
     >>> case = Case("int8 per tensor", QuantSpec("int8"), square(4096))
     >>> case.direction, case.elements, case.dtype_name, case.differing()
@@ -88,16 +88,16 @@ class Case:
         return str(self.spec)
 
     def inputs(self, buffers: int | None = None) -> list[Tensor]:
-        """Tensors of normal numbers, by default as many as exceed the caches together."""
+        """Return tensors of normal numbers, by default so many that together they exceed the caches."""
         if buffers is None:
-            bytes_of_one = self.elements * self.dtype.itemsize
-            buffers = 8 if self.elements < _PATTERN else max(4, _CACHES // bytes_of_one)
+            bytes_per_tensor = self.elements * self.dtype.itemsize
+            buffers = 8 if self.elements < _PATTERN else max(4, _CACHES // bytes_per_tensor)
         repeats = -(-self.elements // _PATTERN)
-        one = _pattern().to(self.device, self.dtype).repeat(repeats)[: self.elements].view(self.shape)
-        return [one.clone().requires_grad_(self.backward) for _ in range(buffers)]
+        x = _pattern().to(self.device, self.dtype).repeat(repeats)[: self.elements].view(self.shape)
+        return [x.clone().requires_grad_(self.backward) for _ in range(buffers)]
 
     def scale(self) -> Tensor | None:
-        """The given scales; None where they are taken from the input."""
+        """Return the scales, or None if they are computed from the input."""
         if self.dynamic:
             return None
         scale = 1 / _SCALE if self.spec.arithmetic is Arithmetic.MULTIPLIER else _SCALE
@@ -105,7 +105,7 @@ class Case:
         return torch.full(groups, scale, device=self.device).requires_grad_(self.learned)
 
     def run(self) -> Function:
-        """The call of this package."""
+        """Return the call of this package."""
         spec, scale = self.spec, self.scale()
         return self._timed(lambda x: fake_quantize(x, spec, scale=scale), scale)
 
@@ -118,16 +118,16 @@ class Case:
         }
         if against not in others:
             raise CannotRunError(f"{against} has no call of this kind")
-        theirs = others[against]()  # before the inputs, which take long to make: it may be that it cannot run
+        theirs = others[against]()  # before the inputs, which are slow to create, because it can raise
         inputs = self.inputs()
         if against == COMPILED:
-            theirs(inputs[0])  # compiles, which is not what is timed
+            theirs(inputs[0])  # compiles; the time of compilation does not count
         return Prepared(self.run(), theirs, inputs)
 
     def differing(self) -> int:
-        """Elements of the result and of the gradients whose bits differ from the reference's on the CPU.
+        """Count elements of the result and the gradients whose bits differ from the reference on the CPU.
 
-        Of the numbers that are timed; then of ties, where scales are given, and of what is no number.
+        The inputs are the timed numbers, then ties (with given scales), zeros, subnormal numbers, infinities and NaN.
         """
         return sum(self._differing_of(x) for x in self._compared())
 
@@ -145,12 +145,12 @@ class Case:
             return wrong
         dy = torch.ones_like(x)
         learned = (scale,) if self.learned and scale is not None else ()
-        found = torch.autograd.grad(y, (leaf, *learned), dy.to(self.device))
-        wrong += _differing(found[0], reference.grad_input(dy, reference.passes(x, params, spec)))
+        gradients = torch.autograd.grad(y, (leaf, *learned), dy.to(self.device))
+        wrong += _differing(gradients[0], reference.grad_input(dy, reference.passes(x, params, spec)))
         if learned:
             expected, _ = reference.grad_params(dy, x, params, spec, (True, False))
             assert expected is not None
-            wrong += _differing(found[1], expected)
+            wrong += _differing(gradients[1], expected)
         return wrong
 
     def _compared(self) -> list[Tensor]:
@@ -188,10 +188,10 @@ class Case:
         return self._timed(compiled, scale)
 
     def _aten(self) -> Function:
-        """ATen's call of the same kind.
+        """Return the corresponding call of ATen.
 
         Raises:
-            CannotRunError: it has none.
+            CannotRunError: ATen has no such call.
         """
         fmt, scale, granularity = self.spec.format, self.scale(), self.spec.granularity
         if not fmt.has_zero_point:
@@ -201,17 +201,15 @@ class Case:
         low, high = int(fmt.quant_min), int(fmt.quant_max)
         if isinstance(granularity, PerTensor) and self.learned:
             zero_point = torch.zeros(1, device=self.device)
-            given = scale.detach().reshape(1).requires_grad_()
+            learned = scale.detach().reshape(1).requires_grad_()
             learnable: Any = torch._fake_quantize_learnable_per_tensor_affine
-            return self._timed(lambda x: learnable(x, given, zero_point, low, high, 1.0), given)
+            return self._timed(lambda x: learnable(x, learned, zero_point, low, high, 1.0), learned)
         if isinstance(granularity, PerTensor):
             return self._timed(lambda x: torch.fake_quantize_per_tensor_affine(x, _SCALE, 0, low, high))
         if isinstance(granularity, PerChannel) and len(granularity.axes) == 1 and not self.learned:
-            axis, of_channels = granularity.axes[0], scale.reshape(-1)
-            zero_point = torch.zeros(of_channels.shape, dtype=torch.int32, device=self.device)
-            return self._timed(
-                lambda x: torch.fake_quantize_per_channel_affine(x, of_channels, zero_point, axis, low, high)
-            )
+            axis, scales = granularity.axes[0], scale.reshape(-1)
+            zero_point = torch.zeros(scales.shape, dtype=torch.int32, device=self.device)
+            return self._timed(lambda x: torch.fake_quantize_per_channel_affine(x, scales, zero_point, axis, low, high))
         raise CannotRunError(f"has no granularity {granularity}")
 
 
@@ -219,7 +217,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _differing(actual: Tensor, expected: Tensor) -> int:
-    """Elements whose bits differ, NaN for NaN; all of them where the dtype does."""
+    """Count the elements whose bits differ; NaN equals NaN, and with another dtype all elements differ."""
     if actual.dtype != expected.dtype:
         return expected.numel()
     bits = _BITS[actual.element_size()]

@@ -1,4 +1,4 @@
-"""Where figures come from."""
+"""Describe the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakequant.ops.dispatch import choose
 
 
 def machine() -> dict[str, str]:
-    """The machine, the versions, and the backend that serves a call on it.
+    """Return the machine, the versions, and the backend of a call.
 
     >>> sorted(machine())
     ['backend', 'load', 'processor', 'python', 'system', 'threads', 'torch']
@@ -24,7 +24,7 @@ def machine() -> dict[str, str]:
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        # Above 1, other programs ran too, and the times are theirs as much as ours.
+        # Above 1 other programs ran too, and influence the times.
         "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
         "backend": choose(torch.empty(1), QuantSpec("int8")).name,
     }

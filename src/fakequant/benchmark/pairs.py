@@ -1,4 +1,4 @@
-"""What is timed beside what: results are compared with the reference first, and one that differs has no time."""
+"""Time a case against others; a case whose results differ from the reference is not timed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MEASURED = "measured"
 
 
 class CannotRunError(FakeQuantError, RuntimeError):
-    """What a case is compared with cannot run it; the message is the reason."""
+    """The other side of a comparison cannot run the case; the message is the reason."""
 
 
 class Prepared(NamedTuple):
     """Two functions that are ready to be timed.
 
     Args:
-        ours, theirs: from an input to anything.
-        inputs: what both are called with.
-        facts: what else is known of theirs, such as a version, for the line of results.
+        ours, theirs: functions of one input.
+        inputs: the inputs of both.
+        facts: facts about theirs for the line of results, such as a version.
     """
 
     ours: Function
@@ -35,26 +35,26 @@ class Prepared(NamedTuple):
 
 
 class Timed(Protocol):
-    """Something to time: what it is called in results, what is compared first, and what it can be timed beside."""
+    """A case to time: its description in results, its comparison with the reference, and its competitors."""
 
     @property
     def name(self) -> str:
-        """The same for every size, dtype and direction."""
+        """The name, which is the same for every size, dtype and direction."""
         ...
 
     @property
     def direction(self) -> str:
-        """What is computed, such as "forward"."""
+        """The direction, such as "forward"."""
         ...
 
     @property
     def elements(self) -> int:
-        """How large it is."""
+        """The number of elements."""
         ...
 
     @property
     def dtype_name(self) -> str:
-        """The dtype by its name."""
+        """The name of the dtype."""
         ...
 
     @property
@@ -63,28 +63,28 @@ class Timed(Protocol):
         ...
 
     def differing(self) -> int:
-        """Elements of the results that differ from those of the reference in any bit."""
+        """Count the elements of the results that differ from the reference in any bit."""
         ...
 
     def prepare(self, against: str) -> Prepared:
-        """Both functions, ready.
+        """Prepare both functions.
 
         Raises:
-            CannotRunError: the other cannot run this.
+            CannotRunError: the other side cannot run this case.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was found of one case beside one other.
+    """The comparison of one case with one competitor.
 
     Attributes:
-        case, direction, spec, elements, dtype: of the case, see `Timed`.
-        against: the other.
-        outcome: `MEASURED`, or why there is no time.
-        differing: elements that differ from the reference.
-        pairs: seconds of ours and of the other; none if not measured.
+        case, direction, spec, elements, dtype: the case, see `Timed`.
+        against: the competitor.
+        outcome: `MEASURED`, or the reason why there is no time.
+        differing: the number of elements that differ from the reference.
+        pairs: seconds of ours and of the competitor; empty if not measured.
         facts: see `Prepared`.
     """
 
@@ -101,7 +101,7 @@ class Result:
 
     @property
     def ratio(self) -> Ratio | None:
-        """Our time over the other's; None if not measured."""
+        """Our time divided by the competitor's; None if not measured."""
         return Ratio.of(self.pairs) if self.pairs else None
 
 
@@ -111,13 +111,13 @@ def measure(
     effort: Effort | None = None,
     compare: Callable[[Timed], int] = lambda case: case.differing(),
 ) -> Iterator[Result]:
-    """Compare a case with the reference, then time it beside each of the others.
+    """Compare a case with the reference, then time it against each competitor.
 
     Args:
-        case: what to time.
-        against: names of the others.
-        effort: for how long each.
-        compare: how many elements differ; by default, the case itself is asked.
+        case: the case to time.
+        against: names of the competitors.
+        effort: how long to time each.
+        compare: counts the elements that differ; by default `case.differing`.
     """
     differing = compare(case)
     for name in against:

@@ -1,4 +1,4 @@
-"""The few cases that `fakequant bench` times: the speed of this machine in some seconds."""
+"""The cases of `fakequant bench`, which measure the speed of this machine in a few seconds."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured, and on which machine.
+    """The results of a run and the machine.
 
     Attributes:
         machine: see `benchmark.machine`.
-        results: of every case two, beside the cheapest call of that direction and beside ATen.
+        results: two results per case: against a copy (`COPY` or `DOUBLED`) and against ATen.
     """
 
     machine: dict[str, str]
@@ -45,16 +45,16 @@ class Report:
         where = self.machine
         return (
             f"{where['processor']}, {where['threads']} threads, torch {where['torch']}, backend {where['backend']}: "
-            "float32, times over those of others"
+            "float32, ratios of times"
         )
 
     @property
     def differing(self) -> int:
-        """Elements that differ from the reference, of all cases."""
+        """The number of elements of all cases that differ from the reference."""
         return sum(result.differing for result in self.results)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A row for every case, see `HEADER`; ratios are medians over pairs of calls."""
+        """Return a row for every case, see `HEADER`; ratios are medians over pairs of calls."""
         pairs = zip(self.results[::2], self.results[1::2], strict=True)
         return [
             (copy.case, copy.direction, f"{copy.elements:,}", _milliseconds(copy), _ratio(copy), _ratio(aten))
@@ -63,14 +63,14 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What is behind the table: why a cell is empty, and which results are wrong."""
-        found = [f"Over a copy: over that of {COPY}; with a gradient, of {DOUBLED} with its gradient."]
+        """The notes below the table: the meaning of a copy, why a cell is empty, and which results are wrong."""
+        unit = [f"A copy is {COPY}; with a gradient it is {DOUBLED} with its gradient."]
         reasons = [f"{r.against} {r.outcome}." for r in self.results if r.ratio is None and not r.differing]
         wrong = [f"{r.case}, {r.direction}, {r.elements:,}: {r.outcome}." for r in self.results if r.differing]
-        return list(dict.fromkeys([*found, *reasons, *wrong]))
+        return list(dict.fromkeys([*unit, *reasons, *wrong]))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: {"machine": ..., "results": [...]}, percentiles of the ratios in place of single times."""
+        """Return {"machine": ..., "results": [...]} for JSON, with percentiles of the ratios but no single times."""
         lines = []
         for result in self.results:
             values = asdict(result)
@@ -79,7 +79,7 @@ class Report:
         return {"machine": self.machine, "results": lines}
 
     def write(self, path: Path) -> None:
-        """Write it as a file of JSON, whole or not at all.
+        """Write the report as JSON, whole or not at all.
 
         Raises:
             OutputError: the file cannot be written.
@@ -88,14 +88,14 @@ class Report:
 
 
 def run(sizes: Sequence[int] = SIZES, *, seconds: float = 0.2) -> Report:
-    """Compare int8, FP8 and NVFP4 with the reference, then time them beside a copy and ATen.
+    """Compare int8, FP8 and NVFP4 with the reference, then time them against a copy and ATen.
 
     Args:
-        sizes: elements of the tensors, powers of two from 64 to 2147483648.
-        seconds: how long each pair of calls is timed, about.
+        sizes: numbers of elements, powers of two from 64 to 2147483648.
+        seconds: approximate time per pair of calls.
 
     Raises:
-        ConfigError: a size that is none of these.
+        ConfigError: a size is not such a power of two.
 
     >>> report = run([64], seconds=0.0)
     >>> [row[:3] for row in report.rows()][:2]
@@ -116,10 +116,10 @@ def run(sizes: Sequence[int] = SIZES, *, seconds: float = 0.2) -> Report:
 
 
 def _milliseconds(result: Result) -> str:
-    found = result.ratio
-    return "" if found is None else f"{1e3 * found.seconds:.3g}"
+    ratio = result.ratio
+    return "" if ratio is None else f"{1e3 * ratio.seconds:.3g}"
 
 
 def _ratio(result: Result) -> str:
-    found = result.ratio
-    return "" if found is None else f"{found.p50:.{2 if found.p50 >= 0.1 else 3}f}"
+    ratio = result.ratio
+    return "" if ratio is None else f"{ratio.p50:.{2 if ratio.p50 >= 0.1 else 3}f}"

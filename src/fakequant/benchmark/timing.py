@@ -1,4 +1,4 @@
-"""The one place where a clock is read: two functions timed in turns, and what their times say."""
+"""Time two functions alternately and compute the ratio of their times; no other module reads a clock."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ Function = Callable[[Tensor], object]
 Pairs = tuple[tuple[float, float], ...]
 """Seconds of one function and of the other, taken one right after the other."""
 
-# A call that takes as long has nothing to warm up, and is not called again for that. Of shorter ones there are as few
-# turns as take no longer.
+# A pair of calls that takes longer, in seconds, is timed once, without warm-up. It also limits the minimal turns.
 _LONG = 2.0
 
 
@@ -26,11 +25,11 @@ class Effort:
     """How long one pair of functions is timed.
 
     Args:
-        seconds: for all turns together, about.
-        least: turns of each function, fewer if they would take 2 seconds.
-        most: turns of each function, however short they are.
-        turn: seconds that a turn takes at least, by repeating a call that is shorter: the clock itself takes 0.1 us. On
-            a GPU, which begins some microseconds after it is told to, 2e-3.
+        seconds: approximate time of all turns together.
+        least: minimal turns of each function; fewer if they would take 2 seconds.
+        most: maximal turns of each function.
+        turn: minimal seconds of a turn; shorter calls are repeated, because reading the clock takes 0.1 us. Use 2e-3 on
+            a GPU, which starts a kernel some microseconds after its launch.
     """
 
     seconds: float = 0.5
@@ -61,15 +60,15 @@ class Ratio:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
-        """What pairs of times say."""
-        ratios = [one / other for one, other in pairs]
+        """Compute the ratio from pairs of times."""
+        ratios = [own / other for own, other in pairs]
         p20, p50, p80 = (percentile(ratios, share) for share in (0.2, 0.5, 0.8))
         own, others = (percentile(column, 0.5) for column in zip(*pairs, strict=True))
         return cls(p20, p50, p80, own, others, len(pairs))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of all lies, between two of them linear; to 10 digits.
+    """Return a percentile with linear interpolation, rounded to 10 digits.
 
     >>> percentile([1.0, 4.0, 2.0], 0.75)
     3.0
@@ -82,10 +81,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def keep_memory() -> bool:
-    """Have glibc keep what is freed, for both functions of every pair; whether this system has glibc.
+    """Make glibc keep freed memory; returns whether this system has glibc.
 
-    By default it gives large blocks back or not as the heap happens to lie, and a result then costs a page fault of
-    1 us for every 4 KiB: 4 ms for 16 MiB, ten times what is measured. Of 16 processes 7 measured page faults.
+    By default glibc returns large blocks to the system or not, depending on the heap. A result in new memory then costs
+    a page fault of 1 us per 4 KiB: 4 ms for 16 MiB, ten times the call. 7 of 16 processes measured page faults.
     """
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -93,7 +92,7 @@ def keep_memory() -> bool:
 
 
 def seconds(function: Callable[[], object], device_type: str = "cpu") -> float:
-    """How long one call takes, by the clock of the kind of device that it runs on."""
+    """Return the time of one call, measured with the clock of its kind of device."""
     return _CLOCKS[device_type](function)
 
 
@@ -116,15 +115,15 @@ _CLOCKS = {"cpu": _by_the_processor, "cuda": _by_cuda_events}
 
 
 def time_pairs(function: Function, other: Function, inputs: Sequence[Tensor], effort: Effort | None = None) -> Pairs:
-    """Time two functions in turns on rotating inputs; which of them goes first alternates.
+    """Time two functions alternately on rotating inputs; the order within a pair alternates too.
 
-    No call reads what the one before it read, so that inputs which together exceed the caches come from memory, as
-    between the layers of a model. Results land in memory that the process has already (`keep_memory`).
+    Consecutive calls read different inputs. If the inputs together exceed the caches, they come from memory, as between
+    the layers of a model. Results are written to memory that the process already has (`keep_memory`).
 
     Args:
-        function, other: called with one input.
-        inputs: in the order in which they are read, again from the first after the last.
-        effort: for how long; by default `Effort()`.
+        function, other: functions of one input.
+        inputs: the inputs in reading order, repeated from the first.
+        effort: how long to time; by default `Effort()`.
     """
     effort = effort or Effort()
     keep_memory()
@@ -150,18 +149,18 @@ def time_pairs(function: Function, other: Function, inputs: Sequence[Tensor], ef
 
 
 def ratio(function: Function, other: Function, inputs: Sequence[Tensor], effort: Effort | None = None) -> Ratio:
-    """The time of a function over that of another, see `time_pairs`."""
+    """Return the ratio of the times of two functions, see `time_pairs`."""
     return Ratio.of(time_pairs(function, other, inputs, effort))
 
 
 class _Turns:
-    """Calls that each take the next of the inputs."""
+    """Calls a function with the next inputs in rotation."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.inputs, self.next = inputs, 0
 
     def seconds(self, function: Function, calls: int) -> float:
-        """Seconds of one call, the mean of several in a row."""
+        """Return the mean seconds of several calls in a row."""
         inputs = [self.inputs[(self.next + i) % len(self.inputs)] for i in range(calls)]
         self.next += calls
 

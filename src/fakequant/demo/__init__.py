@@ -1,6 +1,6 @@
-"""The main job on real data in about a minute: train, quantize, calibrate, fine-tune, export, verify, report.
+"""A complete example on real data in about a minute: train, quantize, calibrate, fine-tune, export, verify, report.
 
-Read `run` first: it is the whole story.
+Read `run` first: it shows all steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 def quantized(
     model: nn.Module, config: Config, training: Split, method: str, weight_method: str = "max"
 ) -> tuple[nn.Module, dict[str, Calibrator]]:
-    """A quantized copy of a float model, calibrated on training images, and its calibrators."""
+    """Quantize a copy of a float model and calibrate it on training images; returns the copy and its calibrators."""
     copied = prepare(copy.deepcopy(model), config)
     return copied, calibrate(copied, training.images.split(128), method, weight_method=weight_method)
 
@@ -68,14 +68,14 @@ INT2 = Config("INT2", (Rule("*", TensorConfig("uint2"), TensorConfig("int2 per_c
 
 
 class Measurements:
-    """What was measured on the held-out digits, printed as it comes."""
+    """The measurements on the held-out digits; each is printed when it is made."""
 
     def __init__(self, held_out: Split, console: Console) -> None:
         self.held_out, self.console = held_out, console
         self.rows: list[Accuracy] = []
 
     def add(self, model: nn.Module, format: str, method: str, note: str = "") -> float:
-        """Measure a model; the percentage is returned."""
+        """Measure a model and return the percentage."""
         self.rows.append(Accuracy(format, method, percent_right(model, self.held_out), note))
         self.console.print(f"  {self.rows[-1].value:6.2f} % right: {format} {method}".rstrip(), highlight=False)
         return self.rows[-1].value
@@ -83,7 +83,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Int8:
-    """The INT8 models by calibrator, their calibrators, and the method that is exported."""
+    """The INT8 models by calibrator, their calibrators, and the name of the exported one."""
 
     models: dict[str, nn.Module]
     calibrators: dict[str, dict[str, Calibrator]]
@@ -91,7 +91,7 @@ class Int8:
 
 
 def int8_by_every_calibrator(model: nn.Module, training: Split, measured: Measurements) -> Int8:
-    """INT8 by all calibrators; the one with the smallest loss on the training images is to be exported."""
+    """Calibrate INT8 with every calibrator; the one with the smallest loss on the training images will be exported."""
     models, used, losses = {}, {}, {}
     for method in calibrators():
         models[method], used[method] = quantized(model, presets.INT8, training, method)
@@ -121,7 +121,7 @@ def finetuned(model: nn.Module, config: Config, training: Split, epochs: int, me
 
 @dataclass(frozen=True)
 class Published:
-    """An exported model: its file, and what export and verification found."""
+    """An exported model: its file and the reports of export and verification."""
 
     path: Path
     export: ExportReport
@@ -129,7 +129,7 @@ class Published:
 
 
 def publish(model: nn.Module, name: str, folder: Path, example: Tensor, held_out: Split) -> Published:
-    """Write the checkpoint and the ONNX file of a quantized model, and verify the file in ONNX Runtime."""
+    """Save a quantized model as checkpoint and ONNX file, and verify the file in ONNX Runtime."""
     save(model, folder / f"{name}-checkpoint")
     path = folder / f"{name}.onnx"
     export = export_onnx(model, example, path, dynamic_shapes=({0: "batch"},))
@@ -140,22 +140,22 @@ def publish(model: nn.Module, name: str, folder: Path, example: Tensor, held_out
 def run(out: str | os.PathLike[str], *, epochs: int = 40, console: Console | None = None) -> dict[str, Any]:
     """Train a network on handwritten digits, quantize it in several ways, export, verify and report.
 
-    Calibration, fine-tuning and the choice of the exported calibrator use training images only; the held-out images
-    measure, and choose nothing.
+    Calibration, fine-tuning and the choice of the exported calibrator use training images only. The held-out images are
+    used only to measure.
 
     Args:
         out: the folder for `report.html`, `results.json`, `int8.onnx`, `int4.onnx` and the checkpoints.
-        epochs: how long to train the float network; fewer are for a quick look.
-        console: where to print.
+        epochs: epochs of the float training; use fewer for a quick look.
+        console: the console for the output.
 
     Returns:
-        What is written to `results.json`; see `results`.
+        The content of `results.json`; see `results`.
 
     Raises:
-        OutputError: the folder cannot be written; found before training.
+        OutputError: the folder cannot be written; raised before training.
     """
     started = time.perf_counter()
-    # Not before it runs: the networks of this package are also measured where rich is not installed.
+    # Imported here because the networks of this package are also used without rich.
     from rich.console import Console
 
     from fakequant.report.terminal import print_report
@@ -178,12 +178,12 @@ def run(out: str | os.PathLike[str], *, epochs: int = 40, console: Console | Non
     data = report_data(training, measured, int8, models, published)
     print_report(console, data)
     write_report(folder / "report.html", data)
-    found = results(data, int8.exported, published)
-    found |= {"by_codes": asdict(compared), "seconds": round(time.perf_counter() - started, 1)}
-    write_whole(folder / "results.json", json.dumps(found, indent=2).encode())
-    console.print(f"{found['seconds']:.0f} seconds. Open {folder / 'report.html'}; the models are beside it:")
+    figures = results(data, int8.exported, published)
+    figures |= {"by_codes": asdict(compared), "seconds": round(time.perf_counter() - started, 1)}
+    write_whole(folder / "results.json", json.dumps(figures, indent=2).encode())
+    console.print(f"{figures['seconds']:.0f} seconds. Open {folder / 'report.html'}; the folder also contains:")
     console.print(", ".join(sorted(path.name for path in folder.iterdir())))
-    return found
+    return figures
 
 
 def report_data(
@@ -193,7 +193,7 @@ def report_data(
     models: Mapping[str, nn.Module],
     published: Mapping[str, Published],
 ) -> ReportData:
-    """All that the report shows."""
+    """Collect the content of the report."""
     batches = training.images.split(128)
     example = training.images[:2]
     return ReportData(
@@ -209,18 +209,18 @@ def report_data(
         sqnr={name: layer_sqnr(model, batches, progress=False) for name, model in models.items()},
         distributions=distributions(int8.calibrators),
         sizes=sizes(
-            {f"{name}.onnx": one.path for name, one in published.items()},
-            {f"{name}.onnx": one.export.float_bytes for name, one in published.items()},
+            {f"{name}.onnx": model.path for name, model in published.items()},
+            {f"{name}.onnx": model.export.float_bytes for name, model in published.items()},
         ),
         left=layers_left(models, example),
-        verifications=[verification(f"{name}.onnx", one.check) for name, one in published.items()],
+        verifications=[verification(f"{name}.onnx", model.check) for name, model in published.items()],
         graphs=pictures(models, example),
         environment=environment(),
     )
 
 
 def results(data: ReportData, exported: str, published: Mapping[str, Published]) -> dict[str, Any]:
-    """The figures of a run, for programs.
+    """Return the figures of a run for other programs.
 
     Returns:
         "accuracy": a list of {format, method, percent};
@@ -231,18 +231,18 @@ def results(data: ReportData, exported: str, published: Mapping[str, Published])
         in Q/DQ nodes and those that differ, then the full reports of export and verification;
         "environment": versions and machine. `run` adds "by_codes", the fields of `ByCodes`, and "seconds".
     """
-    found = {(row.format, row.method): row.value for row in data.accuracy}
-    int8 = {method: value for (format, method), value in found.items() if format == "INT8"}
+    percent = {(row.format, row.method): row.value for row in data.accuracy}
+    int8 = {method: value for (format, method), value in percent.items() if format == "INT8"}
     models = {}
-    for (name, one), check in zip(published.items(), data.verifications, strict=True):
+    for (name, model), check in zip(published.items(), data.verifications, strict=True):
         models[name] = {
-            "file": one.path.name,
-            "bytes": one.path.stat().st_size,
+            "file": model.path.name,
+            "bytes": model.path.stat().st_size,
             "elements": sum(node.elements for node in check.nodes),
             "differing": sum(node.differing for node in check.nodes),
             "exact": check.exact,
-            "export": one.export.to_dict(),
-            "verification": one.check.to_dict(),
+            "export": model.export.to_dict(),
+            "verification": model.check.to_dict(),
         }
     return {
         "accuracy": [{"format": row.format, "method": row.method, "percent": row.value} for row in data.accuracy],
@@ -250,12 +250,12 @@ def results(data: ReportData, exported: str, published: Mapping[str, Published])
             "float32": data.accuracy[0].value,
             "int8_best": max(int8.values()),
             "int8_exported": int8[exported],
-            "int8_by_codes": found["INT8 by codes", exported],
-            "fp8": found["FP8", "max"],
-            "int4_calibrated": found["INT4", "mse"],
-            "int4_finetuned": found["INT4", FINETUNED],
-            "int2_calibrated": found["INT2", "mse"],
-            "int2_finetuned": found["INT2", FINETUNED],
+            "int8_by_codes": percent["INT8 by codes", exported],
+            "fp8": percent["FP8", "max"],
+            "int4_calibrated": percent["INT4", "mse"],
+            "int4_finetuned": percent["INT4", FINETUNED],
+            "int2_calibrated": percent["INT2", "mse"],
+            "int2_finetuned": percent["INT2", FINETUNED],
         },
         "exported_method": exported,
         "models": models,

@@ -27,7 +27,7 @@ class Net(nn.Module):
         self.stem = nn.Sequential(_convolution(1, 32), nn.ReLU(), _convolution(32, 64), nn.ReLU())
         self.shrink = nn.MaxPool2d(2)
         self.block = nn.Sequential(_convolution(64, 64), nn.ReLU(), _convolution(64, 64))
-        # A module instead of `+`, so that `prepare` can quantize what is added.
+        # A module instead of `+`, so that `prepare` can quantize its inputs.
         self.add = Add()
         self.pool = nn.AvgPool2d(2)
         self.head = nn.Linear(64 * 2 * 2, 10)
@@ -98,10 +98,10 @@ class AugmentedBatches:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A context in which torch uses one thread.
+    """Let torch use one thread.
 
-    On so small a network more threads gain nothing, and where other programs keep the cores busy they cost ten times
-    the time; with one, sums also round alike on every machine with the same kind of processor.
+    More threads do not speed up such a small network, and take ten times as long while other programs use the cores.
+    With one thread, sums also round equally on every machine with the same kind of processor.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -112,7 +112,7 @@ def one_thread() -> Iterator[None]:
 
 
 def loss(logits: Tensor, digits: Tensor) -> Tensor:
-    """What training minimises."""
+    """Return the training loss."""
     return F.cross_entropy(logits, digits, label_smoothing=0.1)
 
 
@@ -133,6 +133,6 @@ def train(split: Split, epochs: int) -> nn.Module:
 
 @torch.no_grad()
 def percent_right(model: nn.Module, split: Split) -> float:
-    """Share of digits that the model reads rightly, in percent."""
+    """Return the accuracy in percent."""
     right = int((model(split.images).argmax(1) == split.digits).sum())
     return 100 * right / len(split.digits)

@@ -36,7 +36,7 @@ class Corpus:
 def load_corpus(folder: Path | None = None) -> Corpus:
     """The `.py` files of a folder in the order of their names; about a tenth each for development and held out.
 
-    A file's name alone says where it belongs, so that one that another version of Python adds moves no other.
+    The part of a file depends only on its name, so a new file in another version of Python does not move the others.
 
     Args:
         folder: by default that of the standard library; files in folders below it are left out.
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(features, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(features)
         self.head = nn.Linear(features, _BYTES)
-        # As small as the positions, which would drown in torch's default of 1.
+        # torch's default standard deviation of 1 would dominate the position embeddings.
         nn.init.normal_(self.bytes.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
 
 
 class Windows:
-    """Random windows of a text as batches (bytes [16, CONTEXT], the bytes that follow them); new ones each time."""
+    """Random windows of a text as batches (bytes [16, CONTEXT], the next bytes); each iteration draws new windows."""
 
     def __init__(self, text: Tensor, batches: int, seed: int = SEED) -> None:
         self.text, self.batches = text, batches
@@ -133,7 +133,7 @@ class Windows:
 
 
 class Taught:
-    """Windows with the logits of a teacher [16, CONTEXT, 256] in place of the bytes that follow."""
+    """Windows with the logits of a teacher [16, CONTEXT, 256] instead of the next bytes."""
 
     def __init__(self, windows: Windows, teacher: nn.Module) -> None:
         self.windows, self.teacher = windows, teacher
@@ -159,7 +159,7 @@ def divergence(logits: Tensor, taught: Tensor) -> Tensor:
 
 
 def loss(logits: Tensor, text: Tensor) -> Tensor:
-    """Nats per byte: what training minimises and what is measured."""
+    """Return the cross entropy in nats per byte, the loss of training and the metric."""
     return F.cross_entropy(logits.flatten(0, -2), text.flatten())
 
 
@@ -176,7 +176,7 @@ def train(corpus: Corpus, steps: int, features: int = FEATURES) -> Transformer:
 
 
 def adamw(parameters: Iterable[nn.Parameter], learning_rate: float = 1.0) -> torch.optim.Optimizer:
-    """The optimizer of all training here; 1.0 is for a schedule that multiplies it."""
+    """Return the optimizer of all training here; the default rate of 1.0 is for a schedule that multiplies it."""
     return torch.optim.AdamW(parameters, learning_rate, betas=(0.9, 0.98))
 
 
