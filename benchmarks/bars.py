@@ -248,7 +248,7 @@ def demo_bars(path: Path = DEMO) -> list[Bar]:
     ]
     codes = found["by_codes"]
     otherwise, images = codes["differing"] - codes["ties"], codes["images"]
-    what = "digits: images read otherwise by integer products than simulated, but for ties of logits"
+    what = "digits: predictions that differ between integer and simulated execution, without ties of logits"
     bars.append(Bar(what, "none", f"{otherwise} of {images}; {codes['ties']} ties", otherwise == 0))
     for name, model in found["models"].items():
         what = f"{name}.onnx in ONNX Runtime against torch, {model['elements']:,} elements of Q/DQ nodes"

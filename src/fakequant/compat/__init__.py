@@ -1,4 +1,4 @@
-"""Other libraries' interfaces over this package: thin edges, one module or folder for each."""
+"""Interfaces of other libraries on top of this package, one module or folder each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERFACES = (*INSTALLABLE, "aten", "onnxruntime")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import an interface when it is first asked for: most programs need none."""
+    """Import an interface at its first use, because most programs need none."""
     if name not in _INTERFACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

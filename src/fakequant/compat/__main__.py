@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     for name in INSTALLABLE:
         install(name)
     sys.argv = arguments[1:]
-    # As python does it: a script imports what lies beside it.
+    # As python does: a script can import the files in its folder.
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
 

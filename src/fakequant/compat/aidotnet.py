@@ -1,4 +1,4 @@
-"""The names that AiDotNet.JitCompiler.IR gives to an operation, over those of `fakequant.ir`."""
+"""An operation of `fakequant.ir` with the names of AiDotNet.JitCompiler.IR."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ __all__ = ["FakeQuantizationOp", "IRType"]
 
 
 class FakeQuantizationOp(ir.FakeQuantizationOp):
-    """`fakequant.ir.FakeQuantizationOp` with the members of AiDotNet's class, settable as there.
+    """`fakequant.ir.FakeQuantizationOp` with the settable members of AiDotNet's class.
 
-    What differs: a scale must be positive (there 0 means none), a zero point needs a scale and asymmetric codes, and
-    without a scale asymmetric codes get the zero point of their range (there 0, which clips all negative numbers).
+    Differences: a scale must be positive (in AiDotNet 0 means no scale), and a zero point needs a scale and asymmetric
+    codes. Without a scale asymmetric codes get the zero point of their range (in AiDotNet 0, which clips negative
+    numbers).
 
     Args:
         NumBits: 1 to 32.
         Scale: units of x per code; None: from the range.
         ZeroPoint: the code of 0.0.
         Symmetric: whether codes are signed.
-        OutputIds: of the value it makes.
-        InputIds: of the value it reads.
-        OutputType: of both.
-        OutputShape: of both.
+        OutputIds: id of the output.
+        InputIds: id of the input.
+        OutputType: type of both.
+        OutputShape: shape of both.
 
     Source: https://github.com/ooples/AiDotNet, class FakeQuantizationOp.
 
@@ -55,11 +56,11 @@ class FakeQuantizationOp(ir.FakeQuantizationOp):
         self.output_ids, self.input_ids = list(OutputIds), list(InputIds)
 
     def Validate(self) -> bool:
-        """Whether the operation is well formed; `faults` says why not."""
+        """Whether the operation is valid; `faults` returns the reasons if not."""
         return self.validate()
 
     def ToString(self) -> str:
-        """The form that the original prints, with "none" where it would fail for want of an input."""
+        """Return the text that the original prints, with "none" if there is no input, where the original fails."""
         scale = "auto" if self.scale is None else f"{self.scale:.4f}"
         read = f"t{self.input_ids[0]}" if self.input_ids else "none"
         words = f"bits={self.num_bits}, scale={scale}, zeroPoint={self.zero_point:g}, symmetric={self.symmetric}"

@@ -1,4 +1,4 @@
-"""Makes a package of `fakequant.compat` importable under the name of the one that it stands for."""
+"""Make a package of `fakequant.compat` importable under the name of the original package."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import ModuleType
 from fakequant.errors import ConfigError, nearest
 
 INSTALLABLE = ("pytorch_quantization",)
-"""The packages that `install` knows."""
+"""The packages that `install` supports."""
 
 
 def install(name: str) -> ModuleType:
-    """From now on, `import NAME` and its submodules give what this package has under that name.
+    """Make `import NAME` and imports of its submodules return this package's interface.
 
-    The modules are the same objects under both names, so that classes are the same and pickled models load.
+    The modules are the same objects under both names, so classes are identical and pickled models can be loaded.
 
     Args:
         name: "pytorch_quantization".

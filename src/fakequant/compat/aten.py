@@ -1,7 +1,7 @@
 """torch's own fake-quantization functions, with torch's signatures and errors, computed by this package.
 
-Finite inputs give torch's bits: values, masks and gradients. Where torch is wrong (NaN becomes a number, infinity the
-lowest code) this is right, and codes beyond 2^24 are refused; docs/compat-aten.md lists every difference.
+Finite inputs give torch's bits: values, masks and gradients. Errors of torch are not copied (NaN becomes a number,
+infinity the lowest code), and codes beyond 2^24 are refused; docs/compat-aten.md lists every difference.
 
 Source: pytorch, aten/src/ATen/native/quantized/FakeQuantPer{Tensor,Channel}Affine.cpp and cpu/kernels/
 QuantizedOpKernels.cpp.
@@ -101,7 +101,7 @@ def fake_quantize_per_channel_affine_cachemask(
 def _fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     input: Tensor, scale: Tensor, zero_point: Tensor, fake_quant_enabled: Tensor, quant_min: int, quant_max: int
 ) -> tuple[Tensor, Tensor]:
-    """`fake_quantize_per_tensor_affine_cachemask`, or the input as it is where the switch [1] is 0."""
+    """`fake_quantize_per_tensor_affine_cachemask`, or the unchanged input if the switch [1] is 0."""
     call = _per_tensor(input, scale, zero_point, quant_min, quant_max)
     if not fake_quant_enabled.item():
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
@@ -179,11 +179,11 @@ _originals: dict[str, Any] = {}
 
 @contextmanager
 def routed() -> Iterator[None]:
-    """A context in which torch's fake-quantization functions are those of this module, in every thread.
+    """Replace torch's fake-quantization functions by those of this module inside a block, in every thread.
 
-    For models that call them by `torch.<name>`, as torch.ao.quantization's FakeQuantize does. It may be nested, be left
-    by an exception, and decorate a function. Not routed: names imported from torch before, `torch.ops.aten`, and
-    `torch.fused_moving_avg_obs_fake_quant`.
+    This serves models that call them as `torch.<name>`, such as torch.ao.quantization's FakeQuantize. It may be nested,
+    left by an exception, and used as a decorator. It does not replace names that were imported from torch
+    before, `torch.ops.aten`, and `torch.fused_moving_avg_obs_fake_quant`.
 
     >>> x = torch.tensor([float("nan"), 0.12])
     >>> torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)
@@ -192,7 +192,7 @@ def routed() -> Iterator[None]:
     ...     torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)
     tensor([   nan, 0.1000])
     """
-    # Threads may leave in another order than they entered: the last one out puts back what the first one found.
+    # Threads may leave in another order than they entered: the last one restores the functions that the first one saw.
     inside = object()
 
     def leave() -> None:
@@ -228,7 +228,7 @@ class _Call(NamedTuple):
 
     @property
     def is_one_operation(self) -> bool:
-        """Whether the operator does all of it. Reciprocals for float64 are float64 there and float32 in torch."""
+        """Whether the operator alone has torch's bits; for float64 torch computes reciprocals in float32."""
         return self.added is None and self.x.dtype != torch.float64
 
 
@@ -245,12 +245,12 @@ def _values_and_mask(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _around_the_operator(call: _Call) -> tuple[Tensor, Tensor]:
-    """Codes by the operator at scale 1, between torch's own steps to codes and from them; no gradient but that of x."""
+    """Round with the operator at scale 1, between torch's own steps to codes and back; only x gets a gradient."""
     x, scale, zero_point = call.x, call.params.scale, call.params.zero_point
     steps = x.detach().double() * scale.reciprocal().double()
     if call.added is not None:
-        # A sum with a float32 zero point is contracted with the product in torch's builds (for processors that can),
-        # so that it is rounded once; before one with a float16 zero point the product is rounded, too.
+        # torch's builds contract the product and a float32 zero point into one FMA (on processors that have it), which
+        # rounds once; with a float16 zero point the product is rounded first.
         rounded = steps.to(compute_dtype(x.dtype)) if call.added.dtype == torch.float16 else steps
         steps = (rounded + call.added.to(rounded.dtype)).float()
     codes, mask = library.fake_quantize_with_mask(steps, QParams(torch.ones_like(scale), zero_point), call.spec)
@@ -322,7 +322,7 @@ def _call(x: Tensor, scale: Tensor, zero_point: Tensor, codes: CodeRange, *, add
 
 
 def _one(name: str, value: Tensor) -> Tensor:
-    """A tensor of one element without axes."""
+    """Return a tensor of one element as a 0-d tensor."""
     if value.numel() != 1:
         raise CallError(f"{name} has shape {list(value.shape)}; expected one element, or use the function per channel")
     return value.reshape(())

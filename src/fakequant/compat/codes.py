@@ -1,4 +1,4 @@
-"""Ranges of integer codes as other libraries give them: any two integers, with or without 0 between."""
+"""Ranges of integer codes in other libraries: any two integers, with or without 0 in between."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakequant.numerics.spec import Arithmetic, QuantSpec
 
 
 class CodeRange(NamedTuple):
-    """Codes from `quant_min` to `quant_max`, which elements share a scale, and how they meet it.
+    """Codes from `quant_min` to `quant_max`, with the granularity and the arithmetic.
 
     >>> CodeRange(-8, 7, PerTensor(), Arithmetic.DIVIDE).origin, CodeRange(5, 20, PerTensor(), Arithmetic.DIVIDE).origin
     (0, 5)
@@ -26,12 +26,12 @@ class CodeRange(NamedTuple):
 
     @property
     def origin(self) -> int:
-        """The code that counts as 0, because every format of this package has the code 0: the one nearest to it."""
+        """The code nearest to 0, from which codes are counted, because every format of this package contains 0."""
         return max(self.quant_min, min(self.quant_max, 0))
 
     @property
     def spec(self) -> QuantSpec:
-        """What the operator is told, of codes counted from `origin`.
+        """Return the specification for codes counted from `origin`.
 
         Raises:
             SpecError: a range of fewer than two codes, or of more than 24 bits.

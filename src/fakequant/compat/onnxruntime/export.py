@@ -1,4 +1,4 @@
-"""A model with quantizers as an ONNX file for training, every quantizer one FakeQuant."""
+"""Export a model with quantizers as an ONNX file for training, with one FakeQuant per quantizer."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def export_fake_quant(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> Path:
-    """Write a calibrated model as ONNX for training: float weights, and every quantizer one FakeQuant.
+    """Write a calibrated model as ONNX for training, with float weights and one FakeQuant per quantizer.
 
-    ONNX Runtime's training builds the gradient from it, with a FakeQuantGrad for every FakeQuant. The functions are
-    attached, so that the public wheel runs the file, too. Weights keep the names of the torch parameters. The model is
-    traced in eval mode and comes back as it was; ranges that follow the weights, or are learned, become constants.
+    ONNX Runtime's training builds the gradient graph from it, with a FakeQuantGrad for every FakeQuant. The functions
+    are attached, so the public wheel runs the file too. Weights keep the names of the torch parameters. The model is traced
+    in eval mode and not changed; dynamic ranges of weights and learned ranges become constants.
 
     Args:
         model: prepared and calibrated, every quantizer an integer one, per tensor, with `Arithmetic.DIVIDE`.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
-        path: the file to write; its folder is made if need be.
+        path: the file to write; its folder is created if it does not exist.
         dynamic_shapes: as for `fakequant.export_onnx`.
         opset: the operator set, 18 to 25; onnxruntime-training 1.19 reads up to 21.
         input_names: names of the inputs in the file.

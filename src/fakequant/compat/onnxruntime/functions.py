@@ -21,12 +21,12 @@ _IR_VERSION = 9
 
 
 def attach_functions(model: ModelProto) -> ModelProto:
-    """A copy of a model with the definitions of the FakeQuant and FakeQuantGrad that it uses, so that it runs anywhere.
+    """Return a copy of a model with definitions of its FakeQuant and FakeQuantGrad nodes, which runs anywhere.
 
-    Nodes that leave out the mask or an attribute get it: ONNX Runtime infers no types without the one, and onnx's
-    ReferenceEvaluator knows no defaults. The definitions are local functions of the domain com.microsoft. ONNX Runtime
-    prefers its own kernel where it has one, as in onnxruntime-training, so that they never replace it. A scale of 0
-    fails when the model runs, as the kernel's does.
+    Nodes without the mask output or an attribute get it: ONNX Runtime needs the mask to infer types, and onnx's
+    ReferenceEvaluator ignores defaults. The definitions are local functions of the domain com.microsoft. If ONNX
+    Runtime has a kernel for a node, as onnxruntime-training has, it uses the kernel. A scale of 0 fails when the model runs, as
+    in the kernel.
 
     Args:
         model: operator set 15 or newer (onnxruntime 1.31 loads 15 to 26); the nodes may be in subgraphs and functions.
@@ -84,8 +84,8 @@ def _nested(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
                 yield from _nested(graph.node)
 
 
-# NaN fails every comparison, so that it is kept, and is outside of the range. What is computed runs in float32, as in
-# `fake_quant`. The Gather has one element to take from, and asks for the second one where the scale is 0.
+# A comparison with NaN is false, so NaN is kept and is outside the range. All values are computed in float32, as in
+# `fake_quant`. The Gather raises the error for a scale of 0: it then reads the second element of one.
 _FAKE_QUANT = """
 <opset_import: ["" : {opset}], domain: "com.microsoft">
 FakeQuant <quant_min: int = 0, quant_max: int = 255> (input_tensor, scale, zero_point)
@@ -143,7 +143,7 @@ def _function(name: str, opset: int) -> FunctionProto:
 
 
 def _complete(node: NodeProto, function: FunctionProto) -> None:
-    """Give a node the outputs and the attributes that it leaves out."""
+    """Add the missing outputs and attributes of a node."""
     prefix = next(filter(None, node.output))
     outputs = zip_longest(node.output, function.output, fillvalue="")
     node.output[:] = [output or f"{prefix}/{name}" for output, name in outputs]

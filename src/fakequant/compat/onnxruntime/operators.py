@@ -1,4 +1,4 @@
-"""FakeQuant and FakeQuantGrad on torch tensors, by the operator."""
+"""FakeQuant and FakeQuantGrad on torch tensors, computed by this package's operator."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def fake_quant_grad(dy: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         dy: the gradient of y, any shape.
-        mask: what `fake_quant` gave, bool, of the same shape.
+        mask: the bool mask from `fake_quant`, of the same shape.
 
     Raises:
         DTypeError: a mask that is not bool.
@@ -80,7 +80,7 @@ def fake_quant_grad(dy: Tensor, mask: Tensor) -> Tensor:
 
 
 def _scalar(name: str, value: float | Tensor, x: Tensor) -> Tensor:
-    """A parameter without axes, in the dtype that x is computed in."""
+    """Return a parameter as a 0-d tensor in the dtype of the computation."""
     dtype = compute_dtype(x.dtype)
     given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
     if given.shape not in ((), (1,)):

@@ -40,7 +40,7 @@ def fake_tensor_quant_with_axis(
     """Inputs fake-quantized by one amax [n] for each of the n indices of an axis.
 
     Raises:
-        ValueError: amax has not as many elements as the axis.
+        ValueError: the number of elements of amax differs from the length of the axis.
 
     >>> x = torch.tensor([[0.3, 9.0], [0.3, 9.0]])
     >>> fake_tensor_quant_with_axis(x, torch.tensor([1.27, 127.0]), 0)

@@ -1,4 +1,4 @@
-"""Descriptors: how a tensor is to be quantized, in the terms of the interface."""
+"""Descriptors, which say how to quantize a tensor, in the terms of the interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK_TYPES = ("static", "dynamic")
 
 
 class ScaledQuantDescriptor:
-    """How a tensor is to be quantized.
+    """The description of how to quantize a tensor.
 
     All arguments can be given by name, or in this order as later releases take them.
 

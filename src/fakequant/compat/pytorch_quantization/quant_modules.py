@@ -1,4 +1,4 @@
-"""Replaces layers of torch.nn by quantized ones, for models that are built afterwards; and the switch for ONNX."""
+"""Replace layers of torch.nn by quantized layers for models that are built afterwards; and the switch for ONNX."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DEFAULT_QUANT_MAP = [_quant_entry(torch.nn, name, getattr(quant_nn, f"Quant{nam
 
 
 class QuantModuleReplacementHelper:
-    """What is to be replaced, and what stood there before."""
+    """The replacements to make, and the original layers."""
 
     def __init__(self) -> None:
         self.default_quant_map = _DEFAULT_QUANT_MAP
@@ -41,7 +41,7 @@ class QuantModuleReplacementHelper:
     def prepare_state(
         self, float_module_list: Iterable[str] | None = None, custom_map: Iterable[tuple[Any, str, Any]] | None = None
     ) -> None:
-        """Choose what `apply_quant_modules` replaces.
+        """Choose the layers that `apply_quant_modules` replaces.
 
         Args:
             float_module_list: names of layers that stay, such as "Linear".
@@ -53,7 +53,7 @@ class QuantModuleReplacementHelper:
         self.quant_map = {(id(entry.orig_mod), entry.mod_name): entry for entry in chosen}
 
     def apply_quant_modules(self) -> None:
-        """Replace; what was replaced by an earlier call and is not chosen any more is put back."""
+        """Replace the chosen layers, and restore layers of an earlier call that are no longer chosen."""
         for entry in self.quant_map.values():
             if not hasattr(entry.orig_mod, entry.mod_name):
                 raise AttributeError(f"{entry.orig_mod} has no {entry.mod_name} to replace; nothing was replaced")
@@ -64,7 +64,7 @@ class QuantModuleReplacementHelper:
                 setattr(*entry)
 
     def restore_float_modules(self) -> None:
-        """Put back what stood there."""
+        """Restore the original layers."""
         for entry in self._originals.values():
             setattr(*entry)
         self._originals = {}
@@ -77,10 +77,10 @@ def initialize(
     float_module_list: Iterable[str] | None = None,
     custom_quant_modules: Iterable[tuple[Any, str, Any]] | None = None,
 ) -> None:
-    """From now on, build quantized layers where `torch.nn.Linear` and the like are asked for.
+    """Replace layer classes of torch.nn by quantized ones, such as `torch.nn.Linear` by `QuantLinear`.
 
     Convolutions, transposed convolutions, linear layers, LSTMs, average and adaptive average pooling are replaced.
-    Layers that exist already, and names imported from torch.nn before, stay.
+    Existing layers, and names that were imported from torch.nn before, do not change.
 
     Args:
         float_module_list: names of layers that stay, such as ["Linear"].
@@ -98,13 +98,13 @@ def initialize(
 
 
 def deactivate() -> None:
-    """End what `initialize` began; nothing happens where it did not."""
+    """Undo `initialize`; without it nothing happens."""
     _helper.restore_float_modules()
 
 
 @contextmanager
 def enable_onnx_export() -> Iterator[None]:
-    """A context in which quantizers compute what QuantizeLinear and DequantizeLinear do, as exporters need them.
+    """Let quantizers compute the same as QuantizeLinear and DequantizeLinear inside a block, for exporters.
 
     Inside it use `fakequant.export_onnx`, whose files can be verified bit for bit, or `torch.onnx.export`.
     """

@@ -1,4 +1,4 @@
-"""What the interface calls num_bits, unsigned, narrow_range, axis and amax, as specifications and parameters."""
+"""Convert num_bits, unsigned, narrow_range, axis and amax of the interface to specifications and parameters."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def read_amax(amax: Tensor | float | None, x: Tensor, fmt: Format) -> OperatorAr
 def codes_per_unit(amax: Tensor, fmt: Format) -> Tensor:
     """The multiplier m that maps amax to the format's bound, in the dtype of amax.
 
-    Of floats it is bound * (1 / amax), rounded twice, as torch computes the original's number divided by a tensor: at
+    For floats it is bound * (1 / amax), rounded twice, because torch divides a number by a tensor this way. This is at
     most 1 ulp from the quotient.
     """
     bound = torch.full_like(amax, fmt.bound)
@@ -171,7 +171,7 @@ def granularity_of(given: torch.Size, shape: torch.Size) -> tuple[Granularity, t
 
 
 def _may_be_tiny(amax: Tensor) -> bool:
-    """Whether some amax is at most `SMALLEST_AMAX`, or cannot be looked at.
+    """Whether some amax is at most `SMALLEST_AMAX`, or has no readable values.
 
     Raises:
         ValueError: a negative amax.

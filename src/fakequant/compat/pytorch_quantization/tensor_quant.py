@@ -1,7 +1,7 @@
 """The functions that quantize by an amax, and the descriptors.
 
 amax broadcasts with the inputs: one number, or one per index of the axes that keep their size. float16 and bfloat16 are
-computed in float32 and rounded once, at the end. A gradient goes where |inputs| <= amax; amax gets none.
+computed in float32 and rounded once, at the end. A gradient passes where |inputs| <= amax; amax gets none.
 
 The functions also take the orders of arguments of later releases, (inputs, amax, bias, num_bits, ...), and of the
 user's guide, (inputs, amax, num_bits, output_dtype, unsigned).
@@ -216,7 +216,7 @@ def scaled_e4m3(
 
 
 def scaled_e4m3_abstract(input: Tensor, amax: Tensor | None = None) -> Tensor:
-    """What `scaled_e4m3` returns but for its values: an empty tensor like input.
+    """Return an uninitialised tensor like the result of `scaled_e4m3`.
 
     >>> scaled_e4m3_abstract(torch.zeros(2, 3, device="meta")).shape
     torch.Size([2, 3])
@@ -287,7 +287,7 @@ def _integers(x: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> I
 
 
 def _broadcast(x: Tensor, amax: Tensor | float | None) -> Tensor:
-    """X in the shape that it and amax broadcast to; one number never adds axes."""
+    """Return x in the shape that it and amax broadcast to; an amax of one number never adds axes."""
     if not isinstance(amax, Tensor) or amax.numel() == 1:
         return x
     shape = torch.broadcast_shapes(x.shape, amax.shape)
@@ -299,11 +299,11 @@ def _about(bias: Tensor | None, inputs: Tensor, function: Callable[[Tensor], Ten
 
 
 def _zero_where(zero: Tensor, y: Tensor) -> Tensor:
-    """Y with its gradient, but where `zero` says so 0 of its sign."""
+    """Return y with its gradient, with zeros of the same sign where `zero` is set."""
     return torch.where(zero, _with_gradient(y.detach() * 0.0, y), y)
 
 
 def _with_gradient(values: Tensor, y: Tensor) -> Tensor:
-    """Values with the gradient of y, which must be finite where they are used."""
+    """Return values with the gradient of y, which must be finite where the result is used."""
     # Subtracting +0.0 changes no value, not even -0.0.
     return values - (y.detach() - y)

@@ -1,4 +1,4 @@
-"""What every calibrator of the interface has."""
+"""The base class of the interface's calibrators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["_Calibrator"]
 
 
 class _Calibrator:
-    """Collects tensors and finds an amax.
+    """Collects statistics of tensors and computes an amax.
 
     Args:
         num_bits: bits of a code.
@@ -28,15 +28,15 @@ class _Calibrator:
         self._told: set[str] = set()
 
     def collect(self, x: Tensor) -> None:
-        """Take in a tensor."""
+        """Collect a tensor."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forget all that was collected."""
+        """Discard all collected data."""
         raise NotImplementedError
 
     def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """The amax of what was collected; None if that is nothing."""
+        """Return the amax of the collected data, or None if there is none."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Histograms of magnitudes, and the amax that three methods find in them."""
+"""Histograms of magnitudes, and three methods that choose an amax from them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .weights import calibrate_weights
 
 __all__ = ["HistogramCalibrator", "calibrate_weights"]
 
-# Beyond so many bins, half a MiB of counts, neighbours are merged instead of bins appended. The mse search, which
-# quantizes every bin with every threshold, takes seconds there.
+# Beyond this number of bins, half a MiB of counts, neighbours are merged instead of bins appended. The mse search
+# quantizes every bin with every threshold, and takes seconds at this size.
 _MOST_BINS = 1 << 16
-# float32, in which histc counts, is exact up to here.
+# histc counts in float32, which is exact up to this number.
 _EXACT_COUNTS = 1 << 24
 
 
@@ -73,7 +73,7 @@ class HistogramCalibrator(_Calibrator):
     @torch.inference_mode(False)
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Take in a tensor; NaN does not count.
+        """Collect a tensor; NaN is ignored.
 
         Raises:
             CalibrationError: a tensor without elements; it is also a RuntimeError.
@@ -99,20 +99,20 @@ class HistogramCalibrator(_Calibrator):
             self._count_by_numpy(x.cpu().numpy())
 
     def reset(self) -> None:
-        """Forget all that was collected."""
+        """Discard all collected data."""
         self._calib_bin_edges = self._calib_hist = None
         self._num_bins = self._first_bins
 
     def compute_amax(
         self, method: str, *, stride: int = 1, start_bin: int = 128, percentile: float = 99.99
     ) -> Tensor | None:
-        """The amax that a method finds, a 0-d tensor on the CPU; None if nothing was collected.
+        """Return the amax of a method as a 0-d tensor on the CPU, or None if nothing was collected.
 
         Args:
             method: "entropy", "mse" or "percentile".
-            stride: entropy, mse: how many bins lie between two thresholds that are tried.
-            start_bin: entropy, mse: the first threshold that is tried.
-            percentile: percentile: how many of 100 values may not be clipped.
+            stride: for entropy and mse, the distance in bins of two tested thresholds.
+            start_bin: for entropy and mse, the first tested threshold.
+            percentile: for percentile, the percentage of values that must not be clipped.
 
         Raises:
             TypeError: an unknown method.
@@ -138,7 +138,7 @@ class HistogramCalibrator(_Calibrator):
             return
         edges, counts = edges.to(x.device), counts.to(x.device)
         if not bool(edges[-1]):
-            # So far only zeros, which belong to bin 0 whatever its width is.
+            # So far there were only zeros, which belong to bin 0 for any width.
             edges = torch.linspace(0, largest.item(), self._num_bins + 1, device=x.device)
         elif bool(largest > edges[-1]):
             edges, counts = self._grown(edges, counts, largest)
@@ -148,7 +148,7 @@ class HistogramCalibrator(_Calibrator):
         self._calib_bin_edges, self._calib_hist = edges, found
 
     def _grown(self, edges: Tensor, counts: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Edges that reach to the largest magnitude, and the counts in their first bins."""
+        """Extend edges and counts up to the largest magnitude."""
         width = edges[1] - edges[0]
         factor = _merged(largest.item() / width.item(), max(_MOST_BINS, self._first_bins))
         width, counts = width * float(factor), _merge(counts, factor)
@@ -197,7 +197,7 @@ def _histogram(x: Tensor, bins: int, largest: float) -> Tensor:
 
 
 def _merged(bins: float, most: int) -> int:
-    """How many neighbours become one bin, a power of two, so that so many bins are at most `most`."""
+    """Return the power of two of neighbours that must be merged to have at most `most` bins."""
     factor = 1
     while bins > most * factor:
         factor *= 2

@@ -1,4 +1,4 @@
-"""The largest magnitude collected."""
+"""The calibrator of the largest magnitude."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MaxCalibrator"]
 
 
 class MaxCalibrator(_Calibrator):
-    """The largest magnitude of all tensors collected.
+    """Collects the largest magnitude of all tensors.
 
     Args:
         num_bits: bits of a code.
@@ -45,13 +45,13 @@ class MaxCalibrator(_Calibrator):
 
     @property
     def amaxs(self) -> list[np.ndarray]:
-        """The amax of every tensor collected, where `track_amax` is set."""
+        """The amax of every collected tensor if `track_amax` is set."""
         return self._amaxs
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Take in a tensor.
+        """Collect a tensor.
 
         Raises:
             RuntimeError: amax has another shape than for the tensors before, or the tensor has no elements.
@@ -74,11 +74,11 @@ class MaxCalibrator(_Calibrator):
         self._calib_amax = amax
 
     def reset(self) -> None:
-        """Forget all that was collected."""
+        """Discard all collected data."""
         self._calib_amax = None
 
     def compute_amax(self) -> Tensor | None:
-        """A copy of the largest magnitude collected; None if nothing was."""
+        """Return a copy of the largest magnitude, or None if nothing was collected."""
         return None if self._calib_amax is None else self._calib_amax.clone()
 
     def _reduced_axes(self, x: Tensor) -> list[int]:

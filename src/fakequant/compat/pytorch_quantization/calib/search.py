@@ -1,4 +1,4 @@
-"""The amax that entropy, mse and percentile find in a histogram of magnitudes."""
+"""Choose an amax from a histogram of magnitudes with entropy, mse or percentile."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.search import nearly_least
 
-# Thresholds times cells that are looked at together: 512 KiB of float64, which stay in the cache.
+# Thresholds times cells that are evaluated together: 512 KiB of float64, which fit into the cache.
 _CELLS = 1 << 16
 # Thresholds times bins that are evaluated together: 512 KiB of float32.
 _VALUES = 1 << 17
 # Closer divergences (in nats) are computed again one by one: sums in another order differ by less.
 _SAME_DIVERGENCE = 1e-10
-# So many thresholds tell how small a divergence can be.
+# The number of thresholds in the first estimate of the smallest divergence.
 _SAMPLE = 50
 
 
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
-    """The left edge of the bin in which the share of smaller magnitudes reaches the percentile."""
+    """Return the left edge of the bin in which the share of smaller magnitudes reaches the percentile."""
     shares = np.cumsum(counts / counts.sum())
     return torch.tensor(edges[np.searchsorted(shares, percentile / 100)].item())
 
@@ -34,7 +34,7 @@ def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) ->
 def mse_amax(
     counts: np.ndarray, edges: np.ndarray, num_bits: NumBits, unsigned: bool, *, stride: int = 1, start_bin: int = 128
 ) -> Tensor:
-    """The middle of a bin with the smallest mean squared error of all middles quantized by it; of equal ones the first.
+    """Return the bin centre whose use as amax gives the smallest mean squared error; the first of equals.
 
     Raises:
         ValueError: there are not more bins than start_bin.
@@ -60,7 +60,7 @@ def mse_amax(
 def entropy_amax(
     counts: np.ndarray, edges: np.ndarray, num_bits: NumBits, unsigned: bool, *, stride: int = 1, start_bin: int = 128
 ) -> Tensor:
-    """The edge up to which the histogram loses least when it is quantized; of equal edges the last.
+    """Return the edge with the smallest loss when the histogram up to it is quantized; the last of equal edges.
 
     The loss is the Kullback-Leibler divergence of the bins below the edge, the clipped counts added to the last of
     them, from the same bins without these counts, merged into as many cells as there are magnitudes of codes and spread
@@ -97,9 +97,9 @@ class _Divergence:
         self.information = _from_zero(np.cumsum(_x_log_x(values)))
 
     def at_least(self, kept: np.ndarray) -> np.ndarray:
-        """The divergence of what is left if all bins but the last are merged; -inf where nothing is known.
+        """Return a lower bound of the divergence: all bins except the last are merged; -inf if there is no bound.
 
-        To merge outcomes never increases a divergence (Cover and Thomas, Elements of Information Theory, section 2.7).
+        Merging outcomes never increases a divergence (Cover and Thomas, Elements of Information Theory, section 2.7).
         """
         start = np.ceil((self.cells - 1) * (kept / self.cells)).astype(np.int64)
         inside, last = self.mass[kept], self.counts[kept - 1]
@@ -110,12 +110,12 @@ class _Divergence:
         return np.where((last > 0) & np.isfinite(found), found, -np.inf)
 
     def of_all(self, kept: np.ndarray) -> np.ndarray:
-        """The divergence for every number of bins kept, a part at a time."""
+        """Return the divergence for every number of bins kept, computed in parts."""
         rows = max(1, _CELLS // self.cells)
         return np.concatenate([self._of_many(kept[i : i + rows]) for i in range(0, len(kept), rows)])
 
     def _of_many(self, kept: np.ndarray) -> np.ndarray:
-        """The divergence for every number of bins kept, but for the last digits, from cumulative sums.
+        """Return the divergence for every number of bins kept from cumulative sums, accurate except in the last digits.
 
         With N counts in all, C of them kept and T clipped, r = the counts of P and a cell of S counts in n bins:
         KL = (sum r log r - sum S log(S / n) - T log(S / n of the last)) / N - log N + log C.
@@ -135,7 +135,7 @@ class _Divergence:
         return np.where((inside == 0) | ((last == 0) & (clipped > 0)), np.inf, found)
 
     def of_one(self, kept: int) -> float:
-        """The divergence for one number of bins kept, in the order of operations that gives equal ones equal bits."""
+        """Return the divergence for one number of bins kept, in a fixed order, so that equal ones have equal bits."""
         counts = self.counts[:kept]
         if not counts.any():
             return np.inf
@@ -149,7 +149,7 @@ class _Divergence:
         return float(_relative_entropy(p / p.sum(), q / q.sum()).sum())
 
     def _starts(self, kept: np.ndarray) -> np.ndarray:
-        """The bin at which every cell begins, and the number kept [kept, cells + 1]."""
+        """Return the first bin of every cell, and the number kept [kept, cells + 1]."""
         starts = np.ceil(np.arange(self.cells + 1) * (kept / self.cells)[:, None]).astype(np.int64)
         starts[:, -1] = kept
         return starts

@@ -1,4 +1,4 @@
-"""What the quantizers share."""
+"""Functions that the quantizers share."""
 
 from . import quant_logging
 from .quant_logging import reset_logger_handler
