@@ -40,8 +40,8 @@ def export_fake_quant(
     """Write a calibrated model as ONNX for training, with float weights and one FakeQuant per quantizer.
 
     ONNX Runtime's training builds the gradient graph from it, with a FakeQuantGrad for every FakeQuant. The functions
-    are attached, so the public wheel runs the file too. Weights keep the names of the torch parameters. The model is traced
-    in eval mode and not changed; dynamic ranges of weights and learned ranges become constants.
+    are attached, so the public wheel runs the file too. Weights keep the names of the torch parameters. The model is
+    traced in eval mode and not changed; dynamic ranges of weights and learned ranges become constants.
 
     Args:
         model: prepared and calibrated, every quantizer an integer one, per tensor, with `Arithmetic.DIVIDE`.

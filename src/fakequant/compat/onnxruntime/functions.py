@@ -25,8 +25,8 @@ def attach_functions(model: ModelProto) -> ModelProto:
 
     Nodes without the mask output or an attribute get it: ONNX Runtime needs the mask to infer types, and onnx's
     ReferenceEvaluator ignores defaults. The definitions are local functions of the domain com.microsoft. If ONNX
-    Runtime has a kernel for a node, as onnxruntime-training has, it uses the kernel. A scale of 0 fails when the model runs, as
-    in the kernel.
+    Runtime has a kernel for a node, as onnxruntime-training has, it uses the kernel. A scale of 0 fails when the model
+    runs, as in the kernel.
 
     Args:
         model: operator set 15 or newer (onnxruntime 1.31 loads 15 to 26); the nodes may be in subgraphs and functions.
