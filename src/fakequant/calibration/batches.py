@@ -20,15 +20,15 @@ class Batch(NamedTuple):
     """A finite batch, ordered by group."""
 
     values: Tensor
-    """[groups, elements], in the dtype of the batch; the order of a group's elements means nothing."""
+    """[groups, elements], in the dtype of the batch; the order of a group's elements has no meaning."""
     range: Range
     """Lowest and highest value of every group [groups, axes kept], in the dtype of computation."""
     counts: Tensor | None = None
-    """The counts that were asked for, see `Observed.counts`."""
+    """The counts in the given bins, see `Observed.counts`; None without bins."""
 
 
 def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) -> Batch | None:
-    """The groups of a tensor and their ranges, and if asked for their counts; None for a tensor without elements.
+    """The groups of a tensor, their ranges and, with bins, their counts; None for a tensor without elements.
 
     Raises:
         CalibrationError: the tensor holds NaN or inf.
@@ -46,7 +46,7 @@ def read_batch(x: Tensor, granularity: Granularity, bins: Bins | None = None) ->
 
 
 class GroupView(NamedTuple):
-    """How the elements of a tensor are ordered by group."""
+    """The order of a tensor's elements by group."""
 
     blocks: tuple[int, ...]
     groups: tuple[int, ...]
@@ -57,7 +57,7 @@ class GroupView(NamedTuple):
 
 @lru_cache(maxsize=4096)  # for every batch; a layer sees few shapes
 def group_view(granularity: Granularity, shape: tuple[int, ...], stride: tuple[int, ...]) -> GroupView:
-    """How the elements of a tensor are ordered by group."""
+    """The order of the elements of a tensor of this shape and stride, by group."""
     blocks, groups = granularity.block_shape(shape), granularity.group_shape(shape)
     values = blocked(torch.empty_strided(shape, stride, device="meta"), blocks)
     inside = sorted(block_axes(shape, blocks), key=lambda axis: -values.stride(axis))

@@ -1,4 +1,4 @@
-"""What every calibrator does, and the registry of their names."""
+"""The interface of calibrators, and the registry of their names."""
 
 from __future__ import annotations
 

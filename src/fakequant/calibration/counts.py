@@ -1,4 +1,4 @@
-"""How often magnitudes occurred: the counts that calibrators search and reports plot."""
+"""Counts of magnitudes, which calibrators search and reports plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fakequant.numerics.qparams import Range
 
 
 class Histogram(NamedTuple):
-    """How often magnitudes occurred, for every group."""
+    """The counts of magnitudes of every group."""
 
     counts: Tensor
     """int64 [groups, 2, bins]: bin k holds k * width <= |x| < (k + 1) * width, of negative x first."""

@@ -77,7 +77,7 @@ class ExtremaCalibrator(Calibrator):
         return update(by_group(x.detach(), view, seen.lo.numel()), seen, self._known_bins(), self._known_counts())
 
     def _covers(self, range: Range) -> bool:
-        """Whether a range tells nothing new; for one group, the usual case, in numbers instead of tensors."""
+        """Whether a range is within the one seen; one group, the usual case, is compared as numbers, not as tensors."""
         seen = self._seen
         if seen is None or seen.lo.shape != range.lo.shape:
             return False
@@ -97,7 +97,7 @@ class ExtremaCalibrator(Calibrator):
             )
         if other._seen is None:
             return
-        # A copy, because what is kept is widened in place.
+        # A copy, because the kernel widens the range in place.
         seen = Range(*(values.clone() for values in join_ranges(self._seen, other._seen)))
         self._absorb(other)
         self._seen = seen

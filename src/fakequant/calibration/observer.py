@@ -1,4 +1,4 @@
-"""What every observer does: it collects, it may merge, and it has a state."""
+"""The interface of observers: they collect, they may merge, and they have a state."""
 
 from __future__ import annotations
 

@@ -104,11 +104,11 @@ class Reader:
 
     @property
     def rest(self) -> str:
-        """What is not read yet."""
+        """The text that is not read yet."""
         return self._text[self._at :]
 
     def attributes(self) -> dict[str, Any]:
-        """What `items_to_text` wrote, if the text begins with it.
+        """The attributes that `items_to_text` wrote; empty if the text does not begin with them.
 
         Raises:
             GraphError: the text begins like attributes but is not such.
@@ -131,7 +131,7 @@ class Reader:
         return found
 
     def value(self) -> Any:
-        """What `to_text` wrote; lists come back as lists."""
+        """The value that `to_text` wrote; lists come back as lists."""
         token = self._token()
         if token["sign"] == "[":
             return self._items()

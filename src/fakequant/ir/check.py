@@ -1,4 +1,4 @@
-"""What can be wrong with a graph: ids, order, names, types."""
+"""The check of a graph: ids, order, names, types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fakequant.ir.types import IRType, TensorType
 
 @dataclass(frozen=True)
 class Validity:
-    """What is wrong with a graph, each with where; it is true if nothing is."""
+    """The faults of a graph, each with its place; true if there are none."""
 
     faults: tuple[str, ...]
 
@@ -47,7 +47,7 @@ def check(graph: GraphStructure) -> None:
 
 
 def faults_of(graph: GraphStructure) -> Iterator[str]:
-    """All that is wrong with a graph, each with where."""
+    """The faults of a graph, each with its place."""
     return _Checker(graph).faults()
 
 

@@ -225,7 +225,7 @@ def _is_name(part: str) -> bool:
 
 
 def _is_free(root: nn.Module, folders: Sequence[str]) -> bool:
-    """Whether there can be modules of these names, one in the other."""
+    """Whether modules of these names can be nested in the root."""
     place: nn.Module | None = root
     for folder in folders:
         if place is None or (hasattr(place, folder) and folder not in place._modules):

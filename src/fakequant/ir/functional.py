@@ -36,7 +36,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """What tells tensors of the trace that share memory."""
+    """A key that is equal for tensors of the trace that share memory."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 

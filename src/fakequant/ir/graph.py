@@ -1,4 +1,4 @@
-"""A graph with all that can be done with it."""
+"""A graph: its data, and the methods that check, run, compile and print it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Graph(GraphStructure):
     """
 
     def faults(self) -> list[str]:
-        """All that is wrong, each with where; empty if the graph is valid."""
+        """The faults of the graph, each with its place; empty if the graph is valid."""
         return list(faults_of(self))
 
     def validate(self) -> Validity:

@@ -22,7 +22,7 @@ from fakequant.ir.types import IRType, TensorShape, TensorType
 
 
 class Kind(Enum):
-    """What a parameter takes."""
+    """The kinds of arguments."""
 
     TENSOR = "tensor"
     TENSORS = "list of tensors"
@@ -40,7 +40,7 @@ class Parameter(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """What it takes."""
+        """The kind of argument."""
         inner = self.type.removeprefix("Optional[")
         if inner.startswith("Tensor"):
             return Kind.TENSOR
@@ -100,7 +100,7 @@ class Call:
         return [self.inputs[ref.position] for ref in references(self.arguments[name])]
 
     def value(self, name: str) -> Any:
-        """What is no tensor, or its default; -1 stands for every size that is known only at run time."""
+        """An argument that is no tensor, or its default; -1 stands for every size that is known only at run time."""
         if name in self.arguments:
             return _unknown(self.arguments[name])
         return next(p.default for p in self.signature.parameters if p.name == name)
@@ -197,7 +197,7 @@ def _check(call: Call) -> None:
         value = call.arguments[parameter.name]
         for ref in references(value):
             found = call.inputs[ref.position].type
-            # A size may stand where a number is taken for a tensor.
+            # A size may stand for a tensor that accepts a number.
             fits = found is IRType.Index or parameter.kind is not Kind.VALUE
             if not fits or found is IRType.Missing or (found is IRType.Index and parameter.kind is Kind.TENSORS):
                 raise GraphError(f"takes a {parameter.kind.value} as {parameter.name!r}, got an input of {found.value}")
@@ -209,7 +209,7 @@ def _fits(value: Any, type: str) -> bool:
     if type.startswith("Optional["):
         return value is None or _fits(value, type[9:-1])
     if type.startswith("List["):
-        # Torch takes one number for as many as there are axes.
+        # torch accepts one number for all axes.
         items = value if isinstance(value, (list, tuple)) else [value] if type != "List[Tensor]" else None
         return items is not None and all(_fits(item, type[5:-1]) for item in items)
     if isinstance(value, Ref):

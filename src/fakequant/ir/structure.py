@@ -1,4 +1,4 @@
-"""What a graph consists of: inputs, constants, operations in the order in which they run, outputs."""
+"""The data of a graph: inputs, constants, operations in the order in which they run, outputs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Constant:
         return "parameter" if self.trainable else "frozen" if self.frozen else "constant"
 
     def read(self) -> Tensor:
-        """The tensor as operations get it."""
+        """The tensor that operations get."""
         return read_frozen(self.tensor) if self.frozen else self.tensor
 
     def digest(self) -> str:
@@ -152,7 +152,7 @@ class GraphStructure:
         return op.output_ids
 
     def _type(self, id: int) -> TensorType | None:
-        """The declared type of a value, looked for from the end: most read what was made last."""
+        """The declared type of a value; the search starts at the end, because most operations read recent values."""
         for op in reversed(self.ops):
             if id in op.output_ids:
                 return op.outputs[op.output_ids.index(id)]

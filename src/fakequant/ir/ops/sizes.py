@@ -15,7 +15,7 @@ _INDEX = TensorType(IRType.Index, TensorShape())
 
 
 def size(call: Call) -> list[TensorType]:
-    """How long a dimension is."""
+    """The length of a dimension."""
     axis(call.value("dim"), call.inputs[0].shape)
     return [_INDEX]
 

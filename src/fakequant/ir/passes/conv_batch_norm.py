@@ -89,7 +89,7 @@ class _Pair(NamedTuple):
         return own and spec.scale.format is None and (len(self.params) == 1 or bool((factor > 0).all()))
 
     def affine(self, graph: Graph) -> tuple[Tensor, Tensor]:
-        """What the normalisation multiplies by and adds, in float64 [channels]."""
+        """The factor and the offset of the normalisation, float64 [channels]."""
         gamma, beta, mean, var = (graph.constants[id].tensor.detach().double() for id in self.norm.input_ids[1:])
         factor = gamma / torch.sqrt(var + self.norm.attributes["eps"])
         return factor, beta - mean * factor

@@ -1,4 +1,4 @@
-"""A product, its bias, its activation and the quantizer after it as one operation."""
+"""A product, its bias, its activation and the quantizer after it, fused into one operation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ACTIVATIONS = (
     *("HardSwish", "HardSigmoid", "HardTanh", "Clamp"),
 )
 _ORDER = (("BatchNorm",), ("Add",), _ACTIVATIONS, ("FakeQuantize", "FakeQuantization"))
-"""What may follow a product, each at most once and in this order."""
+"""The operations that may follow a product, each at most once and in this order."""
 
 
 class FuseOperations:
     """Makes a product and what follows it one operation, where nothing else reads what is in between.
 
-    The kernels and their order stay, hence every bit. What is gained is the view of an engine that computes them at
-    once, and a shorter graph.
+    The kernels and their order stay, and so does every bit. The graph gets shorter and shows what an engine computes as
+    one operation.
     """
 
     name = "fusion"
