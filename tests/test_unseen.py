@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning
 from fakequant.nn import Mode, quantizers
 from tests.support.bits import assert_same_bits
 
@@ -97,10 +97,14 @@ def test_layers_left_in_float_stay_so_everywhere(tmp_path):
 @pytest.mark.parametrize("preset", ["int8_per_token", "mxfp4", "int8_weight_only"])
 def test_a_weight_that_is_read_is_said_where_nothing_needs_data_too(preset):
     model = fq.prepare(Mixture(), preset)
-    with pytest.raises(
-        CalibrationError, match=r"^1 layer is never called, and would stay in float\. .* of read is used"
-    ):
-        fq.calibrate(model, [X])
+    one, x = fq.prepare(Mixture(), preset), X
+    with pytest.warns(
+        CoverageWarning, match=r'^1 layer is left in float: the weight of read is used by .*Rule\("read"\)'
+    ) as said:
+        used = fq.calibrate(one, [x])
+    assert [w.filename for w in said] == [__file__] * len(said)
+    assert not any(name.startswith("read.") for name in (*quantizers(one), *used))
+    assert {row[0]: row[2:4] for row in fq.summary(one).rows()}["read"] == ("float", "float")
     with pytest.warns(CalibrationWarning, match="4 layers are left in float: .* read .* experts.3.2, idle"):
         fq.calibrate(model, [X], unseen="float")
     assert not any(name.startswith(("read", "idle", "experts.3")) for name in quantizers(model))

@@ -242,3 +242,21 @@ def test_a_weight_of_another_shape_says_how_to_calibrate_it():
         model(torch.arange(13))
     fq.calibrate(model, pattern="0._weight_quantizer")
     assert model(torch.arange(13)).shape == (13, 4)
+
+
+def test_training_under_fixed_scales_leaves_none_stale():
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), "int8")
+    batches = [(torch.ones(2, 4), torch.full((2, 2), 50.0))]
+    fq.calibrate(model, batches)
+    before = model[0].weight.detach().clone()
+    fq.qat.finetune(model, batches, nn.functional.mse_loss, fq.qat.Schedule(original_lr=1.0, original_epochs=20))
+    assert ((model[0].weight.detach() - before).abs() > 0.1 * before.abs().max()).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.summary(model)
+    with torch.no_grad():
+        model[0].weight *= 2
+    with pytest.warns(StaleScaleWarning, match="since the scales were set: 0") as said:
+        fq.summary(model)
+    assert said[0].filename == __file__

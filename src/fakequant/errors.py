@@ -6,6 +6,9 @@ Every error is a `FakeQuantError` and also the built-in type that a caller expec
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -124,3 +127,14 @@ def nearest(name: str, known: Sequence[str]) -> str:
     # A name from a file can have any length, and the comparison needs many times its memory.
     matches = get_close_matches(name[:100], known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(matches)}?" if matches else f"; known names are {', '.join(known)}"
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's program: the nearest caller outside of this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

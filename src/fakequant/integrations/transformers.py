@@ -14,11 +14,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fakequant.errors import CheckpointError
-from fakequant.model.checkpoint import check_layers, layer_entry, restore_layer
+from fakequant.model.checkpoint import check_layers, layer_entry, restore_layers
 from fakequant.model.manifest import LayerEntry, layer_values, parse_layers
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.weights import note_weights
-from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 
@@ -83,9 +82,7 @@ class FakeQuantHfQuantizer(HfQuantizer):
                 f"the quantization_config names no layer of a {type(model).__name__}; load the class that was saved"
             )
         check_layers(modules, entries)
-        for name, entry in entries.items():
-            restore_layer(modules[name], entry, name)
-        leave_fast_paths(model)
+        restore_layers(model, entries)
         for path, described in _names_in(model, self.quantization_config.tensors).items():
             if path.rpartition("._")[0] in entries:
                 _make_room(model, path, described)

@@ -16,8 +16,9 @@ from fakequant.distributed import is_data_parallel, processes_of, work_together
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.modes import disabled, evaluating, modes
+from fakequant.model.paths import join, layer_of
 from fakequant.model.progress import track
-from fakequant.model.unseen import Unseen, check_unseen, leave_in_float
+from fakequant.model.unseen import Unseen, check_unseen, leave_in_float, observed
 from fakequant.model.weights import fresh_weight, note_weight, weighted_layers
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
 from fakequant.numerics.qparams import Range
@@ -63,9 +64,11 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             arguments, a dict of keyword arguments, or one argument.
         forward: called as forward(model, batch) instead of the model.
         progress: whether to show a progress bar; by default on a terminal.
-        unseen: what becomes of layers that no batch reached: "error"; "float" leaves them in float, which one
-            `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the same place
-            in other members of their `nn.ModuleList`, as for the experts of a mixture, with a warning too.
+        unseen: what becomes of layers that need data, and that no batch reached: "error"; "float" leaves them in float,
+            which one `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the
+            same place in other members of their `nn.ModuleList`, as for the experts of a mixture, with a warning too.
+            Layers that need no data, and whose weight another module uses without calling them, stay in float: a
+            `CoverageWarning` names them.
         group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
             merged, and all get the scales that one process would find for all batches. By default that of a model
             wrapped in DistributedDataParallel or sharded by fully_shard; False for none. `forward` gets the model that
@@ -104,7 +107,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         parts = work_together(lambda: job.observe(batches, progress, shared=shared), processes)
         job.take(parts)
         left = job.unseen().settle(unseen)
-        ranges = observed_ranges({name: quantizer for name, quantizer in found.items() if _layer_of(name) not in left})
+        ranges = observed_ranges({name: quantizer for name, quantizer in found.items() if layer_of(name) not in left})
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     modules = [model.get_submodule(name) for name in left]
     with restore_on_error(ranges_of(quantizers(model).values(), modules)):
@@ -113,7 +116,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             found[name].set_range(range)
             found[name].collected = calibrators[name] if found[name].kind is Kind.INPUT else None
         for name, layer in weighted_layers(model).items():
-            if _join(name, "_weight_quantizer") in ranges:
+            if join(name, "_weight_quantizer") in ranges:
                 note_weight(layer)
     return {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
 
@@ -208,11 +211,6 @@ def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ())
     return restore
 
 
-def _layer_of(name: str) -> str:
-    """The path of the layer that a quantizer belongs to."""
-    return name.rpartition(".")[0]
-
-
 def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
     """The static quantizers of the layers that match a pattern."""
     if not quantizers(model):
@@ -224,7 +222,7 @@ def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name if pattern.endswith("_quantizer") else _layer_of(name), pattern)
+    return fnmatchcase(name if pattern.endswith("_quantizer") else layer_of(name), pattern)
 
 
 class _Part(NamedTuple):
@@ -261,7 +259,7 @@ class _Job:
         self.weights = {
             name: layer._weight_quantizer
             for name, layer in weighted_layers(self.model).items()
-            if layer._weight_quantizer is not None and _matches(_join(name, "_weight_quantizer"), self.pattern)
+            if layer._weight_quantizer is not None and _matches(join(name, "_weight_quantizer"), self.pattern)
         }
 
     def observe(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> _Part:
@@ -275,7 +273,7 @@ class _Job:
                 quantizer.calibrator = make_calibrator("max", quantizer.spec)
         with self._observing(), evaluating(self.model), torch.no_grad():
             self._show(batches, progress, shared=shared)
-            called = {name for name, quantizer in self.weights.items() if _observed(quantizer)}
+            called = {name for name, quantizer in self.weights.items() if observed(quantizer)}
             for name, layer in weighted_layers(self.model).items():
                 quantizer = self.weights.get(name)
                 if quantizer is not None and not quantizer.dynamic and name not in called:
@@ -290,7 +288,7 @@ class _Job:
             self.run(model, batch)
             self.last, self.batches = [batch], self.batches + 1
             # One process of several may not stop alone: a sharded model is called by all of them.
-            if not self.inputs and not shared and all(_observed(quantizer) for quantizer in self.weights.values()):
+            if not self.inputs and not shared and all(observed(quantizer) for quantizer in self.weights.values()):
                 break
 
     def _inner(self) -> nn.Module:
@@ -330,7 +328,7 @@ class _Job:
             return
         for name, quantizer in self.inputs.items():
             merged = self.make(name)
-            device = self._device(_layer_of(name))
+            device = self._device(layer_of(name))
             for part in parts:
                 one = self.make(name)
                 one.load_state_dict({key: value.to(device) for key, value in part.states[name].items()})
@@ -344,7 +342,7 @@ class _Job:
 
     def unseen(self) -> Unseen:
         """The layers that no batch reached."""
-        starved = {_layer_of(name) for name, quantizer in self.inputs.items() if not _observed(quantizer)}
+        starved = {layer_of(name) for name, quantizer in self.inputs.items() if not observed(quantizer)}
         idle = [name for name in self.weights if name not in self.called | starved] if self.batches else []
         return Unseen(self.model, self.inputs, idle, self.called, self._run_last if self.batches else None, self.make)
 
@@ -353,11 +351,3 @@ class _Job:
         with disabled(self.model), evaluating(self.model), torch.no_grad():
             for batch in self.last:
                 self.run(self._inner(), batch)
-
-
-def _observed(quantizer: Quantizer) -> bool:
-    return quantizer.calibrator is not None and quantizer.calibrator.observed
-
-
-def _join(layer: str, attribute: str) -> str:
-    return f"{layer}.{attribute}" if layer else attribute

@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -127,9 +128,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     check_ranges(modules, manifest.layers, tensors, is_wide(model))
     restore = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
     try:
-        for name, entry in manifest.layers.items():
-            restore_layer(modules[name], entry, name)
-        leave_fast_paths(model)
+        restore_layers(model, manifest.layers)
         _load_state(model, _state(model, manifest, tensors), folder)
         note_weights(model)
         return model
@@ -172,7 +171,7 @@ def _safetensors() -> Any:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Raise where torch would take the tensors of a checkpoint without a word and keep nothing of them."""
+    """Raise where torch would silently ignore the tensors of a checkpoint."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise CheckpointError(
@@ -251,7 +250,15 @@ def check_layers(modules: dict[str, nn.Module], entries: dict[str, LayerEntry]) 
             raise CheckpointError(f"the model's layer {name} cannot be quantized: {error}") from error
 
 
-def restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
+def restore_layers(model: nn.Module, entries: Mapping[str, LayerEntry]) -> None:
+    """Turn layers of a float model into their quantized forms, as entries that `check_layers` has checked say."""
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for name, entry in entries.items():
+        _restore_layer(modules[name], entry, name)
+    leave_fast_paths(model)
+
+
+def _restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
     """Turn a float layer into its quantized form as its entry in a manifest says."""
     attach(layer, {attribute: quantizer.tensor for attribute, quantizer in entry.quantizers.items()}, name)
     if isinstance(layer, QuantizedLayer):
@@ -264,7 +271,7 @@ def restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
 
 
 def _read(folder: Path) -> tuple[Manifest, bytes]:
-    """The manifest and the file that it names, also beside processes that save: they may remove the file in between."""
+    """The manifest and the file that it names. A process that saves may remove the file in between: then read again."""
     manifest = read_manifest(folder)
     while True:
         try:

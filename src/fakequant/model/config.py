@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fakequant.errors import ConfigError, check_keys
-from fakequant.model.coverage import weights_of
+from fakequant.model.weights import weights_of
 from fakequant.nn.forms import computed_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import layers

@@ -10,11 +10,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from fakequant.model.batches import Inputs
 from fakequant.model.operations import Operation, operations
+from fakequant.model.weights import weights_of
 from fakequant.nn.forms import quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import Quantizer
-
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 class Left(NamedTuple):
@@ -45,13 +43,6 @@ class Left(NamedTuple):
             rule = f"Rule('*', layers={(names[0] if len(names) == 1 else names)!r})"
             advice += f"; fakequant.nn.quantizes registers a quantized form, and {rule} says that float is meant"
         return f"{'; '.join(parts)} ({advice})"
-
-
-def weights_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module itself that could be quantized: with two axes longer than 1, not those of norms."""
-    if isinstance(module, (*_NORMS, Quantizer)):
-        return []
-    return [p for p in module.parameters(recurse=False) if _is_weight(p)]
 
 
 def left_in_float(
@@ -104,12 +95,6 @@ def _products_left(model: nn.Module, meant: set[nn.Module], found: list[Operatio
         if owner not in meant and not operation.quantized and operation.multiplications:
             left[operation.name] += operation.multiplications
     return {name: count / total for name, count in left.most_common()}
-
-
-def _is_weight(parameter: nn.Parameter) -> bool:
-    if isinstance(parameter, UninitializedParameter) or not parameter.is_floating_point():
-        return False
-    return sum(size > 1 for size in parameter.shape) >= 2
 
 
 def _why_float(cls: type[nn.Module]) -> str:

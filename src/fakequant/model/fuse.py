@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -13,7 +12,7 @@ from torch.fx import Proxy
 from torch.nn.parameter import UninitializedParameter
 
 from fakequant.distributed import refuse_sharded
-from fakequant.errors import ConfigError, FusionWarning
+from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.flow import Flow, data_flow
 from fakequant.model.modes import evaluating
@@ -125,7 +124,7 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
         if run is not None and before is not None:
             _check_outputs(before, run())
     if found.left:
-        warnings.warn(_left_text(found), FusionWarning, stacklevel=2)
+        warn_user(_left_text(found), FusionWarning)
     return model
 
 

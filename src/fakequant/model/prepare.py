@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, TypeVar
-from warnings import warn
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fakequant.errors import ConfigError, CoverageWarning, ShapeError
+from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float
 from fakequant.model.modes import evaluating
+from fakequant.model.paths import join
 from fakequant.model.presets import find_preset
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
@@ -76,7 +76,7 @@ def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: 
         with_inputs = any(rule.input is not None for rule in config.rules)
         left = left_in_float(model, purposely, example if with_inputs else None, inputs)
         if left is not None:
-            warn(str(left), CoverageWarning, stacklevel=2)
+            warn_user(str(left), CoverageWarning)
         return model
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()
@@ -151,7 +151,7 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
     for attribute, config in configs.items():
         kind = Kind.WEIGHT if attribute == "_weight_quantizer" else Kind.INPUT
         quantizer = Quantizer(config.spec, kind=kind, dynamic=config.dynamic)
-        quantizer.name = f"{name}.{attribute}" if name else attribute
+        quantizer.name = join(name, attribute)
         quantizer.train(layer.training)
         made[attribute] = quantizer
     become(layer, quantized, made)

@@ -22,7 +22,7 @@ from fakequant.distributed import is_data_parallel, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runner
 from fakequant.model.progress import track
-from fakequant.model.weights import fresh_weight, note_weight, weighted_layers
+from fakequant.model.weights import fresh_weight, note_weight, note_weights, weighted_layers
 from fakequant.nn.quantizer import quantizers
 from fakequant.restore import attributes_of, restore_on_error, state_of
 
@@ -161,7 +161,7 @@ def _refuse_new_parameters(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """What `finetune` does beside the schedule.
+    """What `finetune` does in addition to the schedule.
 
     Args:
         scales: when scales may move.
@@ -245,6 +245,7 @@ def finetune(
             if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
                 break
         model.eval()
+        note_weights(model)  # the training has seen what the scales do to the weights
     return history
 
 

@@ -13,6 +13,7 @@ from fakequant.errors import CheckpointError, QParamsError, ShapeError
 from fakequant.functional import check_scale
 from fakequant.model.manifest import LayerEntry, QuantizerEntry
 from fakequant.model.modes import evaluating
+from fakequant.model.paths import join
 from fakequant.nn.learned import LearnedRange
 from fakequant.numerics.spec import QuantSpec
 
@@ -38,11 +39,11 @@ def check_ranges(
             by_quantizer.setdefault(prefix, {})[key[len(prefix) + 1 :]] = tensor
     for name, layer in entries.items():
         for attribute, entry in layer.quantizers.items():
-            path = f"{name}.{attribute}" if name else attribute
+            path = join(name, attribute)
             weight = None
             if attribute == "_weight_quantizer":
                 # Its own weight, because a model of other shapes is another architecture, which torch says better.
-                weight = tensors.get(f"{name}.weight" if name else "weight")
+                weight = tensors.get(join(name, "weight"))
                 if weight is None:  # a parametrization computes it; a spectral norm makes a step when read in training
                     with evaluating(modules[name]):
                         weight = getattr(modules[name], "weight", None)

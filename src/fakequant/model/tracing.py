@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,17 +11,17 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from fakequant.errors import ExportError
+from fakequant.errors import ExportError, warn_user
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
 _CACHE = "use_cache"
-"""The argument by which decoders are told whether to return keys and values beside their result."""
+"""The argument that tells a decoder whether to return keys and values together with its result."""
 
 
 def traced_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_shapes: Any = None
 ) -> ExportedProgram:
-    """`torch.export.export`, not strict; a decoder that returns a cache unless it is told otherwise is told so.
+    """`torch.export.export`, not strict. A decoder that returns a cache by default is called without one.
 
     Raises:
         ExportError: the model returns something that torch.export does not know.
@@ -35,10 +34,7 @@ def traced_program(
             raise
         if _CACHE in kwargs or not _takes_cache(model):
             raise ExportError(_refusal(found["name"])) from error
-    warnings.warn(
-        f"traced with {_CACHE}=False: torch.export does not know the {found['name']} that the model returns",
-        stacklevel=3,
-    )
+    warn_user(f"traced with {_CACHE}=False: torch.export does not know the {found['name']} that the model returns")
     shapes = _with_cache(model, dynamic_shapes)
     return traced_program(model, args, {**kwargs, _CACHE: False}, dynamic_shapes=shapes)
 

@@ -1,16 +1,16 @@
-"""Layers that no calibration batch reached: why not, and what becomes of them."""
+"""Layers that no calibration batch reached: the reasons, and what becomes of them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
 from fakequant.calibration import Calibrator, check_mergeable
-from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, nearest
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning, nearest, warn_user
 from fakequant.model.calls import weight_readers
+from fakequant.model.paths import layer_of
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
@@ -34,43 +34,51 @@ class Unseen:
     idle: list[str]
     """Layers that need no data, and that no batch called."""
     called: set[str]
-    """Layers that a batch called, be it with empty tensors."""
+    """Layers that a batch called, if only with empty tensors."""
     run: Callable[[], object] | None
     """Runs one of the batches again; None if there was none."""
     make: Callable[[str], Calibrator]
     """A fresh calibrator for the quantizer of a path."""
 
     def settle(self, unseen: str) -> list[str]:
-        """Do as `calibrate` was told; the paths of the layers that are to be left in float are returned.
+        """Decide what becomes of the layers; returns the paths of those that calibration leaves in float.
 
         Raises:
-            CalibrationError: layers that need data, or whose weight is used without calling them, if that is to be one.
+            CalibrationError: layers that need data and saw none, unless `unseen` says what becomes of them.
         """
         served = self._ask_siblings() if unseen == "siblings" else {}
-        starved = [name for name, quantizer in self.inputs.items() if not _observed(quantizer)]
+        starved = [name for name, quantizer in self.inputs.items() if not observed(quantizer)]
         if starved and self.run is None:
             raise CalibrationError(
                 f"{len(starved)} of {len(self.inputs)} input quantizers saw no data, because there were no batches; "
                 f"the first is {starved[0]}. Give batches; a generator that was read before has none left"
             )
-        layers = list(dict.fromkeys([*(name.rpartition(".")[0] for name in starved), *self.idle]))
-        readers = {} if self.run is None or not layers else weight_readers(self.model, self.run)
-        read = {name: readers[m] for name in layers if (m := self.model.get_submodule(name)) in readers}
+        layers = list(dict.fromkeys([*map(layer_of, starved), *self.idle]))
+        read = self._read_by_others(layers)
         if unseen == "float" and layers:
-            _warn(f"{_count(layers)} left in float: {self._reasons(layers, read)}")
+            warn_user(f"{_count(layers)} left in float: {self._reasons(layers, read)}", CalibrationWarning)
             return layers
-        if starved or read:
+        if starved:
             what = f"{len(starved)} of {len(self.inputs)} input quantizers saw no data: {', '.join(starved)}"
-            if not starved:
-                layers = list(read)
-                what = f"{_count(layers)} never called, and would stay in float"
             raise CalibrationError(f"{what}. Reason: {self._reasons(layers, read)}. {self._advice(layers, starved)}")
         if served:
             shown = ", ".join(f"{name} (from {count})" for name, count in served.items())
-            _warn(f"no batch reached {len(served)} input quantizers, which get the ranges of their siblings: {shown}")
-        if layers:
-            _warn(f"{_count(layers)} never called, and got only the range of the weight: {self._reasons(layers, read)}")
-        return []
+            text = f"no batch reached {len(served)} input quantizers, which get the ranges of their siblings: {shown}"
+            warn_user(text, CalibrationWarning)
+        if missed := [name for name in layers if name not in read]:
+            text = f"{_count(missed)} never called, and got only the range of the weight: {self._reasons(missed, {})}"
+            warn_user(text, CalibrationWarning)
+        if read:
+            text = f"{_count([*read])} left in float: {self._reasons([*read], read)}"
+            warn_user(f"{text}. Rules say that it is meant: {_rules([*read])}", CoverageWarning)
+        return [*read]
+
+    def _read_by_others(self, layers: list[str]) -> dict[str, str]:
+        """The layers whose weight a module uses without calling the layer, and the path of that module."""
+        if self.run is None or not layers:
+            return {}
+        readers = weight_readers(self.model, self.run)
+        return {name: readers[layer] for name in layers if (layer := self.model.get_submodule(name)) in readers}
 
     def _reasons(self, layers: list[str], read: dict[str, str]) -> str:
         empty = [name for name in layers if name not in read and name in self.called]
@@ -91,15 +99,14 @@ class Unseen:
         donors = [donor for name in starved for donor in self._siblings(name)]
         if donors:
             ways.append(f'pass unseen="siblings" for the ranges of the layers beside them, such as {donors[0]}')
-        rules = ", ".join(f'Rule("{name}")' for name in layers)
         return (
             "Give batches that reach the layers, and let the model call a layer where it uses its weight. Or "
-            f"{', or '.join(ways)}, or prepare the model with the rules {rules}"
+            f"{', or '.join(ways)}, or prepare the model with the rules {_rules(layers)}"
         )
 
     def _ask_siblings(self) -> dict[str, int]:
         """Give quantizers that saw nothing what their siblings saw; from how many siblings is returned by path."""
-        donors = {n: self._siblings(n) for n, quantizer in self.inputs.items() if not _observed(quantizer)}
+        donors = {n: self._siblings(n) for n, quantizer in self.inputs.items() if not observed(quantizer)}
         served = {name: found for name, found in donors.items() if found}
         for name, found in served.items():
             merged = self.make(name)
@@ -119,7 +126,7 @@ class Unseen:
                 paths = (".".join([*parts[:place], key, *parts[place + 1 :]]) for key in members._modules)
                 spec = self.inputs[name].spec
                 return [
-                    p for p in paths if p in self.inputs and _observed(self.inputs[p]) and self.inputs[p].spec == spec
+                    p for p in paths if p in self.inputs and observed(self.inputs[p]) and self.inputs[p].spec == spec
                 ]
         return []
 
@@ -137,7 +144,8 @@ def leave_in_float(modules: list[nn.Module]) -> None:
                     quantizer.mode = Mode.OFF
 
 
-def _observed(quantizer: Quantizer) -> bool:
+def observed(quantizer: Quantizer) -> bool:
+    """Whether the calibrator of a quantizer has seen any element."""
     return quantizer.calibrator is not None and quantizer.calibrator.observed
 
 
@@ -149,5 +157,6 @@ def _shown(path: str) -> str:
     return path or "the model"
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, CalibrationWarning, stacklevel=4)  # where `calibrate` was called
+def _rules(layers: list[str]) -> str:
+    """Rules that leave layers in float, as they are written."""
+    return ", ".join(f'Rule("{name}")' for name in layers)

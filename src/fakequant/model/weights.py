@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fakequant.distributed import is_sharded
-from fakequant.errors import CalibrationError, StaleScaleWarning
+from fakequant.errors import CalibrationError, StaleScaleWarning, warn_user
 from fakequant.model.modes import evaluating
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.ops import library
 
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
 _TOLERATED = 0.1
 """Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
 _NAMED = 8
+
+
+def weights_of(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module itself that could be quantized: with two axes longer than 1, not those of norms."""
+    if isinstance(module, (*_NORMS, Quantizer)):
+        return []
+    return [p for p in module.parameters(recurse=False) if _is_weight(p)]
+
+
+def _is_weight(parameter: nn.Parameter) -> bool:
+    if isinstance(parameter, UninitializedParameter) or not parameter.is_floating_point():
+        return False
+    return sum(size > 1 for size in parameter.shape) >= 2
 
 
 def weighted_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
@@ -60,7 +74,7 @@ def _weight_hooks(layer: nn.Module) -> list[Any]:
 
 
 def note_weight(layer: QuantizedLayer) -> None:
-    """Remember the weight for which its quantizer's parameters were just set; those that are learned move with it."""
+    """Record that the parameters of a layer's weight quantizer fit its weight as it is now; learned ones always do."""
     quantizer = layer._weight_quantizer
     if quantizer is None or quantizer.learned is not None:
         return
@@ -71,7 +85,7 @@ def note_weight(layer: QuantizedLayer) -> None:
 
 
 def note_weights(model: nn.Module) -> None:
-    """Remember all weights whose quantizers have parameters, as a checkpoint gave them."""
+    """`note_weight` for all layers whose weight quantizer has parameters, as after loading a checkpoint or training."""
     for layer in weighted_layers(model).values():
         quantizer = layer._weight_quantizer
         if quantizer is not None and quantizer.calibrated:
@@ -110,9 +124,8 @@ def warn_stale_scales(model: nn.Module) -> None:
     if stale:
         shown = ", ".join(stale[:_NAMED]) + (f" and {len(stale) - _NAMED} more" if len(stale) > _NAMED else "")
         weights = "the weight of 1 layer" if len(stale) == 1 else f"the weights of {len(stale)} layers"
-        warnings.warn(
+        warn_user(
             f"{weights} changed by more than 10 % or in shape since the scales were set: {shown}. Set them anew by "
             'fakequant.calibrate(model, pattern="*_weight_quantizer"), which needs no batches',
             StaleScaleWarning,
-            stacklevel=3,
         )

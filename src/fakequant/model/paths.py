@@ -1,0 +1,21 @@
+"""The paths of quantizers in a model."""
+
+from __future__ import annotations
+
+
+def join(layer: str, attribute: str) -> str:
+    """The path of what a layer holds under an attribute; the path of the model itself is empty.
+
+    >>> join("blocks.0", "_input_quantizer"), join("", "weight")
+    ('blocks.0._input_quantizer', 'weight')
+    """
+    return f"{layer}.{attribute}" if layer else attribute
+
+
+def layer_of(quantizer: str) -> str:
+    """The path of the layer that a quantizer belongs to.
+
+    >>> layer_of("blocks.0._input_quantizer")
+    'blocks.0'
+    """
+    return quantizer.rpartition(".")[0]
