@@ -3,10 +3,10 @@
 from fakequant.nn import foreign as _foreign  # noqa: F401  for its entries in the table of layers
 from fakequant.nn import pooling as _pooling  # noqa: F401  likewise
 from fakequant.nn.contexts import cached_weights, fixed_ranges
+from fakequant.nn.elementwise import Add, MatMul
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers, quantizes
 from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
-from fakequant.nn.pairs import Add, MatMul
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 
 __all__ = [

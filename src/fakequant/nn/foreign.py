@@ -15,7 +15,7 @@ quantizes("timm.layers.linear.Linear")(QuantLinear)
 
 
 class _SamePadding(QuantConv2d):
-    """Conv2d that pads its input [n, in, h, w] with zeros until the output has ceil(size / stride) places."""
+    """Conv2d that pads its input [n, in, h, w] with zeros, so that output sizes are ceil(size / stride)."""
 
     product: ClassVar[IntegerProduct | None] = None
     same_pad = True
@@ -25,10 +25,10 @@ class _SamePadding(QuantConv2d):
         x = super().quantized_input(x)
         if not self.same_pad:
             return x
-        # Of the last axis first, as F.pad takes them.
-        places = zip(x.shape[:-3:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True)
+        # The last axis first, as F.pad takes them.
+        axes = zip(x.shape[:-3:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True)
         padding: list[int] = []
-        for size, kernel, stride, dilation in places:
+        for size, kernel, stride, dilation in axes:
             missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
             padding += [missing // 2, missing - missing // 2]
         return F.pad(x, padding)
@@ -52,7 +52,7 @@ class _Standardized(QuantConv2d):
 
 
 class _StandardizedSamePadding(_SamePadding, _Standardized):
-    """Both."""
+    """A standardized weight with padding to the same size."""
 
 
 quantizes("timm.layers.conv2d_same.Conv2dSame")(_SamePadding)

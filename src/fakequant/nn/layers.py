@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
+from fakequant.nn.elementwise import Add, MatMul
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.pairs import Add, MatMul
 from fakequant.nn.quantizer import Quantizer
 
 _ATTRIBUTES = {"input_quantizer": "_input_quantizer", "weight_quantizer": "_weight_quantizer"}
@@ -181,11 +181,11 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
-class OverPlaces(QuantizedLayer):
-    """What layers share whose input [n, channels, ...] has places, and whose axis n may be missing."""
+class SpatialLayer(QuantizedLayer):
+    """A layer with an input [n, channels, ...] that has spatial axes; the axis n may be missing."""
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """With an axis n of one where it is missing: a learned step counts what shares it in an example."""
+        """Quantized with the axis n, which is added if missing: learned steps count the elements of one example."""
         if not self._is_one_example(x):
             return super().quantized_input(x)
         return super().quantized_input(x.unsqueeze(0)).squeeze(0)
@@ -195,7 +195,7 @@ class OverPlaces(QuantizedLayer):
         return x.dim() == -self.input_reductions[0]
 
 
-class _QuantConv(OverPlaces):
+class _QuantConv(SpatialLayer):
     weight_reduction: ClassVar[int] = 1
     product = ConvolutionProduct()
     bias: Tensor | None
@@ -251,11 +251,11 @@ def conv_transpose(layer: nn.Module, input: Tensor, weight: Tensor, output_size:
         axes,
         list(layer.dilation),
     )
-    places: Any = layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
-    return _TRANSPOSED[axes](input, weight, layer.bias, *places)
+    options: Any = layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
+    return _TRANSPOSED[axes](input, weight, layer.bias, *options)
 
 
-class _QuantConvTranspose(OverPlaces):
+class _QuantConvTranspose(SpatialLayer):
     output_channels: ClassVar[int | None] = 1
     weight_reduction: ClassVar[int] = 0
 

@@ -1,4 +1,4 @@
-"""Quantized pooling layers: the table's entries that multiply nothing and have no weight, see `layers.py`."""
+"""Quantized pooling layers, which have an input quantizer and no weight; registered as those in `layers.py`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fakequant.nn.layers import OverPlaces, quantizes
+from fakequant.nn.layers import SpatialLayer, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
 
 
-class _QuantPool(OverPlaces):
+class _QuantPool(SpatialLayer):
     output_channels: ClassVar[int | None] = None
 
     def forward(self, input: Tensor) -> Any:
