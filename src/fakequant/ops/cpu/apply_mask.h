@@ -17,7 +17,7 @@ namespace {
 template <typename U>
 FAKEQUANT_INLINE void apply_byte(const U* dy, uint8_t byte, U* dx) {
 #ifdef __GNUC__
-  // Of the loop below, GCC 12 makes a transposition of 2 KiB at a time, which costs two copies of the tensor.
+  // GCC 12 turns the loop below into a transposition of 2 KiB at a time, which costs two copies of the tensor.
   if constexpr (sizeof(U) == 2 || sizeof(U) == 4) {
     typedef U Eight __attribute__((vector_size(8 * sizeof(U))));
     constexpr Eight kBits = {1, 2, 4, 8, 16, 32, 64, 128};

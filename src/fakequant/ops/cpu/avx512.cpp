@@ -1,5 +1,5 @@
-// What processors with AVX-512 do in registers of 16: fake quantization, encoding and decoding (register_loop.h), the
-// largest magnitudes of short runs, and the places of numbers in a histogram.
+// What processors with AVX-512 do in registers of 16 beyond sixteen_lanes.cpp: the largest magnitudes of short runs,
+// and the positions of numbers in a histogram.
 
 #include "avx512.h"
 
@@ -11,7 +11,7 @@
 
 #include "positions.h"
 #include "ranges.h"
-#include "register_loop.h"
+#include "registers.h"
 
 namespace fakequant {
 namespace {
@@ -97,23 +97,6 @@ int64_t measure_avx512(const int16_t* x, int64_t count, int64_t length, int16_t 
 int64_t place_but_zeros_avx512(const float* x, int32_t* position, int64_t n, float inverse, int32_t bins) {
   return register_width() < kLanes ? -1 : place_but_zeros(x, position, n, inverse, bins);
 }
-
-template <typename From, typename To>
-bool sixteen_at_once(const Call<float>& call, const From* from, To* to, uint8_t* mask, int64_t first, int64_t n) {
-  return at_once(call, from, to, mask, first, n);
-}
-template bool sixteen_at_once(const Call<float>&, const float*, float*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const float*, uint8_t*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const uint8_t*, float*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const int8_t*, float*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const Half*, Half*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const Half*, uint8_t*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const uint8_t*, Half*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const int8_t*, Half*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const BFloat16*, BFloat16*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const BFloat16*, uint8_t*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const uint8_t*, BFloat16*, uint8_t*, int64_t, int64_t);
-template bool sixteen_at_once(const Call<float>&, const int8_t*, BFloat16*, uint8_t*, int64_t, int64_t);
 
 }  // namespace fakequant
 #endif

@@ -137,7 +137,7 @@ FAKEQUANT_LANES Lanes power_below(Lanes v, Words least, Words shift) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_max_epi32(exponent, least), shift));
 }
 
-// False where one is NaN, but for `differ`.
+// False where one is NaN, except `differ`.
 FAKEQUANT_LANES Bits equal(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 FAKEQUANT_LANES Bits differ(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
 FAKEQUANT_LANES Bits below(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }

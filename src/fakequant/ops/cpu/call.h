@@ -78,7 +78,7 @@ struct Call {
   Mask mask;
   Params<C> params;
   Draw draw;
-  int64_t ahead = 0;  // memory is asked early for what lies so many elements further on, if it will be read next
+  int64_t ahead = 0;  // prefetches what lies this number of elements further on, if it will be read next
 };
 
 }  // namespace fakequant

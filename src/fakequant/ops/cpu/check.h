@@ -1,6 +1,6 @@
-// What a kernel is told, compared with what it gets, before the first element is read: sizes, dtypes, memory without
-// gaps. A wrong form or size raises; it never reads or writes memory of others. All checks of a call take less than
-// 0.1 us.
+// Compares the arguments of a kernel with each other before the first element is read: sizes, dtypes, memory without
+// gaps. A wrong form or size raises; it never reads or writes foreign memory. All checks of a call take less than 0.1
+// us.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,7 +17,7 @@ namespace {
 
 // Whole numbers below are exact in float64.
 constexpr double kMostElements = 0x1p53;
-constexpr int64_t kMostTableValues = 256;  // TableRounding holds so many
+constexpr int64_t kMostTableValues = 256;  // the size of the arrays of TableRounding
 
 template <typename T>
 constexpr torch::headeronly::ScalarType scalar_type_of() {
@@ -54,7 +54,7 @@ inline void check_elements(const torch::stable::Tensor& t, int64_t elements) {
   STD_TORCH_CHECK(t.numel() == elements, "fakequant_cpu: a tensor of ", t.numel(), " elements, expected ", elements);
 }
 
-// The elements of a tensor that must be of type T, so many and contiguous.
+// The elements of a tensor, which must be of type T and contiguous and have this number of elements.
 template <typename T>
 T* data_of(const torch::stable::Tensor& t, int64_t elements) {
   STD_TORCH_CHECK(t.scalar_type() == scalar_type_of<T>() && t.is_contiguous(),
@@ -63,7 +63,7 @@ T* data_of(const torch::stable::Tensor& t, int64_t elements) {
   return static_cast<T*>(t.data_ptr());
 }
 
-// The tiles of a tensor of so many elements.
+// The tiles of a tensor of this number of elements.
 inline Tiles checked_tiles(double g0, double b0, double g1, double b1, int64_t elements) {
   const double blocks = g0 * b0, columns = blocks * g1, all = columns * b1;
   const bool whole = g0 == std::trunc(g0) && b0 == std::trunc(b0) && g1 == std::trunc(g1) && b1 == std::trunc(b1);
@@ -75,7 +75,7 @@ inline Tiles checked_tiles(double g0, double b0, double g1, double b1, int64_t e
   return {static_cast<int64_t>(g0), static_cast<int64_t>(b0), static_cast<int64_t>(g1), static_cast<int64_t>(b1)};
 }
 
-// For kernels that cannot do with nothing.
+// For kernels that need at least one element.
 inline void check_some(const Tiles& t) { STD_TORCH_CHECK(t.elements() > 0, "fakequant_cpu: a tensor without elements"); }
 
 // The exponents and widths that the roundings shift by, of float64 at the most.
@@ -91,7 +91,7 @@ inline void check_bins(int64_t bins) {
   STD_TORCH_CHECK(bins > 0 && bins < int64_t{1} << 30, "fakequant_cpu: ", bins, " bins, expected 1 to 2**30 - 1");
 }
 
-// A number of a form as an integer; 0 to 2**53, but for the few that may be negative.
+// A number of a form as an integer, below 2**53 in magnitude.
 inline int64_t whole(double field) {
   STD_TORCH_CHECK(std::fabs(field) < kMostElements, "fakequant_cpu: ", field, " is no whole number of a form");
   return static_cast<int64_t>(field);

@@ -23,22 +23,23 @@ namespace fakequant {
 
 constexpr int64_t kGrainChunks = 32;  // 32,768 elements: below that a second thread costs more than it brings.
 
-// The values of the elements [first, first + n) of the tiles of a call; x and y point to the first of them, and `inside`
-// gets one byte per element.
+// The values of the elements [first, first + n) of the tiles of a call, their codes, and the values of codes. x and y
+// point to the first of them and are not the same memory; `inside` gets one byte per element. n <= kChunk.
 void quantize_chunk(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first, int64_t n);
 void quantize_chunk(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first, int64_t n);
-// The same where call.draw is on, and the codes instead of the values.
-void quantize_chunk_drawn(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first, int64_t n);
-void quantize_chunk_drawn(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first,
-                          int64_t n);
-void encode_chunk_drawn(const Call<float>& call, const float* x, float* codes, int64_t first, int64_t n);
-void encode_chunk_drawn(const Call<double>& call, const double* x, double* codes, int64_t first, int64_t n);
+void encode_chunk(const Call<float>& call, const float* x, float* codes, uint8_t* inside, int64_t first, int64_t n);
+void encode_chunk(const Call<double>& call, const double* x, double* codes, uint8_t* inside, int64_t first, int64_t n);
+void decode_chunk(const Call<float>& call, const float* codes, float* y, int64_t first, int64_t n);
+void decode_chunk(const Call<double>& call, const double* codes, double* y, int64_t first, int64_t n);
+// Rounds numbers in units of codes, in place, where call.draw is on.
+void round_chunk_drawn(const Call<float>& call, float* y, int64_t first, int64_t n);
+void round_chunk_drawn(const Call<double>& call, double* y, int64_t first, int64_t n);
 
 namespace {
 
 uint64_t seed_of(const torch::stable::Tensor& seed) { return static_cast<uint64_t>(*data_of<int64_t>(seed, 1)); }
 
-// `random`: a seed, one int64, or a word for each of so many elements, int32; without it rounding is to nearest.
+// `random`: a seed, one int64, or a word for each element, int32; without it rounding is to nearest.
 Draw draw_of(const std::optional<torch::stable::Tensor>& random, int64_t elements) {
   if (!random.has_value()) return {};
   if (random->scalar_type() != torch::headeronly::ScalarType::Int) return {true, seed_of(*random), nullptr, 0};

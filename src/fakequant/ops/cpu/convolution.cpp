@@ -2,8 +2,8 @@
 // contiguous result.
 //
 // Each image is laid out once as planes of 4 channels, [channels / 4][phases][places][4], with its padding. The phases are
-// those of the strides: within one, each tap of the kernel is a fixed distance away, so that 16 outputs beside each other
-// are one load for each tap. Registers hold 8 output channels of 3 times 16 outputs, and each step of a tap adds 4
+// those of the strides: within one, each tap of the kernel is a fixed distance away, so that 16 neighbouring
+// outputs are one load for each tap. Registers hold 8 output channels of 3 times 16 outputs, and each step of a tap adds 4
 // channels to all of them. oneDNN's convolution writes its sums channels-last, to be read, scaled and turned around:
 // by it a convolution of 64 channels took 0.60 of the time in float, by this 0.36.
 //
@@ -53,7 +53,7 @@ constexpr int64_t kSlack = 64;  // bytes that a load may reach beyond the last p
 
 using Axes = std::array<int64_t, kAxes>;
 
-// 16 outputs: those of the mask are to be written, one after the other, from one place of the result on.
+// 16 outputs. The ones in the mask are written one after the other, starting at one place of the result.
 struct Strip {
   int64_t start;  // place of the first within its phase
   int64_t to;  // place of the first in the result
@@ -67,7 +67,7 @@ struct Shape {
   Axes pitch;  // places of a phase
   int64_t phase, phases;  // places of one phase; how many there are
   uint32_t every_step = 0;  // bits 0, stride, 2 * stride, ... of the last axis
-  std::vector<int64_t> taps;  // bytes from a place to where each tap of the kernel reads
+  std::vector<int64_t> taps;  // bytes from a place to the place that each tap of the kernel reads
   std::vector<Strip> strips;
 
   int64_t group_bytes() const { return phases * phase * kDepth; }
@@ -259,7 +259,7 @@ Shape shape_of(const Tensor& codes, const Tensor& windows, const Tensor& y) {
     STD_TORCH_CHECK(reach <= static_cast<double>(padded) &&
                         (padded - static_cast<int64_t>(reach)) / s.stride[axis] + 1 == s.out[axis],
                     "fakequant_cpu::convolve: the result has another size than there are windows");
-    // Of one output the stride does not matter, and must not become phases: it may be far larger than the input.
+    // With a single output the stride does not matter. It must not become phases: it may be far larger than the input.
     if (s.out[axis] == 1) s.stride[axis] = 1;
     s.pitch[axis] = (padded + s.stride[axis] - 1) / s.stride[axis];
     places *= static_cast<double>(s.pitch[axis]) * static_cast<double>(s.stride[axis]), taps *= static_cast<double>(s.kernel[axis]);

@@ -1,8 +1,8 @@
 // The cross entropy of the histogram and what is left of it, for every threshold: a threshold takes as long as the format
 // has codes, however many bins there are, because cumulative sums tell what every cell holds.
 //
-// The numbers are those of the definition but for the last digits of logarithms and sums; the caller knows by how much
-// they differ, and asks the definition where that could decide.
+// The numbers equal those of the definition except for the last digits of logarithms and sums. The caller knows the
+// largest difference, and uses the definition where it could decide.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -145,7 +145,7 @@ struct Parts {
     across = (row() + width - 1) / width;
     down = (rows + height - 1) / height;
   }
-  // Whether no group lies in more than one part.
+  // Whether each group lies in a single part.
   bool whole_groups() const { return down == 1 && (width == row() || width % length == 0); }
   int64_t row() const { return columns * length; }
   int64_t count() const { return blocks * down * across; }
@@ -220,7 +220,7 @@ void sum_part(const Job<T, C>& job, int64_t part, Sums* scale, Sums* zero_point)
   });
 }
 
-// The sums of one parameter: kept of every part, or finished part by part where no group lies in two.
+// The sums of one parameter: kept for every part, or finished part by part where each group lies in a single one.
 struct Collected {
   const Parts& parts;
   double* totals;

@@ -41,7 +41,7 @@ struct Ordered {
   static constexpr Int kMagnitude = std::numeric_limits<Int>::max();
   static Int of(C value) { return flip(std::bit_cast<Int>(value)); }
   static C number(Int key) { return std::bit_cast<C>(flip(key)); }
-  // Of a negative number all bits but the sign; its own inverse.
+  // Flips all bits of a negative number except the sign. It is its own inverse.
   static FAKEQUANT_INLINE Int flip(Int bits) { return bits ^ ((bits >> (8 * sizeof(C) - 1)) & kMagnitude); }
 };
 
@@ -77,8 +77,8 @@ FAKEQUANT_INLINE Extent<C> extent_of(const C* x, int64_t n) {
 FAKEQUANT_CLONES Extent<float> extent(const float* x, int64_t n) { return extent_of(x, n); }
 FAKEQUANT_CLONES Extent<double> extent(const double* x, int64_t n) { return extent_of(x, n); }
 
-// The bin of every magnitude, behind those of the other sign for what is not negative. What lies beyond the last bin,
-// or is no number, goes there: such counts are not used.
+// The bin of every magnitude; bins of numbers that are not negative follow the others. Numbers beyond the last bin, and
+// NaN, go into the last bin: such counts are not used.
 template <typename C>
 FAKEQUANT_INLINE void positions_of(const C* x, int32_t* position, int64_t n, C inverse, int32_t bins) {
   const C last = static_cast<C>(bins - 1);
@@ -146,7 +146,7 @@ uint32_t* tables_of_thread(int64_t length) {
 // Counts of one group: in tables that take turns, or where so few values come that clearing them would cost more, in
 // place.
 struct Counts {
-  int64_t* line;     // 2 * bins; null where nothing is to be counted
+  int64_t* line;     // 2 * bins; null where nothing is counted
   uint32_t* tables;  // enough for 2**33 values, about a quarter in each
   int32_t bins;
 
@@ -181,7 +181,7 @@ struct Task {
   const double* inverse;  // [groups]
   int64_t* counts;        // [groups, 2, bins], or null
   int64_t bins;
-  bool all_or_nothing;  // a group with a value that has no bin, or is not finite, is not looked at any further
+  bool all_or_nothing;  // stops at the first value of a group that has no bin or is not finite
 
   C inverse_of(int64_t group) const {
     // Finite, because 0.0 has to stay in bin 0.
@@ -272,7 +272,7 @@ Task<C> task_of(const Tensor& values, const Tensor& inverse, const std::optional
 }
 
 // The lowest and highest value of every group [2, groups], NaN where one is not finite; and, if counts [groups, 2, bins]
-// are given, the counts of |x| * inverse are added to them: those of negative x first.
+// are given, the counts of |x| * inverse are added to them, negative x first.
 void observe(const Tensor values, const Tensor inverse, Tensor range, std::optional<Tensor> counts) {
   with_float_type(values, [&](auto element, auto computed) {
     using C = decltype(computed);

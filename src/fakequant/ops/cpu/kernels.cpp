@@ -5,7 +5,7 @@
 // `bound > v ? bound : v`, which keep NaN because the comparison is false.
 //
 // The tensor is a run of elements in memory, seen as tiles [g0, b0, g1, b1] with one scale per (g0, g1), and worked on
-// chunk by chunk (chunks.h), or at once in registers where a processor has kernels for it (registers.h). Kernels that
+// chunk by chunk (chunks.cpp), or at once in registers where a processor has kernels for it (registers.h). Kernels that
 // take the range from the tensor itself are in dynamic.cpp.
 
 #include <torch/csrc/stable/library.h>
@@ -24,8 +24,6 @@
 #include "convert.h"
 #include "gradients.h"
 #include "parameters.h"
-#include "rounding.h"
-#include "runs.h"
 
 namespace fakequant {
 namespace {
@@ -33,96 +31,14 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-template <Emit E, typename C, typename Rounding>
-FAKEQUANT_INLINE void quantize_chunk_by(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first,
-                                        int64_t n) {
-  const Rounding rounding(call.grid);
-  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
-    quantize_run_as<E>(call, x + i, y + i, inside ? inside + i : nullptr, piece, rounding, p);
-  });
-}
-
-template <typename C>
-FAKEQUANT_INLINE void quantize_chunk_as(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first,
-                                        int64_t n) {
-  constexpr Emit kValue = Emit::kValue;
-  if (call.grid.is_integer()) return quantize_chunk_by<kValue, C, IntegerRounding<C>>(call, x, y, inside, first, n);
-  if (!call.grid.table) return quantize_chunk_by<kValue, C, FloatRounding<C>>(call, x, y, inside, first, n);
-  if (call.grid.table_size <= SmallTableRounding<C>::kSize)
-    return quantize_chunk_by<kValue, C, SmallTableRounding<C>>(call, x, y, inside, first, n);
-  quantize_chunk_by<kValue, C, TableRounding<C>>(call, x, y, inside, first, n);
-}
-
-FAKEQUANT_CLONES void quantize_chunk_f32(const Call<float>& call, const float* x, float* y, uint8_t* inside,
-                                         int64_t first, int64_t n) {
-  quantize_chunk_as(call, x, y, inside, first, n);
-}
-
-void quantize_chunk_f64(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first,
-                        int64_t n) {
-  quantize_chunk_as(call, x, y, inside, first, n);
-}
-
-FAKEQUANT_CLONES void encode_chunk_f32(const Call<float>& call, const float* x, float* codes, uint8_t* inside,
-                                       int64_t first, int64_t n) {
-  quantize_chunk_by<Emit::kCode, float, IntegerRounding<float>>(call, x, codes, inside, first, n);
-}
-
-void encode_chunk_f64(const Call<double>& call, const double* x, double* codes, uint8_t* inside, int64_t first,
-                      int64_t n) {
-  quantize_chunk_by<Emit::kCode, double, IntegerRounding<double>>(call, x, codes, inside, first, n);
-}
-
 template <typename C>
 FAKEQUANT_INLINE bool holds_nan_as(const C* x, int64_t n) {
   int found = 0;
   for (int64_t i = 0; i < n; ++i) found |= x[i] != x[i];
   return found != 0;
 }
-
-FAKEQUANT_CLONES bool holds_nan_f32(const float* x, int64_t n) { return holds_nan_as(x, n); }
-bool holds_nan(const float* x, int64_t n) { return holds_nan_f32(x, n); }
-bool holds_nan(const double* x, int64_t n) { return holds_nan_as(x, n); }
-
-FAKEQUANT_CLONES void decode_chunk_f32(const Call<float>& call, const float* codes, float* y, int64_t first, int64_t n) {
-  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
-    decode_run(call, codes + i, y + i, piece, p);
-  });
-}
-
-void decode_chunk_f64(const Call<double>& call, const double* codes, double* y, int64_t first, int64_t n) {
-  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
-    decode_run(call, codes + i, y + i, piece, p);
-  });
-}
-
-void encode_chunk(const Call<float>& c, const float* x, float* q, uint8_t* inside, int64_t first, int64_t n) {
-  if (c.draw.on) return encode_chunk_drawn(c, x, q, first, n);
-  encode_chunk_f32(c, x, q, inside, first, n);
-}
-void encode_chunk(const Call<double>& c, const double* x, double* q, uint8_t* inside, int64_t first, int64_t n) {
-  if (c.draw.on) return encode_chunk_drawn(c, x, q, first, n);
-  encode_chunk_f64(c, x, q, inside, first, n);
-}
-void decode_chunk(const Call<float>& c, const float* q, float* y, int64_t first, int64_t n) {
-  decode_chunk_f32(c, q, y, first, n);
-}
-void decode_chunk(const Call<double>& c, const double* q, double* y, int64_t first, int64_t n) {
-  decode_chunk_f64(c, q, y, first, n);
-}
-
-}  // namespace
-
-void quantize_chunk(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first, int64_t n) {
-  if (call.draw.on) return quantize_chunk_drawn(call, x, y, inside, first, n);
-  quantize_chunk_f32(call, x, y, inside, first, n);
-}
-void quantize_chunk(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first, int64_t n) {
-  if (call.draw.on) return quantize_chunk_drawn(call, x, y, inside, first, n);
-  quantize_chunk_f64(call, x, y, inside, first, n);
-}
-
-namespace {
+FAKEQUANT_CLONES bool holds_nan(const float* x, int64_t n) { return holds_nan_as(x, n); }
+FAKEQUANT_CLONES bool holds_nan(const double* x, int64_t n) { return holds_nan_as(x, n); }
 
 // One chunk; x, codes and mask point to its first element. Whether a number is NaN.
 template <typename T, typename C, typename Q>
@@ -143,7 +59,7 @@ bool encode_all(const Call<C>& call, const T* x, Q* codes, uint8_t* mask) {
   std::atomic<bool> nan{false};
   for_each_span(call.tiles.elements(), [&](int64_t first, int64_t n) {
     if constexpr (std::is_same_v<C, float> && sizeof(Q) == 1) {
-      if (serves_registers(call)) {
+      if (serves_registers(call) && !call.rectified) {
         auto* to = reinterpret_cast<uint8_t*>(codes + first);
         if (in_registers(call, x + first, to, bits_from(mask, first), first, n)) nan = true;
         return;
@@ -259,8 +175,8 @@ bool checked_over(Tensor x, const Tensor& scale, const std::optional<Tensor>& ze
   return valid;
 }
 
-// The codes, into `codes`, and their mask where it is asked for and does not pass everything; whether the parameters
-// are valid and x has codes: no NaN.
+// Writes the codes into `codes`. Returns whether the parameters are valid and x has no NaN, and the mask where it is
+// wanted and does not pass everything.
 std::tuple<bool, std::optional<Tensor>> checked_codes(const Tensor& x, const Tensor& scale,
                                                       const std::optional<Tensor>& zero_point, const Tensor& form,
                                                       Tensor codes, bool masked) {

@@ -19,7 +19,7 @@ struct Rounded {
   Bits inside;
 };
 
-// Of quotients with the sign of x. A zero gets the sign that the format gives it by adding `zero`: -0.0 changes
+// Rounds quotients that have the sign of x. Adding `zero` gives a zero the sign that the format wants: -0.0 changes
 // nothing, +0.0 takes a sign away.
 template <bool kWithOffset>
 struct IntegerLanes {

@@ -131,7 +131,7 @@ FAKEQUANT_LANES Lanes power_below(Lanes v, Words least, Words shift) {
   return {power_below(v.low, least.low, shift.low), power_below(v.high, least.high, shift.high)};
 }
 
-// Of lanes whose bits are all alike, one bit each.
+// One bit for each lane, of lanes whose bits are all alike.
 FAKEQUANT_LANES Bits bits_of(uint32x4_t low, uint32x4_t high) {
   alignas(16) static constexpr uint16_t kPlaces[8] = {1, 2, 4, 8, 16, 32, 64, 128};
   const uint16x8_t all = vuzp1q_u16(vreinterpretq_u16_u32(low), vreinterpretq_u16_u32(high));

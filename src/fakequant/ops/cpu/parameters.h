@@ -44,7 +44,7 @@ const C* converted(const std::optional<Tensor>& zero_point, int64_t groups, std:
   return memory.data();
 }
 
-// The call for so many elements with scale and zero point, which `memory` may hold.
+// The call with scale and zero point; `memory` holds the zero point where it is converted.
 template <typename C>
 Call<C> plain_call(const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form, int64_t elements,
                    Mask kind, std::vector<C>& memory) {

@@ -11,9 +11,9 @@ namespace fakequant {
 namespace {
 
 constexpr int64_t kWorthAsking = 512;  // elements of a run
-constexpr float kMostMiddles = 256;    // those of codes of 8 bits with any zero point
+constexpr float kMostMiddles = 256;    // enough for codes of 8 bits with any zero point
 
-// The float32 so many steps further from zero.
+// The float32 `steps` steps further from zero.
 inline float beside(float v, int32_t steps) { return std::bit_cast<float>(std::bit_cast<int32_t>(v) + steps); }
 
 // An r with which rounding x r gives the integers that rounding x / scale gives, up to `middles`, for every x of 8

@@ -2,7 +2,8 @@
 // one pass over vector registers: nothing in between goes through memory, and the packed mask comes from the
 // comparisons. Included behind the header of an instruction set, see lanes.h.
 //
-// The bits are those of the portable loops in runs.h, which serve everywhere else; but NaN of bfloat16 keeps its own.
+// The bits are those of the portable loops in runs.h, which serve everywhere else, except that a NaN of bfloat16 keeps
+// its own bits.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,7 @@ struct BitWriter {
   uint32_t pending = 0;  // bits of a byte that is not full yet
   int64_t count = 0;
   FAKEQUANT_LANES void append(Bits bits, AllLanes) {
-    if (count) {
+    if (count) [[unlikely]] {
       pending |= static_cast<uint32_t>(bits) << count;
       bits = static_cast<Bits>(pending);
       pending >>= kLanes;
@@ -45,7 +46,7 @@ struct BitWriter {
   }
 };
 
-// The parameters of the elements of a register; `at` gives those of the elements from one on, here the same for all.
+// The parameters of the elements of a register; `at` returns those of the elements from one on, here the same for all.
 struct UniformLanes {
   Lanes scale, reciprocal, zero_point, lo, hi;
   template <typename L>
@@ -53,8 +54,6 @@ struct UniformLanes {
     return *this;
   }
 };
-
-FAKEQUANT_LANES Lanes reciprocal_of(Lanes scale) { return same(1.0f) / scale; }
 
 // The same where x times `reciprocal` has the codes of x / scale, see quotients.h.
 struct ProductLanes : UniformLanes {
@@ -74,23 +73,25 @@ FAKEQUANT_LANES Lanes load_present(const float* from, int64_t i, L lanes) {
   return from ? load_lanes(from + i, lanes) : same(0.0f);
 }
 
-// Parameters that lie in memory as the elements do.
+// Parameters that are in memory in the order of the elements.
 template <bool kWithReciprocal>
 struct ElementLanes {
   const Params<float>& p;
   template <typename L>
   FAKEQUANT_LANES UniformLanes at(int64_t i, L lanes) const {
     const Lanes scale = load_lanes(p.scale + i, lanes);
-    return {scale, kWithReciprocal ? reciprocal_of(scale) : scale, load_present(p.zero_point, i, lanes),
+    return {scale, kWithReciprocal ? same(1.0f) / scale : scale, load_present(p.zero_point, i, lanes),
             load_present(p.lo, i, lanes), load_present(p.hi, i, lanes)};
   }
 };
 
-// What values of float go to: values again, or codes, of which uint8_t stands for both kinds of 8 bits.
+// The result type: values again, or codes, for which uint8_t stands for both kinds of 8 bits.
 template <typename U>
 constexpr bool kIsCode = std::is_same_v<U, uint8_t>;
 
-// What a loop is made for. `mask` is asked in every turn, which costs nothing: the branch is always the same.
+// The loop over a run. Each template parameter multiplies the time that this file takes to compile, and each of these
+// is worth 5 to 30 percent of a call's time. The kind of mask is a branch in every turn instead: it always goes the
+// same way and takes no time.
 template <Arithmetic A, bool kRectified, bool kMasked, typename Rounding>
 struct Loop {
   static constexpr bool kWithReciprocal = A == Arithmetic::kReciprocal;
@@ -98,7 +99,7 @@ struct Loop {
   const Mask mask;
   const bool streamed;
   BitWriter bits;
-  Bits nan = 0;  // where a number was NaN, of which there is no code
+  Bits nan = 0;  // lanes in which a number was NaN, for which there is no code
 
   FAKEQUANT_LANES Loop(const Call<float>& call, bool streamed, uint8_t* to)
       : rounding(call.grid), mask(call.mask), streamed(streamed), bits{to} {}
@@ -111,7 +112,8 @@ struct Loop {
   }
 
   FAKEQUANT_LANES Bits inside(Lanes x, const Rounded& rounded, const UniformLanes& p) const {
-    if (mask == Mask::kCodeRange) return rounded.inside;
+    if (mask == Mask::kCodeRange) [[likely]]
+      return rounded.inside;
     if (mask == Mask::kEverywhere) return static_cast<Bits>(-1);
     if (mask == Mask::kInputRange) return at_most(p.lo, x) & at_most(x, p.hi);
     return below(p.lo, x) & below(x, p.hi);
@@ -119,7 +121,7 @@ struct Loop {
 
   FAKEQUANT_LANES Lanes value(Lanes code, const UniformLanes& p) const {
     if constexpr (A == Arithmetic::kMultiplier) {
-      if constexpr (std::is_same_v<Rounding, FloatLanes>) code = code + rounding.zero;
+      if constexpr (!Rounding::kInteger) code = code + rounding.zero;
       return code / p.scale;
     }
     if constexpr (Rounding::kOffset) return (code - p.zero_point) * p.scale;
@@ -151,14 +153,9 @@ struct Loop {
     }
   }
 
-  template <typename T, typename U, typename P>
-  FAKEQUANT_LANES void run(const T* x, U* y, int64_t n, const P& p) {
-    if (streamed && begins_line(y)) return run_by(x, y, n, p, StreamedLanes{});
-    run_by(x, y, n, p, AllLanes{});
-  }
-
+  // As many whole registers as there are; returns how many elements they have.
   template <typename T, typename U, typename P, typename L>
-  FAKEQUANT_LANES void run_by(const T* x, U* y, int64_t n, const P& p, L all) {
+  FAKEQUANT_LANES int64_t run_whole(const T* x, U* y, int64_t n, const P& p, L all) {
     int64_t i = 0;
     if constexpr (!kMasked && kInPairs<T> && !kIsCode<U> && std::is_base_of_v<UniformLanes, P>) {
       for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
@@ -168,10 +165,10 @@ struct Loop {
       }
     }
     for (; i + kLanes <= n; i += kLanes) step(x + i, y + i, p.at(i, all), all);
-    if (i < n) step(x + i, y + i, p.at(i, FirstLanes{n - i}), FirstLanes{n - i});
+    return i;
   }
 
-  // Whether no result but zero is subnormal.
+  // Whether no result except zero is subnormal.
   bool gives_normal(float scale) const {
     const float least = A == Arithmetic::kMultiplier ? rounding.smallest / scale : rounding.smallest * scale;
     return least >= std::numeric_limits<float>::min();
@@ -195,11 +192,19 @@ struct Loop {
   FAKEQUANT_LANES void run_with(const T* x, U* y, int64_t n, const P& p, float scale) {
     if constexpr (std::is_same_v<T, BFloat16> && !kIsCode<U>) {
       if (kConvertsBFloat16 && gives_normal(scale))
-        return run(static_cast<const NormalBFloat16*>(x), static_cast<NormalBFloat16*>(y), n, p);
+        return run(*this, static_cast<const NormalBFloat16*>(x), static_cast<NormalBFloat16*>(y), n, p);
     }
-    run(x, y, n, p);
+    run(*this, x, y, n, p);
   }
 };
+
+// A run by a loop: whole registers, then the rest.
+template <typename Loop, typename T, typename U, typename P>
+FAKEQUANT_LANES void run(Loop& loop, const T* x, U* y, int64_t n, const P& p) {
+  const bool past = loop.streamed && begins_line(y);
+  const int64_t i = past ? loop.run_whole(x, y, n, p, StreamedLanes{}) : loop.run_whole(x, y, n, p, AllLanes{});
+  if (i < n) loop.step(x + i, y + i, p.at(i, FirstLanes{n - i}), FirstLanes{n - i});
+}
 
 // Codes to values.
 template <bool kMultiplier, bool kOffset>
@@ -214,26 +219,20 @@ struct DecodeLoop {
     store_lanes(to, kMultiplier ? code / p.scale : code * p.scale, lanes);
   }
 
-  template <typename Q, typename T, typename P>
-  FAKEQUANT_LANES void run(const Q* codes, T* y, int64_t n, const P& p) const {
-    if (streamed && begins_line(y)) return run_by(codes, y, n, p, StreamedLanes{});
-    run_by(codes, y, n, p, AllLanes{});
-  }
-
   template <typename Q, typename T, typename P, typename L>
-  FAKEQUANT_LANES void run_by(const Q* codes, T* y, int64_t n, const P& p, L all) const {
+  FAKEQUANT_LANES int64_t run_whole(const Q* codes, T* y, int64_t n, const P& p, L all) const {
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) step(codes + i, y + i, p.at(i, all), all);
-    if (i < n) step(codes + i, y + i, p.at(i, FirstLanes{n - i}), FirstLanes{n - i});
+    return i;
   }
 
   template <typename Q, typename T>
   FAKEQUANT_LANES void run_of_one(const Q* codes, T* y, int64_t n, const UniformLanes& p, const Uniform<float>&) const {
-    run(codes, y, n, p);
+    run(*this, codes, y, n, p);
   }
 };
 
-// Asks memory for n elements, which may lie behind the end of the tensor.
+// Prefetches n elements, which may lie behind the end of the tensor.
 template <typename T>
 FAKEQUANT_LANES void fetch(const T* x, int64_t ahead, int64_t n) {
   constexpr uintptr_t kLine = 64, kSize = sizeof(T);
@@ -250,7 +249,7 @@ FAKEQUANT_LANES void each_run(L& loop, const Call<float>& call, const T* x, U* y
     if (call.ahead) fetch(x + i, call.ahead, std::min(length, n - i));
     const Uniform<float> of = uniform_of(p, g);
     const Lanes scale = same(of.scale);
-    const UniformLanes uniform{scale, L::kWithReciprocal ? reciprocal_of(scale) : scale, same(of.zero_point),
+    const UniformLanes uniform{scale, L::kWithReciprocal ? same(1.0f) / scale : scale, same(of.zero_point),
                                same(of.lo), same(of.hi)};
     loop.run_of_one(x + i, y + i, std::min(length, n - i), uniform, of);
   }
@@ -259,24 +258,26 @@ FAKEQUANT_LANES void each_run(L& loop, const Call<float>& call, const T* x, U* y
 // A loop over the elements [first, first + n) of the tiles; x and y point to the first.
 template <typename L, typename T, typename U>
 FAKEQUANT_LANES void walk(L& loop, const Call<float>& call, const T* x, U* y, int64_t first, int64_t n) {
+  Spread<float> spread;
   for (int64_t i = 0, piece; i < n; i += piece) {
     const Cursor at(call.tiles, first + i);
-    const Params<float> p = after(call.params, at.group);
-    // Groups side by side from here, of one row no more than are needed: their elements may be more than int64 counts.
+    Params<float> p = after(call.params, at.group);
+    // Groups that follow each other from here, in one row no more than are needed: their elements may be more than
+    // int64 counts.
     const int64_t columns = at.columns * at.rows == 1 ? (n - i) / at.length + 1 : at.columns - at.column;
     if (at.within || at.length >= kLanes) {
       piece = std::min(n - i, at.within ? at.length - at.within : columns * at.length);
       each_run(loop, call, x + i, y + i, piece, at.within ? piece : at.length, p);
-    } else if (at.length == 1 && at.columns >= 2 * kLanes) {
+      continue;
+    }
+    if (at.length == 1 && at.columns >= 2 * kLanes) {
       piece = std::min(n - i, columns);
-      loop.run(x + i, y + i, piece, ElementLanes<L::kWithReciprocal>{p});
     } else {
-      Spread<float> spread;
       piece = std::min(n - i, kChunk);
       const PerElement<float> e = spread.fill(call, first + i, piece);
-      const Params<float> of_elements{e.scale, e.zero_point, e.lo, e.hi};
-      loop.run(x + i, y + i, piece, ElementLanes<L::kWithReciprocal>{of_elements});
+      p = {e.scale, e.zero_point, e.lo, e.hi};
     }
+    run(loop, x + i, y + i, piece, ElementLanes<L::kWithReciprocal>{p});
   }
   if (loop.streamed) finish_streaming();
 }
@@ -293,48 +294,41 @@ FAKEQUANT_TARGET bool quantize_by(const Call<float>& call, const T* x, U* y, uin
   return loop.nan != 0;
 }
 
-template <bool kMultiplier, bool kOffset, typename Q, typename T>
-FAKEQUANT_TARGET void decode_by(const Call<float>& call, const Q* codes, T* y, int64_t first, int64_t n) {
-  DecodeLoop<kMultiplier, kOffset> loop{streams(call.tiles.elements() * static_cast<int64_t>(sizeof(T)))};
-  walk(loop, call, codes, y, first, n);
-}
-
-// Calls `body` with a value that the compiler knows.
-template <typename F>
-void with_known(bool value, const F& body) {
-  if (value) return body(std::true_type{});
-  body(std::false_type{});
+template <Arithmetic A, typename Rounding, typename T, typename U>
+bool quantize_as(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
+  if constexpr (A == Arithmetic::kDivide && !kIsCode<U>) {  // see serves_registers
+    if (call.rectified && mask) return quantize_by<A, true, true, Rounding>(call, x, y, mask, first, n);
+    if (call.rectified) return quantize_by<A, true, false, Rounding>(call, x, y, mask, first, n);
+  }
+  if (mask) return quantize_by<A, false, true, Rounding>(call, x, y, mask, first, n);
+  return quantize_by<A, false, false, Rounding>(call, x, y, mask, first, n);
 }
 
 template <Arithmetic A, typename T, typename U>
-bool quantize_as(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
-  bool nan = false;
-  with_known(call.rectified, [&](auto rectified) {
-    with_known(mask != nullptr, [&](auto masked) {
-      const auto by = [&](auto type) {
-        using Rounding = typename decltype(type)::type;
-        nan = quantize_by<A, rectified, masked, Rounding>(call, x, y, mask, first, n);
-      };
-      if constexpr (!kIsCode<U>) {
-        if (!call.grid.is_integer()) return by(std::type_identity<FloatLanes>{});
-      }
-      if constexpr (A != Arithmetic::kMultiplier) {
-        if (call.params.zero_point) return by(std::type_identity<IntegerLanes<true>>{});
-      }
-      by(std::type_identity<IntegerLanes<false>>{});
-    });
-  });
-  return nan;
+bool quantize_in(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
+  if constexpr (!kIsCode<U>) {
+    if (!call.grid.is_integer()) return quantize_as<A, FloatLanes>(call, x, y, mask, first, n);
+  }
+  if constexpr (A != Arithmetic::kMultiplier) {
+    if (call.params.zero_point) return quantize_as<A, IntegerLanes<true>>(call, x, y, mask, first, n);
+  }
+  return quantize_as<A, IntegerLanes<false>>(call, x, y, mask, first, n);
 }
 
 template <typename T, typename U>
 bool quantize(const Call<float>& call, const T* x, U* y, uint8_t* mask, int64_t first, int64_t n) {
   switch (call.arithmetic) {
-    case Arithmetic::kDivide: return quantize_as<Arithmetic::kDivide>(call, x, y, mask, first, n);
-    case Arithmetic::kReciprocal: return quantize_as<Arithmetic::kReciprocal>(call, x, y, mask, first, n);
-    case Arithmetic::kMultiplier: return quantize_as<Arithmetic::kMultiplier>(call, x, y, mask, first, n);
+    case Arithmetic::kDivide: return quantize_in<Arithmetic::kDivide>(call, x, y, mask, first, n);
+    case Arithmetic::kReciprocal: return quantize_in<Arithmetic::kReciprocal>(call, x, y, mask, first, n);
+    case Arithmetic::kMultiplier: return quantize_in<Arithmetic::kMultiplier>(call, x, y, mask, first, n);
   }
   return false;
+}
+
+template <bool kMultiplier, bool kOffset, typename Q, typename T>
+FAKEQUANT_TARGET void decode_by(const Call<float>& call, const Q* codes, T* y, int64_t first, int64_t n) {
+  DecodeLoop<kMultiplier, kOffset> loop{streams(call.tiles.elements() * static_cast<int64_t>(sizeof(T)))};
+  walk(loop, call, codes, y, first, n);
 }
 
 template <typename Q, typename T>
@@ -344,7 +338,7 @@ void decode(const Call<float>& call, const Q* codes, T* y, int64_t first, int64_
   decode_by<false, false>(call, codes, y, first, n);
 }
 
-// What registers.h says of sixteen_at_once and eight_at_once.
+// The functions sixteen_at_once and eight_at_once of registers.h.
 template <typename From, typename To>
 bool at_once(const Call<float>& call, const From* from, To* to, uint8_t* mask, int64_t first, int64_t n) {
   if constexpr (sizeof(From) > 1) {

@@ -29,7 +29,7 @@ int64_t lanes_here() {
 const int64_t kLanesHere = lanes_here();
 std::atomic<int64_t> lanes{kLanesHere};
 
-// For tests, which compare all ways: registers of at most so many float32. Returns how many they have from now on.
+// For tests, which compare all ways: limits registers to `most` float32. Returns how many they have from now on.
 int64_t limit_lanes(int64_t most) {
   lanes = most < 8 ? 0 : most < 16 ? std::min(int64_t{8}, kLanesHere) : kLanesHere;
   return lanes;
@@ -41,7 +41,9 @@ int64_t register_width() { return lanes; }
 
 bool serves_registers(const Call<float>& call) {
   const bool rounds = call.grid.is_integer() || (!call.grid.table && call.grid.quant_min == -call.grid.quant_max);
-  return lanes && rounds && !call.draw.on;
+  // The loops with a ReLU are compiled for division alone, which is the default.
+  const bool rectifies = !call.rectified || call.arithmetic == Arithmetic::kDivide;
+  return lanes && rounds && rectifies && !call.draw.on;
 }
 
 #ifndef FAKEQUANT_X86  // else in avx512.cpp

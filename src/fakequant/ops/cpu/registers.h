@@ -10,11 +10,12 @@ namespace fakequant {
 // How many float32 a register has of those in use: 16 with AVX-512, 8 with AVX2 or NEON, 0 where there are none.
 int64_t register_width();
 
-// Whether they serve a call for values; one of integers of 8 bits they serve for codes too.
+// Whether they serve a call for values. They serve calls for codes too where these are integers of 8 bits and the call
+// has no ReLU.
 bool serves_registers(const Call<float>& call);
 
-// From numbers to their values or to codes, or from codes to values, by one instruction set each: avx512.cpp and
-// eight_lanes.cpp. Numbers and values are float, Half or BFloat16; codes are written as uint8_t of whichever sign, and
+// From numbers to their values or to codes, or from codes to values, by one instruction set each: sixteen_lanes.cpp
+// and eight_lanes.cpp. Numbers and values are float, Half or BFloat16; codes are written as uint8_t of either sign, and
 // read as what they are. `from`, `to` and the packed mask, where there is one, point to the first of the elements
 // [first, first + n) of the tiles. Returns whether a number was NaN, of which there is no code.
 template <typename From, typename To>

@@ -1,5 +1,4 @@
-// Rounding to the grid of a format, ties to even, as if it had no bounds; the element's place in its run is not asked
-// for (stochastic.h needs it).
+// Rounding to the grid of a format, ties to even, as if it had no bounds.
 #pragma once
 
 #include <bit>
@@ -33,7 +32,7 @@ struct IntegerRounding {
   static constexpr bool kInteger = true;
   C lo, hi;
   explicit IntegerRounding(const Grid& g) : lo(static_cast<C>(g.quant_min)), hi(static_cast<C>(g.quant_max)) {}
-  FAKEQUANT_INLINE C round(C v, int64_t = 0) const { return std::rint(v); }
+  FAKEQUANT_INLINE C round(C v) const { return std::rint(v); }
 };
 
 // Adding and subtracting c = 2**(e + mantissa(C) - M) rounds |v| to a multiple of 2**(e - M), ties to even, because
@@ -52,7 +51,7 @@ struct FloatRounding {
         zero(g.negative_zero ? C(-0.0) : C(0.0)),
         least(static_cast<Int>(g.min_exponent + Bits::kBias) << Bits::kMantissa),
         shift(static_cast<Int>(Bits::kMantissa - g.mantissa_bits) << Bits::kMantissa) {}
-  FAKEQUANT_INLINE C round(C v, int64_t = 0) const {
+  FAKEQUANT_INLINE C round(C v) const {
     const C magnitude = std::fabs(v);
     const C limited = magnitude > limit ? limit : magnitude;
     Int exponent = std::bit_cast<Int>(limited) & Bits::kExponentMask;
@@ -81,7 +80,7 @@ struct TableRounding {
                                              : std::numeric_limits<C>::infinity();
   }
   // Beyond the ends there is no code to round to: v itself, which is out of range. NaN fails all comparisons.
-  FAKEQUANT_INLINE C round(C v, int64_t = 0) const {
+  FAKEQUANT_INLINE C round(C v) const {
     int reached = 0;
     for (int step = half; step > 0; step /= 2) reached += v >= reached_from[reached + step - 1] ? step : 0;
     return v >= lo && v <= hi ? values[reached] : v;
@@ -103,7 +102,7 @@ struct SmallTableRounding {
                                                   : std::numeric_limits<C>::infinity();
     }
   }
-  FAKEQUANT_INLINE C round(C v, int64_t = 0) const {
+  FAKEQUANT_INLINE C round(C v) const {
     C value = values[0];
     for (int i = 1; i < kSize; ++i) value = v >= reached_from[i] ? values[i] : value;
     return v >= lo && v <= hi ? value : v;

@@ -31,55 +31,51 @@ struct PerElement {
   FAKEQUANT_INLINE C high(int64_t i) const { return hi[i]; }
 };
 
-// `kMask`: whether to write to `inside` where the code before clamping is in range.
-template <Arithmetic A, bool kMask, Emit E, typename C, typename Rounding, typename P>
-FAKEQUANT_INLINE void quantize_run(const C* x, C* y, uint8_t* inside, int64_t n, const Rounding& rounding, const P& p) {
-  constexpr bool kOffset = Rounding::kInteger && A != Arithmetic::kMultiplier;
+// Numbers in units of codes.
+template <Arithmetic A, typename C, typename P>
+FAKEQUANT_INLINE void scale_run(const C* x, C* scaled, int64_t n, const P& p) {
   for (int64_t i = 0; i < n; ++i) {
-    const C value = x[i];
     const C scale = p.s(i);
-    const C scaled = A == Arithmetic::kDivide ? value / scale
-                     : A == Arithmetic::kReciprocal ? value * (C(1) / scale)
-                                                    : value * scale;
-    C code = rounding.round(scaled, i);
+    scaled[i] = A == Arithmetic::kDivide       ? x[i] / scale
+                : A == Arithmetic::kReciprocal ? x[i] * (C(1) / scale)
+                                               : x[i] * scale;
+  }
+}
+
+// What rounded numbers become: the codes of a format that lie between lo and hi, or their values.
+template <typename C>
+struct Bounds {
+  C lo, hi;
+};
+
+// kOffset: whether codes have a zero point; kMask: whether to write to `inside` where the code is within the bounds.
+template <bool kMultiplier, bool kOffset, bool kMask, Emit E, typename C, typename P>
+FAKEQUANT_INLINE void finish_run(C* y, uint8_t* FAKEQUANT_RESTRICT inside, int64_t n, const Bounds<C>& bounds,
+                                 const P& p) {
+  for (int64_t i = 0; i < n; ++i) {
+    C code = y[i];
     if constexpr (kOffset) code += p.z(i);
-    if constexpr (kMask) inside[i] = (code >= rounding.lo) & (code <= rounding.hi);
-    code = rounding.lo > code ? rounding.lo : code;
-    code = rounding.hi < code ? rounding.hi : code;
+    if constexpr (kMask) inside[i] = (code >= bounds.lo) & (code <= bounds.hi);
+    code = bounds.lo > code ? bounds.lo : code;
+    code = bounds.hi < code ? bounds.hi : code;
     if constexpr (E == Emit::kCode) {
-      y[i] = code == code ? code : rounding.lo;
-    } else if constexpr (A == Arithmetic::kMultiplier) {
-      y[i] = code / scale;
+      y[i] = code == code ? code : bounds.lo;
+    } else if constexpr (kMultiplier) {
+      y[i] = code / p.s(i);
     } else {
       if constexpr (kOffset) code -= p.z(i);
-      y[i] = code * scale;
+      y[i] = code * p.s(i);
     }
   }
 }
 
-template <Arithmetic A, Emit E, typename C, typename Rounding, typename P>
-FAKEQUANT_INLINE void quantize_run_by(Mask mask, const C* x, C* y, uint8_t* inside, int64_t n, const Rounding& rounding,
-                                      const P& p) {
-  if (mask == Mask::kCodeRange) return quantize_run<A, true, E>(x, y, inside, n, rounding, p);
+// Where x is in the range that gradients pass, for the kinds of masks that ask x itself.
+template <typename C, typename P>
+FAKEQUANT_INLINE void mask_run(Mask mask, const C* x, uint8_t* FAKEQUANT_RESTRICT inside, int64_t n, const P& p) {
   if (mask == Mask::kInputRange)
     for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] >= p.low(i)) & (x[i] <= p.high(i));
   if (mask == Mask::kClip)
     for (int64_t i = 0; i < n; ++i) inside[i] = (x[i] > p.low(i)) & (x[i] < p.high(i));
-  if (mask == Mask::kEverywhere) std::fill_n(inside, n, uint8_t{1});
-  quantize_run<A, false, E>(x, y, inside, n, rounding, p);
-}
-
-template <Emit E, typename C, typename Rounding, typename P>
-FAKEQUANT_INLINE void quantize_run_as(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t n,
-                                      const Rounding& rounding, const P& p) {
-  switch (call.arithmetic) {
-    case Arithmetic::kDivide:
-      return quantize_run_by<Arithmetic::kDivide, E>(call.mask, x, y, inside, n, rounding, p);
-    case Arithmetic::kReciprocal:
-      return quantize_run_by<Arithmetic::kReciprocal, E>(call.mask, x, y, inside, n, rounding, p);
-    case Arithmetic::kMultiplier:
-      return quantize_run_by<Arithmetic::kMultiplier, E>(call.mask, x, y, inside, n, rounding, p);
-  }
 }
 
 template <typename C, typename P>
@@ -91,8 +87,8 @@ FAKEQUANT_INLINE void decode_run(const Call<C>& call, const C* codes, C* y, int6
   }
 }
 
-// Where an element lies among the tiles. Counted up from run to run rather than divided: two divisions would take as
-// long as a run of 32.
+// Where an element lies among the tiles. It is counted up from run to run: two divisions would take as long as a run of
+// 32.
 struct Cursor {
   int64_t length, columns, rows;  // elements of a run, runs with a scale each in a row, rows of the same scales
   int64_t within, column, in_rows, group;
@@ -173,18 +169,16 @@ FAKEQUANT_INLINE void for_each_run(const Call<C>& call, int64_t first, int64_t n
     }
     return;
   }
-  if (at.length == 1 && at.columns >= kShortRun) {  // the scales of a row lie side by side already
-    for (int64_t i = 0; i < n;) {
-      const Cursor from(call.tiles, first + i);
-      const int64_t piece = std::min(from.columns - from.column, n - i), g = from.group;
-      run(i, piece, PerElement<C>{p.scale + g, p.zero_point ? p.zero_point + g : nullptr, p.lo ? p.lo + g : nullptr,
-                                  p.hi ? p.hi + g : nullptr});
-      i += piece;
-    }
-    return;
-  }
+  const bool rows = at.length == 1 && at.columns >= kShortRun;  // the scales of a row lie in the order of its elements
   Spread<C> spread;
-  run(int64_t(0), n, spread.fill(call, first, n));
+  for (int64_t i = 0, piece = n; i < n; i += piece) {
+    const Cursor from(call.tiles, first + i);
+    const int64_t g = from.group;
+    if (rows) piece = std::min(from.columns - from.column, n - i);
+    run(i, piece, rows ? PerElement<C>{p.scale + g, p.zero_point ? p.zero_point + g : nullptr,
+                                       p.lo ? p.lo + g : nullptr, p.hi ? p.hi + g : nullptr}
+                       : spread.fill(call, first, n));
+  }
 }
 
 }  // namespace fakequant

@@ -1,8 +1,8 @@
 // The squared error of every threshold: a threshold takes as long as the format has codes, however many bins there are,
 // because cumulative sums tell what every code costs.
 //
-// The numbers are those of the definition but for the order of sums; the caller knows by how much they differ, and asks
-// the definition where that could decide.
+// The numbers equal those of the definition except for the order of sums. The caller knows the largest difference, and
+// uses the definition where it could decide.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -32,8 +32,8 @@ struct Line {
   double per_width() const { return bins > 1 ? (bins - 1) / (double(x[bins - 1]) - double(x[0])) : 1.0; }
 };
 
-// Before which bin each boundary lies, from the first to the last of them. Where rounding puts it beside its place
-// nothing goes wrong: see `rounded_alike`.
+// The bin before which each boundary lies. A boundary that rounding puts one bin off does no harm: `sum_gains` leaves
+// such segments to `gain_of_bins`.
 FAKEQUANT_CLONES void find_starts(const double* middles, int64_t n, double step, double origin, double per_width,
                                   int64_t bins, int32_t* start) {
   const double last = static_cast<double>(bins);
@@ -44,7 +44,7 @@ FAKEQUANT_CLONES void find_starts(const double* middles, int64_t n, double step,
   }
 }
 
-// The middles of the first bins of all segments, then of the last. Of an empty one, any.
+// The middles of the first bins of all segments, then of the last bins. An empty segment gets any middle.
 FAKEQUANT_CLONES void gather_ends(const float* x, int32_t bins, const int32_t* start, int64_t n, float* ends) {
   for (int64_t i = 0; i < n; ++i) {
     const int32_t first = start[i] < bins ? start[i] : bins - 1, last = start[i + 1] > 0 ? start[i + 1] - 1 : 0;
@@ -71,14 +71,13 @@ FAKEQUANT_CLONES double sum_gains(const double* count, const double* first, cons
   return sum_of(gains, n);
 }
 
-// The same of a segment that holds several values, bin by bin.
+// The same for a segment with several values, bin by bin.
 double gain_of_bins(const Line& line, const Call<float>& call, int64_t begin, int64_t end) {
   float y[kChunk];
-  uint8_t inside[kChunk];
   double sum = 0;
   for (int64_t i = begin; i < end; i += kChunk) {
     const int64_t n = std::min(kChunk, end - i);
-    quantize_chunk(call, line.x + i, y, inside, 0, n);
+    quantize_span(call, line.x + i, y, nullptr, 0, n);
     for (int64_t k = 0; k < n; ++k) {
       const double w = line.count[i + k + 1] - line.count[i + k];
       sum += w * y[k] * (2.0 * line.x[i + k] - y[k]);
@@ -98,7 +97,6 @@ double squared_error(const Line& line, const double* middles, int64_t n, Call<fl
   alignas(64) int32_t start[kSegments + 1];
   alignas(64) float ends[kChunk];
   alignas(64) float value[kChunk];
-  uint8_t inside[kChunk];
   double gain = 0;
   call.tiles = {1, kChunk, 1, 1};
   start[0] = 0;
@@ -108,7 +106,7 @@ double squared_error(const Line& line, const double* middles, int64_t n, Call<fl
     find_starts(middles + done, inner, step, line.origin(), line.per_width(), line.bins, start + 1);
     std::fill(start + 1 + inner, start + 1 + segments, static_cast<int32_t>(line.bins));
     gather_ends(line.x, static_cast<int32_t>(line.bins), start, segments, ends);
-    quantize_chunk(call, ends, value, inside, 0, 2 * segments);
+    quantize_span(call, ends, value, nullptr, 0, 2 * segments);
     bool apart = false;
     gain += sum_gains(line.count, line.first, start, segments, value, &apart);
     for (int64_t i = 0; apart && i < segments; ++i)
@@ -180,11 +178,11 @@ Tensor squared_errors(const Tensor x, const Tensor sums, const Tensor middles, c
   return errors;
 }
 
-// Of thresholds amax in rising order, those whose error may be the least when its squares are summed in float32.
+// Finds the thresholds amax, given in rising order, whose error may be the least when squares are summed in float32.
 //
 // The error in real numbers, less the sum of w x**2 and divided by amax**2, is the smallest of functions that are linear
 // in 1 / amax, one for every way to round. It is therefore concave in 1 / amax, and two errors bound all that lie
-// between them from below: what lies between two thresholds is looked at only where that does not rule it out.
+// between them from below: thresholds between two others are computed only where this bound does not rule them out.
 class Nearly {
  public:
   Nearly(const Line& line, const float* amax, int64_t n) : line_(line), amax_(amax), n_(n), error_(n, kUnknown) {

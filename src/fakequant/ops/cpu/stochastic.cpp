@@ -1,5 +1,5 @@
-// Chunks that are rounded stochastically, which kernels.cpp hands over, and random words for other orders in memory
-// than the row-major one in which they are counted.
+// Stochastic rounding, a step of chunks.cpp, and random words for other orders in memory than the row-major one in
+// which they are counted.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,7 +10,6 @@
 #include "call.h"
 #include "chunks.h"
 #include "philox.h"
-#include "runs.h"
 #include "stochastic.h"
 
 namespace fakequant {
@@ -20,38 +19,34 @@ using torch::stable::Tensor;
 
 constexpr int64_t kWordsPerChunk = (kChunk + kWordsPerBatch - 1) / kWordsPerBatch * kWordsPerBatch;
 
-template <Emit E, typename C, typename Rounding>
-FAKEQUANT_INLINE void quantize_drawn(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first, int64_t n) {
-  alignas(64) uint32_t drawn_words[kWordsPerChunk];
-  const Draw& draw = call.draw;
-  const uint32_t* words = draw.words ? draw.words + draw.before + first : drawn_words;
-  if (!draw.words) draw_words(draw.seed, draw.before + first, n, drawn_words);
-  const Rounding rounding(call.grid);
-  for_each_run(call, first, n, [&](int64_t i, int64_t piece, const auto& p) FAKEQUANT_INLINE_LAMBDA {
-    const Drawn<C, Rounding> drawn{rounding, words + i, rounding.lo, rounding.hi};
-    quantize_run_as<E>(call, x + i, y + i, inside + i, piece, drawn, p);
-  });
-}
-
-template <typename C>
-FAKEQUANT_INLINE void quantize_as(const Call<C>& call, const C* x, C* y, uint8_t* inside, int64_t first, int64_t n) {
-  constexpr Emit kValue = Emit::kValue;
-  if (call.grid.is_integer()) return quantize_drawn<kValue, C, StochasticInteger<C>>(call, x, y, inside, first, n);
-  if (!call.grid.table) return quantize_drawn<kValue, C, StochasticFloat<C>>(call, x, y, inside, first, n);
-  if (call.grid.table_size <= StochasticSmallTable<C>::kSize)
-    return quantize_drawn<kValue, C, StochasticSmallTable<C>>(call, x, y, inside, first, n);
-  quantize_drawn<kValue, C, StochasticTable<C>>(call, x, y, inside, first, n);
-}
-
-FAKEQUANT_CLONES void quantize_f32(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first,
-                                   int64_t n) {
-  quantize_as(call, x, y, inside, first, n);
-}
-FAKEQUANT_CLONES void encode_f32(const Call<float>& call, const float* x, float* codes, int64_t first, int64_t n) {
-  quantize_drawn<Emit::kCode, float, StochasticInteger<float>>(call, x, codes, nullptr, first, n);
-}
 FAKEQUANT_CLONES void draw_chunk(uint64_t seed, int64_t first, int64_t n, uint32_t* words) {
   draw_words(seed, first, n, words);
+}
+
+template <typename Rounding, typename C>
+FAKEQUANT_INLINE void round_by(const Grid& grid, const uint32_t* words, C* y, int64_t n) {
+  const Rounding rounding(grid);
+  for (int64_t i = 0; i < n; ++i) y[i] = rounding.round(y[i], words[i]);
+}
+template <typename C>
+FAKEQUANT_INLINE void round_as(const Grid& grid, const uint32_t* words, C* y, int64_t n) {
+  if (grid.is_integer()) return round_by<StochasticInteger<C>>(grid, words, y, n);
+  if (!grid.table) return round_by<StochasticFloat<C>>(grid, words, y, n);
+  if (grid.table_size <= StochasticSmallTable<C>::kSize) return round_by<StochasticSmallTable<C>>(grid, words, y, n);
+  round_by<StochasticTable<C>>(grid, words, y, n);
+}
+FAKEQUANT_CLONES void round_words(const Grid& grid, const uint32_t* words, float* y, int64_t n) {
+  round_as(grid, words, y, n);
+}
+void round_words(const Grid& grid, const uint32_t* words, double* y, int64_t n) { round_as(grid, words, y, n); }
+
+template <typename C>
+void round_drawn(const Call<C>& call, C* y, int64_t first, int64_t n) {
+  const Draw& draw = call.draw;
+  if (draw.words) return round_words(call.grid, draw.words + draw.before + first, y, n);
+  alignas(64) uint32_t words[kWordsPerChunk];
+  draw_chunk(draw.seed, draw.before + first, n, words);
+  round_words(call.grid, words, y, n);
 }
 
 // The words of the elements from `first_element`, a multiple of 4, on.
@@ -67,19 +62,9 @@ void draw_all(const Tensor& seed, Tensor words, int64_t first_element) {
 
 }  // namespace
 
-void quantize_chunk_drawn(const Call<float>& call, const float* x, float* y, uint8_t* inside, int64_t first,
-                          int64_t n) {
-  quantize_f32(call, x, y, inside, first, n);
-}
-void quantize_chunk_drawn(const Call<double>& call, const double* x, double* y, uint8_t* inside, int64_t first,
-                          int64_t n) {
-  quantize_as(call, x, y, inside, first, n);
-}
-void encode_chunk_drawn(const Call<float>& call, const float* x, float* codes, int64_t first, int64_t n) {
-  encode_f32(call, x, codes, first, n);
-}
-void encode_chunk_drawn(const Call<double>& call, const double* x, double* codes, int64_t first, int64_t n) {
-  quantize_drawn<Emit::kCode, double, StochasticInteger<double>>(call, x, codes, nullptr, first, n);
+void round_chunk_drawn(const Call<float>& call, float* y, int64_t first, int64_t n) { round_drawn(call, y, first, n); }
+void round_chunk_drawn(const Call<double>& call, double* y, int64_t first, int64_t n) {
+  round_drawn(call, y, first, n);
 }
 
 }  // namespace fakequant

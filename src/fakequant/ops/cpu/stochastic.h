@@ -66,7 +66,7 @@ struct StochasticFloat {
   }
 };
 
-// Of two neighbours in a table; the share is found in double, in which every float32 is exact.
+// Chooses one of two neighbours in a table. The share is found in double, in which every float32 is exact.
 template <typename C>
 FAKEQUANT_INLINE C choose_value(C v, C below, C above, uint32_t word) {
   const double lower = static_cast<double>(below), step = static_cast<double>(above) - lower;
@@ -118,16 +118,6 @@ struct StochasticSmallTable {
     }
     return v >= lo && v <= hi ? choose_value(v, below, above, word) : v;
   }
-};
-
-// A rounding with the words of a run's elements, as quantize_run asks for it.
-template <typename C, typename Rounding>
-struct Drawn {
-  static constexpr bool kInteger = Rounding::kInteger;
-  const Rounding& rounding;
-  const uint32_t* words;
-  C lo, hi;
-  FAKEQUANT_INLINE C round(C v, int64_t i) const { return rounding.round(v, words[i]); }
 };
 
 }  // namespace fakequant

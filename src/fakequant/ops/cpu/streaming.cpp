@@ -10,8 +10,8 @@
 namespace fakequant {
 namespace {
 
-// Bytes of the last-level cache that a core shares, of which Linux tells; elsewhere those of a common one. sysconf adds
-// up all caches of a processor.
+// The bytes of the last-level cache that a core shares. Linux reports them; elsewhere a common size is assumed. sysconf
+// would add up all caches of a processor.
 int64_t cache_bytes() {
   long kilobytes = 0;
   if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
@@ -25,7 +25,7 @@ int64_t cache_bytes() {
 // of 40 MiB 0.82 and 1.0; one of 16 MiB 0.83 and 1.4, because the sum finds nothing in the cache.
 std::atomic<int64_t> streamed_bytes{cache_bytes() + cache_bytes() / 2};
 
-// For tests: from how many bytes on results are streamed. Returns what it was before.
+// For tests: sets from how many bytes on results are streamed. Returns the number before.
 int64_t stream_from(int64_t bytes) { return streamed_bytes.exchange(bytes); }
 
 }  // namespace

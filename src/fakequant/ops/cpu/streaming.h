@@ -7,7 +7,7 @@
 
 namespace fakequant {
 
-// Whether a result of so many bytes is streamed.
+// Whether a result of this size is streamed.
 bool streams(int64_t bytes);
 
 inline bool begins_line(const void* to) { return reinterpret_cast<uintptr_t>(to) % 64 == 0; }
