@@ -27,6 +27,9 @@ class Observer(ABC):
         # The state is read, changed and written back: without a lock, two threads would lose an update.
         self._observing = Lock()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self, 'spec', '')})"
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the lock, which cannot be copied."""
         return {name: value for name, value in vars(self).items() if name != "_observing"}
