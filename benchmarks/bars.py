@@ -26,8 +26,9 @@ import torch
 
 import fakequant as fq
 from fakequant.benchmark import Result
+from tests.support import compat_exactness, exactness
 
-from . import compat, compat_exactness, exactness, ir, pages
+from . import compat, ir, pages
 from .cases import COMPARED_SIZES
 from .limits import LIMITS, Limit
 from .processes import Plan, run

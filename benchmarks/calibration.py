@@ -16,9 +16,8 @@ import fakequant as fq
 from fakequant.benchmark import CannotRunError, Prepared
 from fakequant.compat.pytorch_quantization.calib import HistogramCalibrator
 from fakequant.demo import digits
-
-from . import compat_rules as rules
-from .exactness import by_the_reference, differing
+from tests.support import compat_rules as rules
+from tests.support.exactness import by_the_reference, differing
 
 LOOPS = "pytorch-quantization's search"
 FORWARD = "plain forward passes"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fakequant.benchmark import seconds
 from fakequant.compat.pytorch_quantization import calib, tensor_quant
+from tests.support import compat_rules as rules
 
-from . import compat_rules as rules
 from .record import ROOT
 
 SCRIPT = ROOT / "tests" / "scripts" / "train_quantized.py"

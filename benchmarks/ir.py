@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant import ir
 from fakequant.benchmark import CannotRunError, Effort, Prepared, measure, ratio
+from tests.support.networks import NETWORKS, PRESETS, Cnn, quantized
 
-from .networks import NETWORKS, PRESETS, Cnn, quantized
 from .training import CNN, Step
 
 _EFFORT = Effort(5.0)

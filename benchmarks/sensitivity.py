@@ -13,8 +13,7 @@ import fakequant as fq
 from fakequant.benchmark import CannotRunError, Prepared
 from fakequant.demo import digits
 from fakequant.nn import QuantizedLayer, Quantizer
-
-from .exactness import by_int64, by_the_reference
+from tests.support.exactness import by_int64, by_the_reference
 
 WHOLE_PASSES = "simulated passes"
 

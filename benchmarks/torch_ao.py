@@ -13,8 +13,7 @@ from torch.ao import quantization as ao
 
 from fakequant.benchmark import CannotRunError, Prepared
 from fakequant.compat import aten
-
-from .exactness import differing
+from tests.support.exactness import differing
 
 TORCH_AO = "torch.ao"
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.benchmark import ATEN, CannotRunError, Function, Prepared
 from fakequant.ops import products
-
-from .exactness import by_int64, by_the_reference, differing
+from tests.support.exactness import by_int64, by_the_reference, differing
 
 FUSED = "torch.ao FusedMovingAvgObsFakeQuantize"
 FLOAT = "the float model"

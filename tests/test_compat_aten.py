@@ -1,5 +1,5 @@
 """torch's fake-quantization functions by this package. The comparison over all dtypes, ranges and axes is in
-benchmarks/exactness.py and run by test_bars.py; here are errors, edges, layouts, tracing and routing."""
+tests/support/compat_exactness.py and run by test_exactness.py; here are errors, edges, layouts, tracing and routing."""
 
 import contextlib
 import copy

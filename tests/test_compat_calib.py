@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.compat_rules import (
+from fakequant.compat.pytorch_quantization import calib, tensor_quant
+from fakequant.compat.pytorch_quantization.calib.search import mse_amax
+from tests.support.compat_rules import (
     collected,
     entropy_by_loops,
     histogram_by_rules,
@@ -16,8 +18,6 @@ from benchmarks.compat_rules import (
     search_pairs,
     streams,
 )
-from fakequant.compat.pytorch_quantization import calib, tensor_quant
-from fakequant.compat.pytorch_quantization.calib.search import mse_amax
 
 pytest.importorskip("scipy", reason="the loops of the original call scipy.stats.entropy")
 

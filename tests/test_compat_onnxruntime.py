@@ -9,10 +9,10 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import fakequant as fq
-from benchmarks.compat_exactness import recorded_kernels
 from fakequant.compat.onnxruntime import attach_functions, fake_quant, fake_quant_grad
 from fakequant.errors import DTypeError, ExportError, QParamsError, ShapeError, SpecError
 from tests.support.bits import assert_same_bits
+from tests.support.compat_exactness import recorded_kernels
 from tests.support.onnxruntime_models import LEVELS, run
 
 NOTES, (*RECORDED, EDGES) = recorded_kernels()

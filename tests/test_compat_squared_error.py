@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.compat_rules import entropy_by_loops
 from fakequant.compat.pytorch_quantization.calib import search
 from fakequant.compat.pytorch_quantization.calib.search import entropy_amax, mse_amax
 from fakequant.compat.pytorch_quantization.specification import codes_per_unit, integer_format, specification
@@ -12,6 +11,7 @@ from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
 from fakequant.numerics.granularity import PerTensor
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.search import nearly_least
+from tests.support.compat_rules import entropy_by_loops
 
 
 def at(bins, **counts):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks import compat
-from benchmarks import compat_rules as rules
 from fakequant.compat.pytorch_quantization import cuda_ext, tensor_quant
 from fakequant.compat.pytorch_quantization.specification import codes_per_unit, float_format
+from tests.support import compat_rules as rules
 from tests.support.bits import assert_same_bits
 
 

@@ -17,7 +17,6 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import cases, limits, machine, observation, pages, runner
 from benchmarks.gpu.observation import Observation
 from benchmarks.peers.measure import PeerCase
-from benchmarks.training import Step
 from fakequant.benchmark import ATEN, COMPILED, COPY, Case, Effort, Result, measure, timing
 
 ROOT = Path(__file__).parents[1]
@@ -52,25 +51,6 @@ def line_of(case, against=COPY, p50=2.0):
 # The list
 
 
-def test_what_is_asked_for_is_in_the_list():
-    found = cases.entries("cuda")
-    of_tensors = {
-        (e.case.name, e.case.direction, e.case.elements, e.case.dtype_name): e.often
-        for e in found
-        if type(e.case) is Case
-    }
-    for name in ("int8 per tensor", "int8 per channel", "float8_e4m3fn per tensor", "NVFP4", "MXFP4", "int8 per token"):
-        for direction in ("forward", "forward and backward"):
-            assert {COPY, COMPILED} <= set(of_tensors[name, direction, 1 << 26, "float32"])
-    assert ATEN in of_tensors["int8 per channel", "forward and backward", 1 << 26, "bfloat16"]
-    assert COPY in of_tensors["NVFP4", "forward", 4096, "float32"]
-    assert {e.case.call.peer.name for e in found if isinstance(e.case, PeerCase)} >= {"ModelOpt", "torchao"}
-    steps = {(e.case.name.split(" ")[0], e.case.compiled) for e in found if isinstance(e.case, Step)}
-    assert steps == {(name, compiled) for name in ("residual", "transformer's") for compiled in (False, True)}
-    assert all(e.case.device == "cuda" for e in found)
-    assert len({e.case for e in found}) == len(found)
-
-
 def test_every_case_of_tensors_has_the_bits_of_the_reference():
     for entry in cases.entries("cpu", 8192):
         if isinstance(entry.case, (Case, PeerCase, Observation)):
@@ -85,12 +65,6 @@ def test_a_batch_is_observed_beside_a_copy_and_wrong_counts_are_counted(monkeypa
     right = observation.observe
     monkeypatch.setattr(observation, "observe", lambda *given: right(*given)._replace(counts=right(*given).counts + 1))
     assert case.differing() == 256 * 2 * 4096
-
-
-def test_models_are_residual_and_have_attention():
-    model = cases.residual_network()
-    assert sum(isinstance(module, torch.nn.Conv2d) for module in model.modules()) == 20
-    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
 
 
 # The clock
@@ -211,60 +185,11 @@ def test_a_gradient_that_differs_on_the_device_is_counted(monkeypatch):
     assert case.differing() > 0
 
 
-def test_some_cases_are_written_only_if_asked(written, monkeypatch):
-    command.main([*HERE, "forward and backward"])
-    assert not (written / "gpu.jsonl").exists()
-    command.main(HERE)
-    command.main([*HERE, "--add", "--commit", "newer", "NVFP4, forward, float32, 4096, x"])
-    lines = record.read_lines(written / "gpu.jsonl")
-    assert [line["commit"] == "newer" for line in lines] == [False] * 4 + [True] + [False] * 3
-    (written / "gpu.md").write_text(f"{pages.BEGIN}{pages.END}")
-    assert command.main(["--pages"]) == 0
-    assert "at newer" in (written / "gpu.md").read_text()
-
-
-def test_what_raises_is_a_result_and_the_others_are_timed(written, monkeypatch):
-    def refuses(case):
-        raise RuntimeError("out of memory\nand more")
-
-    monkeypatch.setattr(Case, "_aten", refuses)
-    command.main(HERE)
-    lines = record.read_lines(written / "gpu.jsonl")
-    assert [line["outcome"] for line in lines][:2] == ["measured", "raises RuntimeError: out of memory"]
-
-
 def test_a_missed_bar_is_the_exit_code(written, monkeypatch, capsys):
     monkeypatch.setattr(limits, "verdict", lambda line: "MISSED" if line["against"] == ATEN and line["p50"] else "")
     monkeypatch.setattr(runner, "verdict", limits.verdict)
     assert command.main(HERE) == 1
     assert "0 bars kept, 2 missed" in capsys.readouterr().out
-
-
-def test_the_plain_table_has_a_column_for_everything():
-    large = kinds.INT8_TENSOR.case(cases.LARGEST)
-    header, row, other = pages.text([line_of(large), line_of(large, ATEN, 0.5)]).splitlines()
-    assert header.split() == [
-        "case",
-        "elements",
-        "beside",
-        "ms",
-        "time",
-        "over",
-        "it",
-        "share",
-        "of",
-        "a",
-        "copy",
-        "bar",
-    ]
-    what, figures = row.split("  x.clone()  ")
-    assert what == "int8 per tensor  forward  64M float32"
-    assert figures == "2e+03  2 (2 to 2)        50%              share >= 90%  MISSED"
-    assert other.endswith("time <= 1     ok")
-
-
-def test_the_page_of_the_project_has_the_markers():
-    assert pages.PAGE.read_text().index(pages.BEGIN) < pages.PAGE.read_text().index(pages.END)
 
 
 # Without
@@ -275,11 +200,6 @@ def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
     assert command.main([]) == 0
     (printed,) = capsys.readouterr().out.splitlines()
     assert "finds no GPU here; nothing was run" in printed
-
-
-def test_without_git_the_commit_is_unknown(monkeypatch):
-    monkeypatch.setattr(record.shutil, "which", lambda name: None)
-    assert record.machine.__wrapped__()["commit"] == "unknown"
 
 
 OPTIONAL = "matplotlib onnx onnx_ir onnxruntime onnxscript rich safetensors sklearn triton typer yaml pytest"

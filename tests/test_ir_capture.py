@@ -4,13 +4,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
-from benchmarks.networks import NETWORKS, PRESETS, quantized
 from fakequant import ir
 from fakequant.errors import CalibrationError, GraphError
 from fakequant.model.presets import presets
 from tests.support.bits import assert_same_bits
 from tests.support.graphs import assert_same_step, step
 from tests.support.models import images, small_net
+from tests.support.networks import NETWORKS, PRESETS, quantized
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 

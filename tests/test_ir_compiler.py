@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.networks import NETWORKS, quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from tests.support.bits import assert_same_bits
 from tests.support.graphs import assert_same_step, step, variants
+from tests.support.networks import NETWORKS, quantized
 
 
 @pytest.fixture(autouse=True)

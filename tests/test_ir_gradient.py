@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from benchmarks.networks import NETWORKS, PRESETS, quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from tests.support.bits import assert_same_bits
+from tests.support.networks import NETWORKS, PRESETS, quantized
 
 
 @pytest.mark.one_in(2)

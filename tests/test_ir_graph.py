@@ -6,11 +6,11 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.networks import quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IROp, IRType, TensorShape, TensorType
 from tests.support.graphs import F32, variants
+from tests.support.networks import quantized
 
 
 def typed(*dims, type=F32):

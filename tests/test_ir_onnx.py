@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import fakequant as fq
-from benchmarks.networks import quantized
 from fakequant import ir
 from fakequant.errors import ExportError, GraphError
+from tests.support.networks import quantized
 
 
 @pytest.mark.parametrize("preset", ["INT8", "FP8"])

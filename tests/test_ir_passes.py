@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from benchmarks.networks import NETWORKS, PRESETS, quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from tests.support.bits import assert_same_bits
+from tests.support.networks import NETWORKS, PRESETS, quantized
 
 F32 = IRType.Float32
 INT8 = "int8 per_tensor"

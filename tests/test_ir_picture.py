@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.networks import NETWORKS, quantized
 from fakequant import ir
 from fakequant.ir import Graph, IRType
+from tests.support.networks import NETWORKS, quantized
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.networks import NETWORKS, PRESETS, quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import IRType, TensorShape, TensorType
 from fakequant.ir.table import ROWS, _by_fake_tensors, bound, faults, find_row, infer, make_op
+from tests.support.networks import NETWORKS, PRESETS, quantized
 
 F32 = IRType.Float32
 

@@ -3,10 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.networks import NETWORKS, PRESETS, quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType, TensorShape
+from tests.support.networks import NETWORKS, PRESETS, quantized
 
 LAYERS = {
     "ReLU": {},

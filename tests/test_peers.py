@@ -129,10 +129,6 @@ def test_ours_is_compared_with_the_reference_first(monkeypatch):
     assert result.pairs == ()
 
 
-def test_an_error_without_words_is_its_type():
-    assert measure.first_line(AssertionError()) == "AssertionError"
-
-
 def test_what_cannot_be_compiled_is_said(monkeypatch):
     def fails(x):
         raise ValueError("no code for this")
@@ -166,8 +162,3 @@ def test_every_call_names_a_specification_and_a_library_of_the_extra(called):
 def test_every_library_has_a_call_or_a_reason_for_what_the_tables_show(kind, peer):
     listed = any(called.kind == kind and called.peer is peer for called in CALLS)
     assert listed == (peer.why_not(kind.name) == call.NOT_TIMED)
-
-
-def test_no_call_is_listed_twice():
-    names = [(c.kind, c.peer.name, c.way) for c in CALLS]
-    assert len(set(names)) == len(names)

@@ -6,14 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import fakequant as fq
-from benchmarks.real_models import __main__ as command
 from benchmarks.real_models.architecture import Architecture
 from benchmarks.real_models.architectures import ARCHITECTURES
-from benchmarks.real_models.case import Case, WrongError, check_same_bits, tensors
-from benchmarks.real_models.child import first_line, run_step
+from benchmarks.real_models.case import Case, WrongError, check_same_bits
+from benchmarks.real_models.child import run_step
 from benchmarks.real_models.pages import page
 from benchmarks.real_models.products import count_products
-from benchmarks.real_models.runner import letters_of, read_record, run_all, run_architecture, write_record
+from benchmarks.real_models.runner import run_architecture
 from benchmarks.real_models.steps import STEPS, NotForThisError, Step
 
 
@@ -36,11 +35,6 @@ def test_steps_of_an_architecture():
     assert {letter: cell["cell"] for letter, cell in found.items()} == dict.fromkeys("abcdfi", "+"), found
     assert 0.5 < found["c"]["note"]["share"] < 1
     assert found["d"]["note"]["dB"] > 20
-
-
-def test_skipped_steps_exist():
-    assert not {letter for one in ARCHITECTURES.values() for letter in one.skip} - set(STEPS)
-    assert letters_of("hj", "ghij") == "gi"
 
 
 def fails(case):
@@ -66,10 +60,6 @@ def test_what_a_cell_says(step, expected, monkeypatch):
     monkeypatch.setitem(STEPS, "a", step)
     found = run_step(Case(ARCHITECTURES["nn UNet"]), "a")
     assert {**found, **expected} == found
-
-
-def test_an_error_of_two_lines_keeps_both():
-    assert first_line(RuntimeError("in X:\n\n\tmissing y\nmore")) == "RuntimeError: in X: missing y"
 
 
 def test_other_ranges_of_a_fresh_model_are_found(monkeypatch):
@@ -138,11 +128,6 @@ def test_a_tensor_that_is_changed_in_place_is_quantized_no_more():
     assert count_products(lambda: call(lambda x: x.t().add_(0.1))).share == 0
 
 
-def test_tensors_of_nested_outputs():
-    x, y = torch.ones(1), torch.zeros(2)
-    assert list(map(id, tensors({"a": x, "b": [None, (y,)], "c": 3, "d": object()}))) == [id(x), id(y)]
-
-
 def script(text):
     """A process that prints a cell for each letter, or does what the text says for the letter b."""
     cell = 'printf \'{"step": "%s", "cell": "+", "seconds": 0.1}\\n\' $letter'
@@ -163,43 +148,6 @@ def test_a_lost_process_costs_one_step(text, expected):
     found = run_architecture("", "abc", 2, script(text)[:-1])
     assert {letter: cell["cell"] for letter, cell in found.items()} == {"a": "+", "b": expected["cell"], "c": "+"}
     assert found["b"] == expected
-
-
-def test_a_record_is_continued(tmp_path):
-    ran, path = [], tmp_path / "record.json"
-
-    def run(name, letters):
-        ran.append((name, letters))
-        return {letter: {"cell": "+", "seconds": 0.0} for letter in letters}
-
-    def all_of(wanted, commit):
-        record = read_record(path)
-        ran.clear()
-        list(run_all(wanted, record, commit, 1, run))
-        write_record(path, record)
-        return ran
-
-    assert all_of({"one": "ab", "two": "a"}, "c1") == [("one", "ab"), ("two", "a")]
-    assert all_of({"one": "abc", "two": "a"}, "c1") == [("one", "c")]
-    assert sorted(read_record(path)["models"]["one"]["cells"]) == ["a", "b", "c"]
-    assert all_of({"two": "a"}, "c2") == [("two", "a")]
-    assert {name: model["commit"] for name, model in read_record(path)["models"].items()} == {"one": "c1", "two": "c2"}
-
-
-def test_the_command_writes_the_record_and_the_page(tmp_path, monkeypatch, capsys):
-    cells = {"cell": "X", "error": "GraphError: no", "seconds": 1.0}
-    monkeypatch.setattr(command, "run_architecture", lambda name, letters, limit: dict.fromkeys(letters, cells))
-    record, document = tmp_path / "record.json", tmp_path / "page.md"
-    given = ["--only", "LSTM", "UNet", "--steps", "ab", "--results", str(record), "--page", str(document)]
-    assert command.main(given) == 1
-    assert "nn LSTM" in capsys.readouterr().out
-    assert sorted(read_record(record)["models"]) == ["nn LSTM", "nn UNet"]
-    assert "| a | 2 | GraphError: no | nn LSTM, nn UNet |" in document.read_text()
-    assert command.main(given) == 1  # what was not run again still fails
-    assert capsys.readouterr().out == ""
-    with pytest.raises(SystemExit):
-        command.main(["--steps", "!"])
-    assert "no step !" in capsys.readouterr().err
 
 
 def test_the_page_has_a_row_for_each_model_and_each_cause():

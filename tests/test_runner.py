@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import cases, limits, pages, processes, record
 from benchmarks.calibration import LOOPS, METHODS, Search, WholeModel
-from benchmarks.cases import Entry
 from benchmarks.kinds import SHOWN
 from benchmarks.peers import CALLS, PEERS
 from benchmarks.peers.measure import PeerCase
-from benchmarks.processes import Plan, from_dict, together
+from benchmarks.processes import Plan, together
 from benchmarks.torch_ao import ROUTED
 from benchmarks.training import BLOCK, CNN, LINEAR_BY_CODES, MODULE
 from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED, Case, Effort, Result
@@ -73,30 +71,12 @@ def test_everything_that_is_promised_is_timed_and_nothing_twice():
     }
 
 
-def test_entries_of_one_case_are_merged():
-    case, other = cases.kinds.INT8_TENSOR.case(64), cases.kinds.MXFP4.case(64)
-    found = cases.merged([Entry(case, (COPY,), (ATEN,)), Entry(other), Entry(case, (ATEN, COPY), (COMPILED, ATEN))])
-    assert found == [Entry(case, (COPY, ATEN), (COMPILED,)), Entry(other)]
-    assert found[0].of_process(0) == (COPY, ATEN, COMPILED)
-    assert found[0].of_process(1) == (COPY, ATEN)
-
-
 SMALL = [entry.case for entry in cases.everything() if type(entry.case) is Case and entry.case.elements <= 1 << 12]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.name}-{case.elements}-{case.direction}")
 def test_small_cases_have_the_bits_of_the_reference(case):
     assert case.differing() == 0
-
-
-def test_texts_choose_what_is_timed():
-    plan = Plan("everything", ("NVFP4, forward, float32, 64, x",))
-    ((case, against),) = plan.entries(0)
-    assert (case.name, case.elements, against) == ("NVFP4", 64, (COPY,))
-    assert Plan("everything", ("ATen", "no such thing")).entries(1)
-    assert not Plan("everything", ("no such thing",)).entries(0)
-    once = Plan("everything", ("NVFP4, forward, float32, 4194304, torch.compile",))
-    assert [len(once.entries(number)) for number in (0, 1)] == [1, 0]
 
 
 # Cases of models
@@ -199,24 +179,10 @@ def test_a_red_case_prints_no_time_and_other_processes_give_it_none(monkeypatch,
     assert command.verdict(list(found.values()), 1.0) == 1
 
 
-def test_one_comparison_serves_all_libraries_beside_the_same_call(monkeypatch):
-    compared = []
-    monkeypatch.setattr(Case, "differing", lambda case: compared.append(case) or 1)
-    found = processes.measured_here(Plan("everything", ("MXFP4, forward, float32, 4096, ",), 1, QUICK), 0)
-    assert len(compared) == len({case.spec for case in compared}) == 2 < sum(result.differing for result in found)
-
-
 def test_only_calls_of_libraries_share_what_they_are_compared_by():
     ours = (entry.case for entry in cases.everything() if type(entry.case) is not PeerCase)
     keys = [(c.name, c.direction, c.text, c.elements, c.dtype_name) for c in ours]
     assert len(set(keys)) == len(keys)
-
-
-def test_a_process_of_its_own_gives_results(tmp_path):
-    found = processes.run(Plan("everything", ("NVFP4, forward, float32, 64, x",), 1, QUICK))
-    assert [(result.case, result.elements, result.against) for result in found] == [("NVFP4", 64, COPY)]
-    assert found[0].ratio is not None
-    assert from_dict(json.loads(json.dumps(found[0].__dict__))) == found[0]
 
 
 def test_what_the_first_process_found_red_has_no_time_in_one_of_its_own():
@@ -334,59 +300,6 @@ def test_tables_and_plot_are_written_from_the_lines(written):
     assert plot.startswith(b"<?xml")
     pages.write(lines())
     assert (written / "cost.svg").read_bytes() == plot
-
-
-def test_a_page_without_markers_is_an_error_and_stays(written):
-    (written / "performance.md").write_text("nothing")
-    with pytest.raises(ValueError, match="lacks the markers"):
-        pages.write(lines())
-    assert (written / "performance.md").read_text() == "nothing"
-
-
-def test_the_pages_of_the_project_have_the_markers():
-    for page, begin, end in (
-        (pages.PERFORMANCE, pages.BEGIN, pages.END),
-        (pages.PEERS_PAGE, pages.PEERS_BEGIN, pages.PEERS_END),
-    ):
-        assert page.read_text().index(begin) < page.read_text().index(end)
-    assert pages.PLOT.name in pages.PERFORMANCE.read_text()
-
-
-def run_command(monkeypatch, tmp_path, *arguments, results=(RESULT,)):
-    asked = []
-    monkeypatch.setattr(command, "run", lambda plan: asked.append(plan) or list(results))
-    status = command.main(list(arguments), tmp_path / "bench.jsonl")
-    return status, asked
-
-
-def test_the_command_writes_all_results_some_only_if_asked_and_pages_times_nothing(written, monkeypatch):
-    path = written / "bench.jsonl"
-    status, (plan,) = run_command(monkeypatch, written, "MXFP4", "--seconds", "0.5", "--processes", "2")
-    assert (status, plan) == (0, Plan("everything", ("MXFP4",), 2, Effort(0.5)))
-    assert not path.exists()
-    assert run_command(monkeypatch, written)[1] == [Plan()]
-    assert [line["against"] for line in record.read_lines(path)] == [COPY]
-    run_command(monkeypatch, written, "ATen", "--add", results=[replace(RESULT, against=ATEN)])
-    assert [line["against"] for line in record.read_lines(path)] == [COPY, ATEN]
-    before = (written / "performance.md").read_text()
-    (written / "performance.md").write_text(f"{pages.BEGIN}{pages.END}")
-    assert run_command(monkeypatch, written, "--pages") == (0, [])
-    assert (written / "performance.md").read_text().strip() in before
-    run_command(monkeypatch, written)
-    assert [line["against"] for line in record.read_lines(path)] == [COPY]
-
-
-def test_nothing_is_written_where_a_process_fails(written, monkeypatch):
-    run_command(monkeypatch, written)
-    before = (written / "bench.jsonl").read_bytes()
-
-    def fails(plan):
-        raise processes.subprocess.CalledProcessError(1, "python")
-
-    monkeypatch.setattr(command, "run", fails)
-    with pytest.raises(processes.subprocess.CalledProcessError):
-        command.main([], written / "bench.jsonl")
-    assert (written / "bench.jsonl").read_bytes() == before
 
 
 def test_a_result_without_time_is_no_verdict_but_a_difference_is():

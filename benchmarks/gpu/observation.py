@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.exactness import differing
 from fakequant.benchmark import COPY, CannotRunError, Prepared
 from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
 from fakequant.ops.histogram import observe
+from tests.support.exactness import differing
 
 _BINS = 4096
 # Normal numbers, of which none lies beyond 8, fill the bins.

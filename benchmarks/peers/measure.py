@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import fakequant as fq
-from benchmarks import exactness
 from fakequant.benchmark import CannotRunError, Case, Function, Prepared, square
+from tests.support import exactness
 
 from .call import Call, Theirs
 

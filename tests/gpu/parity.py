@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import fakequant as fq
-from benchmarks.exactness import by_the_reference
 from fakequant.ops import dispatch, library
 from tests.gpu.large import large, large_gradient
 from tests.support import cases, dynamic_cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, FormatCase, hostile_gradient
+from tests.support.exactness import by_the_reference
 
 # Of all that is wrong with one format, as many are printed.
 TOLD = 3

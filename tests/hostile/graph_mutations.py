@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from benchmarks.networks import quantized
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Constant, Graph, IRType, TensorType
 from fakequant.ir.table import ROWS
+from tests.support.networks import quantized
 
 LIMIT = 2**24
 """Bytes that one result of a run may have."""

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,11 @@ from torch import Tensor
 
 from fakequant.compat import aten
 from fakequant.compat.onnxruntime import attach_functions, fake_quant, fake_quant_grad
-
-from .exactness import BITS, ELEMENTS, SCALES, backward, chunks, differing, unequal
-from .record import ROOT
+from tests.support.exactness import BITS, ELEMENTS, SCALES, backward, chunks, differing, unequal
 
 # Rows of scales, each of 3 times 4 places.
 _TILE = len(SCALES) * 12
-VECTORS = ROOT / "tests" / "vectors" / "fake_quant.npz"
+VECTORS = Path(__file__).parents[1] / "vectors" / "fake_quant.npz"
 
 
 @dataclass(frozen=True)
