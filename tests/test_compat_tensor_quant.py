@@ -8,11 +8,15 @@ from fakequant.compat.pytorch_quantization import cuda_ext, tensor_quant
 from fakequant.compat.pytorch_quantization.specification import codes_per_unit, float_format
 from tests.support import compat_rules as rules
 from tests.support.bits import assert_same_bits
+from tests.support.matrix import full, in_turn, sweep
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("amax_shape", rules.AMAX_SHAPES, ids=str)
-@pytest.mark.parametrize("case", rules.INTEGERS.values(), ids=rules.INTEGERS)
+@sweep(
+    "amax_shape, case",
+    full(rules.AMAX_SHAPES, rules.INTEGERS),
+    [*in_turn(rules.AMAX_SHAPES, list(rules.INTEGERS)), *full(rules.AMAX_SHAPES, ["int8_narrow"])],
+    case=rules.INTEGERS,
+)
 def test_integers_equal_the_formulas(case, amax_shape):
     for got, wanted in rules.integer_pairs(*case, amax_shape):
         assert_same_bits(got, wanted)

@@ -16,7 +16,8 @@ from fakequant.ops.rules import cannot_choose
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
-from tests.support.dynamic_cases import FORMATS, RUNS, SCALES, WHOLE, composed, hostile, needs_kernels, specs
+from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, needs_kernels, specs
+from tests.support.matrix import each_dynamic_format
 
 CPU = next(backend for backend in backends() if backend.name == "cpu")
 GRADIENTS = list(fq.Gradient)
@@ -51,9 +52,7 @@ def _poisoned_memory():
 
 
 @needs_kernels
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_dynamic_format
 def test_equals_the_definition(name, dtype):
     for seed, (label, where) in enumerate(RUNS.items()):
         if not where.shape or (where.shape[0] > 1000 and name not in ("int8", "uint8", "float4_e2m1fn")):

@@ -23,6 +23,7 @@ from tests.support.kernel_comparisons import (
     each_backend,
     skip_unavailable,
 )
+from tests.support.matrix import each_format, full, in_turn, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +45,8 @@ def test_poison_works():
     assert (torch.empty_like(torch.ones(3, dtype=torch.uint8)) == 255).all()
 
 
-@pytest.mark.one_in(3)
 @each_backend
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format
 def test_equals_the_reference(backend, name, dtype):
     skip_unavailable(backend)
     case = FORMATS[name]
@@ -81,10 +80,11 @@ def test_equals_the_reference_in_every_layout(backend, name, dtype):
                     compare(backend, laid, spec, f"{where_name} {arithmetic.value} {layout_name} {seed}")
 
 
-@pytest.mark.one_in(3)
+FAMILIES = ["int8", "uint8_affine", "float8_e4m3fn", "nf4"]
+
+
 @each_backend
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["int8", "uint8_affine", "float8_e4m3fn", "nf4"])
+@sweep("size, name", full(SIZES, FAMILIES), in_turn(SIZES, FAMILIES))
 def test_chunks_and_remainders(backend, name, size):
     skip_unavailable(backend)
     torch.set_num_threads(2 if size > 32768 else 1)

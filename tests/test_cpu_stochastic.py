@@ -10,10 +10,11 @@ from fakequant.numerics.philox import random_words, words_of
 from fakequant.ops.dispatch import backends
 from tests.support import cases
 from tests.support.bits import assert_same_bits
-from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from tests.support.cases import FORMATS, GRANULARITIES, LAYOUTS
 from tests.support.dynamic_cases import composed, needs_kernels, specs
 from tests.support.dynamic_cases import hostile as hostile_groups
 from tests.support.kernel_comparisons import SIZES, compare, each_backend, skip_unavailable
+from tests.support.matrix import each_format
 
 STOCHASTIC = fq.Rounding.STOCHASTIC
 
@@ -33,10 +34,8 @@ def drawn(case, where, arithmetic, dtype, seed=0):
     return cases.Numbers(numbers.x, numbers.params._replace(seed=torch.tensor(seed * 2**40 - 3)))
 
 
-@pytest.mark.one_in(5)
 @each_backend
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format
 def test_equals_the_reference(backend, name, dtype):
     skip_unavailable(backend)
     case, served = FORMATS[name], 0

@@ -17,6 +17,7 @@ from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
 from tests.support.direct_cases import assert_served_if_supported, hostile, needs_kernels
+from tests.support.matrix import each_format
 
 INT8 = fq.QuantSpec("int8")
 AFFINE = fq.QuantSpec("int8", symmetric=False)
@@ -50,9 +51,7 @@ def compare(case, granularity, arithmetic, dtype, layout):
 
 
 @needs_kernels
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format
 def test_bits_are_those_of_the_reference(name, dtype):
     case, served, turn = FORMATS[name], 0, list(FORMATS).index(name)
     layouts = ("contiguous", "channels_last", "transposed", "sliced", "offset")

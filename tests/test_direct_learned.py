@@ -15,6 +15,7 @@ from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
 from tests.support.direct_cases import assert_served_if_supported
+from tests.support.matrix import each_format, full, in_turn, sweep
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
 INT8 = fq.QuantSpec("int8")
@@ -54,9 +55,7 @@ def compare(case, granularity, arithmetic, dtype, layout):
     return served
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format
 def test_bits_are_those_of_the_reference(name, dtype):
     case, served, turn = FORMATS[name], 0, list(FORMATS).index(name)
     layouts = ("contiguous", "channels_last", "transposed", "sliced", "offset")
@@ -200,12 +199,11 @@ def generally(monkeypatch):
 STEPS = [1.0, -1.0, 0.0, 1e-40, 2.0**-126, float("inf"), -float("inf"), float("nan")]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("where", ["per_tensor", "per_channel(0)", "per_channel(1)", "per_token", "per_block(-1:4)"])
-@pytest.mark.parametrize(
-    "format", ["int8 {}", "int4 {} asymmetric", "float8_e4m3fn {} reciprocal", "int8 {} multiplier"]
-)
+TEXTS = ["int8 {}", "int4 {} asymmetric", "float8_e4m3fn {} reciprocal", "int8 {} multiplier"]
+WHERE = ["per_tensor", "per_channel(0)", "per_channel(1)", "per_token", "per_block(-1:4)"]
+
+
+@sweep("format, where, dtype", full(TEXTS, WHERE, DTYPES), in_turn(full(TEXTS, WHERE), list(DTYPES)), dtype=DTYPES)
 def test_a_learned_step_has_the_bits_of_the_general_way(monkeypatch, format, where, dtype):
     spec, x = fq.QuantSpec.parse(format.format(where)), torch.randn(6, 8).to(dtype)
     x[2, 3], dy = float("nan"), hostile_gradient(x).to(dtype)

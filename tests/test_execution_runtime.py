@@ -27,6 +27,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from tests.support.bits import assert_same_bits, bits_of  # noqa: E402
+from tests.support.matrix import full, sweep  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "execution.md"
 
@@ -195,8 +196,12 @@ def cell(case: Case, found: Results, apart: Difference) -> str:
     return f"{apart.share:.0%}, {far}, {apart.moved:,}"
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", CASES)
+# Every operator that computes a product, and both ways to code a bias.
+QUICK = ["Linear without bias", "Conv2d", "the same, biases whole", "Linear without bias, output coded"]
+QUICK += ["Conv2d, output coded", "CNN, affine, output coded"]
+
+
+@sweep("name", full(CASES), full(QUICK))
 def test_exported_models(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     found = computed(case, tmp_path)

@@ -22,6 +22,7 @@ pytest.importorskip("onnxruntime")
 
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
 from tests.support.export_models import config, linear  # noqa: E402
+from tests.support.matrix import full, sweep  # noqa: E402
 
 
 class Net(nn.Module):
@@ -93,8 +94,12 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+# Static and dynamic ranges, zero points, float8 and each kind of scale of blocks.
+QUICK = ["INT8_AFFINE", "INT8_PER_TOKEN", "FP8", "ODD", "MXFP4", "NVFP4", "DOUBLE"]
+BY_NAME = {config.name: config for config in CONFIGS}
+
+
+@sweep("config", full(BY_NAME), full(QUICK), config=BY_NAME)
 def test_every_preset_computes_the_same_at_another_batch_size(config: Config, tmp_path: Path) -> None:
     model = net(config)
     shapes: Any = ({0: "batch"}, {0: "batch"})

@@ -5,12 +5,11 @@ from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from tests.support.bits import assert_same_bits
+from tests.support.matrix import full, in_turn, sweep
 from tests.support.networks import NETWORKS, PRESETS, quantized
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("network", NETWORKS)
+@sweep("network, preset", full(NETWORKS, PRESETS), in_turn(NETWORKS, PRESETS))
 def test_the_graph_of_the_gradients_gives_those_of_the_model(network, preset):
     model, x = quantized(network, preset)
     graph = ir.capture(model, x)

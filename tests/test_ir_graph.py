@@ -10,6 +10,7 @@ from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IROp, IRType, TensorShape, TensorType
 from tests.support.graphs import F32, variants
+from tests.support.matrix import full, in_turn, sweep
 from tests.support.networks import quantized
 
 
@@ -222,9 +223,11 @@ DAMAGE = (
 )
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", ["CNN", "transformer"])
+DAMAGE_BY_NAME = {damage.__name__: damage for damage in DAMAGE}
+GRAPHS = ["CNN", "transformer"]
+
+
+@sweep("damage, name", full(DAMAGE_BY_NAME, GRAPHS), in_turn(DAMAGE_BY_NAME, GRAPHS), damage=DAMAGE_BY_NAME)
 def test_invalid_by_machine(name, damage, captured):
     """Every operation of a captured graph, damaged in every way, is rejected, named, and with the reason."""
     graph = captured[name]

@@ -12,6 +12,7 @@ from fakequant.ir.execute import to_torch
 from fakequant.ir.lower import lower
 from tests.support.bits import assert_same_bits
 from tests.support.graphs import assert_same_step, step
+from tests.support.matrix import full, in_turn, sweep
 
 WINDOWS = {
     "no maxima": None,
@@ -88,9 +89,11 @@ def assert_same_gradients(graph, x):
         assert got.stride() == wanted.stride()
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("text", SPECS)
-@pytest.mark.parametrize("window", WINDOWS)
+@sweep(
+    "window, text",
+    full(WINDOWS, SPECS),
+    [*((window, text) for text, window in in_turn(SPECS, list(WINDOWS))), *full(WINDOWS, ["int8"])],
+)
 def test_chains_keep_every_bit_and_stride(window, text):
     for turn, shape in enumerate([(2, 8, 6, 6), (2, 1, 6, 5), (1, 9, 7, 6), (3, 8, 6, 6)]):
         for layout in LAYOUTS.values():

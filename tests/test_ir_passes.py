@@ -10,6 +10,7 @@ from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from tests.support.bits import assert_same_bits
+from tests.support.matrix import full, in_turn, sweep
 from tests.support.networks import NETWORKS, PRESETS, quantized
 
 F32 = IRType.Float32
@@ -38,9 +39,7 @@ def only(graph, one):
     return found.graph
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("network", NETWORKS)
+@sweep("network, preset", full(NETWORKS, PRESETS), in_turn(NETWORKS, PRESETS))
 def test_exact_passes_keep_every_bit(network, preset):
     model, x = quantized(network, preset)
     graph = ir.capture(model, x)

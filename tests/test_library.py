@@ -15,6 +15,7 @@ from fakequant.ops import dispatch, library
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
+from tests.support.matrix import full, in_turn, sweep
 
 INT8_IN_CHANNELS = fq.QuantSpec("int8", fq.PerChannel(0))
 
@@ -25,10 +26,16 @@ def eager(x, params, spec, dy):
     return y, reference.grad_input(dy, reference.passes(x, params, spec))
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+GRADIENTS = {gradient.value: gradient for gradient in fq.Gradient}
+
+
+@sweep(
+    "layout, dtype, gradient",
+    full(LAYOUTS, DTYPES, GRADIENTS),
+    in_turn(full(LAYOUTS, DTYPES), list(GRADIENTS)),
+    dtype=DTYPES,
+    gradient=GRADIENTS,
+)
 def test_backward_is_the_references(layout, dtype, gradient):
     for name in ("int8", "uint8_affine", "float8_e4m3fn"):
         where = GRANULARITIES["channel_1"]
@@ -43,11 +50,16 @@ def test_backward_is_the_references(layout, dtype, gradient):
         assert_same_bits(dx, right_dx, name)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("where", ["channel_1", "tiles_alternating"])
+PLACES = ["channel_1", "tiles_alternating"]
+
+
+@sweep(
+    "layout, dtype, gradient, where",
+    full(LAYOUTS, DTYPES, GRADIENTS, PLACES),
+    in_turn(full(LAYOUTS, DTYPES), list(GRADIENTS), PLACES),
+    dtype=DTYPES,
+    gradient=GRADIENTS,
+)
 def test_the_mask_beside_the_values_is_the_references(where, layout, dtype, gradient):
     where = GRANULARITIES[where]
     numbers = cases.hostile(FORMATS["uint8_affine"], where, fq.Arithmetic.DIVIDE, dtype)

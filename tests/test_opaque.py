@@ -9,6 +9,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.ops import dispatch, library
 from fakequant.ops.opaque import Opaque
 from tests.support.bits import assert_same_bits
+from tests.support.matrix import full, in_turn, sweep
 
 SPECS = [
     *("int8", "uint8 per_channel(1)", "int4 per_token", "int8 per_tensor identity", "int8 per_tensor clip"),
@@ -27,10 +28,10 @@ def laid_out(shape):
     yield "every second", torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("text", SPECS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+QUICK = [*((SHAPES[0], *row) for row in in_turn(SPECS, [True, False])), *full(SHAPES[1:], ["int8"], [False])]
+
+
+@sweep("shape, text, dynamic", full(SHAPES, SPECS, [True, False]), QUICK)
 def test_compiled_equals_the_library(shape, text, dynamic):
     spec = fq.QuantSpec.parse(text)
     opaque = Opaque(spec)

@@ -10,7 +10,8 @@ from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.rectified import fake_quantize_relu, relu_later
 from tests.support import cases
 from tests.support.bits import assert_same_bits
-from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
+from tests.support.cases import FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
+from tests.support.matrix import each_format
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +41,7 @@ def assert_same(x, params, spec, label):
         assert got.stride() == wanted.stride(), label
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format
 def test_equals_one_after_the_other(name, dtype):
     case, gradients = FORMATS[name], list(fq.Gradient)
     for turn, (where_name, where) in enumerate(GRANULARITIES.items(), start=list(FORMATS).index(name)):

@@ -14,6 +14,7 @@ from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS
 from tests.support.dynamic_cases import FORMATS, RUNS, SCALES, composed, hostile, specs
+from tests.support.matrix import each_dynamic_format
 
 
 def assert_dynamic(backend, x, spec, label):
@@ -43,9 +44,7 @@ def compare(name, dtype, each):
             assert_dynamic(backend_of(turn // 4, x), x, spec.replace(gradient=MASKED[turn // 4 % len(MASKED)]), label)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_dynamic_format
 def test_equals_the_definition(name, dtype):
     compare(name, dtype, each=False)
 

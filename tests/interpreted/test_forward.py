@@ -10,6 +10,7 @@ from fakequant.ops.triton.backend import TritonBackend
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
+from tests.support.matrix import each_format
 
 
 def compare(name, dtype, each):
@@ -40,9 +41,7 @@ def compare(name, dtype, each):
                 assert_codes(backend, (x, numbers.params), spec, where_name)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format
 def test_equals_the_reference(name, dtype):
     compare(name, dtype, each=False)
 

@@ -1,5 +1,7 @@
 """Ranges and counts of magnitudes equal the definition in every bit."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from fakequant.ops.histogram import observe
 from fakequant.ops.triton.backend import TritonBackend
 from tests.support.bits import assert_same_bits
 from tests.support.histogram_cases import DTYPES, hostile
+from tests.support.matrix import full, in_turn, sweep
 
 # Groups of several programs, of which the last is not full; several groups in a program; one value.
 SHAPES = [(1, 9_001), (3, 700), (40, 33), (70, 3), (2, 64), (1, 1)]
@@ -29,10 +32,10 @@ def assert_observes(values, bins, backend=None):
     assert (found.counts[finite].sum((1, 2)) == values.shape[1]).all()
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("bins", [None, 16, 4096])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+BINS = [None, 16, 4096]
+
+
+@sweep("shape, dtype, bins", full(SHAPES, DTYPES, BINS), in_turn(product(SHAPES, DTYPES[::2]), BINS))
 def test_equals_the_definition(dtype, shape, bins):
     values = hostile(shape, dtype)
     widths = 2.0 ** (torch.arange(shape[0], dtype=torch.float64) % 3 + 3)
@@ -47,10 +50,10 @@ def test_values_of_one_sign(dtype, sign):
     assert_observes(sign * (hostile((3, 100), dtype).abs() + 1), Bins(torch.ones(3, dtype=torch.float64), 16))
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("odd", [float("nan"), -float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", [0, 511, 512, 4999])
+PLACES, ODD = [0, 511, 512, 4999], [float("nan"), -float("nan"), float("inf"), -float("inf")]
+
+
+@sweep("place, odd, dtype", full(PLACES, ODD, DTYPES), in_turn(product(PLACES, ODD), DTYPES))
 def test_what_is_not_finite_is_said_of_its_group_alone(odd, place, dtype):
     values = hostile((2, 5000), dtype)
     values[1, place] = odd
