@@ -66,7 +66,7 @@ def differing_from_formulas(amax_shapes: Sequence[tuple[int, ...]] = AMAX_SHAPES
 
 
 def _differing(pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
-    from tests.bits import bits_of
+    from tests.support.bits import bits_of
 
     return sum(int((bits_of(got) != bits_of(wanted)).sum()) for got, wanted in pairs)
 

@@ -10,11 +10,14 @@ from tests.support import compat_rules as rules
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
 
+AMAX_SHAPES = {str(shape): shape for shape in rules.AMAX_SHAPES}
+
 
 @sweep(
     "amax_shape, case",
-    full(rules.AMAX_SHAPES, rules.INTEGERS),
-    [*in_turn(rules.AMAX_SHAPES, list(rules.INTEGERS)), *full(rules.AMAX_SHAPES, ["int8_narrow"])],
+    full(AMAX_SHAPES, rules.INTEGERS),
+    [*in_turn(AMAX_SHAPES, list(rules.INTEGERS)), *full(AMAX_SHAPES, ["int8_narrow"])],
+    amax_shape=AMAX_SHAPES,
     case=rules.INTEGERS,
 )
 def test_integers_equal_the_formulas(case, amax_shape):

@@ -1,9 +1,7 @@
-"""Verification finds what is wrong: other scales, other codes, damaged and foreign files, other models."""
+"""Verification finds what is wrong: other scales, other codes, other models."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import math
 import re
@@ -21,7 +19,6 @@ from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.nn import quantizers
-from tests.hostile.record_mutations import record_mutations
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -29,32 +26,13 @@ onnxruntime = pytest.importorskip("onnxruntime")
 from onnx import numpy_helper  # noqa: E402
 
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
-
-INPUT, WEIGHT = "0._input_quantizer", "0._weight_quantizer"
-
-
-def model_of(config: Config = presets.INT8_AFFINE, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    model = prepare(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), config)
-    calibrate(model, [torch.randn(16, 8)])
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("export") / "m.onnx"
-    export_onnx(model_of(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)), path)
-    return path.read_bytes()
+from tests.support.export_files import INPUT, WEIGHT, batch, constant, exported, two_layers  # noqa: E402
 
 
 @pytest.fixture
-def path(exported: bytes, tmp_path: Path) -> Path:
-    (tmp_path / "m.onnx").write_bytes(exported)
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "m.onnx").write_bytes(exported())
     return tmp_path / "m.onnx"
-
-
-def constant(model: Any, name: str) -> Any:
-    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
 
 
 def replace(path: Path, name: str, change: Any) -> None:
@@ -65,12 +43,8 @@ def replace(path: Path, name: str, change: Any) -> None:
     onnx.save(model, path)
 
 
-def batch(seed: int = 2) -> Tensor:
-    return torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
-
-
 def test_an_untouched_file_is_exact(path: Path) -> None:
-    report = verify_onnx(path, model_of(), [batch(), batch(3)])
+    report = verify_onnx(path, two_layers(), [batch(), batch(3)])
     assert report.exact
     assert report.differing == 0
     assert report.batches == 2
@@ -83,7 +57,7 @@ def test_an_untouched_file_is_exact(path: Path) -> None:
     (output,) = report.outputs
     assert (output.elements, output.rows, output.argmax_agreement) == (24, 6, 1.0)
     assert output.max_abs < 1e-6
-    scale = quantizers(model_of())["2._input_quantizer"].scale
+    scale = quantizers(two_layers())["2._input_quantizer"].scale
     assert scale is not None
     assert output.step == scale.item()
     assert output.steps == output.max_abs / scale.item()
@@ -115,7 +89,7 @@ TAMPERED = {
 def test_a_changed_constant_is_found(path: Path, name: str, change: Any, quantizer: str) -> None:
     replace(path, name, change)
     # Numbers beyond the range, because only there a zero point shows.
-    report = verify_onnx(path, model_of(), [batch() * 3])
+    report = verify_onnx(path, two_layers(), [batch() * 3])
     rows = {row.quantizer: row for row in report.rows}
     assert not report.exact
     assert rows[quantizer].differing > 0
@@ -140,7 +114,7 @@ def test_a_changed_node_is_found(path: Path) -> None:
 
 
 def test_a_model_that_was_trained_on_is_found(path: Path) -> None:
-    model = model_of()
+    model = two_layers()
     with torch.no_grad():
         model.get_parameter("0.weight").mul_(1.5)
     rows = {row.quantizer: row for row in verify_onnx(path, model, [batch()]).rows}
@@ -178,59 +152,6 @@ def test_another_model_is_an_error(path: Path, make: Any, text: str) -> None:
     assert str(error.value).startswith(f"{path}: ")
 
 
-def _foreign() -> bytes:
-    make = onnx.helper
-    value = [make.make_tensor_value_info(name, 1, [2]) for name in ("x", "y")]
-    graph = make.make_graph([make.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
-    return make.make_model(graph, ir_version=10).SerializeToString()
-
-
-FILES = {
-    "not_onnx": (lambda data: b"this is no model", "is not an ONNX file, or is truncated"),
-    "empty": (lambda data: b"", "not written by fakequant.export_onnx"),
-    "of_another_tool": (lambda data: _foreign(), "not written by fakequant.export_onnx"),
-    "half": (lambda data: data[: len(data) // 2], "is not an ONNX file, or is truncated"),
-    "one_byte_short": (lambda data: data[:-1], "is not an ONNX file, or is truncated"),
-    "damaged_record": (lambda data: data.replace(b'{"layout"', b'["layout"'), "its record of quantizers is damaged"),
-    "newer_record": (lambda data: data.replace(b'{"layout": 1', b'{"layout": 9'), "has a record of layout 9"),
-    "misnamed_node": (lambda data: data.replace(b"\x0eQuantizeLinear", b"\x0eQuantizeLinEar"), "is damaged: No Op"),
-}
-
-
-@pytest.mark.parametrize(("change", "text"), FILES.values(), ids=FILES)
-def test_a_file_that_is_not_ours_or_is_damaged_is_an_error(path: Path, change: Any, text: str) -> None:
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(VerificationError, match=text) as error:
-        verify_onnx(path)
-    assert str(error.value).startswith(f"{path}: ")
-
-
-def test_every_shorter_file_is_an_error(path: Path) -> None:
-    data = path.read_bytes()
-    for length in range(0, len(data), 37):
-        path.write_bytes(data[:length])
-        with pytest.raises(VerificationError):
-            verify_onnx(path)
-
-
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(VerificationError, match="cannot be read: No such file"):
-        verify_onnx(tmp_path / "none.onnx")
-
-
-def test_a_missing_constant_is_an_error(path: Path) -> None:
-    model = onnx.load(path)
-    tensor = constant(model, f"{INPUT}/scale")
-    tensor.name = "renamed"
-    for node in model.graph.node:
-        for index, name in enumerate(node.input):
-            if name == f"{INPUT}/scale":
-                node.input[index] = "renamed"
-    onnx.save(model, path)
-    with pytest.raises(VerificationError, match=f"the constants {INPUT}/scale are missing"):
-        verify_onnx(path)
-
-
 BATCHES = {
     "none": ([], "batches is empty"),
     "too_few_tensors": ([()], "a batch has 0 tensors, but the file has 1 inputs"),
@@ -247,7 +168,7 @@ def test_batches_that_do_not_fit_are_an_error(path: Path, batches: Any, text: st
 
 
 def test_the_optimised_file_is_reported_when_it_differs(path: Path) -> None:
-    report = verify_onnx(path, model_of(), [batch() * 3])
+    report = verify_onnx(path, two_layers(), [batch() * 3])
     assert [row.name for row in report.optimised] == [row.name for row in report.outputs]
     assert "with ONNX Runtime's optimisations" in str(report)
 
@@ -263,7 +184,7 @@ LOADS = {
 
 @pytest.mark.parametrize("config", LOADS.values(), ids=LOADS)
 def test_the_optimised_file_loads(config: Config, tmp_path: Path) -> None:
-    model = model_of(config)
+    model = two_layers(config)
     export_onnx(model, batch(), tmp_path / "m.onnx", dynamic_shapes=({0: "batch"},))
     report = verify_onnx(tmp_path / "m.onnx", model, [batch()])
     assert report.exact
@@ -303,7 +224,7 @@ def test_random_inputs_stay_in_the_range_of_integer_examples(tmp_path: Path) -> 
 
 
 def test_report_goes_to_json(path: Path) -> None:
-    report = verify_onnx(path, model_of(), [batch()])
+    report = verify_onnx(path, two_layers(), [batch()])
     values = json.loads(json.dumps(report.to_dict()))
     assert values["exact"] is True
     assert values["rows"][0]["quantizer"] == INPUT
@@ -317,114 +238,14 @@ def test_report_goes_to_json(path: Path) -> None:
     assert lines[6].startswith(f"{path}: exact in ONNX Runtime {onnxruntime.__version__}; 1 batches: given")
 
 
-def rewrite(path: Path, change: Any) -> None:
-    """Change the record in a file."""
-    model = onnx.load(path)
-    values = json.loads(model.metadata_props[0].value)
-    change(values)
-    model.metadata_props[0].value = json.dumps(values)
-    onnx.save(model, path)
-
-
 def test_how_far_the_output_is_in_decibels(path: Path) -> None:
-    model = model_of()
+    model = two_layers()
     with torch.no_grad():
         model.get_parameter("2.bias").add_(0.01)
     (output,) = verify_onnx(path, model, [batch()]).outputs
     with torch.no_grad():
         power = model(batch()).square().mean().item()
     assert output.sqnr == pytest.approx(10 * math.log10(power / 0.01**2), abs=0.1)
-
-
-def test_a_record_without_quantizers_is_not_exact(path: Path) -> None:
-    rewrite(path, lambda values: values.update(sites=[]))
-    report = verify_onnx(path)
-    assert not report.exact
-    assert len(report.uncovered) == 6
-    assert "6 nodes quantize but belong to no quantizer of the file" in str(report)
-
-
-@pytest.mark.parametrize("site", range(4))
-def test_every_missing_quantizer_is_found(path: Path, site: int) -> None:
-    rewrite(path, lambda values: values["sites"].pop(site))
-    report = verify_onnx(path)
-    assert not report.exact
-    assert all(row.exact for row in report.rows)
-    assert len(report.uncovered) == (2 if site % 2 == 0 else 1)
-
-
-def set_input(**values: Any) -> Any:
-    return lambda record: record["inputs"][0].update(values)
-
-
-def set_site(site: int, **values: Any) -> Any:
-    return lambda record: record["sites"][site].update(values)
-
-
-CRAFTED = {
-    "huge_input": (set_input(shape=[100_000, 100_000]), "pass batches"),
-    "beyond_axes": (set_input(shape=[2**70]), "shape is 1180591620717411303424, expected 0 to"),
-    "many_axes": (set_input(shape=[1] * 100), "shape has 100 axes"),
-    "negative": (set_input(shape=[-3, 8]), "shape is -3, expected 0 to"),
-    "text": (set_input(shape="3 by 8"), "shape is '3 by 8', expected a list"),
-    "module": (set_input(dtype="nn"), "dtype is 'nn', expected one of float32"),
-    "function": (set_input(dtype="load"), "dtype is 'load'"),
-    "nothing": (set_input(dtype="nope"), "dtype is 'nope'"),
-    "nan": (set_input(low=float("nan")), "low is nan, expected a finite number"),
-    "other_input": (set_input(name="z"), "it names the inputs"),
-    "repeats": (set_site(0, repeats=[0]), "repeats is 0, expected 1 to"),
-    "huge_repeats": (set_site(1, repeats=[1, 2**30]), "the exported constants do not fit"),
-    "negative_groups": (set_site(1, groups=[-1, 1]), "groups is -1, expected 0 to"),
-    "other_groups": (set_site(1, groups=[1, 16]), "the exported constants do not fit"),
-    "one_group": (set_site(1, groups=[1, 1]), "the exported constants do not fit"),
-    "no_parameters": (set_site(0, parameters="elsewhere"), "'elsewhere' is not a valid Parameters"),
-    "no_spec": (set_site(0, spec="int8 per_moon"), "its record of quantizers is damaged"),
-    "other_spec": (set_site(0, spec="int8 per_channel(1)"), "the exported constants do not fit"),
-    "unknown_scale": (set_site(0, scale="nowhere"), "the constants nowhere are missing"),
-    "no_zero_point": (set_site(0, zero_point=None), "the constants None are missing"),
-    "number_as_name": (set_site(0, y=3), "y is 3, expected text"),
-    "no_object": (lambda record: record.update(sites=[3]), "an object was expected, got 3"),
-    "truth": (lambda record: record.update(layout=True), "layout is True"),
-}
-
-
-@pytest.mark.parametrize(("change", "text"), CRAFTED.values(), ids=CRAFTED)
-def test_a_crafted_record_is_an_error(path: Path, change: Any, text: str) -> None:
-    rewrite(path, change)
-    with pytest.raises(VerificationError, match=re.escape(text)):
-        verify_onnx(path)
-
-
-def test_a_constant_in_another_file_is_not_read(path: Path) -> None:
-    model = onnx.load(path)
-    tensor = constant(model, f"{WEIGHT}/codes")
-    onnx.external_data_helper.set_external_data(tensor, "/etc/hostname")
-    path.write_bytes(model.SerializeToString())
-    with pytest.raises(VerificationError, match=f"its constants {WEIGHT}/codes are in other files"):
-        verify_onnx(path)
-
-
-@pytest.mark.parametrize("name", ["If", "function"])
-def test_quantizers_inside_other_graphs_are_found(path: Path, name: str) -> None:
-    from fakequant.export.coverage import uncovered_nodes
-    from fakequant.export.record import read
-
-    helper, model = onnx.helper, onnx.load(path)
-    node = helper.make_node("QuantizeLinear", ["a", "b"], ["c"], "hidden")
-    if name == "If":
-        branch = helper.make_graph([node], "branch", [], [])
-        model.graph.node.append(helper.make_node("If", ["x"], ["y"], then_branch=branch, else_branch=branch))
-    else:
-        function = helper.make_function("d", "f", ["a", "b"], ["c"], [node], [helper.make_opsetid("", 20)])
-        model.functions.append(function)
-    assert set(uncovered_nodes(model, read(model).sites)) == {"hidden"}
-
-
-def test_mutated_records_give_an_error_or_a_report(tmp_path: Path) -> None:
-    for data in itertools.islice(record_mutations(0), 300):
-        (tmp_path / "m.onnx").write_bytes(data)
-        with contextlib.suppress(VerificationError):
-            assert isinstance(verify_onnx(tmp_path / "m.onnx").exact, bool)
 
 
 def test_bfloat16_models_say_what_to_do(tmp_path: Path) -> None:

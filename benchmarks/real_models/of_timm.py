@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.vision import import_torchvision
+
 from .architecture import Architecture, Built, images
-from .vision import import_torchvision
 
 
 def _model(name: str, size: int = 64, skip: str = "ghj", **options: Any) -> Architecture:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from tests.support.vision import import_torchvision
+
 from .architecture import Architecture, Built, images
-from .vision import import_torchvision
 
 
 def _classifier(name: str, size: int = 64, skip: str = "", **options: Any) -> Architecture:

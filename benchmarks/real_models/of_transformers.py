@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from tests.support.vision import import_torchvision
+
 from .architecture import Architecture, Built, images, tokens
-from .vision import import_torchvision
 
 Batch = dict[str, Any]
 Options = dict[str, Any]
