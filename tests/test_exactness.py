@@ -62,6 +62,13 @@ def test_nothing_differs_from_the_recorded_kernels_and_one_element_would_be_coun
     assert compat_exactness.against_recorded_kernels() > 256
 
 
+def test_float8_equals_decoded_codes_and_other_scales_would_be_counted(monkeypatch):
+    assert exactness.float8_against_decoded_codes() == 0
+    right = exactness.fq.fake_quantize
+    monkeypatch.setattr(exactness.fq, "fake_quantize", lambda x, name, scale: right(x, name, scale=scale * 1.5))
+    assert exactness.float8_against_decoded_codes() > 10_000
+
+
 def test_half_of_the_numbers_are_ties_or_beside_them():
     for x, step in exactness.chunks(20_000, -128, 127, 0):
         fraction = (x / step - (x / step).floor() - 0.5).abs()

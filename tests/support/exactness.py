@@ -17,6 +17,7 @@ from torch import Tensor
 import fakequant as fq
 from fakequant.numerics import products as definition
 from fakequant.ops import convolutions, dispatch, products
+from tests.support import oracle
 
 ELEMENTS = 10_000_000
 _CHUNK = 1_000_000
@@ -194,8 +195,6 @@ def multiplier_against_its_formula(elements: int = ELEMENTS) -> int:
 
 def float8_against_decoded_codes() -> int:
     """Both 8-bit float formats over every float16 and bfloat16 pattern, against the oracle of the tests."""
-    from tests import oracle
-
     wrong = 0
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     for name in ("float8_e4m3fn", "float8_e5m2"):
