@@ -126,7 +126,7 @@ def pytorch_quantization_bars() -> list[Bar]:
 
 
 def limit_bars(results: Sequence[Result]) -> list[Bar]:
-    """A bar for every promise about times: of its cases the slowest beside its limit."""
+    """A bar for every promise about times: its slowest case, and its limit."""
     return [_limit_bar(limit, [result for result in results if limit.holds_for(result)]) for limit in LIMITS]
 
 
@@ -212,8 +212,8 @@ def saved_bytes_per_element(elements: int = 1 << 20) -> float:
 def import_bars(interpreters: int = 9) -> list[Bar]:
     """The time of `import fakequant` after `import torch`, and the optional packages that it loads.
 
-    With the bytecode that Python keeps beside the sources, as every import but the first has it; where this environment
-    forbids that, compiling it anew would be half of the time.
+    Imports after the first one read bytecode. Where the environment keeps Python from writing it, compiling would be
+    half of the time, so bytecode is written here.
     """
     code = (
         "import time, torch, numpy, sys; start = time.perf_counter(); import fakequant; "

@@ -1,4 +1,4 @@
-"""What calibration costs: the search for a threshold in a histogram, and a whole model beside plain forward passes."""
+"""What calibration costs: the search for a threshold in a histogram, and a whole model against plain forward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All cases that are timed, and what each is timed beside. To time another: add a line here."""
+"""All cases that are timed, and what each is compared with. To time another, add a line here."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .peers import CALLS
 from .peers.measure import PeerCase
 
 SIZES = (64, 4 * K, 64 * K, M, 4 * M, 16 * M, 64 * M)
-# Beside others: below, a call is what Python costs, and at 64M the slowest of them takes a second.
+# Sizes at which other libraries are timed. Below them a call is what Python costs; at 64M the slowest takes a second.
 COMPARED_SIZES = SIZES[1:-1]
 COMPARED = 4 * M
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A case and what it is timed beside.
+    """A case and what it is compared with.
 
     Args:
         case: ours.
-        often: timed beside it in every process.
-        once: timed beside it in the first process only: far slower than ours, or compiled for a long time.
+        often: compared with it in every process.
+        once: compared with it in the first process only, because it is far slower or compiles for a long time.
     """
 
     case: Timed
@@ -42,7 +42,7 @@ class Entry:
 
 
 def chosen(case: Timed, against: Iterable[str], only: Sequence[str]) -> tuple[str, ...]:
-    """What a case is timed beside if texts choose: one of them stands in its line. No texts choose everything."""
+    """What a case is compared with where one of the texts is in its line. No texts choose everything."""
     line = f"{case.name}, {case.direction}, {case.dtype_name}, {case.elements}"
     return tuple(name for name in against if not only or any(text in f"{line}, {name}" for text in only))
 

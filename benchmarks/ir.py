@@ -148,7 +148,7 @@ class GraphStep(Step):
         return self.timed(graph.compile(), model)
 
     def timed(self, compiled: Callable[[Tensor], Tensor], model: nn.Module) -> Prepared:
-        """A compiled graph beside its eager model, which have the same parameters."""
+        """A compiled graph and its eager model, with the same parameters."""
         return Prepared(lambda x: step(compiled, model, x), lambda x: step(model, model, x), self.batches())
 
 

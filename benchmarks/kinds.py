@@ -65,7 +65,7 @@ LSQ = Kind("LSQ, int8 per tensor", "int8 per_tensor", learned=True)
 GROWTH = (INT8_TENSOR, FP8_TENSOR, MXFP4, NVFP4)
 OTHERS = (INT8_CHANNEL, INT8_TOKEN, INT8_GROUPS, INT4_GROUPS)
 SHOWN = (*GROWTH, *OTHERS, LSQ)
-"""What the tables have a row for, and what no other library is to be faster at."""
+"""The rows of the tables, in which no other library may be faster."""
 
 SMALL_FLOATS = tuple(
     _given(format, where, granularity)

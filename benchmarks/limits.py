@@ -61,7 +61,7 @@ class Limit:
 
 
 class AtOnce(Case):
-    """A large tensor, beside the same in pieces whose results are kept too: whether cost grows with size alone."""
+    """A large tensor compared with the same one in pieces, whose results are kept too: does only its size cost?"""
 
     def prepare(self, against: str) -> Prepared:
         if against != PIECES:

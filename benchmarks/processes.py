@@ -48,7 +48,7 @@ class Plan:
     red: tuple[tuple[Key, int], ...] = ()
 
     def entries(self, process: int) -> list[tuple[Timed, tuple[str, ...]]]:
-        """The cases of one process, each with what it is timed beside there."""
+        """The cases of one process, each with what it is compared with there."""
         every = [(entry.case, entry.of_process(process)) for entry in LISTS[self.cases]()]
         found = [(case, chosen(case, against, self.only)) for case, against in every]
         return [(case, against) for case, against in found if against]

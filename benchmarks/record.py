@@ -46,7 +46,7 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
 
 
 def lines_of(results: Iterable[benchmark.Result], where: dict[str, str] | None = None) -> list[Line]:
-    """Results as lines: where they come from, what was timed beside what, and percentiles of the ratio if it was.
+    """Results as lines: where they come from, what was compared with what, and percentiles of the ratio.
 
     Args:
         results: of one run.

@@ -1,4 +1,4 @@
-"""What it costs to find the layers that hurt, beside a simulated pass for each of them."""
+"""What it costs to find the layers that hurt, compared with a simulated pass for each of them."""
 
 from __future__ import annotations
 

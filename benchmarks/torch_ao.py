@@ -1,4 +1,4 @@
-"""Models of torch.ao.quantization by `compat.aten` beside the same by torch: a quantizer alone, and a training step."""
+"""Models of torch.ao.quantization by `compat.aten` compared with torch's: a quantizer alone, and a training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fake quantization costs in training: a quantizer module beside torch's, a training step beside the float one."""
+"""What fake quantization costs in training: a quantizer module against torch's, a step against the float one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether there is a GPU, which, and what the CPU beside it computes with."""
+"""Whether there is a GPU, which one, and what the CPU computes with."""
 
 from __future__ import annotations
 

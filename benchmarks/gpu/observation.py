@@ -1,4 +1,4 @@
-"""What calibration finds of a batch, beside a copy of it."""
+"""The cost of observing a batch, compared with a copy of it."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _measured(entries: list[Entry], asked: argparse.Namespace) -> list[Line]:
 
 
 def _results(entry: Entry, effort: Effort) -> Iterator[Result]:
-    """A case beside each of the others; one that raises has that as its outcome."""
+    """A case compared with each of the others; for one that raises, the error is the outcome."""
     case = entry.case
     for against in entry.often:
         try:

@@ -1,4 +1,4 @@
-"""One call of a peer as a case to time: beside it runs ours in the peer's arithmetic, and the bits are compared."""
+"""One call of another library as a case to time: ours runs in that library's arithmetic, and the bits are compared."""
 
 from __future__ import annotations
 

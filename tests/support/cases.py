@@ -212,7 +212,7 @@ def _ties(case: FormatCase, zero_point: np.ndarray | float, shape: tuple[int, ..
 def hostile(
     case: FormatCase, where: GranularityCase, arithmetic: fq.Arithmetic, dtype: torch.dtype, seed: int = 0
 ) -> Numbers:
-    """Numbers at ties of the scale in use and one representable value beside them, mixed with special ones."""
+    """Numbers at ties of the scale in use and their nearest neighbours, mixed with special ones."""
     random = np.random.default_rng(seed)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     scale = _random_scales(where.groups, compute, random)

@@ -1,4 +1,4 @@
-"""Bit by bit against the libraries whose interfaces are in `fakequant.compat`; the inputs are as in `exactness`."""
+"""Compares `fakequant.compat` bit by bit with the libraries whose interfaces it has; inputs as in `exactness`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AtenCase:
         return (x.contiguous() if seed % 2 else x), (scale, zero_point.to(self.zero_point), self.axis)
 
     def _row(self, random: np.random.Generator, n: int, step: float, zero_point: float) -> Tensor:
-        """Middles between codes and the numbers beside them, others, and extremes that are finite in every dtype."""
+        """Middles between codes and their nearest neighbours, others, and extremes that are finite in every dtype."""
         middles = torch.from_numpy((random.integers(self.low - 3, self.high + 4, n // 2) + 0.5 - zero_point) * step)
         middles = middles.to(self.dtype)
         beside = torch.from_numpy(random.integers(-1, 2, n // 2))

@@ -68,7 +68,7 @@ def amaxes(shape: tuple[int, ...], generator: np.random.Generator) -> Array:
 
 
 def hostile(shape: tuple[int, ...], amax: Array, bound: int, generator: np.random.Generator) -> Array:
-    """Ties and their neighbours, values at and beside amax, beyond it, and what is no ordinary number."""
+    """Ties and their neighbours, values at amax, next to it and beyond it, and special numbers."""
     full = np.broadcast_to(amax, shape).astype(np.float64)
     step = np.where(full > 0, full, 1) / bound
     halves = generator.integers(-2 * bound - 6, 2 * bound + 7, shape) / 2

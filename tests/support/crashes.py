@@ -11,7 +11,7 @@ _CHANGES = ("replace", "rename", "link", "symlink", "unlink", "rmdir", "mkdir", 
 
 
 class Killed(BaseException):
-    """The process is dead; whoever catches this to clean up is not heard."""
+    """The process is dead; code that catches this to clean up cannot."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Bit by bit against the libraries whose arithmetic the package names: elements that differ, of many hostile ones.
+"""Bit by bit against the libraries whose arithmetic the package names: how many of many hostile elements differ.
 
 Half of the numbers lie at the middle between two codes of the scale in use or one representable value beside it; the
 others are spread over and beyond the range. The sign of a zero counts, but for one case: see `unequal`.

@@ -21,7 +21,7 @@ FILES = (ONNX, GRAPH, REPORT)
 
 @dataclass(frozen=True)
 class Writer:
-    """What writes files that say a number, and what reads their numbers: one number is one whole generation."""
+    """Writers of files that all hold one number, and their readers: one number is one whole generation."""
 
     write: Callable[[Path, float], object]
     read: Callable[[Path], Values]
@@ -42,7 +42,7 @@ def value_of(folder: Path) -> float:
 
 
 def make_run(out: Path, value: float, without: str = "") -> None:
-    """Publish a run whose files all say one value."""
+    """Publishes a run whose files all hold one value."""
     out.mkdir(exist_ok=True)
     with staged(out) as folder:
         fq.save(model_of(value), folder / "checkpoint")
@@ -61,7 +61,7 @@ def values_in(out: Path) -> Values:
 
 
 def save_graph(folder: Path, value: float) -> None:
-    """Save a graph whose constant has one value; its name says it too."""
+    """Saves a graph whose constant and name hold one value."""
     graph = ir.Graph(str(value))
     graph.outputs = [graph.add_constant("w", torch.full((8,), value))]
     ir.save(graph, folder / "graph.txt")
@@ -73,7 +73,7 @@ def graph_values(folder: Path) -> Values:
 
 
 def export(folder: Path, value: float) -> None:
-    """Export a model whose bias has one value."""
+    """Exports a model whose bias has one value."""
     fq.export_onnx(model_of(value), torch.ones(1, 2), folder / ONNX)
 
 
@@ -104,7 +104,7 @@ def evaluate(net):
 
 
 def quantize(folder: Path, value: float) -> None:
-    """Run the whole job for a model whose bias has one value, into a folder beside the recipe."""
+    """Runs the whole job for a model whose bias has one value, into a folder next to the recipe."""
     recipe = folder / "recipe.py"
     recipe.write_text(_RECIPE.replace("VALUE", str(value)))
     run(Job(recipe, "int8", "max", folder / "out"), Console(quiet=True))

@@ -66,7 +66,7 @@ class Case(NamedTuple):
     """The model that it gets."""
     call: Callable[[nn.Module], object]
     changes: bool = False
-    """Whether it is there to change the model: then it may also have changed it wholly."""
+    """Whether the call changes the model: after an interrupt the model may then be changed, but completely."""
     trains: bool = False
     """Whether values of parameters and buffers, and whether ranges are learned, may be left in between."""
 
@@ -140,7 +140,7 @@ def moments(passed: list[tuple[str, int]], each: int, seed: int = 0) -> list[int
 
 
 def failures(case: Case, stops: list[int]) -> list[str]:
-    """What is wrong after an interrupt at each moment: nothing, if the model is as it was, or wholly changed."""
+    """What is wrong after an interrupt at each moment: nothing if the model is unchanged, or changed completely."""
     made = case.make()
     wanted = _wanted(case, made)
     found = []
@@ -190,7 +190,7 @@ def _alarm(after: float) -> Iterator[None]:
 
 
 def _wanted(case: Case, made: nn.Module) -> dict[str, Any]:
-    """The state of a model that is wholly changed."""
+    """The state of a completely changed model."""
     changed = copy.deepcopy(made)
     case.call(changed)
     return state(changed, identities=False, values=not case.trains)

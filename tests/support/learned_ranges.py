@@ -38,7 +38,7 @@ def data(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 
 
 def calibrated(spec: QuantSpec | str, x: Tensor, share: float = 0.5, kind: Kind = Kind.WEIGHT) -> Quantizer:
-    """A quantizer whose range is a share of that of x, so that some values saturate."""
+    """A quantizer whose range is a share of the range of x, so that some values saturate."""
     quantizer = Quantizer(spec, kind=kind)
     lo, hi = choose_qparams(x * share, spec).range or (x, x)
     quantizer.set_range(Range(lo, hi))

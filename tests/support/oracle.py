@@ -292,7 +292,7 @@ def round_to(v: Array, fmt: SmallFloat) -> Array:
 
 @dataclass(frozen=True)
 class Result:
-    """Of every element: its value in the compute dtype, its code, and whether its code was in range."""
+    """Each element's value in the compute dtype, its code, and whether the code was in range."""
 
     value: Array
     code: Array

@@ -43,7 +43,7 @@ CASES = sorted(
 
 
 def hostile(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Groups of very different size, most with a largest value at or beside a power of two or a tie; some empty."""
+    """Groups of very different magnitude, most with a largest value at or next to a power of two or a tie."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*size: int) -> Tensor:
