@@ -14,12 +14,13 @@ from fakequant.ops import library
 from fakequant.ops.dispatch import REFERENCE, backends
 from fakequant.ops.rules import cannot_choose
 from tests.support import cases
+from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
 from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, needs_kernels, specs
 from tests.support.matrix import each_dynamic_format
 
-CPU = next(backend for backend in backends() if backend.name == "cpu")
+CPU = next(Calls(backend) for backend in backends() if backend.name == "cpu")
 GRADIENTS = list(fq.Gradient)
 MASKED = [gradient for gradient in GRADIENTS if gradient is not fq.Gradient.IDENTITY]
 BEYOND_2_64 = FloatFormat("e7m3", 7, 3, Specials.NONE)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant.ops import dispatch
+from fakequant.errors import ConfigError
+from fakequant.numerics import reference
+from fakequant.ops import Backend, Kernels, dispatch, register_backend
 from fakequant.ops.cpu.backend import CpuBackend
 from fakequant.ops.dispatch import backends, choose, pack_bits, unpack_bits
 from tests.support.bits import assert_same_bits
@@ -96,3 +98,93 @@ def test_bit_i_modulo_8_of_byte_i_over_8():
         mask = torch.zeros(19, dtype=torch.bool)
         mask[i] = True
         assert pack_bits(mask).tolist() == [1 << i % 8 if byte == i // 8 else 0 for byte in range(3)]
+
+
+# A backend of another package
+
+
+class OwnKernels(Kernels):
+    """The definition, with a mask of where gradients stop."""
+
+    def quantize(self, x, params, *, mask):
+        y = reference.fake_quantize(x, params, self.spec)
+        return y, pack_bits(~reference.passes(x, params, self.spec)) if mask else None
+
+    def mask_gradient(self, dy, mask):
+        return reference.grad_input(dy, ~unpack_bits(mask, dy.shape))
+
+    def encode(self, x, params):
+        return reference.quantize(x, params, self.spec), x.isnan().any()
+
+    def decode(self, codes, params):
+        return reference.dequantize(codes, params, self.spec, self.kind.dtype)
+
+
+class OwnBackend(Backend):
+    name = "own"
+    device_type = "cpu"
+
+    def __init__(self):
+        self.planned = []
+
+    def unavailable(self):
+        return None
+
+    def unsupported(self, x, spec, *, codes):
+        return None if spec.format == fq.QuantSpec("int4").format else "it serves int4 alone"
+
+    def plan(self, kind):
+        self.planned.append(kind.variant)
+        return None if kind.variant == "relu" else OwnKernels(kind, self.name).plan()
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """A registered backend, which goes again."""
+    for name in ("_backends", "node_devices"):
+        monkeypatch.setattr(dispatch, name, getattr(dispatch, name))
+    backend = OwnBackend()
+    register_backend(backend, before="cpu")
+    return backend
+
+
+@pytest.mark.parametrize("spec", ["int4", "int4 per_channel(0) asymmetric", "int4 per_token clip", "int4 identity"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_backend_of_another_package_serves_its_calls(own, spec, learned):
+    x, spec = torch.randn(4, 6), fq.QuantSpec.parse(spec)
+    params = fq.choose_qparams(x * 0.5, spec)
+    results = []
+    for served in (True, False):
+        if not served:
+            dispatch._backends = (dispatch.REFERENCE,)
+        leaf, scale = x.clone().requires_grad_(), params.scale.clone().requires_grad_(learned)
+        y = fq.fake_quantize(leaf, spec, scale=scale, zero_point=params.zero_point)
+        leaves = (leaf, scale) if learned else (leaf,)
+        codes, found = fq.quantize(x, spec, scale=params.scale, zero_point=params.zero_point)
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaves), codes, fq.dequantize(codes, found, spec)))
+        results[-1] += (fq.fake_quantize(x, spec),)
+    for got, wanted in zip(*results, strict=True):
+        assert_same_bits(got, wanted)
+    assert set(own.planned) == {"values", "codes"}
+    own.planned.clear()
+    fq.fake_quantize(x, "int8", scale=0.1)
+    assert not own.planned
+
+
+def test_a_compiled_graph_finds_the_backend_of_its_masks_by_name(own, monkeypatch):
+    monkeypatch.setattr(dispatch, "node_devices", frozenset({"cpu"}))
+    x = torch.randn(5, 7, requires_grad=True)
+    torch._dynamo.reset()
+    y = torch.compile(lambda x: fq.fake_quantize(x, "int4", scale=0.1), backend="aot_eager", fullgraph=True)(x)
+    register_backend(type("Another", (OwnBackend,), {"name": "another"})(), before="own")
+    (got,) = torch.autograd.grad(y, x, torch.ones_like(x))
+    assert_same_bits(got, reference.passes(x, fq.QParams(torch.full((1, 1), 0.1)), fq.QuantSpec("int4")).float())
+
+
+def test_backends_have_names_of_their_own(own):
+    with pytest.raises(ConfigError, match="a backend named 'own' is already registered; choose another name"):
+        register_backend(OwnBackend())
+    with pytest.raises(ConfigError, match="there is no backend 'cup' to come before; the backends are own, cpu, trit"):
+        register_backend(type("Another", (OwnBackend,), {"name": "another"})(), before="cup")
+    register_backend(type("Another", (OwnBackend,), {"name": "another"})())
+    assert [backend.name for backend in backends()][-2:] == ["another", "reference"]

@@ -160,9 +160,9 @@ BAD_CALLS = {
     "complex scale": (fake(scale=torch.tensor(0.5 + 9j)), QParamsError, r"scale must be real, got .* torch.complex64"),
     "complex number": (fake(scale=2 + 1j), QParamsError, r"or a tensor of real numbers, got \(2\+1j\)"),
     "scale of numpy": (
-        fake(scale=numpy.float32(0.5)),
+        fake(scale="0.5"),
         QParamsError,
-        r"scale must be an int, a float or a tensor of real numbers, got np.float32\(0.5\); convert it, .* float\(\)",
+        r"scale must be an int, a float or a tensor of real numbers, got '0.5'; convert it, .* float\(\)",
     ),
     "wrong scale shape": (
         fake(spec=CHANNELS, scale=torch.ones(3)),
@@ -277,3 +277,18 @@ def test_sizes_that_depend_on_values_are_exported():
     exported = torch.export.export(Positive(), (torch.randn(8),)).module()
     for x in (X, -X):
         assert_same_bits(exported(x.view(-1)[:1].expand(8).contiguous()), Positive()(x.view(-1)[:1].expand(8)))
+
+
+@pytest.mark.parametrize("make", [numpy.float32, numpy.float64, numpy.array], ids=["float32", "float64", "array"])
+def test_numbers_of_numpy_are_numbers(make):
+    x = torch.randn(5)
+    for given in ({"scale": 0.25}, {"amax": 3.0}, {"scale": 0.25, "zero_point": 3}):
+        spec = fq.QuantSpec("int8", symmetric="zero_point" not in given)
+        numbers = {name: numpy.int64(value) if name == "zero_point" else make(value) for name, value in given.items()}
+        right = fq.fake_quantize(x, spec, **given)
+        assert_same_bits(fq.fake_quantize(x, spec, **numbers), right)
+        assert_same_bits(fq.fake_quantize_(x.clone(), spec, **numbers), right)
+    with pytest.raises(QParamsError, match="scale must be a positive, finite number"):
+        fq.fake_quantize(x, "int8", scale=make(0.0))
+    with pytest.raises(QParamsError, match="scale must be an int, a float or a tensor of real numbers, got array"):
+        fq.fake_quantize(x, "int8", scale=numpy.ones(5))

@@ -89,7 +89,7 @@ REFUSED = [
     *("aten._pad_packed_sequence.default", "aten._embedding_bag.default", "aten.fbgemm_pack_gemm_matrix_fp16.default"),
     *("aten._unsafe_index.Tensor", "aten._nested_from_padded.default", "aten.linalg_eigvals.default"),
     *("aten.sparse_coo_tensor.indices", "aten.quantize_per_tensor.default", "aten.bincount.default"),
-    *("fakequant.opaque_backward.default", "fakequant.fake_quantize.default", "fakequant_cpu.dequantize.default"),
+    *("fakequant.grad_input.default", "fakequant.fake_quantize.default", "fakequant_cpu.dequantize.default"),
     *("prims.as_strided.default", "quantized.linear.default", "profiler._record_function_enter_new.default"),
     *("aten.relu_.default", "load_library.a.b"),
 ]

@@ -1,7 +1,6 @@
 import copy
 import math
 import pickle
-from typing import ClassVar
 
 import pytest
 import torch
@@ -150,24 +149,3 @@ def test_repr_says_what_matters() -> None:
 def test_quantizers_by_path() -> None:
     model = nn.Sequential(Quantizer("int8"), nn.Sequential(Quantizer(QuantSpec("int4", PerChannel(0)))))
     assert list(quantizers(model)) == ["0", "1.0"]
-
-
-class Asked(PerChannel):
-    """It writes down for which shapes it is asked."""
-
-    asked: ClassVar[list[tuple[int, ...]]] = []
-
-    def group_shape(self, shape):
-        self.asked.append(tuple(shape))
-        return super().group_shape(shape)
-
-
-def test_a_granularity_is_asked_once_for_the_groups_of_a_shape():
-    quantizer, x = Quantizer(QuantSpec("int8", Asked(0)), kind=Kind.WEIGHT), torch.randn(4, 3, requires_grad=True)
-    quantizer.freeze(x)
-    for again in (False, True):
-        Asked.asked.clear()
-        quantizer.qparams(x)
-        assert Asked.asked == ([] if again else [(4, 3)])
-        quantizer.codes(x)
-    assert Asked.asked == []

@@ -5,9 +5,10 @@ import torch
 
 import fakequant as fq
 from fakequant.numerics.qparams import QParams
-from fakequant.ops import direct, library, rectified
+from fakequant.ops import dispatch, library
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.rectified import fake_quantize_relu, relu_later
+from fakequant.ops.library import fake_quantize_relu
+from fakequant.ops.relu import relu_later
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
@@ -130,10 +131,8 @@ def test_what_one_pass_cannot_do():
 
 def test_a_processor_without_negative_zero_in_maxima_takes_two_steps(monkeypatch):
     x = torch.tensor([-0.0, -1.0, 1.0])
-    monkeypatch.setattr(rectified, "_keeps_negative_zero", lambda dtype: False)
+    monkeypatch.setattr("fakequant.ops.cpu.backend.keeps_negative_zero", lambda dtype: False)
+    monkeypatch.setattr(dispatch, "_known", {})
     monkeypatch.setattr(torch, "relu", lambda x: x.clamp(min=0.0) + 0.0)
     y = fake_quantize_relu(x, QParams(torch.ones(1)), fq.QuantSpec("float8_e4m3fn"))
     assert_same_bits(y, torch.tensor([0.0, 0.0, 1.0]))
-    monkeypatch.setattr(direct, "_found", {})
-    taken = direct.fake_quantize_directly(x, fq.QuantSpec("float8_e4m3fn"), torch.ones(1), None, relu=True)
-    assert taken is None

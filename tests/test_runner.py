@@ -17,7 +17,7 @@ from benchmarks.processes import Plan, together
 from benchmarks.torch_ao import ROUTED
 from benchmarks.training import BLOCK, CNN, LINEAR_BY_CODES, MODULE
 from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED, Case, Effort, Result
-from fakequant.ops import direct, products
+from fakequant.ops import dispatch, products
 from fakequant.ops.cpu.backend import CpuBackend
 
 COMPARED_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
@@ -87,11 +87,14 @@ def test_small_cases_have_the_bits_of_the_reference(case):
 )
 def test_training_is_compared_with_the_reference_and_a_wrong_gradient_is_counted(case, monkeypatch):
     assert case.differing() == 0
-    right = CpuBackend.grad_input
-    # Not the shortest way, whose gradient is an operator.
-    monkeypatch.setattr(CpuBackend, "direct", lambda *_, **__: None)
-    monkeypatch.setattr(direct, "_found", {})
-    monkeypatch.setattr(CpuBackend, "grad_input", lambda self, dy, *call: 2.0 * right(self, dy, *call))
+    right = CpuBackend.plan
+
+    def wrong(self, kind):
+        plan = right(self, kind)
+        return plan._replace(grad_input=lambda dy, mask: 2.0 * plan.grad_input(dy, mask))
+
+    monkeypatch.setattr(CpuBackend, "plan", wrong)
+    monkeypatch.setattr(dispatch, "_known", {})
     assert case.differing() > 0
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +24,10 @@ from .numerics.qparams import (
 from .numerics.qparams import choose_qparams as _qparams_of_range
 from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
 from .ops import library
-from .ops.direct import fake_quantize_directly, fake_quantize_over
+from .ops.dispatch import find_plan
+from .ops.gradients import apply_plan
 
-Number = float | int | Tensor
+Number = float | int | Tensor | np.generic | np.ndarray[Any, Any]
 
 _Bounds = tuple[float, float, str]  # the least and the largest value of a parameter, and both in words
 _LARGEST = torch.finfo(torch.float64).max
@@ -54,8 +59,8 @@ def fake_quantize(
         x: any shape that the granularity accepts; float32, float64, float16 or bfloat16.
         spec: how to quantize, as a value or as text ("int8 per_channel(0)").
         scale: one value per group, in units of x per code (codes per unit of x under `Arithmetic.MULTIPLIER`): a
-            number or 0-d tensor per tensor, [C] per channel, or x's shape with every axis divided by its block. If it
-            requires grad it gets its gradient (LSQ).
+            number (of Python or NumPy) or 0-d tensor per tensor, [C] per channel, or x's shape with every axis divided
+            by its block. If it requires grad it gets its gradient (LSQ).
         zero_point: the code of 0.0, of the same shape; only where `spec.symmetric` is false.
         amax: instead of `scale`: the magnitude that is mapped to the format's largest code. If it requires grad it gets
             a gradient by the chain rule, through the scale.
@@ -86,13 +91,14 @@ def fake_quantize(
     if scale is not None and amax is None and seed is None:
         if (given := _as_tensors(scale, zero_point, x, spec)) is not None:
             scale, zero_point = given
-            if (y := fake_quantize_directly(x, spec, scale, zero_point)) is not None:
+            # Kernels check parameters in the pass that quantizes; what is wrong with one is found below.
+            plan = find_plan(x, spec, scale, zero_point)
+            if plan is not None and plan.checks and (y := apply_plan(plan, x, scale, zero_point)) is not None:
                 return y
     elif scale is None and zero_point is None and amax is None:
         check_tensor("x", x)
         return library.fake_quantize_dynamic(x, spec, _resolve_seed(seed, spec, x))
-    params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
-    return library.fake_quantize(x, params, spec, watched=watched)
+    return library.quantize_by(x, spec, *_resolve(x, spec, scale, zero_point, amax, seed))
 
 
 def fake_quantize_(
@@ -130,14 +136,13 @@ def fake_quantize_(
     if scale is None and zero_point is None and amax is None:
         values = fake_quantize(x, spec, seed=seed)  # first, because it says what is wrong with x
         return x.copy_(values)
-    if scale is not None and amax is None and seed is None and (given := _as_tensors(scale, zero_point, x, spec)):
-        scale, zero_point = given
-        if fake_quantize_over(x, spec, scale, zero_point):
-            return x
-    params, watched = _resolve(x, spec, scale, zero_point, amax, seed)
-    if fake_quantize_over(x, spec, params.scale, params.zero_point):
+    given = _as_tensors(scale, zero_point, x, spec) if scale is not None and amax is None and seed is None else None
+    if given is not None and library.fake_quantize_over(x, spec, *given):
         return x
-    return x.copy_(library.fake_quantize(x, params, spec, watched=watched))
+    params = _resolve(x, spec, scale, zero_point, amax, seed)
+    if library.fake_quantize_over(x, spec, params.scale, params.zero_point):
+        return x
+    return x.copy_(library.fake_quantize(x, params, spec))
 
 
 def quantize(
@@ -159,7 +164,7 @@ def quantize(
     tensor([ 10, -52, 127], dtype=torch.int8)
     """
     spec = as_spec(spec)
-    params, _ = _resolve(x, spec, scale, zero_point, amax, seed)
+    params = _resolve(x, spec, scale, zero_point, amax, seed)
     return library.quantize(x, params, spec), params
 
 
@@ -209,12 +214,8 @@ def _resolve(
     zero_point: Number | None,
     amax: Number | None,
     seed: int | Tensor | None,
-) -> tuple[QParams, bool]:
-    """The parameters in the shape that broadcasts, checked, and whether the call is watched (`library.is_watched`).
-
-    Behind a tensor that has pushed all else out of the caches, every Python function on the way to the kernel takes as
-    long as copying 20,000 elements: hence few of them, and what is found out once is handed on.
-    """
+) -> QParams:
+    """The parameters in the shape that broadcasts, checked."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
         check_tensor("x", x)
     dtype = compute_dtype(x.dtype)
@@ -236,7 +237,7 @@ def _resolve(
         params = choose_qparams(x, spec)
     if seed is not None or spec.rounding is Rounding.STOCHASTIC:
         params = params._replace(seed=_resolve_seed(seed, spec, x))
-    return params, watched
+    return params
 
 
 def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec, x: Tensor) -> Tensor | None:
@@ -317,6 +318,7 @@ def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
     """A tensor as it is, the tensor of a number; None of all else, and of a number that is 0 or none in the dtype."""
     if isinstance(value, Tensor):
         return value
+    value = _plain_number(value)
     if not isinstance(value, (int, float)) or (0 < abs(value) <= _ROUNDED_TO_0 and dtype == torch.float32):
         return None
     try:
@@ -325,7 +327,13 @@ def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
         return None
 
 
+def _plain_number(value: Number) -> Number:
+    """A number of NumPy, also as an array of no axes, as Python's own."""
+    return value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
+
+
 def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
+    value = _plain_number(value)
     if isinstance(value, Tensor):
         check_tensor(name, value)
         _check_has_values(name, value, x)
@@ -353,7 +361,7 @@ def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     given = shape_of(values)
     if given == shapes[0]:
         return values
-    if tuple(given) in shapes:
+    if tuple(given) in shapes or (values.numel() == 1 == math.prod(shapes[0])):
         return values.reshape(shapes[0])
     accepted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
     raise ShapeError(

@@ -16,6 +16,7 @@ import fakequant as fq
 from fakequant.ops import dispatch, library
 from tests.gpu.large import large, large_gradient
 from tests.support import cases, dynamic_cases
+from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, FormatCase, hostile_gradient
 from tests.support.exactness import by_the_reference
@@ -142,7 +143,7 @@ def by_given(x: Tensor, params: fq.QParams, spec: fq.QuantSpec, dy: Tensor, sums
     )
     for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP):
         by_gradient = spec.replace(gradient=gradient)
-        backend = dispatch.choose(x, by_gradient)
+        backend = Calls(dispatch.choose(x, by_gradient))
         for number, inputs in enumerate(sums_of):
             sums = backend.grad_params(dy, inputs, precise, by_gradient, (True, True))
             for name, total in zip(("scale", "zero point"), sums, strict=True):

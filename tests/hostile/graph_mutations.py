@@ -38,7 +38,7 @@ _OPERATORS = (
     *("aten.select_scatter.default", "aten.slice_scatter.default", "aten.reflection_pad2d.default"),
     *("aten.as_strided.default", "aten.empty.memory_format", "aten.from_file.default", "aten.resize.default"),
     *("aten.embedding_dense_backward.default", "aten._foreach_add.List", "aten.relu_.default"),
-    *("fakequant_cpu.mask_gradient.default", "fakequant_cpu.checked.default", "fakequant.opaque_backward.default"),
+    *("fakequant_cpu.mask_gradient.default", "fakequant_cpu.checked.default", "fakequant.grad_input.default"),
     *("prims.as_strided.default", "torchvision.nms.default", "quantized.linear.default", "nowhere.none.default"),
 )
 _LINES = (

@@ -6,6 +6,7 @@ import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops.layout import layout_of
 from fakequant.ops.triton.backend import TritonBackend
+from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 
 MASKED = [gradient for gradient in fq.Gradient if gradient is not fq.Gradient.IDENTITY]
@@ -20,7 +21,7 @@ def backend_of(turn, x):
     block = (512, 64, 512, 16)[turn % 4]
     while block * MOST_PROGRAMS < x.numel():
         block *= 2
-    return TritonBackend("cpu", block)
+    return Calls(TritonBackend("cpu", block))
 
 
 def unpacked(bits, x, spec):

@@ -11,6 +11,7 @@ from fakequant.numerics import qparams, reference
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.ops.triton.backend import TritonBackend
 from tests.support import cases
+from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS
 from tests.support.dynamic_cases import FORMATS, RUNS, SCALES, composed, hostile, specs
@@ -64,7 +65,7 @@ def test_one_ulp_around_every_code_boundary_of_amax(amax, name):
     tops = torch.cat([cases.neighbour(starts, torch.full((), step)) for step in (-1, 0, 1)])
     x = torch.where(tops.isfinite(), tops, 1.0)[:, None] * torch.linspace(-1, 1, 16)
     for spec in specs(name, fq.PerBlock({-1: 16})):
-        assert_dynamic(TritonBackend("cpu", 1024), x, spec, amax)
+        assert_dynamic(Calls(TritonBackend("cpu", 1024)), x, spec, amax)
 
 
 @pytest.mark.parametrize("size", [1, 8, 17, 31, 100])
@@ -72,7 +73,7 @@ def test_a_last_block_that_is_not_full(size):
     granularity = fq.PerBlock({-1: 32}, pad=True)
     where = cases.GranularityCase(granularity, (3, size), (1, 1))
     for spec in (fq.QuantSpec("uint4", granularity), fq.QuantSpec("nf4", granularity, scale=SCALES["e8m0 ceil"])):
-        assert_dynamic(TritonBackend("cpu", 256), hostile(where, torch.float32, size), spec, size)
+        assert_dynamic(Calls(TritonBackend("cpu", 256)), hostile(where, torch.float32, size), spec, size)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (0, 32)], ids=str)
@@ -81,7 +82,7 @@ def test_smallest_shapes(shape):
         if not shape and not isinstance(granularity, fq.PerTensor):
             continue
         for symmetric in (True, False):
-            spec, backend = fq.QuantSpec("int8", granularity, symmetric=symmetric), TritonBackend("cpu")
+            spec, backend = fq.QuantSpec("int8", granularity, symmetric=symmetric), Calls(TritonBackend("cpu"))
             for value in (0.0, 1.5, float("inf"), float("nan")) if 0 not in shape else ():
                 assert_dynamic(backend, torch.full(shape, value), spec, shape)
             y, bits = backend.fake_quantize_dynamic(torch.ones(shape), spec, mask=True)
@@ -113,7 +114,7 @@ def test_measure_equals_the_definition(dtype):
 )
 def test_every_element_is_measured(granularity, shape):
     """The largest and the lowest value at the ends of what programs and their steps measure."""
-    size, backend = torch.Size(shape).numel(), TritonBackend("cpu", 64)
+    size, backend = torch.Size(shape).numel(), Calls(TritonBackend("cpu", 64))
     for end in (0, 1, 63, 64, 511, 512, 513, size - 2, size - 1):
         x = torch.full((size,), 0.1)
         x[min(end, size - 1)] = 5.0
@@ -131,7 +132,9 @@ def test_stochastic_rounding_in_one_pass_and_in_two():
             for name in ("int4", "float8_e5m2"):
                 spec, seed = fq.QuantSpec(name, granularity, rounding=stochastic), torch.tensor(2**40 + turn)
                 params = composed(x, spec)._replace(seed=seed)
-                y, _ = TritonBackend("cpu", 64).fake_quantize_dynamic(LAYOUTS[layout](x), spec, mask=False, seed=seed)
+                y, _ = Calls(TritonBackend("cpu", 64)).fake_quantize_dynamic(
+                    LAYOUTS[layout](x), spec, mask=False, seed=seed
+                )
                 assert_same_bits(y, reference.fake_quantize(x, params, spec), f"{spec} {layout}")
 
 
@@ -147,7 +150,7 @@ def test_what_the_kernels_do_not_serve_is_composed(caplog):
         ),
     ):
         caplog.clear()
-        assert_dynamic(TritonBackend("cpu"), hostile(where, torch.float32), spec, "")
+        assert_dynamic(Calls(TritonBackend("cpu")), hostile(where, torch.float32), spec, "")
         assert reason in caplog.text
 
 
@@ -164,4 +167,4 @@ def test_the_checker_can_fail(monkeypatch):
 
     monkeypatch.setattr(backend, "dynamic_call_of", off)
     with pytest.raises(AssertionError, match="elements differ"):
-        assert_dynamic(TritonBackend("cpu"), x, spec, "")
+        assert_dynamic(Calls(TritonBackend("cpu")), x, spec, "")

@@ -8,6 +8,7 @@ from fakequant.numerics import reference
 from fakequant.ops import dispatch
 from fakequant.ops.triton.backend import TritonBackend
 from tests.support import cases
+from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 from tests.support.kernel_comparisons import compare_grad_params, compare_wanted_grad_params
@@ -21,7 +22,7 @@ def compare(name, where_name, dtype, arithmetic, gradient, block=2048):
     numbers = cases.hostile(case, where, arithmetic, dtype)
     laid = cases.Numbers(LAYOUTS[list(LAYOUTS)[len(where_name) % len(LAYOUTS)]](numbers.x), numbers.params)
     spec = case.spec(where.granularity, arithmetic, gradient=gradient)
-    compare_grad_params(TritonBackend("cpu", block), laid, spec, f"{where_name} {spec}")
+    compare_grad_params(Calls(TritonBackend("cpu", block)), laid, spec, f"{where_name} {spec}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -64,11 +65,11 @@ def test_stochastic_rounding():
         spec = fq.QuantSpec("int8", where.granularity, rounding=fq.Rounding.STOCHASTIC)
         params = numbers.params._replace(seed=torch.tensor(2**40 + 3))
         laid = cases.Numbers(LAYOUTS[layout](numbers.x), params)
-        compare_grad_params(TritonBackend("cpu", 2048), laid, spec, where_name)
+        compare_grad_params(Calls(TritonBackend("cpu", 2048)), laid, spec, where_name)
 
 
 def test_what_is_wanted():
-    compare_wanted_grad_params(TritonBackend("cpu", 2048))
+    compare_wanted_grad_params(Calls(TritonBackend("cpu", 2048)))
 
 
 def test_sums_of_every_magnitude():
@@ -82,7 +83,7 @@ def test_sums_of_every_magnitude():
     dy[6, :4] = torch.tensor([2.0**100, -(2.0**100), 8.0, 5.0])
     dy[3, 7], dy[4, 7], dy[5, 7], dy[5, 8] = float("inf"), -float("inf"), float("inf"), -float("inf")
     right = reference.grad_params(dy, x, params, spec, (True, False))[0]
-    found = TritonBackend("cpu", 2048).grad_params(dy, x, params, spec, (True, False))[0]
+    found = Calls(TritonBackend("cpu", 2048)).grad_params(dy, x, params, spec, (True, False))[0]
     assert_same_bits(found, right)
     assert found[3].isposinf()
     assert found[4].isneginf()
@@ -92,25 +93,25 @@ def test_sums_of_every_magnitude():
 
 def test_empty():
     spec, params = fq.QuantSpec("int8"), fq.QParams(torch.ones(1))
-    found = TritonBackend("cpu").grad_params(torch.empty(0), torch.empty(0), params, spec, (True, False))
+    found = Calls(TritonBackend("cpu")).grad_params(torch.empty(0), torch.empty(0), params, spec, (True, False))
     assert_same_bits(found[0], torch.zeros(1))
 
 
 def test_the_checker_can_fail():
-    class Off(TritonBackend):
+    class Off(Calls):
         def grad_params(self, *given):
             scale, zero_point = super().grad_params(*given)
             return scale.nextafter(torch.full_like(scale, 1e300)), zero_point
 
     numbers = cases.hostile(FORMATS["int8"], GRANULARITIES["channel_0"], fq.Arithmetic.DIVIDE, torch.float32)
     with pytest.raises(AssertionError, match="gradient of the scale"):
-        compare_grad_params(Off("cpu", 2048), numbers, fq.QuantSpec("int8", fq.PerChannel(0)), "")
+        compare_grad_params(Off(TritonBackend("cpu", 2048)), numbers, fq.QuantSpec("int8", fq.PerChannel(0)), "")
 
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_batched_gradients(monkeypatch, learned):
     """Kernels cannot read the batches that torch makes of gradients."""
-    monkeypatch.setattr(dispatch, "_backends", (TritonBackend("cpu", 128), dispatch.REFERENCE))
+    monkeypatch.setattr(dispatch, "_backends", (Calls(TritonBackend("cpu", 128)), dispatch.REFERENCE))
     x, scale = torch.randn(4, 6, requires_grad=True), torch.tensor(0.01, requires_grad=learned)
     y, leaves = fq.fake_quantize(x, "int8", scale=scale), (x, scale) if learned else (x,)
     dys = torch.randn(3, 4, 6)

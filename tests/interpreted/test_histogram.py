@@ -10,6 +10,7 @@ from fakequant.numerics.histogram import Bins, observe_by_definition
 from fakequant.ops import dispatch
 from fakequant.ops.histogram import observe
 from fakequant.ops.triton.backend import TritonBackend
+from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.histogram_cases import DTYPES, hostile
 from tests.support.matrix import full, in_turn, sweep
@@ -19,7 +20,7 @@ SHAPES = [(1, 9_001), (3, 700), (40, 33), (70, 3), (2, 64), (1, 1)]
 
 
 def assert_observes(values, bins, backend=None):
-    backend = backend or TritonBackend("cpu", 512)
+    backend = backend or Calls(TritonBackend("cpu", 512))
     found, wanted = backend.observe(values, bins), observe_by_definition(values, bins)
     for end, right in zip(found.range, wanted.range, strict=True):
         assert_same_bits(end, right)
@@ -73,7 +74,7 @@ def test_positions_beyond_32_bits(monkeypatch):
     """The kernel for 2**31 elements on a small tensor."""
     monkeypatch.setattr("fakequant.ops.triton.call.LARGEST_INT32", 7)
     bins = Bins(torch.full((3,), 8.0, dtype=torch.float64), 64)
-    assert_observes(hostile((3, 700), torch.float32), bins, TritonBackend("cpu", 128))
+    assert_observes(hostile((3, 700), torch.float32), bins, Calls(TritonBackend("cpu", 128)))
 
 
 def test_calibrators_find_what_the_definition_finds(monkeypatch):
@@ -81,7 +82,7 @@ def test_calibrators_find_what_the_definition_finds(monkeypatch):
     monkeypatch.setattr("fakequant.calibration.extrema.update", lambda *_: False)
     for method in calibrators():
         found = []
-        for backends in ((TritonBackend("cpu", 64), dispatch.REFERENCE), (dispatch.REFERENCE,)):
+        for backends in ((Calls(TritonBackend("cpu", 64)), dispatch.REFERENCE), (dispatch.REFERENCE,)):
             monkeypatch.setattr(dispatch, "_backends", backends)
             found.append(make_calibrator(method, "int8 per_channel(1)"))
             for batch in batches:
@@ -91,7 +92,7 @@ def test_calibrators_find_what_the_definition_finds(monkeypatch):
 
 
 def test_it_is_the_kernel_that_serves(monkeypatch):
-    monkeypatch.setattr(dispatch, "_backends", (TritonBackend("cpu", 64), dispatch.REFERENCE))
+    monkeypatch.setattr(dispatch, "_backends", (Calls(TritonBackend("cpu", 64)), dispatch.REFERENCE))
     monkeypatch.setattr("fakequant.ops.backend.observe_by_definition", None)
     assert observe(torch.tensor([[1.0, -2.0]])).range == (torch.tensor([-2.0]), torch.tensor([1.0]))
 

@@ -18,9 +18,10 @@ from fakequant.numerics.tables import TableFormat
 from fakequant.ops.cpu.backend import load_kernels
 from fakequant.ops.dispatch import backends
 from tests.support import oracle
+from tests.support.backends import Calls
 
 # Those that serve tensors of the CPU, the reference among them.
-ON_CPU = [backend for backend in backends() if backend.device_type in (None, "cpu")]
+ON_CPU = [Calls(backend) for backend in backends() if backend.device_type in (None, "cpu")]
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,

@@ -20,7 +20,6 @@ from fakequant.ir.table import find_row, make_op, name_of
 from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
 _FAKE_QUANTIZE = torch.ops.fakequant.fake_quantize.default
-_OPAQUE = torch.ops.fakequant.opaque.default
 _CHOOSE_SCALE = torch.ops.fakequant.choose_scale.default
 _DETACH = torch.ops.aten.detach.default
 
@@ -101,7 +100,7 @@ class Converter:
                 assert isinstance(source, fx.Node)
                 assert isinstance(place, int)
                 self.ids[node] = self._lists[source][place]
-            elif node.target in (_FAKE_QUANTIZE, _OPAQUE):
+            elif node.target is _FAKE_QUANTIZE:
                 self._append(node, *_quantizer(node))
             else:
                 self._append(node, *_operation(node))
@@ -214,8 +213,6 @@ def _means(op: IROp, signature: Signature, bound: dict[str, Any], types: Sequenc
 def _quantizer(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
     """The operation of a node that quantizes; one whose scale is that of its own input takes none."""
     names = ("x", "scale", "zero_point", "spec", "seed")
-    if node.target is _OPAQUE:
-        names = ("x", "scale", "zero_point", "seed", "spec")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if _is_range_of(given.get("scale"), given["x"], given["spec"]):
         given["scale"] = None

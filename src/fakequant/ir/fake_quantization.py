@@ -17,9 +17,7 @@ from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.qparams import QParams, compute_dtype, measure
 from fakequant.numerics.spec import Gradient, QuantSpec
 from fakequant.ops import library
-from fakequant.ops.direct import fake_quantize_directly
-from fakequant.ops.opaque import Opaque
-from fakequant.ops.rectified import fake_quantize_relu
+from fakequant.ops.graph_operators import quantize_as_node
 
 MAX_BITS = 32
 # Codes of more bits are not exact in float32, in which specifications compute.
@@ -37,26 +35,20 @@ class FakeQuantize(nn.Module):
 
     def __init__(self, spec: QuantSpec, *, opaque: bool = False, rectified: bool = False) -> None:
         super().__init__()
-        self.spec, self._as_node = spec, Opaque(spec)
-        self.opaque, self.rectified = opaque, rectified
+        self.spec, self.opaque, self.rectified = spec, opaque, rectified
 
     def forward(
         self, x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
         """x quantized; scale and zero point [groups, axes kept]."""
-        if scale is not None and seed is None:
-            y = fake_quantize_directly(x, self.spec, scale, zero_point, relu=self.rectified)
-            if y is not None:
-                return y
-        params = None if scale is None else QParams(scale, zero_point, seed=seed)
-        if self.rectified and params is not None:
-            return fake_quantize_relu(x, params, self.spec)
+        if self.rectified and scale is not None:
+            return library.fake_quantize_relu(x, QParams(scale, zero_point, seed=seed), self.spec)
         learned = any(p is not None and p.requires_grad for p in (scale, zero_point))
         if self.opaque and not learned and isinstance(x, FakeTensor):
-            return self._as_node(x, params, seed)
-        if params is None:
+            return quantize_as_node(x, self.spec, scale, zero_point, seed=seed)
+        if scale is None:
             return library.fake_quantize_dynamic(x, self.spec, seed)
-        return library.fake_quantize(x, params, self.spec)
+        return library.quantize_by(x, self.spec, scale, zero_point, seed=seed)
 
     def extra_repr(self) -> str:
         return str(self.spec)

@@ -9,7 +9,7 @@ from fakequant.ir.op import IROp
 from fakequant.ir.structure import GraphStructure
 from fakequant.ir.table import in_order
 from fakequant.numerics.spec import Arithmetic, QuantSpec
-from fakequant.ops.rectified import relu_later
+from fakequant.ops.relu import relu_later
 
 _POOLS = ("MaxPool1d", "MaxPool2d", "MaxPool3d")
 _RESHAPES = ("Reshape", "Flatten")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from fakequant.nn.quantizer import Kind, quantizers
-from fakequant.nn.weight_cache import WeightCache, counting_optimizer_steps
+from fakequant.nn.weight_cache import WeightCache
 from fakequant.restore import attributes_of, restore_after, state_of
 
 
@@ -24,18 +24,15 @@ def fixed_ranges(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def cached_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which weights that have not changed are not quantized again: evaluation, gradient accumulation.
+    """A context in which each weight is quantized once: for evaluation and inference.
 
-    Of layers that multiply codes, the codes and what is made of them are kept.
+    The first use quantizes the weight, and later ones get the same values or codes again, with the same bits. Weights,
+    scales and specifications must not change inside, as within `torch.nn.utils.parametrize.cached`: a change that torch
+    counts raises a `CallError` at the next use of the weight. Torch does not count what is written through
+    `weight.data` or a NumPy array, nor the steps of fused optimizers.
 
-    Results and gradients are the same bits. A weight is quantized again after everything that leaves a trace: a step of
-    any torch optimizer, operations in place (`copy_`, `load_state_dict`), another tensor or other memory in its place
-    (`.data =`, `to`, `half`), another scale, zero point or specification. What is written through `weight.data`, as by
-    `weight.data.copy_(average)`, or through a numpy array leaves none: do that outside of the context, or write to the
-    weight itself under `torch.no_grad()`. A compiled model quantizes at every call.
-
-    While the context lasts, every weight's quantized values and one bit per element are kept; copies and pickles of
-    the model have none of it.
+    Where a gradient of the weight is wanted, where a range is learned or rounding is stochastic, and in compiled
+    models, weights are quantized at every call. Copies and pickles of the model hold no quantized weights.
 
     >>> layer = nn.Linear(4, 4)
     >>> layer.weight_quantizer = fq.nn.Quantizer("int8 per_channel(0)", kind=Kind.WEIGHT)
@@ -45,7 +42,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     True
     """
     found = [quantizer for quantizer in quantizers(model).values() if quantizer.kind is Kind.WEIGHT]
-    with counting_optimizer_steps(), restore_after(attributes_of(found, "_cache")):
+    with restore_after(attributes_of(found, "_cache")):
         for quantizer in found:
-            quantizer._cache = WeightCache()
+            quantizer._cache = WeightCache(quantizer)
         yield

@@ -24,7 +24,8 @@ from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, is_at_hand
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops import library
-from fakequant.ops.direct import fake_quantize_by_step, fake_quantize_directly
+from fakequant.ops.dispatch import find_plan
+from fakequant.ops.gradients import apply_plan
 
 
 def shared_by(granularity: Granularity, shape: tuple[int, ...], *, examples: bool) -> int:
@@ -99,8 +100,7 @@ class LearnedRange(QuantizerPart, ABC):
 
     def fake_quantize(self, x: Tensor, params: QParams) -> Tensor:
         """x quantized with what `qparams` returned, shaped to fit x."""
-        y = fake_quantize_directly(x, self.spec, params.scale, params.zero_point)
-        return library.fake_quantize(x, params, self.spec) if y is None else y
+        return library.fake_quantize(x, params, self.spec)
 
     def fake_quantize_in_one_call(self, x: Tensor, *, examples: bool) -> Tensor | None:
         """x quantized by one operator; None where it takes those of `qparams` and `fake_quantize`, as here.
@@ -238,8 +238,12 @@ class LSQ(LearnedRange):
         # Others are not finite, or count as the smallest number.
         if not (step if step.numel() == 1 else step.amin()).item() >= _SMALLEST[step.dtype]:
             return None
+        zero_point = self._buffers.get("zero_point")
+        plan = find_plan(x, spec, step, zero_point)
+        if plan is None or not plan.checks:
+            return None
         elements = _shared_by(spec.granularity, x.shape, examples=examples)
-        return fake_quantize_by_step(x, spec, step, self._buffers.get("zero_point"), self._factor(elements))
+        return apply_plan(plan, x, step, zero_point, self._factor(elements))
 
     def _factor(self, elements: int) -> float:
         return (elements * self.spec.format.bound) ** -0.5 if self.gradient_factor else 1.0

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,20 +19,11 @@ from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.precise import QuantizerPart
 from fakequant.nn.weight_cache import WeightCache
-from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.qparams import QParams, Range, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
-from fakequant.ops.direct import encode_directly, fake_quantize_directly
-from fakequant.ops.kept import keep_codes
 from fakequant.restore import restore_on_error, state_of
-
-
-@lru_cache(maxsize=4096)
-def _group_shape(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Asked at every call, and the same for every tensor of a shape."""
-    return granularity.group_shape(shape)
 
 
 def is_as_made(module: nn.Module) -> bool:
@@ -137,20 +127,16 @@ class Quantizer(QuantizerPart):
             if self.mode is Mode.OBSERVE and (self.kind is Kind.INPUT or not self._knows_weight()):
                 self.observe(x)
             return x
-        scale = self._buffers["scale"]
-        if scale is not None and self._cache is None and not self.dynamic:
-            y = fake_quantize_directly(x, self.spec, scale, self._buffers["zero_point"])
-            if y is not None:
-                return y
         if isinstance(x, Proxy):
             return as_leaf(self, x)
-        if (fixed := self._fixed(x)) is not None:
-            if self._cache is not None and (kept := self._cache.quantize(x, fixed, self.spec)) is not None:
-                return kept
-            return library.fake_quantize(x, fixed, self.spec)
+        if self._cache is not None and self._cache.serves(x):
+            return self._cache.values(x)
+        if (scale := self._buffers["scale"]) is not None and not self.dynamic:
+            try:
+                return library.quantize_by(x, self.spec, scale, self._buffers["zero_point"])
+            except ShapeError as error:
+                raise self._misfit(x) from error
         if self.follows_input and not self.needs_calibration:
-            if self._cache is not None and (kept := self._cache.quantize(x, None, self.spec)) is not None:
-                return kept
             return library.fake_quantize_dynamic(x, self.spec)
         return self._by_learned(x)
 
@@ -163,27 +149,21 @@ class Quantizer(QuantizerPart):
 
     def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
         """The codes [shape of x] and the parameters, without gradients; None if x holds NaN, which has no code."""
-        cache = self._cache if self.learned is None else None
-        if cache is not None and (cached := cache.encode(x, self._fixed(x), self.spec)) is not None:
-            return cached
-        if not self.dynamic and (scale := self._buffers["scale"]) is not None:
-            params = QParams(scale, self._buffers["zero_point"])
-            codes = encode_directly(x, self.spec, *params[:2])
-            if codes is not None:
-                return codes, params
-        params = self.qparams(x)
-        codes = keep_codes(x, params, self.spec)
+        if self._cache is not None and self._cache.serves(x):
+            return self._cache.codes(x)
+        scale = None if self.dynamic else self._buffers["scale"]
+        params = self.qparams(x) if scale is None else QParams(scale, self._buffers["zero_point"])
+        try:
+            codes = library.encode(x, params, self.spec)
+        except ShapeError as error:
+            raise self._misfit(x) from error
         return None if codes is None else (codes, params)
 
     def _fixed(self, x: Tensor) -> QParams | None:
         """The parameters for x if nothing moves them."""
         if self.dynamic or (scale := self._buffers["scale"]) is None:
             return None
-        fixed = QParams(scale, self._buffers["zero_point"])
-        # Where a compiler watches, shapes may be symbols, and the parameters are fitted as it sees.
-        if not library.is_watched(x) and _group_shape(self.spec.granularity, x.shape) == scale.shape:
-            return fixed
-        return self._fitted(fixed, x)
+        return self._fitted(QParams(scale, self._buffers["zero_point"]), x)
 
     @property
     def follows_input(self) -> bool:
@@ -216,13 +196,16 @@ class Quantizer(QuantizerPart):
         if params.scale.numel() == 1 == math.prod(groups):  # one scale fits tensors of any rank
             zero_point = None if params.zero_point is None else params.zero_point.reshape(groups)
             return QParams(params.scale.reshape(groups), zero_point)
+        raise self._misfit(x)
+
+    def _misfit(self, x: Tensor) -> ShapeError:
         cure = "calibrate it on tensors of that shape"
         if self.kind is Kind.WEIGHT:
             cure = "the weight changed its shape since then: call fakequant.calibrate(model, pattern="
             cure += f"{self.name or '*_weight_quantizer'!r}), which needs no batches"
-        raise ShapeError(
-            f"the quantizer {self.name or self} has a scale of shape {list(params.scale.shape)}, which does not fit "
-            f"{self.spec.granularity} on a tensor of shape {list(x.shape)}; {cure}"
+        return ShapeError(
+            f"the quantizer {self.name or self} has a scale of shape {list(self._current().scale.shape)}, which does "
+            f"not fit {self.spec.granularity} on a tensor of shape {list(x.shape)}; {cure}"
         )
 
     def _current(self, elements: int = 1) -> QParams:

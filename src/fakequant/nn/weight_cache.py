@@ -1,115 +1,116 @@
-"""When the quantized values of a weight may be given out again."""
+"""Quantized weights that are given out again while nothing changes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
-from fakequant.functional import choose_qparams
+from fakequant.errors import CallError
 from fakequant.numerics.qparams import QParams
-from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.ops.kept import Kept, give, keep, keep_codes
-from fakequant.ops.library import is_watched
-from fakequant.restore import restore_after
+from fakequant.numerics.spec import QuantSpec, Rounding
+from fakequant.ops import library
 
-_optimizer_steps = 0
+_Made = TypeVar("_Made")
 
 
-@contextmanager
-def counting_optimizer_steps() -> Iterator[None]:
-    """A context in which steps of optimizers count: fused ones leave no trace in the version of what they change."""
+class _Quantizer(Protocol):
+    """What a cache needs to know of a `Quantizer`."""
 
-    def count(*_: Any) -> None:
-        global _optimizer_steps
-        _optimizer_steps += 1
+    name: str
+    spec: QuantSpec
+    dynamic: bool
+    scale: Tensor | None
+    zero_point: Tensor | None
 
-    handles: list[RemovableHandle] = []
-    with restore_after(lambda: [handle.remove() for handle in handles]):
-        handles.append(register_optimizer_step_post_hook(count))
-        yield
+    @property
+    def learned(self) -> object | None: ...
 
-
-class _Entry(NamedTuple):
-    state: tuple[Any, ...]
-    held: tuple[Any, ...]
-    """The tensors and their memory: freed, they could come back with other values at the same address."""
-    values: Tensor
-    """The quantized values, or the codes."""
-    version: int
-    kept: Kept | None
-    """The values with their mask; None for codes."""
-    params: QParams | None
-    """By which codes were found; None for values."""
+    def qparams(self, x: Tensor) -> QParams: ...
 
 
 class WeightCache:
-    """The quantized values, or the codes, of one parameter, until something changes that torch counts.
+    """The values and the codes of the weight of one quantizer, each found at its first use.
 
-    That is: the parameter or its memory is another one, was written to, or an optimizer made a step; or the scale, the
-    zero point or the specification changed; or the values given out were written to. Nothing is kept while a compiler
-    or a function transform watches, for tensors that are no parameters, and where rounding is stochastic.
-
-    Copies and pickles of it are None: what a cache belongs to is quantized anew.
+    Copies and pickles of it are None: the copy of a quantizer quantizes its weight at every call.
     """
 
-    def __init__(self) -> None:
-        self._entry: _Entry | None = None
+    def __init__(self, quantizer: _Quantizer) -> None:
+        self._quantizer = quantizer
+        self._state: tuple[Any, ...] | None = None
+        self._held: tuple[Tensor | None, ...] = ()  # freed, a tensor could come back at the same address
+        self._made: dict[str, Any] = {}
 
-    def quantize(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> Tensor | None:
-        """What `library.fake_quantize` returns, or `fake_quantize_dynamic` without parameters; None if not kept."""
-        entry = self._entry_of(x, params, spec, codes=False)
-        return None if entry is None or entry.kept is None else give(x, entry.kept)
+    def serves(self, x: Tensor) -> bool:
+        """Whether x is a weight whose quantized values stay the same, and no gradient of it is wanted."""
+        if torch.compiler.is_compiling() or not isinstance(x, nn.Parameter) or x.is_inference():
+            return False
+        if torch.is_grad_enabled() and x.requires_grad:
+            return False
+        quantizer = self._quantizer
+        drawn = quantizer.spec.rounding is Rounding.STOCHASTIC
+        return not drawn and quantizer.learned is None and not library.is_watched(x)
 
-    def encode(self, x: Tensor, params: QParams | None, spec: QuantSpec) -> tuple[Tensor, QParams] | None:
-        """The codes of x and the parameters, by default those that x gives; None if not kept."""
-        entry = self._entry_of(x, params, spec, codes=True)
-        if entry is None or entry.params is None:
-            return None
-        return entry.values, entry.params
+    def values(self, x: Tensor) -> Tensor:
+        """The quantized weight.
 
-    def _entry_of(self, x: Tensor, params: QParams | None, spec: QuantSpec, *, codes: bool) -> _Entry | None:
-        tensors = (x,) if params is None else (x, params.scale, params.zero_point)
-        if is_watched(*tensors) or not isinstance(x, nn.Parameter) or spec.rounding is not Rounding.NEAREST_EVEN:
-            return None
-        if any(tensor is not None and tensor.is_inference() for tensor in tensors):  # their writes are not counted
-            return None
-        state = (_optimizer_steps, codes, spec, *map(_state, tensors))
-        mask = not codes and torch.is_grad_enabled() and x.requires_grad and spec.gradient is not Gradient.IDENTITY
-        entry = self._entry
-        if (
-            entry is None
-            or entry.state != state
-            or entry.version != entry.values._version
-            or (mask and entry.kept is not None and entry.kept.mask is None)  # was made without
-        ):
-            if codes:
-                kept, params = None, choose_qparams(x.detach(), spec) if params is None else params
-                values = keep_codes(x, params, spec)
-            else:
-                kept = keep(x, params, spec, mask=mask)
-                values = kept.values
-            if values is None:
-                return None
-            held = tuple((_owner(tensor), tensor.untyped_storage()) for tensor in tensors if tensor is not None)
-            self._entry = entry = _Entry(state, held, values, values._version, kept, params)
-        return entry
+        Raises:
+            CallError: the weight or its parameters have changed since they were first used.
+        """
+        quantizer = self._quantizer
+        values, version = self._once(
+            "values", x, lambda: _with_version(library.fake_quantize(x, quantizer.qparams(x), quantizer.spec))
+        )
+        if values._version != version:  # what was given out was written to
+            del self._made["values"]
+            return self.values(x)
+        # Another tensor each time, on the same memory: its attributes are the caller's.
+        return values.detach()
+
+    def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
+        """The codes of the weight and the parameters; None if it holds NaN, which has no code.
+
+        Raises:
+            CallError: as `values`.
+        """
+
+        def encoded() -> tuple[Tensor | None, QParams]:
+            params = self._quantizer.qparams(x)
+            return library.encode(x, params, self._quantizer.spec), params
+
+        codes, params = self._once("codes", x, encoded)
+        return None if codes is None else (codes, params)
+
+    def _once(self, what: str, x: Tensor, make: Callable[[], _Made]) -> _Made:
+        quantizer = self._quantizer
+        tensors = x, quantizer.scale, quantizer.zero_point
+        state = quantizer.spec, quantizer.dynamic, *map(_state_of, tensors)
+        if self._state is None:
+            self._state, self._held = state, tensors
+        elif self._state != state:
+            raise CallError(
+                f"the weight of {quantizer.name or quantizer}, its scale or its specification changed inside "
+                "cached_weights, which quantizes a weight once; change it outside of the context, and enter it again"
+            )
+        if what not in self._made:
+            # Plain tensors, which calls outside of inference mode may use.
+            with torch.inference_mode(False), torch.no_grad():
+                self._made[what] = make()
+        return self._made[what]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
-def _state(tensor: Tensor | None) -> tuple[Any, ...] | None:
+def _with_version(values: Tensor) -> tuple[Tensor, int]:
+    return values, values._version
+
+
+def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
-    return id(_owner(tensor)), tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _owner(tensor: Tensor) -> Tensor:
-    """What a view is of: a scale is brought to the shape of the groups by a new one each time."""
-    return tensor if tensor._base is None else tensor._base
+    # Tensors made in inference mode count no changes.
+    version = None if tensor.is_inference() else tensor._version
+    return id(tensor), version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -1,10 +1,10 @@
-"""What a backend must offer."""
+"""What a backend offers: a plan for every kind of call."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,56 +12,217 @@ from torch import Tensor
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
-from fakequant.numerics.qparams import QParams, Range, choose_qparams, measure
-from fakequant.numerics.spec import QuantSpec
+from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype, measure
+from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
+
+from .layout import layout_of
+
+VALUES, RELU, CODES = "values", "relu", "codes"
 
 
-class Encoded(NamedTuple):
-    """Codes, and what they do not tell.
+class ParameterKind(NamedTuple):
+    """What a plan depends on in a scale or a zero point."""
 
-    Attributes:
-        codes: the shape of what was quantized.
-        mask: where gradients pass, packed, as `Backend.fake_quantize` gives it; None if not asked for.
-        has_nan: whether something was NaN, for which integer codes have no code.
-    """
-
-    codes: Tensor
-    mask: Tensor | None
-    has_nan: bool
-
-
-class Direct(NamedTuple):
-    """How tensors of one kind are quantized by one operator for each direction, with given parameters.
-
-    Attributes:
-        values: from (x, scale, zero_point, form) to the quantized values; None if a parameter is not valid.
-        values_over: from the same to whether x now holds its quantized values: not if a parameter is not valid.
-        values_and_mask: from the same to the quantized values, with the packed mask of `Gradient.CODE_RANGE`.
-        grad_input: from (dy, mask) to the gradient, for dy that lies in memory as x does.
-        gradients: from (dy, x, mask, scale, zero_point, form, wants_scale, wants_zero_point) to the gradients of x,
-            None without a mask, and of scale and zero point [shape of scale], None where not wanted. dy lies in memory
-            as x does, and the zero point has the dtype of the scale. None for an x without elements.
-        codes: from (x, scale, zero_point, form, codes, masked) to whether `codes` now holds the codes, not if a
-            parameter is not valid or x has NaN, and the packed mask where masked. None for formats without integer
-            codes. No mask where it passes everything.
-        form: what follows from the specification and the kind of tensor.
-        dtype: of x.
-        call: the backend, whose masks these are, the specification and the strides of x.
-    """
-
-    values: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor | None]
-    values_over: Callable[[Tensor, Tensor, Tensor | None, Tensor], bool]
-    values_and_mask: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor | None, Tensor | None]]
-    grad_input: Callable[[Tensor, Tensor], Tensor]
-    gradients: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]] | None
-    codes: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, bool], tuple[bool, Tensor | None]] | None
-    form: Tensor
     dtype: torch.dtype
-    call: BackwardCall
+    device: torch.device
+    shape: tuple[int, ...]
+    contiguous: bool
+
+
+class Kind(NamedTuple):
+    """The kind of a call: all that a plan depends on, and nothing else.
+
+    Attributes:
+        spec: how x is quantized.
+        variant: VALUES; RELU, where torch.relu(x) is quantized; CODES, where codes are written or read.
+        dtype: of x, or of the values that codes stand for.
+        device, shape, stride: of x, or of the codes.
+        scale: None where the range of x gives the parameters.
+        zero_point: None where it is 0 everywhere.
+    """
+
+    spec: QuantSpec
+    variant: str
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    scale: ParameterKind | None
+    zero_point: ParameterKind | None
+
+
+class Extras(NamedTuple):
+    """What some kinds of calls need besides x, scale and zero point.
+
+    Attributes:
+        range: what the scale was made from, for `Gradient.INPUT_RANGE`; None for the range that the scale implies.
+        seed: of stochastic rounding.
+    """
+
+    range: Range | None = None
+    seed: Tensor | None = None
+
+
+class KernelPlan(NamedTuple):
+    """How calls of one kind are computed.
+
+    Its functions take no part in autograd. Scale and zero point are None where the range of x gives them.
+
+    Attributes:
+        values: from (x, scale, zero_point, descriptor) to the quantized values; None if a parameter is not valid.
+        values_and_mask: the same, with the packed mask of where gradients pass; no mask where they pass everywhere.
+        grad_input: from (dy, mask) to the gradient of x, for dy with the strides of results.
+        gradients: from (dy, x, mask, scale, zero_point, descriptor, wants_scale, wants_zero_point) to the gradients of
+            x, scale and zero point, each None where it is not wanted, for dy and x with the strides of results.
+        codes: from (x, scale, zero_point, descriptor) to the codes, and whether x has NaN, for which integers have no
+            code: a bool, or a tensor of one number on an accelerator.
+        decode: from (codes, scale, zero_point, descriptor) to their values.
+        stride: of results and gradients: the strides of x, or without gaps where x has gaps.
+        spec: the specification.
+        backend: the name of the backend.
+        descriptor: what the functions need to know of the kind of call, or the `Extras` of one call.
+        values_over: from (x, scale, zero_point, descriptor) to whether the values were written over x; None where no
+            kernel does that.
+        checks: whether the caller need not look at the values of parameters: kernels do, or it would have to wait for
+            an accelerator.
+        otherwise: the plan for parameters that are not valid; None where `values` computes with any.
+    """
+
+    values: Callable[[Tensor, Tensor | None, Tensor | None, Any], Tensor | None]
+    values_and_mask: Callable[[Tensor, Tensor | None, Tensor | None, Any], tuple[Tensor | None, Tensor | None]]
+    grad_input: Callable[[Tensor, Tensor], Tensor]
+    gradients: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+    codes: Callable[[Tensor, Tensor, Tensor | None, Any], tuple[Tensor, bool | Tensor]]
+    decode: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
+    stride: tuple[int, ...]
+    spec: QuantSpec
+    backend: str
+    descriptor: Any = None
+    values_over: Callable[[Tensor, Tensor, Tensor | None, Any], bool] | None = None
+    checks: bool = False
+    otherwise: KernelPlan | None = None
+
+
+class Kernels(ABC):
+    """The kernels of a backend for one kind of call, from which `plan` makes a plan.
+
+    A backend implements the abstract methods, and overrides the others where it is faster with the same bits.
+    """
+
+    def __init__(self, kind: Kind, backend: str) -> None:
+        self.kind, self.spec, self.backend = kind, kind.spec, backend
+        self.layout = layout_of(kind.spec.granularity, kind.shape, kind.stride)
+        self.masks = kind.spec.gradient is not Gradient.IDENTITY or kind.variant == RELU
+
+    @abstractmethod
+    def quantize(self, x: Tensor, params: QParams, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
+
+    @abstractmethod
+    def mask_gradient(self, dy: Tensor, mask: Tensor) -> Tensor:
+        """dy where the mask is set, else 0; dy has the strides of results, and may be bool."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, params: QParams) -> tuple[Tensor, bool | Tensor]:
+        """Codes, and whether x has NaN; NaN becomes the lowest integer."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, params: QParams) -> Tensor:
+        """The values of codes."""
+
+    def measure(self, x: Tensor) -> Range:
+        """The range of the finite values of every group, see `numerics.qparams.measure`."""
+        return measure(x, self.spec.granularity)
+
+    def quantize_dynamic(self, x: Tensor, seed: Tensor | None, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        """As `quantize`, with the parameters that the range of x gives."""
+        params = choose_qparams(self.measure(x), self.spec, largest=torch.finfo(x.dtype).max)
+        return self.quantize(x, params._replace(seed=seed), mask=mask)
+
+    def grad_params(
+        self, dy: Tensor, x: Tensor, params: QParams, wants: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of scale and zero point [groups, axes kept], where wanted."""
+        return reference.grad_params(dy, x, params, self.spec, wants)
+
+    @property
+    def has_plain_params(self) -> bool:
+        """Whether kernels read scale and zero point as they are: in the dtype of computation, or int32 for zero points.
+
+        One shape for both, without gaps.
+        """
+        scale, zero_point = self.kind.scale, self.kind.zero_point
+        if scale is None or scale.dtype != compute_dtype(self.kind.dtype) or not scale.contiguous:
+            return False
+        return zero_point is None or (
+            not self.spec.symmetric
+            and zero_point.dtype in (scale.dtype, torch.int32)
+            and zero_point.shape == scale.shape
+            and zero_point.contiguous
+        )
+
+    def plan(self) -> KernelPlan:
+        """The plan that these kernels make."""
+        on_accelerator = self.kind.device.type != "cpu" and self.spec.rounding is Rounding.NEAREST_EVEN
+        return KernelPlan(
+            values=self._values,
+            values_and_mask=self._values_and_mask,
+            grad_input=self.mask_gradient if self.masks else _unchanged,
+            gradients=self._gradients,
+            codes=lambda x, *given: self.encode(x, self._params(*given)),
+            decode=lambda codes, *given: self.decode(codes, self._params(*given)),
+            stride=self.layout.result_stride,
+            spec=self.spec,
+            backend=self.backend,
+            checks=on_accelerator and self.has_plain_params,
+        )
+
+    def _params(self, scale: Tensor, zero_point: Tensor | None, descriptor: Any) -> QParams:
+        """[groups, axes kept]."""
+        groups = self.layout.group_shape
+        if scale.shape != groups:
+            scale = scale.reshape(groups)
+        if zero_point is not None and zero_point.shape != groups:
+            zero_point = zero_point.reshape(groups)
+        return QParams(scale, zero_point, *(descriptor if isinstance(descriptor, Extras) else Extras()))
+
+    def _values(
+        self, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, extras: Extras | None
+    ) -> Tensor | None:
+        if scale is None:
+            return self.quantize_dynamic(x, extras and extras.seed, mask=False)[0]
+        return self.quantize(x, self._params(scale, zero_point, extras), mask=False)[0]
+
+    def _values_and_mask(
+        self, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, extras: Extras | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if scale is None:
+            return self.quantize_dynamic(x, extras and extras.seed, mask=self.masks)
+        return self.quantize(x, self._params(scale, zero_point, extras), mask=self.masks)
+
+    def _gradients(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mask: Tensor | None,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        extras: Extras | None,
+        *wants: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dx = dy if mask is None else self.mask_gradient(dy, mask)
+        of_scale, of_zero_point = self.grad_params(dy, x, self._params(scale, zero_point, extras), (wants[0], wants[1]))
+        if of_zero_point is not None and zero_point is not None:
+            of_zero_point = of_zero_point.reshape(zero_point.shape)
+        return dx, None if of_scale is None else of_scale.reshape(scale.shape), of_zero_point
+
+
+def _unchanged(dy: Tensor, mask: Tensor | None) -> Tensor:
+    return dy
 
 
 class Backend(ABC):
-    """What serves the operator; a mask is opaque outside the backend that made it: one bit per element."""
+    """What computes calls; the mask of a plan is opaque outside the backend that made it: one bit per element."""
 
     name: ClassVar[str]
     device_type: str | None = None
@@ -69,8 +230,6 @@ class Backend(ABC):
     compiles_as_node: ClassVar[bool] = False
     """Whether compiled graphs of its device hold the operator whole, because compilers compute the definition with
     other bits there: with approximate division, or a product and a sum rounded once."""
-    rectifies: ClassVar[bool] = False
-    """Whether `fake_quantize_relu` is there, and what `direct` says of a ReLU."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -89,37 +248,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        """The quantized values and, if asked for, the packed mask of where gradients pass (never for IDENTITY)."""
-
-    def fake_quantize_relu(
-        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `fake_quantize`, of torch.relu(x) in one pass; the mask is where gradients pass both, for IDENTITY too.
-
-        For specifications that round to nearest.
-        """
-        raise NotImplementedError(f"the backend {self.name} has no ReLU; ask its `rectifies`")
-
-    def fake_quantize_dynamic(
-        self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `fake_quantize`, with the parameters that the range of x gives, and the seed of stochastic rounding.
-
-        A backend that does it in fewer passes over memory overrides this; the bits are these.
-        """
-        params = choose_qparams(self.measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
-        return self.fake_quantize(x, params._replace(seed=seed), spec, mask=mask)
-
-    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor, *, relu: bool = False) -> Direct | None:
-        """How `fake_quantize` is done by one operator, which checks the parameters too; None if it is not.
-
-        Args:
-            x: of x, its type, dtype, device, shape and strides matter.
-            scale: contiguous; of it, its dtype and shape. A zero point has the same shape, and its dtype or int32.
-            relu: how it is done of torch.relu(x); asked of backends that rectify.
-        """
-        return None
+    def plan(self, kind: Kind) -> KernelPlan | None:
+        """How calls of a kind are computed; None for RELU where the backend has no kernel for both in one pass."""
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
         """The range of the finite values of every group, see `numerics.qparams.measure`."""
@@ -133,23 +263,6 @@ class Backend(ABC):
         """See `ops.histogram.update`; all tensors are on one device."""
         return False
 
-    @abstractmethod
-    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        """dy where the mask is set, else 0; the input had the shape of dy and these strides. dy may be bool, too."""
-
-    def unpack_mask(self, mask: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
-        """The mask that quantizing x gave as a bool tensor, the shape of x: where a gradient of ones is let through."""
-        return self.grad_input(torch.ones_like(x, dtype=torch.bool), mask, spec, x.stride()).bool()
-
-    def grad_params(
-        self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of scale and zero point [groups, axes kept], where wanted.
-
-        A backend that finds them without tensors of the size of x overrides this; the bits are these.
-        """
-        return reference.grad_params(dy, x, params, spec, wants)
-
     def squared_errors(
         self, centers: Tensor, sums: Tensor, middles: Tensor, params: QParams, spec: QuantSpec
     ) -> Tensor | None:
@@ -161,20 +274,3 @@ class Backend(ABC):
     ) -> Tensor | None:
         """See `search.nearly_least`; None where the backend has no kernel for it."""
         return None
-
-    @abstractmethod
-    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-        """Codes."""
-
-    @abstractmethod
-    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
-        """Codes with what they do not tell; of formats with integer codes, rounded to nearest."""
-
-    @abstractmethod
-    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-        """Values of codes."""
-
-
-# What a mask is read by: the backend that packed it, the specification and the strides of the input. A plain tuple,
-# because making a NamedTuple takes 0.2 us of every call.
-BackwardCall = tuple[Backend, QuantSpec, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Backends in order of preference, each with the reason why it cannot serve a call.
+"""Backends in order of preference, each with the reason why it cannot serve a call, and the plans that they made.
 
 Set the environment variable FAKEQUANT_LOG=backend to see which backend serves and why the ones before it do not.
 No setting changes a result: every backend returns the same bits.
@@ -7,17 +7,22 @@ No setting changes a result: every backend returns the same bits.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import forward_ad
 
+from fakequant.errors import ConfigError
 from fakequant.numerics import reference
-from fakequant.numerics.qparams import QParams
+from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, runs_eagerly
 from fakequant.numerics.spec import QuantSpec
 
-from .backend import Backend, Encoded
+from .backend import CODES, RELU, VALUES, Backend, KernelPlan, Kernels, Kind, ParameterKind
 from .cpu.backend import CpuBackend
 from .triton.backend import TritonBackend
 
@@ -25,6 +30,24 @@ log = logging.getLogger("fakequant.backend")
 if "backend" in os.environ.get("FAKEQUANT_LOG", "").split(","):
     logging.basicConfig()
     log.setLevel(logging.DEBUG)
+
+
+class ReferenceKernels(Kernels):
+    """The definition itself."""
+
+    def quantize(self, x: Tensor, params: QParams, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        y = reference.fake_quantize(x, params, self.spec)
+        return y, pack_bits(reference.passes(x, params, self.spec)) if mask else None
+
+    def mask_gradient(self, dy: Tensor, mask: Tensor) -> Tensor:
+        # Laid out as dy, so that the result is.
+        return reference.grad_input(dy, torch.empty_like(dy, dtype=torch.bool).copy_(unpack_bits(mask, dy.shape)))
+
+    def encode(self, x: Tensor, params: QParams) -> tuple[Tensor, bool | Tensor]:
+        return reference.quantize(x, params, self.spec), x.isnan().any()
+
+    def decode(self, codes: Tensor, params: QParams) -> Tensor:
+        return reference.dequantize(codes, params, self.spec, self.kind.dtype)
 
 
 class ReferenceBackend(Backend):
@@ -38,22 +61,8 @@ class ReferenceBackend(Backend):
     def unsupported(self, x: Tensor, spec: QuantSpec, *, codes: bool) -> str | None:
         return None
 
-    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        y = reference.fake_quantize(x, params, spec)
-        return y, pack_bits(reference.passes(x, params, spec)) if mask else None
-
-    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        return reference.grad_input(dy, unpack_bits(mask, dy.shape))
-
-    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-        return reference.quantize(x, params, spec)
-
-    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
-        bits = pack_bits(reference.passes(x, params, spec)) if mask else None
-        return Encoded(reference.quantize(x, params, spec), bits, bool(x.isnan().any()))
-
-    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-        return reference.dequantize(codes, params, spec, dtype)
+    def plan(self, kind: Kind) -> KernelPlan | None:
+        return None if kind.variant == RELU else ReferenceKernels(kind, self.name).plan()
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -79,8 +88,10 @@ REFERENCE = ReferenceBackend()
 _backends: tuple[Backend, ...] = (CpuBackend(), TritonBackend(), REFERENCE)
 # Read while compilers trace, which know sets of strings and no backends.
 node_devices = frozenset(backend.device_type for backend in _backends if backend.compiles_as_node)
-_chosen: dict[Hashable, Backend] = {}
-_MOST = 4096  # kinds of calls that are remembered
+_Made = TypeVar("_Made", Backend, KernelPlan, KernelPlan | None)
+# Plans by their kind of call, and backends by the kind of tensor: what one call found serves all that follow.
+_known: dict[Hashable, Any] = {}
+_MOST = 4096  # kinds that are remembered
 
 
 def backends() -> list[Backend]:
@@ -88,37 +99,144 @@ def backends() -> list[Backend]:
     return list(_backends)
 
 
+def register_backend(backend: Backend, *, before: str = "reference") -> None:
+    """Add a backend, which is asked before the one with a name, and serves what it does not decline.
+
+    Args:
+        backend: an object of a subclass of `Backend` with a name of its own.
+        before: the name of a backend; the reference serves everything, so that none can come after it.
+
+    Raises:
+        ConfigError: a backend of this name is there already, or there is none with the name `before`.
+    """
+    global _backends, node_devices
+    names = [known.name for known in _backends]
+    if backend.name in names:
+        raise ConfigError(f"a backend named {backend.name!r} is already registered; choose another name")
+    if before not in names:
+        raise ConfigError(f"there is no backend {before!r} to come before; the backends are {', '.join(names)}")
+    at = names.index(before)
+    _backends = (*_backends[:at], backend, *_backends[at:])
+    node_devices = frozenset(one.device_type for one in _backends if one.compiles_as_node)
+
+
 def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:
     """The first backend that can serve the call: asked once for every kind of tensor and specification."""
     key = _backends, type(x), x.dtype, x.device, spec, codes
-    backend = _chosen.get(key)
-    if backend is None:
-        backend = _remember(key, _first_with(spec, x, lambda backend: backend.unsupported(x, spec, codes=codes)))
-    return backend
+    return _known.get(key) or _first_with(key, spec, x, lambda backend: backend.unsupported(x, spec, codes=codes))
 
 
 def choose_for(x: Tensor) -> Backend:
     """The first backend that can serve calls without a specification for a tensor."""
     key = _backends, type(x), x.dtype, x.device
-    backend = _chosen.get(key)
-    if backend is None:
-        backend = _remember(key, _first_with("any call", x, lambda backend: backend.unfit(x)))
-    return backend
+    return _known.get(key) or _first_with(key, "any call", x, lambda backend: backend.unfit(x))
 
 
-def _remember(key: Hashable, backend: Backend) -> Backend:
-    if len(_chosen) >= _MOST:
-        _chosen.clear()
-    _chosen[key] = backend
-    return backend
+def find_plan(
+    x: Tensor,
+    spec: QuantSpec,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    variant: str = VALUES,
+    dtype: torch.dtype | None = None,
+) -> KernelPlan | None:
+    """The plan for a call in plain eager execution; None where torch's operations must be seen, or for no such call.
+
+    That is: something watches (see `library.is_watched`), a parameter does not fit x, or nothing computes a ReLU in
+    the same pass.
+
+    Args:
+        x: the tensor, or the codes that are read.
+        spec: how it is quantized.
+        scale: in one of the shapes that the granularity accepts; None for the range of x.
+        zero_point: likewise, or None.
+        variant: see `Kind`.
+        dtype: of the values that codes stand for.
+    """
+    if not runs_eagerly():
+        return None
+    for given in (x, scale, zero_point):
+        if given is not None and (
+            type(given) not in PLAIN
+            or given.layout is not torch.strided
+            or given.is_nested
+            or given._is_zerotensor()
+            or is_legacy_batchedtensor(given)
+        ):
+            return None
+    if forward_ad._current_level >= 0 and have_tangents(x, scale, zero_point):
+        return None
+    return plan_of(x, spec, scale, zero_point, variant, dtype)
 
 
-def _first_with(what: object, x: Tensor, cannot: Callable[[Backend], str | None]) -> Backend:
+def plan_of(
+    x: Tensor,
+    spec: QuantSpec,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    variant: str = VALUES,
+    dtype: torch.dtype | None = None,
+) -> KernelPlan | None:
+    """`find_plan` whatever watches, for operators of graphs."""
+    of_scale = of_zero_point = None
+    if scale is not None:
+        of_scale = scale.dtype, scale.device, scale.shape, scale.is_contiguous()
+    if zero_point is not None:
+        of_zero_point = zero_point.dtype, zero_point.device, zero_point.shape, zero_point.is_contiguous()
+    kind = spec, variant, dtype or x.dtype, x.device, x.shape, x.stride(), of_scale, of_zero_point
+    key = _backends, type(x) in PLAIN, kind
+    try:
+        return _known[key]
+    except KeyError:
+        return _made_plan(key, x)
+
+
+def plan_by(backend: Backend, kind: Kind) -> KernelPlan:
+    """The plan of one backend for a kind that it serves, for what it packed."""
+    key = backend, kind
+    plan = _known.get(key) or _remember(key, backend.plan(kind))
+    assert plan is not None, "backends have plans for all but ReLUs"
+    return plan
+
+
+def have_tangents(*tensors: object) -> bool:
+    """Whether one of the tensors among these has a tangent of forward-mode AD."""
+    return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _made_plan(key: tuple[Any, ...], x: Tensor) -> KernelPlan | None:
+    kind = Kind(*key[-1])
+    kind = kind._replace(
+        scale=kind.scale and ParameterKind(*kind.scale), zero_point=kind.zero_point and ParameterKind(*kind.zero_point)
+    )
+    plan = choose(x, kind.spec, codes=kind.variant == CODES).plan(kind) if _is_call(kind) else None
+    return _remember(key, plan)
+
+
+def _is_call(kind: Kind) -> bool:
+    """Whether there are values, and parameters that fit them."""
+    if kind.dtype not in FLOATING or kind.device.type == "meta":
+        return False
+    shapes = kind.spec.granularity.scale_shapes(kind.shape)
+    given = [one for one in (kind.scale, kind.zero_point) if one is not None]
+    if math.prod(shapes[0]) == 1:  # one number fits in any shape
+        shapes += [one.shape for one in given if math.prod(one.shape) == 1]
+    return all(one.device == kind.device and one.shape in shapes for one in given)
+
+
+def _remember(key: Hashable, made: _Made) -> _Made:
+    if len(_known) >= _MOST:
+        _known.clear()
+    _known[key] = made
+    return made
+
+
+def _first_with(key: Hashable, what: object, x: Tensor, cannot: Callable[[Backend], str | None]) -> Backend:
     kind = f"{x.dtype} on {x.device}"
     for backend in _backends:
         reason = backend.unavailable() or cannot(backend)
         if reason is None:
             log.debug("%s serves %s of %s", backend.name, what, kind)
-            return backend
+            return _remember(key, backend)
         log.debug("%s cannot serve %s of %s: %s", backend.name, what, kind, reason)
     raise AssertionError("the reference serves every call")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fakequant.numerics.granularity import Granularity
+from fakequant.numerics.granularity import Granularity, Tiles
 from fakequant.numerics.histogram import Bins, Observed
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import Backend, Direct, Encoded
+from fakequant.ops.backend import RELU, Backend, KernelPlan, Kernels, Kind
 from fakequant.ops.layout import Layout, layout_of
+from fakequant.ops.relu import keeps_negative_zero, keeps_strides
 from fakequant.ops.rules import cannot_choose, cannot_draw, cannot_round, grid_fields, scale_rule, table_fields
 
 # The numbers by which call.h knows these values.
@@ -46,7 +47,6 @@ class CpuBackend(Backend):
 
     name = "cpu"
     device_type = "cpu"
-    rectifies = True
 
     def unavailable(self) -> str | None:
         return load_kernels()
@@ -65,65 +65,16 @@ class CpuBackend(Backend):
             return reason
         return cannot_draw(spec.format, x.dtype) if spec.rounding is Rounding.STOCHASTIC else None
 
-    def fake_quantize(
-        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool, rectified: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        plan = _plan(spec, x.dtype, x.shape, x.stride(), rectified)
-        packed = x if plan.as_it_is else plan.layout.pack(x)
-        kind = plan.mask if mask else _NO_MASK
-        tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
-        random = plan.random(params.seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
-        # The overload itself: finding it anew costs a Python function.
-        y, bits = torch.ops.fakequant_cpu.fake_quantize.default(packed, *tensors, plan.form, kind, random)
-        return y if plan.as_it_is else plan.layout.unpack(y), bits
-
-    def fake_quantize_relu(
-        self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        # By a flag of `fake_quantize`, whose calls a function that both of these call would cost one frame more.
-        return self.fake_quantize(x, params, spec, mask=mask, rectified=True)
-
-    def direct(self, x: Tensor, spec: QuantSpec, scale: Tensor, *, relu: bool = False) -> Direct | None:
-        shapes = spec.granularity.scale_shapes(x.shape)
-        plan = _plan(spec, x.dtype, x.shape, x.stride(), relu)
-        groups = [axis for axis in plan.layout.group_order if plan.layout.group_shape[axis] > 1]
-        takes = plan.as_it_is and groups == sorted(groups)
-        if not takes or scale.dtype != plan.dtype or scale.shape not in shapes or spec.rounding is Rounding.STOCHASTIC:
-            return None
-        ops = torch.ops.fakequant_cpu
-        return Direct(
-            values=ops.checked.default,
-            values_over=ops.checked_over.default,
-            values_and_mask=ops.checked_with_mask.default,
-            grad_input=ops.mask_gradient.default,
-            gradients=ops.learned_gradients.default if x.numel() else None,
-            codes=ops.checked_codes.default if spec.format.has_zero_point else None,
-            form=plan.form,
-            dtype=x.dtype,
-            call=(self, spec, x.stride()),
-        )
-
-    def fake_quantize_dynamic(
-        self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        plan = _plan(spec, x.dtype, x.shape, x.stride())
-        if plan.cannot_choose:
-            log.debug("cpu measures %s on %s apart: %s", spec, tuple(x.shape), plan.cannot_choose)
-            return super().fake_quantize_dynamic(x, spec, mask=mask, seed=seed)
-        packed = x if plan.as_it_is else plan.layout.pack(x)
-        kind = plan.mask if mask else _NO_MASK
-        random = plan.random(seed, spec) if spec.rounding is Rounding.STOCHASTIC else None
-        dynamic = torch.ops.fakequant_cpu.fake_quantize_dynamic.default
-        y, bits = dynamic(packed, plan.rule, plan.form, kind, random)
-        return y if plan.as_it_is else plan.layout.unpack(y), bits
+    def plan(self, kind: Kind) -> KernelPlan | None:
+        if kind.variant == RELU:
+            like_x = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
+            drawn = kind.spec.rounding is Rounding.STOCHASTIC
+            if drawn or kind.scale is None or not (keeps_strides(like_x) and keeps_negative_zero(kind.dtype)):
+                return None
+        return CpuKernels(kind, self.name).plan()
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
-        layout = layout_of(granularity, x.shape, x.stride())
-        lo, hi = torch.empty(2, layout.tiles.groups, dtype=compute_dtype(x.dtype), device="cpu").unbind()
-        if not x.numel():
-            return Range(layout.unpack_groups(lo.zero_()), layout.unpack_groups(hi.zero_()))
-        torch.ops.fakequant_cpu.measure(layout.pack(x), lo, hi, *layout.tiles)
-        return Range(layout.unpack_groups(lo), layout.unpack_groups(hi))
+        return _measured(x, layout_of(granularity, x.shape, x.stride()))
 
     def observe(self, values: Tensor, bins: Bins | None) -> Observed:
         groups = values.shape[0]
@@ -138,66 +89,183 @@ class CpuBackend(Backend):
         inverse = _nowhere(range.lo.numel()) if bins is None else bins.inverse
         return torch.ops.fakequant_cpu.take_in.default(values, inverse, range.lo, range.hi, counts)
 
-    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        layout = layout_of(spec.granularity, dy.shape, x_stride)
-        return layout.unpack(torch.ops.fakequant_cpu.mask_gradient.default(layout.pack(dy), mask))
-
-    def grad_params(
-        self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if not x.numel() or spec.rounding is Rounding.STOCHASTIC:  # slopes of drawn codes: the reference's
-            return super().grad_params(dy, x, params, spec, wants)
-        plan = _plan(spec, x.dtype, x.shape, x.stride())
-        packed = plan.layout.pack(dy), plan.layout.pack(x)
-        parameters = params.scale if wants[0] else None, params.zero_point if wants[1] else None
-        groups = plan.layout.tiles.groups
-        sums = [None if p is None else torch.empty(groups, dtype=torch.float64, device="cpu") for p in parameters]
-        clips = spec.gradient is Gradient.CLIP
-        tensors = plan.params(params, spec, with_range=clips)
-        kind = _MASK[Gradient.CLIP] if clips else _NO_MASK
-        torch.ops.fakequant_cpu.grad_params(*packed, *tensors, plan.form, *sums, kind)
-        by_scale, by_zero_point = (
-            None if s is None or p is None else plan.layout.unpack_groups(s).to(p.dtype)
-            for s, p in zip(sums, parameters, strict=True)
-        )
-        return by_scale, by_zero_point
-
     def squared_errors(
         self, centers: Tensor, sums: Tensor, middles: Tensor, params: QParams, spec: QuantSpec
     ) -> Tensor | None:
         if spec.rounding is Rounding.STOCHASTIC:  # values do not rise with x
             return None
-        form = _plan(spec, centers.dtype, centers.shape, centers.stride()).form
         zero_point = None if params.zero_point is None else params.zero_point.to(centers.dtype)
-        return torch.ops.fakequant_cpu.squared_errors.default(centers, sums, middles, params.scale, zero_point, form)
+        given = centers, sums, middles, params.scale, zero_point, _descriptor_like(centers, spec)
+        return torch.ops.fakequant_cpu.squared_errors.default(*given)
 
     def nearly_least(
         self, centers: Tensor, counts: Tensor, amax: Tensor, scale: Tensor, spec: QuantSpec
     ) -> Tensor | None:
-        form = _plan(spec, centers.dtype, centers.shape, centers.stride()).form
-        middles = _middles(spec.format.quant_max)
-        return torch.ops.fakequant_cpu.nearly_least.default(centers, counts, middles, amax, scale, form)
+        given = centers, counts, _middles(spec.format.quant_max), amax, scale, _descriptor_like(centers, spec)
+        return torch.ops.fakequant_cpu.nearly_least.default(*given)
 
-    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-        return self.encode(x, params, spec, mask=False).codes
 
-    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
-        plan = _plan(spec, x.dtype, x.shape, x.stride())
-        packed = plan.layout.pack(x)
-        codes = torch.empty_like(packed, dtype=spec.format.storage)
-        tensors = plan.params(params, spec, with_range=mask and spec.gradient in _BY_RANGE)
-        kind, random = plan.mask if mask else _NO_MASK, plan.random(params.seed, spec)
-        bits, has_nan = torch.ops.fakequant_cpu.quantize(packed, *tensors, plan.form, codes, kind, random)
-        return Encoded(plan.layout.unpack(codes), bits, has_nan)
+class CpuKernels(Kernels):
+    """The kernels for one kind of call.
 
-    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-        plan = _plan(spec, dtype, codes.shape, codes.stride())
-        scale, zero_point, *_ = plan.params(params, spec)
-        like = torch.empty(0, dtype=dtype, device="cpu")
-        packed = plan.layout.pack(codes)
-        return plan.layout.unpack(
-            torch.ops.fakequant_cpu.dequantize.default(packed, scale, zero_point, plan.form, like)
+    Where x lies in memory as the kernels read it, and the parameters too, the plan has the operators themselves: every
+    Python function in between would cost as much as quantizing thousands of elements.
+    """
+
+    def __init__(self, kind: Kind, backend: str) -> None:
+        super().__init__(kind, backend)
+        self.dtype, rectified = compute_dtype(kind.dtype), kind.variant == RELU
+        self.is_packed = kind.stride == self.layout.packed_stride
+        self.descriptor = _descriptor(self.spec, self.dtype, self.layout.tiles, rectified)
+        identity = self.spec.gradient is Gradient.IDENTITY
+        self.mask = _EVERYWHERE if rectified and identity else _MASK[self.spec.gradient]
+        self.rule: Tensor | None = None
+        if kind.scale is None:
+            reason = cannot_choose(self.spec, kind.dtype, self.layout.group_shape)
+            if reason is None:
+                self.rule = scale_rule(self.spec, kind.dtype)
+            else:
+                log.debug("cpu measures %s on %s apart: %s", self.spec, tuple(kind.shape), reason)
+
+    def plan(self) -> KernelPlan:
+        plan, layout = super().plan(), self.layout
+        groups = [axis for axis in layout.group_order if layout.group_shape[axis] > 1]
+        in_order = self.is_packed and groups == sorted(groups)
+        nearest = self.spec.rounding is Rounding.NEAREST_EVEN
+        if not (in_order and self.has_plain_params and nearest and layout.tiles.elements):
+            return plan
+        plan = plan._replace(
+            values=self._checked, values_over=self._checked_over, codes=self._checked_codes, otherwise=plan
         )
+        if not self.masks:
+            return plan._replace(values_and_mask=self._checked_without_mask, checks=True)
+        if self.spec.gradient is not Gradient.CODE_RANGE:
+            return plan
+        ops = torch.ops.fakequant_cpu
+        return plan._replace(
+            values=ops.checked.default,
+            values_and_mask=ops.checked_with_mask.default,
+            grad_input=ops.mask_gradient.default,
+            gradients=ops.learned_gradients.default,
+            descriptor=self.descriptor,
+            values_over=ops.checked_over.default,
+            checks=True,
+        )
+
+    def _checked(self, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, _: Any) -> Tensor | None:
+        return torch.ops.fakequant_cpu.checked.default(x, scale, zero_point, self.descriptor)
+
+    def _checked_without_mask(
+        self, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, _: Any
+    ) -> tuple[Tensor | None, None]:
+        return torch.ops.fakequant_cpu.checked.default(x, scale, zero_point, self.descriptor), None
+
+    def _checked_over(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, _: Any) -> bool:
+        return torch.ops.fakequant_cpu.checked_over.default(x, scale, zero_point, self.descriptor)
+
+    def _checked_codes(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor | None, extras: Any
+    ) -> tuple[Tensor, bool | Tensor]:
+        codes = torch.empty_like(x, dtype=self.spec.format.storage)
+        given = x, scale, zero_point, self.descriptor, codes, False
+        found, _ = torch.ops.fakequant_cpu.checked_codes.default(*given)
+        # Not found where x has NaN or a parameter is not valid; only the general kernel tells which.
+        return (codes, False) if found else self.encode(x, self._params(scale, zero_point, None))
+
+    def quantize(self, x: Tensor, params: QParams, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        packed = x if self.is_packed else self.layout.pack(x)
+        kind = self.mask if mask else _NO_MASK
+        tensors = self._tensors(params, with_range=mask and self.spec.gradient in _BY_RANGE)
+        given = packed, *tensors, self.descriptor, kind, self._random(params.seed)
+        # The overload itself: finding it anew costs a Python function.
+        y, bits = torch.ops.fakequant_cpu.fake_quantize.default(*given)
+        return y if self.is_packed else self.layout.unpack(y), bits
+
+    def quantize_dynamic(self, x: Tensor, seed: Tensor | None, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        if self.rule is None:
+            return super().quantize_dynamic(x, seed, mask=mask)
+        packed = x if self.is_packed else self.layout.pack(x)
+        kind = self.mask if mask else _NO_MASK
+        dynamic = torch.ops.fakequant_cpu.fake_quantize_dynamic.default
+        y, bits = dynamic(packed, self.rule, self.descriptor, kind, self._random(seed))
+        return y if self.is_packed else self.layout.unpack(y), bits
+
+    def measure(self, x: Tensor) -> Range:
+        return _measured(x, self.layout)
+
+    def mask_gradient(self, dy: Tensor, mask: Tensor) -> Tensor:
+        return self.layout.unpack(torch.ops.fakequant_cpu.mask_gradient.default(self.layout.pack(dy), mask))
+
+    def grad_params(
+        self, dy: Tensor, x: Tensor, params: QParams, wants: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not x.numel() or self.spec.rounding is Rounding.STOCHASTIC:  # slopes of drawn codes: the reference's
+            return super().grad_params(dy, x, params, wants)
+        parameters = params.scale if wants[0] else None, params.zero_point if wants[1] else None
+        groups = self.layout.tiles.groups
+        sums = [None if p is None else torch.empty(groups, dtype=torch.float64, device="cpu") for p in parameters]
+        clips = self.spec.gradient is Gradient.CLIP
+        kind = _MASK[Gradient.CLIP] if clips else _NO_MASK
+        tensors = self._tensors(params, with_range=clips)
+        packed = self.layout.pack(dy), self.layout.pack(x)
+        torch.ops.fakequant_cpu.grad_params(*packed, *tensors, self.descriptor, *sums, kind)
+        by_scale, by_zero_point = (
+            None if s is None or p is None else self.layout.unpack_groups(s).to(p.dtype)
+            for s, p in zip(sums, parameters, strict=True)
+        )
+        return by_scale, by_zero_point
+
+    def encode(self, x: Tensor, params: QParams) -> tuple[Tensor, bool | Tensor]:
+        packed = self.layout.pack(x)
+        codes = torch.empty_like(packed, dtype=self.spec.format.storage)
+        given = packed, *self._tensors(params), self.descriptor, codes, _NO_MASK, self._random(params.seed)
+        _, has_nan = torch.ops.fakequant_cpu.quantize.default(*given)
+        return self.layout.unpack(codes), has_nan
+
+    def decode(self, codes: Tensor, params: QParams) -> Tensor:
+        scale, zero_point, *_ = self._tensors(params)
+        like = torch.empty(0, dtype=self.kind.dtype, device="cpu")
+        given = self.layout.pack(codes), scale, zero_point, self.descriptor, like
+        return self.layout.unpack(torch.ops.fakequant_cpu.dequantize.default(*given))
+
+    def _tensors(self, params: QParams, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
+        """Scale, zero point and range as the kernels read them."""
+        pack, spec, dtype = self.layout.pack_groups, self.spec, self.dtype
+        zero_point = None if params.zero_point is None else pack(params.zero_point, dtype)
+        lo = hi = None
+        if with_range:
+            ends = clip_range(params, spec, dtype) if spec.gradient is Gradient.CLIP else input_range(params, spec)
+            lo, hi = (pack(end, dtype) for end in ends)
+        return pack(params.scale, dtype), zero_point, lo, hi
+
+    def _random(self, seed: Tensor | None) -> Tensor | None:
+        """What stochastic rounding draws from: the seed, or words in the kernel's order where that is another one."""
+        seed = seed_of(seed, self.spec)
+        if seed is None or self.layout.row_major:
+            return None if seed is None else seed.cpu()
+        words = torch.empty(self.layout.shape, dtype=torch.int32, device="cpu")
+        torch.ops.fakequant_cpu.draw_words(seed.cpu(), words)
+        return self.layout.pack(words)
+
+
+def _descriptor(spec: QuantSpec, computed: torch.dtype, tiles: Tiles, rectified: bool) -> Tensor:
+    """The tiles, the format, the arithmetic and whether there is a ReLU, as one tensor, see chunks.h."""
+    table = table_fields(spec.format, computed)
+    fields = *tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], rectified, *table
+    return torch.tensor(fields, dtype=torch.float64, device="cpu")
+
+
+def _descriptor_like(centers: Tensor, spec: QuantSpec) -> Tensor:
+    layout = layout_of(spec.granularity, centers.shape, centers.stride())
+    return _descriptor(spec, compute_dtype(centers.dtype), layout.tiles, False)
+
+
+def _measured(x: Tensor, layout: Layout) -> Range:
+    lo, hi = torch.empty(2, layout.tiles.groups, dtype=compute_dtype(x.dtype), device="cpu").unbind()
+    if not x.numel():
+        return Range(layout.unpack_groups(lo.zero_()), layout.unpack_groups(hi.zero_()))
+    torch.ops.fakequant_cpu.measure(layout.pack(x), lo, hi, *layout.tiles)
+    return Range(layout.unpack_groups(lo), layout.unpack_groups(hi))
 
 
 @lru_cache(maxsize=64)
@@ -210,52 +278,3 @@ def _nowhere(groups: int) -> Tensor:
 def _middles(quant_max: float) -> Tensor:
     """What lies between neighbouring integers from 0 to the largest code."""
     return torch.arange(quant_max, dtype=torch.float64, device="cpu") + 0.5
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What follows from a specification and the form of a tensor alone: found once for each, then looked up.
-
-    Every Python function that a call runs costs 5 to 10 us where a large tensor has just left nothing in the caches.
-    """
-
-    layout: Layout
-    as_it_is: bool  # the kernels read and write the tensor's own memory order: nothing to pack or unpack
-    dtype: torch.dtype
-    form: Tensor  # the tiles, the format, the arithmetic and whether there is a ReLU, as one tensor, see chunks.h
-    rule: Tensor | None  # by which the kernels find scales; None where they do not
-    mask: int  # the kind that the gradient needs
-    cannot_choose: str | None  # why the kernels do not find the scales
-
-    def params(self, params: QParams, spec: QuantSpec, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
-        """Scale, zero point and range as the kernels read them."""
-        pack, dtype = self.layout.pack_groups, self.dtype
-        zero_point = None if params.zero_point is None else pack(params.zero_point, dtype)
-        lo = hi = None
-        if with_range:
-            ends = clip_range(params, spec, dtype) if spec.gradient is Gradient.CLIP else input_range(params, spec)
-            lo, hi = (pack(end, dtype) for end in ends)
-        return pack(params.scale, dtype), zero_point, lo, hi
-
-    def random(self, seed: Tensor | None, spec: QuantSpec) -> Tensor | None:
-        """What stochastic rounding draws from: the seed, or words in the kernel's order where that is another one."""
-        seed = seed_of(seed, spec)
-        if seed is None or self.layout.row_major:
-            return None if seed is None else seed.cpu()
-        words = torch.empty(self.layout.shape, dtype=torch.int32, device="cpu")
-        torch.ops.fakequant_cpu.draw_words(seed.cpu(), words)
-        return self.layout.pack(words)
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    spec: QuantSpec, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], rectified: bool = False
-) -> _Plan:
-    layout, computed = layout_of(spec.granularity, shape, stride), compute_dtype(dtype)
-    reason = cannot_choose(spec, dtype, layout.group_shape)
-    rule = scale_rule(spec, dtype) if reason is None else None
-    table = table_fields(spec.format, computed)
-    fields = *layout.tiles, *grid_fields(spec.format.grid), _ARITHMETIC[spec.arithmetic], rectified, *table
-    form = torch.tensor(fields, dtype=torch.float64, device="cpu")
-    mask = _EVERYWHERE if rectified and spec.gradient is Gradient.IDENTITY else _MASK[spec.gradient]
-    return _Plan(layout, stride == layout.packed_stride, computed, form, rule, mask, reason)

@@ -7,8 +7,6 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -23,11 +21,11 @@ from fakequant.numerics.philox import random_words
 from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range, seed_of
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
-from fakequant.ops.backend import Backend, Encoded
+from fakequant.ops.backend import RELU, Backend, KernelPlan, Kernels, Kind
 from fakequant.ops.layout import Layout, layout_of
 from fakequant.ops.rules import cannot_choose, cannot_draw, cannot_round, table_fields
 
-from .call import Place, call_of, dynamic_call_of
+from .call import Call, Place, call_of, dynamic_call_of
 
 # Bytes of a block of elements: 16 loads of 16 bytes for each thread of 4 warps leave enough in flight to fill the bus.
 _BLOCK_BYTES = 8192
@@ -114,44 +112,11 @@ class TritonBackend(Backend):
                 return f"{what}: {reason}"
         return None
 
-    def fake_quantize(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> tuple[Tensor, Tensor | None]:
-        plan = self._plan(spec, x)
-        packed = plan.layout.pack(x)
-        y = torch.empty_like(packed)
-        bits = _made_mask(packed) if mask else None
-        _quantize(plan, packed, params, _Outputs(y, bits))
-        return plan.layout.unpack(y), bits
-
-    def fake_quantize_dynamic(
-        self, x: Tensor, spec: QuantSpec, *, mask: bool, seed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        plan = self._plan(spec, x)
-        reason = cannot_choose(spec, x.dtype, plan.layout.group_shape) if x.numel() else "it is empty"
-        if reason is not None:
-            log.debug("triton measures %s on %s apart: %s", spec, tuple(x.shape), reason)
-            return super().fake_quantize_dynamic(x, spec, mask=mask, seed=seed)
-        from . import launch
-
-        packed = plan.layout.pack(x)
-        y = torch.empty_like(packed)
-        bits = _made_mask(packed) if mask else None
-        call = dynamic_call_of(spec, x.dtype, mask=mask)
-        assert call.rule is not None
-        table, random = _table_on(x.device, spec.format, compute_dtype(x.dtype)), plan.random(seed, packed)
-        if plan.place.is_in_one_pass(call.rule):
-            launch.quantize_runs(packed, (y, bits), (table, *random), plan.place, call)
-        else:
-            low, high, whole = _magnitudes(packed, plan.place, signed=not spec.symmetric)
-            whole = whole if call.rule.kind == "under_a_scale" else None
-            launch.quantize(packed, (y, bits, None), (whole, None, low, high, table, *random), plan.place, call)
-        return plan.layout.unpack(y), bits
+    def plan(self, kind: Kind) -> KernelPlan | None:
+        return None if kind.variant == RELU else TritonKernels(kind, self.name, self._block_of(kind.dtype)).plan()
 
     def measure(self, x: Tensor, granularity: Granularity) -> Range:
-        layout = layout_of(granularity, x.shape, x.stride())
-        place = Place.of(layout.tiles, self._block_of(x.dtype))
-        low, high, _ = _magnitudes(layout.pack(x), place, signed=True)
-        assert low is not None
-        return Range(layout.unpack_groups(0.0 - low), layout.unpack_groups(high))
+        return _measured(x, layout_of(granularity, x.shape, x.stride()), self._block_of(x.dtype))
 
     def observe(self, values: Tensor, bins: Bins | None) -> Observed:
         from . import launch
@@ -169,88 +134,143 @@ class TritonBackend(Backend):
         launch.ends_of_keys(keys, ends)
         return Observed(Range(*ends.unbind()), counts)
 
-    def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
-        from . import launch
-
-        layout = layout_of(spec.granularity, dy.shape, x_stride)
-        packed = layout.pack(dy)
-        dx = torch.empty_like(packed)
-        launch.mask_gradient(packed, mask, dx, self._block_of(dy.dtype))
-        return layout.unpack(dx)
-
-    def grad_params(
-        self, dy: Tensor, x: Tensor, params: QParams, spec: QuantSpec, wants: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if not x.numel():
-            return super().grad_params(dy, x, params, spec, wants)
-        from . import launch
-
-        # Sums of four digits take the registers of four times as many elements.
-        plan = _plan_of(spec, x.shape, x.stride(), x.dtype, max(self._block_of(x.dtype) // 4, 8))
-        packed = plan.layout.pack(x)
-        table, random = _table_on(x.device, spec.format, compute_dtype(x.dtype)), plan.random(params.seed, packed)
-        shifted, clips = params.zero_point is not None, spec.gradient is Gradient.CLIP
-        wanted = params.scale if wants[0] else None, params.zero_point if wants[1] else None
-        sums = torch.zeros(2, 6, plan.place.groups, dtype=torch.int64, device=x.device)
-        by_scale, by_zero_point = (None if p is None else s for p, s in zip(wanted, sums, strict=True))
-        given = (*plan.params(params), table, *random)
-        call = call_of(spec, x.dtype, zero_point=shifted, mask=clips)
-        launch.sum_gradients(plan.layout.pack(dy), packed, (by_scale, by_zero_point), given, plan.place, call)
-        return plan.total(by_scale, wanted[0]), plan.total(by_zero_point, wanted[1])
-
-    def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-        plan = self._plan(spec, x)
-        packed = plan.layout.pack(x)
-        codes = torch.empty_like(packed, dtype=_stored_in(spec.format))
-        _quantize(plan, packed, params, _Outputs(codes, emit="code"))
-        return plan.layout.unpack(codes).view(spec.format.storage)
-
-    def encode(self, x: Tensor, params: QParams, spec: QuantSpec, *, mask: bool) -> Encoded:
-        plan = self._plan(spec, x)
-        packed = plan.layout.pack(x)
-        codes = torch.empty_like(packed, dtype=_stored_in(spec.format))
-        bits = _made_mask(packed) if mask else None
-        odd = torch.zeros(1, dtype=torch.int32, device=x.device)
-        _quantize(plan, packed, params, _Outputs(codes, bits, odd, emit="code"))
-        # The caller asks on the host whether something was NaN, and waits for the answer.
-        return Encoded(plan.layout.unpack(codes).view(spec.format.storage), bits, bool(odd))
-
-    def dequantize(self, codes: Tensor, params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-        from . import launch
-
-        plan = self._plan(spec, codes, dtype)
-        packed = plan.layout.pack(codes.view(_stored_in(spec.format)))
-        y = torch.empty_like(packed, dtype=dtype)
-        table = _table_on(codes.device, spec.format, compute_dtype(dtype))
-        call = call_of(spec, dtype, zero_point=params.zero_point is not None)
-        launch.dequantize(packed, y, (*plan.params(params), table), plan.place, call)
-        return plan.layout.unpack(y)
-
     def _block_of(self, dtype: torch.dtype) -> int:
         return self._block or _BLOCK_BYTES // dtype.itemsize
 
-    def _plan(self, spec: QuantSpec, x: Tensor, dtype: torch.dtype | None = None) -> _Plan:
-        return _plan_of(spec, x.shape, x.stride(), dtype or x.dtype, self._block_of(dtype or x.dtype))
+
+class TritonKernels(Kernels):
+    """The kernels for one kind of call: what they know at compile time is found once."""
+
+    def __init__(self, kind: Kind, backend: str, block: int) -> None:
+        super().__init__(kind, backend)
+        spec, self.block = kind.spec, block
+        self.place = Place.of(self.layout.tiles, block)
+        shifted = kind.zero_point is not None or (kind.scale is None and not spec.symmetric)
+        self.calls = {mask: call_of(spec, kind.dtype, zero_point=shifted, mask=mask) for mask in (False, True)}
+        self.encoding = call_of(spec, kind.dtype, zero_point=shifted, emit="code")
+        dtype = compute_dtype(kind.dtype)
+        fields = table_fields(spec.format, dtype)
+        self.table = torch.tensor(fields, dtype=dtype, device=kind.device) if fields else None
+        self.dynamic: dict[bool, Call] = {}
+        if kind.scale is None:
+            reason = cannot_choose(spec, kind.dtype, self.layout.group_shape) if self.place.elements else "it is empty"
+            if reason is None:
+                self.dynamic = {mask: dynamic_call_of(spec, kind.dtype, mask=mask) for mask in (False, True)}
+            else:
+                log.debug("triton measures %s on %s apart: %s", spec, tuple(kind.shape), reason)
+
+    def quantize(self, x: Tensor, params: QParams, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        packed = self.layout.pack(x)
+        y, bits = torch.empty_like(packed), _made_mask(packed) if mask else None
+        self._launch(packed, (y, bits, None), params, self.calls[mask])
+        return self.layout.unpack(y), bits
+
+    def quantize_dynamic(self, x: Tensor, seed: Tensor | None, *, mask: bool) -> tuple[Tensor, Tensor | None]:
+        if not self.dynamic:
+            return super().quantize_dynamic(x, seed, mask=mask)
+        from . import launch
+
+        packed, call, place = self.layout.pack(x), self.dynamic[mask], self.place
+        y, bits, random = torch.empty_like(packed), _made_mask(packed) if mask else None, self._random(seed, packed)
+        assert call.rule is not None
+        if place.is_in_one_pass(call.rule):
+            launch.quantize_runs(packed, (y, bits), (self.table, *random), place, call)
+        else:
+            low, high, whole = _magnitudes(packed, place, signed=not self.spec.symmetric)
+            whole = whole if call.rule.kind == "under_a_scale" else None
+            launch.quantize(packed, (y, bits, None), (whole, None, low, high, self.table, *random), place, call)
+        return self.layout.unpack(y), bits
+
+    def measure(self, x: Tensor) -> Range:
+        return _measured(x, self.layout, self.block)
+
+    def mask_gradient(self, dy: Tensor, mask: Tensor) -> Tensor:
+        from . import launch
+
+        packed = self.layout.pack(dy)
+        dx = torch.empty_like(packed)
+        launch.mask_gradient(packed, mask, dx, self.block)
+        return self.layout.unpack(dx)
+
+    def grad_params(
+        self, dy: Tensor, x: Tensor, params: QParams, wants: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not x.numel():
+            return super().grad_params(dy, x, params, wants)
+        from . import launch
+
+        # Sums of four digits take the registers of four times as many elements.
+        place = Place.of(self.layout.tiles, max(self.block // 4, 8))
+        packed, clips = self.layout.pack(x), self.spec.gradient is Gradient.CLIP
+        wanted = params.scale if wants[0] else None, params.zero_point if wants[1] else None
+        sums = torch.zeros(2, 6, place.groups, dtype=torch.int64, device=x.device)
+        by_scale, by_zero_point = (None if p is None else s for p, s in zip(wanted, sums, strict=True))
+        given = (*self._tensors(params), self.table, *self._random(params.seed, packed))
+        found = by_scale, by_zero_point
+        launch.sum_gradients(self.layout.pack(dy), packed, found, given, place, self.calls[clips])
+        return self._total(by_scale, wanted[0]), self._total(by_zero_point, wanted[1])
+
+    def encode(self, x: Tensor, params: QParams) -> tuple[Tensor, bool | Tensor]:
+        packed = self.layout.pack(x)
+        codes = torch.empty_like(packed, dtype=_stored_in(self.spec.format))
+        odd = torch.zeros(1, dtype=torch.int32, device=x.device)
+        self._launch(packed, (codes, None, odd), params, self.encoding)
+        return self.layout.unpack(codes).view(self.spec.format.storage), odd
+
+    def decode(self, codes: Tensor, params: QParams) -> Tensor:
+        from . import launch
+
+        packed = self.layout.pack(codes.view(_stored_in(self.spec.format)))
+        y = torch.empty_like(packed, dtype=self.kind.dtype)
+        launch.dequantize(packed, y, (*self._tensors(params), self.table), self.place, self.calls[False])
+        return self.layout.unpack(y)
+
+    def _launch(self, packed: Tensor, outputs: tuple[Tensor | None, ...], params: QParams, call: Call) -> None:
+        """Outputs are values or codes, the packed mask, and whether something was NaN."""
+        from . import launch
+
+        given = self._tensors(params, with_range=call.mask == "input"), self._random(params.seed, packed)
+        launch.quantize(packed, outputs, (*given[0], self.table, *given[1]), self.place, call)
+
+    def _tensors(self, params: QParams, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
+        """Scale, zero point and range [groups], each in its own dtype; no range where the kernel finds it itself."""
+        low = high = None
+        if with_range and (params.range is not None or params.scale.dtype not in _COMPUTED):
+            low, high = (self._pack(end) for end in input_range(params, self.spec))
+        zero_point = None if params.zero_point is None else self._pack(params.zero_point)
+        return self._pack(params.scale), zero_point, low, high
+
+    def _pack(self, values: Tensor) -> Tensor:
+        return self.layout.pack_groups(values, values.dtype)
+
+    def _total(self, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+        """The gradient of a parameter."""
+        if sums is None or parameter is None:
+            return None
+        from . import launch
+
+        dtype = parameter.dtype if parameter.dtype in _COMPUTED else torch.float64
+        result = torch.empty(self.place.groups, dtype=dtype, device=sums.device)
+        launch.total(sums, result)
+        return self.layout.unpack_groups(result).to(parameter.dtype)
+
+    def _random(self, seed: Tensor | None, packed: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+        """What stochastic rounding draws from: words in the kernel's order, or a seed on the device, or a number."""
+        seed = seed_of(seed, self.spec)
+        if seed is None:
+            return None, None, 0
+        if not self.layout.row_major:
+            words = random_words(seed, torch.empty(self.layout.shape, dtype=torch.uint8, device=packed.device))
+            return self.layout.pack(words.to(torch.int32)), None, 0
+        if seed.device.type == "cpu":
+            return None, None, int(seed)
+        return None, seed, 0
 
 
-class _Outputs(NamedTuple):
-    """What a quantization writes: values or codes, the packed mask, and whether something was NaN."""
-
-    y: Tensor
-    bits: Tensor | None = None
-    odd: Tensor | None = None
-    emit: str = "value"
-
-
-def _quantize(plan: _Plan, packed: Tensor, params: QParams, out: _Outputs) -> None:
-    from . import launch
-
-    shifted = params.zero_point is not None
-    call = call_of(plan.spec, packed.dtype, zero_point=shifted, mask=out.bits is not None, emit=out.emit)
-    given = plan.params(params, with_range=call.mask == "input")
-    table = _table_on(packed.device, plan.spec.format, compute_dtype(packed.dtype))
-    random = plan.random(params.seed, packed)
-    launch.quantize(packed, (out.y, out.bits, out.odd), (*given, table, *random), plan.place, call)
+def _measured(x: Tensor, layout: Layout, block: int) -> Range:
+    low, high, _ = _magnitudes(layout.pack(x), Place.of(layout.tiles, block), signed=True)
+    assert low is not None
+    return Range(layout.unpack_groups(0.0 - low), layout.unpack_groups(high))
 
 
 def _magnitudes(packed: Tensor, place: Place, *, signed: bool) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -265,62 +285,6 @@ def _magnitudes(packed: Tensor, place: Place, *, signed: bool) -> tuple[Tensor |
     high, low = patterns[: place.groups], patterns[room : room + place.groups] if signed else None
     launch.measure(packed, (low, high, patterns[-1:]), place)
     return None if low is None else low.view(dtype), high.view(dtype), patterns[-1:].view(dtype)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What follows from a specification and the form of a tensor alone: found once for each, then looked up."""
-
-    spec: QuantSpec
-    layout: Layout
-    place: Place
-
-    def params(self, params: QParams, *, with_range: bool = False) -> tuple[Tensor | None, ...]:
-        """Scale, zero point and range [groups], each in its own dtype; no range where the kernel finds it itself."""
-        low = high = None
-        if with_range and (params.range is not None or params.scale.dtype not in _COMPUTED):
-            low, high = (self._pack(end) for end in input_range(params, self.spec))
-        zero_point = None if params.zero_point is None else self._pack(params.zero_point)
-        return self._pack(params.scale), zero_point, low, high
-
-    def _pack(self, values: Tensor) -> Tensor:
-        return self.layout.pack_groups(values, values.dtype)
-
-    def total(self, sums: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-        """The gradient of a parameter."""
-        if sums is None or parameter is None:
-            return None
-        from . import launch
-
-        dtype = parameter.dtype if parameter.dtype in _COMPUTED else torch.float64
-        result = torch.empty(self.place.groups, dtype=dtype, device=sums.device)
-        launch.total(sums, result)
-        return self.layout.unpack_groups(result).to(parameter.dtype)
-
-    def random(self, seed: Tensor | None, packed: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
-        """What stochastic rounding draws from: words in the kernel's order, or a seed on the device, or a number."""
-        seed = seed_of(seed, self.spec)
-        if seed is None:
-            return None, None, 0
-        if not self.layout.row_major:
-            words = random_words(seed, torch.empty(self.layout.shape, dtype=torch.uint8, device=packed.device))
-            return self.layout.pack(words.to(torch.int32)), None, 0
-        if seed.device.type == "cpu":
-            return None, None, int(seed)
-        return None, seed, 0
-
-
-@lru_cache(maxsize=4096)
-def _plan_of(spec: QuantSpec, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, block: int) -> _Plan:
-    layout = layout_of(spec.granularity, shape, stride)
-    return _Plan(spec, layout, Place.of(layout.tiles, block))
-
-
-@lru_cache
-def _table_on(device: torch.device, fmt: Format, dtype: torch.dtype) -> Tensor | None:
-    """The fields of a table format on a device."""
-    fields = table_fields(fmt, dtype)
-    return torch.tensor(fields, dtype=dtype, device=device) if fields else None
 
 
 def _stored_in(fmt: Format) -> torch.dtype:

@@ -7,7 +7,6 @@ read, and nothing that changes with every shape.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,7 +176,6 @@ def is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
-@lru_cache(maxsize=4096)
 def call_of(
     spec: QuantSpec,
     dtype: torch.dtype,
@@ -203,7 +201,6 @@ def call_of(
     )
 
 
-@lru_cache(maxsize=4096)
 def dynamic_call_of(spec: QuantSpec, dtype: torch.dtype, *, mask: bool) -> Call:
     """The call for tensors of a dtype by the range of groups."""
     call, rule = call_of(spec, dtype, zero_point=not spec.symmetric, mask=mask), _choice_of(spec, dtype)

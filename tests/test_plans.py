@@ -1,5 +1,6 @@
-"""The shortest way to a kernel gives the reference's bits, and leaves to the general way what it must not do."""
+"""Plans: the bits of the reference for every kind of call, and which parameters kernels check."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,16 +9,16 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import CallError
-from fakequant.nn import Quantizer
 from fakequant.numerics import reference
-from fakequant.ops import direct, dispatch
-from fakequant.ops.backend import Direct
-from fakequant.ops.direct import fake_quantize_directly, fake_quantize_over
+from fakequant.ops import dispatch
+from fakequant.ops.backend import RELU
+from fakequant.ops.dispatch import find_plan
+from fakequant.ops.library import fake_quantize_over
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
-from tests.support.direct_cases import assert_served_if_supported, hostile, needs_kernels
 from tests.support.matrix import each_format
+from tests.support.plan_cases import assert_served_if_supported, by_plan, checked, hostile, needs_kernels
 
 INT8 = fq.QuantSpec("int8")
 AFFINE = fq.QuantSpec("int8", symmetric=False)
@@ -26,59 +27,53 @@ X = torch.tensor([[0.3, -1.0], [64.0, float("nan")]])
 
 @pytest.fixture(autouse=True)
 def _nothing_found_before(monkeypatch):
-    monkeypatch.setattr(direct, "_found", {})
+    monkeypatch.setattr(dispatch, "_known", {})
 
 
 def compare(case, granularity, arithmetic, dtype, layout):
-    """How many of the four comparisons of one input were served."""
+    """The backends that served one input."""
     x, spec, params = hostile(case, granularity, arithmetic, dtype, layout)
-    scale, zero_point, served = params.scale, params.zero_point, 0
+    scale, zero_point, label = params.scale, params.zero_point, f"{spec} {dtype} {layout}"
     for leaf in (x, x.detach().requires_grad_()):
-        y = fake_quantize_directly(leaf, spec, scale, zero_point)
-        if y is None:
-            continue
-        assert_same_bits(y, reference.fake_quantize(x, params, spec), f"{spec} {dtype} {layout}")
-        assert y.stride() == x.stride()
-        served += 1
+        y = by_plan(leaf, spec, scale, zero_point)
+        assert_same_bits(y, reference.fake_quantize(x, params, spec), label)
+        if layout != "sliced":
+            assert y.stride() == x.stride(), label
         if not leaf.requires_grad:
             continue
         for dy in (torch.randn_like(x), torch.ones((), dtype=dtype).expand(x.shape)):
             (dx,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
             wanted = reference.grad_input(dy, reference.passes(x, params, spec))
-            assert_same_bits(dx, wanted, f"{spec} {dtype} {layout} dx")
-            served += 1
-    return served
+            assert_same_bits(dx, wanted, f"{label} dx")
+            assert dx.stride() == y.stride() or spec.gradient is fq.Gradient.IDENTITY, label
+    return find_plan(x, spec, scale, zero_point).backend
 
 
 @needs_kernels
 @each_format
 def test_bits_are_those_of_the_reference(name, dtype):
-    case, served, turn = FORMATS[name], 0, list(FORMATS).index(name)
+    case, served, turn = FORMATS[name], set(), list(FORMATS).index(name)
     layouts = ("contiguous", "channels_last", "transposed", "sliced", "offset")
     for granularity in GRANULARITIES.values():
         for arithmetic in case.arithmetics():
             turn += 1
-            served += compare(case, granularity, arithmetic, dtype, layouts[turn % len(layouts)])
+            served.add(compare(case, granularity, arithmetic, dtype, layouts[turn % len(layouts)]))
     assert_served_if_supported(served, case, dtype)
 
 
 @needs_kernels
 @pytest.mark.parametrize("granularity", ["tensor", "channel_0", "channel_last", "token", "block_32", "tiles"])
-def test_dense_tensors_are_served(granularity):
+def test_kernels_check_the_parameters_of_dense_tensors(granularity):
     case = GRANULARITIES[granularity]
-    assert (
-        fake_quantize_directly(
-            torch.ones(case.shape), fq.QuantSpec("int8", case.granularity), torch.ones(case.groups), None
-        )
-        is not None
-    )
+    x, spec, scale = torch.ones(case.shape), fq.QuantSpec("int8", case.granularity), torch.ones(case.groups)
+    assert checked(x, spec, scale) is not None
 
 
 class Subclass(torch.Tensor):
     pass
 
 
-REFUSED: dict[str, tuple[Any, ...]] = {
+UNCHECKED: dict[str, tuple[Any, ...]] = {
     "a subclass": (X.as_subclass(Subclass), INT8, torch.tensor(0.5)),
     "integers": (torch.ones(2, dtype=torch.int64), INT8, torch.tensor(0.5)),
     "a sparse tensor": (X.to_sparse(), INT8, torch.tensor(0.5)),
@@ -115,11 +110,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 @needs_kernels
-@pytest.mark.parametrize("why", REFUSED)
-def test_refused(why):
-    x, spec, scale, *zero_point = REFUSED[why]
+@pytest.mark.parametrize("why", UNCHECKED)
+def test_unchecked_or_not_valid(why):
+    x, spec, scale, *zero_point = UNCHECKED[why]
     for tensor in (x, x.detach().requires_grad_() if x.is_floating_point() else x):
-        assert fake_quantize_directly(tensor, spec, scale, zero_point[0] if zero_point else None) is None
+        assert checked(tensor, spec, scale, zero_point[0] if zero_point else None) is None
 
 
 @needs_kernels
@@ -134,50 +129,100 @@ def test_refused(why):
     ],
 )
 def test_the_last_valid_parameters_are_served(spec, scale, zero_point):
-    assert fake_quantize_directly(X, spec, torch.tensor(scale), zero_point) is not None
+    assert checked(X, spec, torch.tensor(scale), zero_point) is not None
 
 
-@needs_kernels
-def test_nothing_is_served_while_something_watches():
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("gradient", fq.Gradient, ids=lambda g: g.value)
+def test_a_scale_of_one_number_fits_every_rank(shape, gradient):
+    """As the range of a quantizer that was calibrated on tensors of another rank."""
+    spec, given = AFFINE.replace(gradient=gradient), (torch.tensor(0.5), torch.tensor(3, dtype=torch.int32))
+    for x in (torch.tensor(0.3), X[0], X):
+        right = by_plan(x, spec, *given)
+        for kind in (torch.Tensor.detach, lambda t: t.clone().requires_grad_()):
+            scale, zero_point = (t.reshape(shape) for t in given)
+            leaf, learned = kind(x), scale.clone().requires_grad_()
+            assert_same_bits(fq.fake_quantize(leaf, spec, scale=scale, zero_point=zero_point), right)
+            y = fq.fake_quantize(leaf, spec, scale=learned, zero_point=zero_point)
+            assert_same_bits(y, right)
+            (of_scale,) = torch.autograd.grad(y.sum(), learned)
+            assert of_scale.shape == shape
+            compiled = torch.vmap(lambda t, s=scale, z=zero_point: fq.fake_quantize(t, spec, scale=s, zero_point=z))
+            assert_same_bits(compiled(leaf[None])[0], right)
+
+
+def test_there_is_no_plan_while_something_watches():
     scale = torch.tensor(0.5)
-    assert fake_quantize_directly(X, INT8, scale, None) is not None
+    assert by_plan(X, INT8, scale) is not None
     with torch.autograd.forward_ad.dual_level():
-        assert fake_quantize_directly(X, INT8, scale, None) is None
+        assert by_plan(X, INT8, scale) is not None
+        assert by_plan(torch.autograd.forward_ad.make_dual(X, X), INT8, scale) is None
     seen = []
-    torch.func.vmap(lambda row: seen.append(fake_quantize_directly(row, INT8, scale, None)) or row)(X)
+    torch.func.vmap(lambda row: seen.append(by_plan(row, INT8, scale)) or row)(X)
     with torch.utils._python_dispatch.TorchDispatchMode():
-        seen.append(fake_quantize_directly(X, INT8, scale, None))
-    torch.compile(lambda x: seen.append(fake_quantize_directly(x, INT8, scale, None)) or x + 1, backend="eager")(X)
+        seen.append(by_plan(X, INT8, scale))
+    torch.compile(lambda x: seen.append(by_plan(x, INT8, scale)) or x + 1, backend="eager")(X)
     assert seen == [None, None, None]
 
 
+def counted_frames(monkeypatch, operator, call):
+    """The functions of the package on the stack when an operator of the kernels is called."""
+    depths = []
+
+    def record(*given):
+        frame, names = sys._getframe(1), []
+        while frame is not None:
+            if "/fakequant/" in frame.f_code.co_filename:
+                names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        depths.append(names)
+        return operator(*given)
+
+    monkeypatch.setattr(dispatch, "_known", {})
+    with monkeypatch.context() as patched:
+        name = operator.name().split("::")[1]
+        patched.setattr(getattr(torch.ops.fakequant_cpu, name), "default", record)
+        call()
+    monkeypatch.setattr(dispatch, "_known", {})
+    assert depths, "the kernel was not called"
+    return max(depths, key=len)
+
+
 @needs_kernels
-def test_function_and_module_take_it(monkeypatch):
-    for backend in dispatch.backends():
-        monkeypatch.setattr(backend, "fake_quantize", None)
-    quantizer = Quantizer(AFFINE)
-    quantizer.set_range(fq.Range(torch.tensor([[-1.0]]), torch.tensor([[1.5]])))
-    for x in (X, X.clone().requires_grad_(), nn.Parameter(X)):
-        assert fq.fake_quantize(x, "int8", scale=torch.tensor(0.5)).tolist()[0] == [0.5, -1.0]
-        assert quantizer(x).shape == x.shape
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("gradient", ["code_range", "identity", "input_range"])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_kernel_is_few_functions_away(monkeypatch, gradient, learned, wanted):
+    ops = torch.ops.fakequant_cpu
+    layer = fq.prepare(nn.Sequential(nn.Linear(8, 4)), "INT8")
+    fq.calibrate(layer, [torch.randn(3, 8)], progress=False)
+    x, scale = torch.randn(3, 8, requires_grad=wanted), torch.tensor(0.5, requires_grad=learned)
+    spec = INT8.replace(gradient=fq.Gradient(gradient))
+    with_mask = ops.fake_quantize if gradient == "input_range" else ops.checked_with_mask
+    operator = with_mask if wanted and gradient != "identity" else ops.checked
+    names = counted_frames(monkeypatch, operator.default, lambda: fq.fake_quantize(x, spec, scale=scale))
+    assert len(names) <= 6, names
+    operator = ops.checked_with_mask if wanted else ops.checked
+    with torch.set_grad_enabled(wanted):
+        names = counted_frames(monkeypatch, operator.default, lambda: layer(x))
+    assert len(names) <= 10, names
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_numbers_go_the_direct_way(monkeypatch, dtype):
+def test_parameters_that_are_numbers_are_checked_by_kernels(monkeypatch, dtype):
     x, computed = X.to(dtype), torch.float64 if dtype == torch.float64 else torch.float32
     one, three = torch.tensor(0.1, dtype=computed), torch.tensor(3, dtype=computed)
-    for backend in dispatch.backends():
-        monkeypatch.setattr(backend, "fake_quantize", None)
+    monkeypatch.setattr("fakequant.functional._resolve", None)
     for leaf in (x, x.clone().requires_grad_()):
-        assert_same_bits(fq.fake_quantize(leaf, INT8, scale=0.1), fake_quantize_directly(x, INT8, one, None))
+        assert_same_bits(fq.fake_quantize(leaf, INT8, scale=0.1), by_plan(x, INT8, one))
         for given in (
             {"scale": 0.1, "zero_point": 3},
             {"scale": one, "zero_point": 3},
             {"scale": 0.1, "zero_point": three},
         ):
-            assert_same_bits(fq.fake_quantize(leaf, AFFINE, **given), fake_quantize_directly(x, AFFINE, one, three))
-    expected = fake_quantize_directly(x, AFFINE, one, three)
+            assert_same_bits(fq.fake_quantize(leaf, AFFINE, **given), by_plan(x, AFFINE, one, three))
+    expected = by_plan(x, AFFINE, one, three)
     assert_same_bits(fq.fake_quantize_(x.clone(), AFFINE, scale=0.1, zero_point=3), expected)
 
 
@@ -185,9 +230,7 @@ def test_numbers_go_the_direct_way(monkeypatch, dtype):
 def test_the_gradient_has_a_gradient():
     x = X.nan_to_num(100.0).double().requires_grad_()
     weight = torch.ones_like(x, requires_grad=True)
-    (dx,) = torch.autograd.grad(
-        fake_quantize_directly(x, INT8, torch.tensor(0.5).double(), None), x, weight, create_graph=True
-    )
+    (dx,) = torch.autograd.grad(by_plan(x, INT8, torch.tensor(0.5).double()), x, weight, create_graph=True)
     (twice,) = torch.autograd.grad(dx.sum(), weight)
     assert twice.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
@@ -204,38 +247,32 @@ def test_a_mask_is_read_as_it_was_written_whatever_the_gradient_is(spec):
     scale = scale.expand(spec.granularity.group_shape(x.shape)).contiguous()
     for given in (x, x.contiguous(memory_format=torch.channels_last), x.transpose(1, 3).contiguous().transpose(1, 3)):
         leaf = given.detach().requires_grad_()
-        fake_quantize_directly(leaf, spec, scale, None).backward(torch.ones_like(x).as_subclass(Watching))
+        by_plan(leaf, spec, scale).backward(torch.ones_like(x).as_subclass(Watching))
         right = reference.passes(x, fq.QParams(scale), spec)
         assert torch.equal(torch.as_tensor(leaf.grad).as_subclass(torch.Tensor), right.float())
 
 
-def test_few_kinds_of_calls_are_remembered(monkeypatch):
+def test_few_kinds_are_remembered(monkeypatch):
     monkeypatch.setattr(dispatch, "_MOST", 3)
-    monkeypatch.setattr(dispatch, "_chosen", {})
     for n in range(2, 10):
         dispatch.choose(X, fq.QuantSpec.parse(f"int{n}"))
         dispatch.choose_for(X)
-        assert len(dispatch._chosen) <= 3
+        assert by_plan(torch.ones(n), INT8, torch.tensor(1.0)) is not None
+        assert len(dispatch._known) <= 3
 
 
-@needs_kernels
-def test_few_kinds_are_remembered(monkeypatch):
-    monkeypatch.setattr(direct, "_MOST", 3)
-    for n in range(1, 10):
-        assert fake_quantize_directly(torch.ones(n), INT8, torch.tensor(1.0), None) is not None
-        assert len(direct._found) <= 3
-
-
-def test_without_kernels_nothing_is_served(monkeypatch):
+def test_without_kernels_the_reference_serves(monkeypatch):
     monkeypatch.setattr(dispatch, "_backends", (dispatch.REFERENCE,))
-    assert fake_quantize_directly(X, INT8, torch.tensor(0.5), None) is None
+    assert checked(X, INT8, torch.tensor(0.5)) is None
     assert_same_bits(fq.fake_quantize(X, INT8, scale=torch.tensor(0.5))[0], torch.tensor([0.5, -1.0]))
+    assert find_plan(X, INT8, torch.tensor(0.5), variant=RELU) is None
 
 
 def test_wrong_bits_would_be_seen(monkeypatch):
     case, granularity = FORMATS["int8"], GRANULARITIES["tensor"]
-    right = Direct(*len(Direct._fields) * (None,))._replace(values=lambda x, scale, zero_point, form: x + 1)
-    monkeypatch.setattr(direct, "_find", lambda *args: right)
+    right = dispatch._made_plan
+    wrong = lambda key, x: right(key, x)._replace(values=lambda x, *_: x + 1)  # noqa: E731
+    monkeypatch.setattr(dispatch, "_made_plan", wrong)
     with pytest.raises(AssertionError, match="elements differ"):
         compare(case, granularity, fq.Arithmetic.DIVIDE, torch.float32, "contiguous")
 
@@ -259,13 +296,13 @@ def compare_over(case, granularity, arithmetic, dtype, layout):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_bits_over_the_input_are_those_of_the_reference(name, dtype):
-    case, served, turn = FORMATS[name], 0, list(FORMATS).index(name)
+    case, over, turn = FORMATS[name], 0, list(FORMATS).index(name)
     layouts = ("contiguous", "channels_last", "transposed")
     for granularity in GRANULARITIES.values():
         turn += 1
         arithmetics = case.arithmetics()
-        served += compare_over(case, granularity, arithmetics[turn % len(arithmetics)], dtype, layouts[turn % 3])
-    assert_served_if_supported(served, case, dtype)
+        over += compare_over(case, granularity, arithmetics[turn % len(arithmetics)], dtype, layouts[turn % 3])
+    assert_served_if_supported({"cpu" if over else "reference"}, case, dtype)
 
 
 @pytest.mark.parametrize("length", [1, 1023, 40_000])

@@ -1,4 +1,4 @@
-"""Codes by one operator: the reference's bits, or the general way."""
+"""Codes by plans: the bits of the reference."""
 
 import itertools
 
@@ -7,18 +7,18 @@ import torch
 
 import fakequant as fq
 from fakequant.numerics import reference
-from fakequant.ops import direct
-from fakequant.ops.direct import encode_directly
+from fakequant.ops import dispatch, library
+from fakequant.ops.backend import CODES, KernelPlan
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
-from tests.support.direct_cases import assert_served_if_supported, hostile, needs_kernels
+from tests.support.plan_cases import assert_served_if_supported, hostile, needs_kernels
 
 pytestmark = needs_kernels
 
 
 @pytest.fixture(autouse=True)
 def _nothing_found_before(monkeypatch):
-    monkeypatch.setattr(direct, "_found", {})
+    monkeypatch.setattr(dispatch, "_known", {})
 
 
 class Subclass(torch.Tensor):
@@ -26,29 +26,28 @@ class Subclass(torch.Tensor):
 
 
 def compare_codes(x, spec, params):
-    """Codes against the reference; whether they were served."""
-    scale, zero_point, label = params.scale, params.zero_point, f"{spec} {x.dtype}"
-    codes = encode_directly(x, spec, scale, zero_point)
-    if codes is None:
-        return False
+    """Codes against the reference; the backend that wrote them."""
+    label = f"{spec} {x.dtype}"
+    codes = library.encode(x, params, spec)
     assert_same_bits(codes, reference.quantize(x, params, spec), label)
-    assert codes.stride() == x.stride()
+    assert_same_bits(library.dequantize(codes, params, spec, x.dtype), reference.fake_quantize(x, params, spec), label)
     if x.numel():
         x[(-1,) * x.dim()] = torch.nan
-        assert encode_directly(x, spec, scale, zero_point) is None
-    return True
+        assert library.encode(x, params, spec) is None
+        assert_same_bits(library.quantize(x, params, spec), reference.quantize(x, params, spec), label)
+    return dispatch.find_plan(x, spec, *params[:2], CODES).backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_those_of_the_reference(name, dtype):
-    case, served = FORMATS[name], 0
+    case, served = FORMATS[name], set()
     layouts = itertools.cycle(["channels_last", "transposed", "contiguous"])
     # Another layout first for every format, so that each meets each granularity.
     layouts = itertools.islice(layouts, list(FORMATS).index(name) + 1, None)
     for granularity, arithmetic in itertools.product(GRANULARITIES.values(), case.arithmetics()):
         given, spec, params = hostile(case, granularity, arithmetic, dtype, next(layouts))
-        served += compare_codes(given.where(~given.isnan(), torch.ones((), dtype=dtype)), spec, params)
+        served.add(compare_codes(given.where(~given.isnan(), torch.ones((), dtype=dtype)), spec, params))
     assert_served_if_supported(served, case, dtype, codes=True)
 
 
@@ -58,8 +57,8 @@ def test_a_subclass_of_a_gradient_is_not_given_to_kernels():
 
     x = (9 * torch.randn(4, 6)).requires_grad_()
     right = gradient(torch.ones(4, 6))
-    ((key, found),) = direct._found.items()
-    direct._found[key] = found._replace(grad_input=lambda *_: pytest.fail("by a kernel"))
+    ((key, found),) = ((k, v) for k, v in dispatch._known.items() if isinstance(v, KernelPlan))
+    dispatch._known[key] = found._replace(grad_input=lambda *_: pytest.fail("by a kernel"))
     assert_same_bits(torch.Tensor(gradient(torch.ones(4, 6).as_subclass(Subclass))), right)
     with pytest.raises(pytest.fail.Exception, match="by a kernel"):
         gradient(torch.ones(4, 6))

@@ -1,4 +1,4 @@
-"""The operator as one node: the bits, gradients and strides of the library, under compilers that see no more of it."""
+"""The operator as a node of a graph: the bits, gradients and strides of eager execution."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import dispatch, library
-from fakequant.ops.opaque import Opaque
+from fakequant.ops.graph_operators import quantize_as_node
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
 
@@ -34,13 +34,12 @@ QUICK = [*((SHAPES[0], *row) for row in in_turn(SPECS, [True, False])), *full(SH
 @sweep("shape, text, dynamic", full(SHAPES, SPECS, [True, False]), QUICK)
 def test_compiled_equals_the_library(shape, text, dynamic):
     spec = fq.QuantSpec.parse(text)
-    opaque = Opaque(spec)
     torch._dynamo.reset()
     try:
         spec.granularity.group_shape(shape)
     except fq.FakeQuantError:
         pytest.skip(f"{text} does not fit {shape}")
-    compiled = torch.compile(lambda x, p: opaque(x, p, None), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda x, p: quantize_as_node(x, spec, *(p or ())), backend="aot_eager", fullgraph=True)
     for where, x in laid_out(shape):
         params = None if dynamic else QParams(*fq.choose_qparams(x * 0.7, spec)[:2])
         results = []
@@ -66,11 +65,8 @@ def _library(x, params, spec):
 @pytest.mark.parametrize("text", SPECS)
 def test_the_fake_kernels_say_what_the_real_ones_do(text):
     x = torch.randn(3, 4, 5, 6, requires_grad=True)
-    arguments = (x, None, None, None, fq.QuantSpec.parse(text).to_text())
-    operators = [torch.ops.fakequant.opaque.default]
-    if "identity" not in text:
-        operators.append(torch.ops.fakequant.opaque_masked.default)
-    for operator in operators:
+    arguments = (x, None, None, fq.QuantSpec.parse(text).to_text())
+    for operator in (torch.ops.fakequant.fake_quantize.default, torch.ops.fakequant.fake_quantize_masked.default):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -94,7 +90,7 @@ def test_a_mask_is_read_by_what_packed_it(spec, kind_of_x, kind_of_dy):
     params = QParams(torch.full(spec.granularity.group_shape(x.shape), 0.25))
     right = reference.passes(x, params, spec)
     leaf = x.as_subclass(kind_of_x).detach().requires_grad_()
-    Opaque(spec)(leaf, params, None).backward(torch.ones_like(x).as_subclass(kind_of_dy))
+    quantize_as_node(leaf, spec, *params).backward(torch.ones_like(x).as_subclass(kind_of_dy))
     assert torch.equal(leaf.grad.as_subclass(torch.Tensor), right.float())
 
 
@@ -134,7 +130,7 @@ def test_compiled_as_a_node_where_a_backend_asks_for_it(monkeypatch, text):
             assert_same_bits(one, other)
     for leaf in (x, x.clone().requires_grad_()):
         assert_same_bits(torch.compile(dynamic, backend=backend, fullgraph=True)(leaf), dynamic(leaf))
-    assert "fakequant.opaque" in str(graphs[0])
+    assert "fakequant.fake_quantize" in str(graphs[0])
     assert not any("aten" in target or "round" in target for graph in graphs for target in graph)
 
 

@@ -8,14 +8,13 @@ import fakequant as fq
 from fakequant.nn import Kind, LearnedRange, Quantizer
 from fakequant.nn.learned import LSQ
 from fakequant.numerics import reference
-from fakequant.ops import direct, library
+from fakequant.ops import dispatch
 from fakequant.ops.cpu.backend import load_kernels
-from fakequant.ops.direct import fake_quantize_directly
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
-from tests.support.direct_cases import assert_served_if_supported
 from tests.support.matrix import each_format, full, in_turn, sweep
+from tests.support.plan_cases import assert_served_if_supported, by_plan, checked
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
 INT8 = fq.QuantSpec("int8")
@@ -27,19 +26,17 @@ def learned(value: float) -> torch.Tensor:
 
 
 def compare(case, granularity, arithmetic, dtype, layout):
-    """How many of the comparisons of one input were served."""
+    """The backends that served one input."""
     numbers = cases.hostile(case, granularity, arithmetic, dtype)
     spec, (scale, zero_point, *_) = case.spec(granularity.granularity, arithmetic), numbers.params
-    x, served = LAYOUTS[layout](numbers.x), 0
+    x, served = LAYOUTS[layout](numbers.x), set()
     by_hand = zero_point is not None and zero_point.dtype == scale.dtype
     params, label = fq.QParams(scale, zero_point), f"{spec} {dtype} {layout}"
     for shape in spec.granularity.scale_shapes(x.shape):
         leaves = [x.detach().requires_grad_(), scale.detach().reshape(shape).requires_grad_()]
         given = zero_point if zero_point is None else zero_point.detach().reshape(shape).requires_grad_(by_hand)
         leaves += [given] if by_hand else []
-        y = fake_quantize_directly(leaves[0], spec, leaves[1], given)
-        if y is None:
-            continue
+        y = by_plan(leaves[0], spec, leaves[1], given)
         assert_same_bits(y, reference.fake_quantize(x, params, spec), label)
         for dy in (hostile_gradient(x).to(dtype), torch.ones((), dtype=dtype).expand(x.shape)):
             for of in ({0, 1, 2}, {0}, {1}, {1, 2}):
@@ -51,24 +48,24 @@ def compare(case, granularity, arithmetic, dtype, layout):
                 ]
                 for i, gradient in zip(wanted, found, strict=True):
                     assert_same_bits(gradient, right[i].reshape(leaves[i].shape), f"{label} gradient {i}")
-        served += 1
+        served.add(dispatch.find_plan(leaves[0], spec, leaves[1], given).backend)
     return served
 
 
 @each_format
 def test_bits_are_those_of_the_reference(name, dtype):
-    case, served, turn = FORMATS[name], 0, list(FORMATS).index(name)
+    case, served, turn = FORMATS[name], set(), list(FORMATS).index(name)
     layouts = ("contiguous", "channels_last", "transposed", "sliced", "offset")
     for granularity in GRANULARITIES.values():
         turn += 1
         arithmetics = case.arithmetics()
         arithmetic = arithmetics[turn % len(arithmetics)]
-        served += compare(case, granularity, arithmetic, dtype, layouts[turn % len(layouts)])
+        served |= compare(case, granularity, arithmetic, dtype, layouts[turn % len(layouts)])
     assert_served_if_supported(served, case, dtype)
 
 
 def test_function_and_module_take_it(monkeypatch):
-    monkeypatch.setattr(library, "choose", None)
+    monkeypatch.setattr("fakequant.functional._resolve", None)
     x = torch.tensor([0.3, 9.0])
     for leaf in (x, x.clone().requires_grad_()):
         scale, zero_point = learned(0.5), learned(-126.0)
@@ -92,25 +89,20 @@ def test_function_and_module_take_it(monkeypatch):
         (torch.ones(2), AFFINE, (0.5, 0.5)),
         (torch.ones(2), AFFINE, (0.5, 128.0)),
         (torch.ones(0), INT8, (0.5,)),
-        *((torch.ones(2), INT8.replace(gradient=one), (0.5,)) for one in fq.Gradient if one is not INT8.gradient),
+        *((torch.ones(2), INT8.replace(gradient=one), (0.5,)) for one in (fq.Gradient.INPUT_RANGE, fq.Gradient.CLIP)),
     ],
     ids=str,
 )
 def test_refused(x, spec, given):
     scale, zero_point = (*(learned(value) for value in given), None)[:2]
     for leaf in (x, x.clone().requires_grad_()):
-        assert fake_quantize_directly(leaf, spec, scale, zero_point) is None
-
-
-def test_a_learned_scale_after_a_relu_is_refused():
-    assert fake_quantize_directly(torch.ones(2), INT8, torch.tensor(0.5), None, relu=True) is not None
-    assert fake_quantize_directly(torch.ones(2), INT8, learned(0.5), None, relu=True) is None
+        assert checked(leaf, spec, scale, zero_point) is None
 
 
 def both_ways(monkeypatch, found):
-    """What `found()` returns with the shortest way and without it."""
+    """What `found()` returns with kernels, and by the reference."""
     first = found()
-    monkeypatch.setattr("fakequant.functional.fake_quantize_directly", lambda *call: None)
+    monkeypatch.setattr(dispatch, "_backends", (dispatch.REFERENCE,))
     return first, found()
 
 
@@ -192,7 +184,6 @@ def quantizer_of(spec, method="lsq", kind=Kind.INPUT, **options):
 
 
 def generally(monkeypatch):
-    monkeypatch.setattr("fakequant.nn.learned.fake_quantize_directly", lambda *call: None)
     monkeypatch.setattr(LSQ, "fake_quantize_in_one_call", LearnedRange.fake_quantize_in_one_call)
 
 
@@ -296,14 +287,14 @@ def test_a_quantizer_asks_for_no_scale_and_zero_point(monkeypatch):
 
 
 def test_wrong_bits_would_be_seen(monkeypatch):
-    found = direct._find
+    made = dispatch._made_plan
 
     def wrong(*call):
-        given = found(*call)
+        given = made(*call)
         return given._replace(gradients=lambda *call: tuple(t if t is None else t + 1 for t in given.gradients(*call)))
 
-    monkeypatch.setattr(direct, "_find", wrong)
-    monkeypatch.setattr(direct, "_found", {})
+    monkeypatch.setattr(dispatch, "_made_plan", wrong)
+    monkeypatch.setattr(dispatch, "_known", {})
     with pytest.raises(AssertionError, match=r"gradient 0: .* elements differ"):
         compare(FORMATS["int8"], GRANULARITIES["tensor"], fq.Arithmetic.DIVIDE, torch.float32, "contiguous")
 

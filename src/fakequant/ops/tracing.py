@@ -1,0 +1,73 @@
+"""Who runs the operator: plain eager execution, or something that must see torch's operations or a node of a graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fakequant.errors import ExportError
+from fakequant.numerics.qparams import has_values
+
+from . import dispatch
+
+
+def is_watched(*tensors: object) -> bool:
+    """Whether something other than plain eager execution watches: it must see torch operations, not a kernel."""
+    return not has_values(*tensors) or (forward_ad._current_level >= 0 and dispatch.have_tangents(*tensors))
+
+
+def is_compiled_as_node(x: Tensor) -> bool:
+    """Whether a compiled graph holds the operator whole on the device of x, see `Backend.compiles_as_node`."""
+    return torch.compiler.is_compiling() and x.device.type in dispatch.node_devices
+
+
+def needs_wide_division(x: Tensor) -> bool:
+    """Whether a compiler would divide numbers like x approximately; for the few of each group, see `numerics.division`.
+
+    Not for exporters, which are shown the plain division. Nor for function transforms: within a compiled graph they
+    differentiate what an autograd function does in place of it, which gives other bits.
+    """
+    return (
+        is_compiled_as_node(x) and not torch.compiler.is_exporting() and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def is_recorded() -> bool:
+    """Whether an exporter or torch.jit.trace records operators.
+
+    Raises:
+        ExportError: torch.onnx.export, which has no form for these.
+    """
+    found = torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+    if found:
+        refuse_onnx()
+    return found
+
+
+_translated: ContextVar[bool] = ContextVar("_translated", default=False)
+
+
+@contextmanager
+def translated_to_onnx() -> Iterator[None]:
+    """A context in which torch.onnx.export is given a form for the operators of this package."""
+    token = _translated.set(True)
+    try:
+        yield
+    finally:
+        _translated.reset(token)
+
+
+def refuse_onnx() -> None:
+    """Raise ExportError if torch.onnx.export runs outside of `translated_to_onnx`."""
+    exporter = sys.modules.get("torch.onnx")
+    if exporter is not None and exporter.is_in_onnx_export() and not _translated.get():
+        raise ExportError(
+            "torch.onnx.export has no form for the quantizers of fakequant; "
+            "call fakequant.export_onnx(model, example, path) instead"
+        )
