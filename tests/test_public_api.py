@@ -54,6 +54,7 @@ NAMES = [
     "save",
     "sensitivity",
     "set_execution",
+    "site_plan",
     "summary",
     "unquantized",
     "verify_onnx",

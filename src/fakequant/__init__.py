@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fakequant.model.modes import disabled
     from fakequant.model.operations import unquantized
     from fakequant.model.prepare import prepare
+    from fakequant.model.sites import site_plan
     from fakequant.model.state import float_state_dict
     from fakequant.model.summary import summary
 
@@ -96,6 +97,7 @@ __all__ = [
     "save",
     "sensitivity",
     "set_execution",
+    "site_plan",
     "summary",
     "unquantized",
     "verify_onnx",
@@ -122,6 +124,7 @@ _MEMBERS = {
     "fakequant.model.modes": ("disabled",),
     "fakequant.model.operations": ("unquantized",),
     "fakequant.model.prepare": ("prepare",),
+    "fakequant.model.sites": ("site_plan",),
     "fakequant.model.state": ("float_state_dict",),
     "fakequant.model.summary": ("summary",),
 }

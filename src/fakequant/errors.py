@@ -64,6 +64,10 @@ class ConfigError(FakeQuantError, ValueError):
     """A rule or configuration that matches nothing or contradicts itself."""
 
 
+class SiteError(FakeQuantError, RuntimeError):
+    """A module called functions in another order than was planned, so that no quantizer belongs to the call."""
+
+
 class CheckpointError(FakeQuantError, RuntimeError):
     """A checkpoint that is missing, truncated, corrupted or belongs to another model."""
 

@@ -15,8 +15,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fakequant.errors import CheckpointError
 from fakequant.model.checkpoint import check_layers, layer_entry, restore_layers
-from fakequant.model.manifest import LayerEntry, layer_values, parse_layers
+from fakequant.model.manifest import LayerEntry, SitesEntry, layer_values, parse_layers, parse_sites, sites_values
 from fakequant.model.stored_ranges import check_ranges, is_wide
+from fakequant.model.stored_sites import check_sites, site_quantizers, sites_entry
 from fakequant.model.weights import note_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
@@ -36,11 +37,17 @@ class FakeQuantConfig(QuantizationConfigMixin):
     Args:
         layers: the manifest entry of every quantized layer, by path.
         tensors: dtype and shape of every tensor of a quantizer, by path.
+        sites: the manifest entries of the functions that have quantizers.
         quant_method: "fakequant".
     """
 
     def __init__(
-        self, layers: dict[str, Any], tensors: dict[str, Any], quant_method: str = METHOD, **unknown: Any
+        self,
+        layers: dict[str, Any],
+        tensors: dict[str, Any],
+        sites: dict[str, Any] | None = None,
+        quant_method: str = METHOD,
+        **unknown: Any,
     ) -> None:
         if unknown:
             raise CheckpointError(
@@ -48,7 +55,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
                 "fakequant wrote it; save the model again with this version"
             )
         self.quant_method = quant_method  # type: ignore[assignment]  transformers declares an enumeration
-        self.layers, self.tensors = layers, tensors
+        self.layers, self.tensors, self.sites = layers, tensors, sites
 
     @classmethod
     def of(cls, model: nn.Module) -> FakeQuantConfig:
@@ -63,7 +70,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
             for name, quantizer in quantizers(model).items()
             for key, tensor in quantizer.state_dict().items()
         }
-        return cls(layers, tensors)
+        return cls(layers, tensors, sites_values(sites_entry(model)))
 
 
 class FakeQuantHfQuantizer(HfQuantizer):
@@ -71,20 +78,28 @@ class FakeQuantHfQuantizer(HfQuantizer):
 
     quantization_config: FakeQuantConfig
     entries: dict[str, LayerEntry]
+    sites: SitesEntry
     requires_calibration = True
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         modules: dict[str, nn.Module] = dict(model.named_modules())
         names = _names_in(model, parse_layers(self.quantization_config.layers, "the quantization_config"))
         self.entries = entries = {name: entry for name, entry in names.items() if name in modules}
-        if not entries:
+        sites = parse_sites(self.quantization_config.sites, "the quantization_config")
+        self.sites = SitesEntry(
+            {name: owner for name, owner in _names_in(model, sites.owners).items() if name in modules},
+            [name for name in _names_in(model, dict.fromkeys(sites.shielded)) if name in modules],
+        )
+        if not entries and not self.sites.owners:
             raise CheckpointError(
                 f"the quantization_config names no layer of a {type(model).__name__}; load the class that was saved"
             )
         check_layers(modules, entries)
-        restore_layers(model, entries)
+        check_sites(modules, self.sites)
+        restore_layers(model, entries, self.sites)
+        functions = site_quantizers(self.sites)
         for path, described in _names_in(model, self.quantization_config.tensors).items():
-            if path.rpartition("._")[0] in entries:
+            if path.rpartition("._")[0] in entries or path.rpartition(".")[0] in functions:
                 _make_room(model, path, described)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
@@ -99,7 +114,8 @@ class FakeQuantHfQuantizer(HfQuantizer):
                 f"the files lack {len(absent)} tensors that the quantization_config names: {', '.join(absent)}; "
                 "save the model again"
             )
-        check_ranges(dict(model.named_modules()), self.entries, model.state_dict(), is_wide(model))
+        modules, functions = dict(model.named_modules()), site_quantizers(self.sites)
+        check_ranges(modules, self.entries, model.state_dict(), is_wide(model), functions)
         note_weights(model)
         return model
 

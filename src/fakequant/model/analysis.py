@@ -21,6 +21,7 @@ from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.contexts import cached_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
+from fakequant.nn.sites import Site
 from fakequant.restore import restore_after, state_of
 
 Metric = Callable[[nn.Module], float]
@@ -139,7 +140,7 @@ def sensitivity(
     held = {
         name: [quantizer for quantizer in layer.children() if isinstance(quantizer, Quantizer)]
         for name, layer in model.named_modules()
-        if isinstance(layer, QuantizedLayer)
+        if isinstance(layer, (QuantizedLayer, Site))
     }
     if not held:
         raise ConfigError("sensitivity needs a prepared model; call fakequant.prepare and fakequant.calibrate first")

@@ -107,7 +107,14 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         parts = work_together(lambda: job.observe(batches, progress, shared=shared), processes)
         job.take(parts)
         left = job.unseen().settle(unseen)
-        ranges = observed_ranges({name: quantizer for name, quantizer in found.items() if layer_of(name) not in left})
+        # A function's weight that no call has shown goes on to have the range of every call.
+        ranges = observed_ranges(
+            {
+                name: quantizer
+                for name, quantizer in found.items()
+                if layer_of(name) not in left and (quantizer.kind is Kind.INPUT or observed(quantizer))
+            }
+        )
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     modules = [model.get_submodule(name) for name in left]
     with restore_on_error(ranges_of(quantizers(model).values(), modules)):

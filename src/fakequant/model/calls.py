@@ -28,7 +28,7 @@ def layers_called(model: nn.Module, run: Run) -> set[nn.Module]:
     """
     called: set[nn.Module] = set()
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
-    with _not_compiled(), _hooks() as handles:
+    with not_compiled(), _hooks() as handles:
         for layer in layers:
             handles.append(layer.register_forward_pre_hook(lambda module, _: called.add(module)))
         run()
@@ -59,7 +59,7 @@ def weight_readers(model: nn.Module, run: Run) -> dict[nn.Module, str]:
     def leave(*_: Any) -> None:
         running.pop()
 
-    with _not_compiled(), _hooks() as handles, _Readers(owners, running) as readers:
+    with not_compiled(), _hooks() as handles, _Readers(owners, running) as readers:
         for path, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda own, _, path=path: running.append((own, path))))
             handles.append(module.register_forward_hook(leave, always_call=True))
@@ -96,7 +96,7 @@ def _hooks() -> Iterator[list[RemovableHandle]]:
 
 
 @contextmanager
-def _not_compiled() -> Iterator[None]:
+def not_compiled() -> Iterator[None]:
     """A context in which compiled models run as written: a graph that was compiled before does not call new hooks."""
     with ExitStack() as stack:
         # Where torch's compiler was never imported nothing is compiled; importing it takes 2 s.

@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.files import locked, writable_folder, write_in_order
-from fakequant.model.config import TensorConfig
 from fakequant.model.manifest import (
     MANIFEST,
     LayerEntry,
-    LearnedEntry,
     Manifest,
-    QuantizerEntry,
+    SitesEntry,
     TensorFile,
     named_files,
+    quantizer_entry,
     read_manifest,
     tensor_file_name,
 )
 from fakequant.model.prepare import attach
 from fakequant.model.stored_ranges import check_ranges, is_wide
+from fakequant.model.stored_sites import check_sites, restore_sites, site_quantizers, sites_entry
 from fakequant.model.weights import note_weights, warn_stale_scales
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import bypasses_class, own_class, quantized_class
@@ -80,6 +80,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
             {name: layer_entry(layer) for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)},
             _versions(model),
             next(iter(before), None),
+            sites_entry(model),
         )
         write_in_order({folder / file: data, folder / MANIFEST: manifest.to_bytes()})
         for name in before[1:] if alone else []:
@@ -122,13 +123,14 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     if missing := [name for name in manifest.layers if name not in modules]:
         raise CheckpointError(f"the checkpoint has layers that the model lacks: {', '.join(missing)}")
     check_layers(modules, manifest.layers)
+    check_sites(modules, manifest.sites)
     if wrong := [name for name, source in manifest.shared.items() if name in tensors or source not in tensors]:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {wrong[0]} shares no tensor of {path.name}")
     tensors |= {name: tensors[source] for name, source in manifest.shared.items()}
-    check_ranges(modules, manifest.layers, tensors, is_wide(model))
+    check_ranges(modules, manifest.layers, tensors, is_wide(model), site_quantizers(manifest.sites))
     restore = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
     try:
-        restore_layers(model, manifest.layers)
+        restore_layers(model, manifest.layers, manifest.sites)
         _load_state(model, _state(model, manifest, tensors), folder)
         note_weights(model)
         return model
@@ -208,16 +210,7 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
     return LayerEntry(
         type(layer).float_class.__name__,
         layer.execution,
-        {attribute: _quantizer_entry(quantizer) for attribute, quantizer in held.items() if quantizer is not None},
-    )
-
-
-def _quantizer_entry(quantizer: Quantizer) -> QuantizerEntry:
-    learned = quantizer.learned
-    return QuantizerEntry(
-        TensorConfig(quantizer.spec, quantizer.dynamic),
-        quantizer.mode,
-        None if learned is None else LearnedEntry(learned.method, learned.options()),
+        {attribute: quantizer_entry(quantizer) for attribute, quantizer in held.items() if quantizer is not None},
     )
 
 
@@ -250,11 +243,12 @@ def check_layers(modules: dict[str, nn.Module], entries: dict[str, LayerEntry]) 
             raise CheckpointError(f"the model's layer {name} cannot be quantized: {error}") from error
 
 
-def restore_layers(model: nn.Module, entries: Mapping[str, LayerEntry]) -> None:
-    """Turn layers of a float model into their quantized forms, as entries that `check_layers` has checked say."""
+def restore_layers(model: nn.Module, entries: Mapping[str, LayerEntry], sites: SitesEntry) -> None:
+    """Turn layers of a float model into their quantized forms, and make its sites, as checked entries say."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     for name, entry in entries.items():
         _restore_layer(modules[name], entry, name)
+    restore_sites(model, sites)
     leave_fast_paths(model)
 
 

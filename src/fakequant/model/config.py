@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,6 +14,7 @@ from fakequant.model.weights import weights_of
 from fakequant.nn.forms import computed_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import layers
+from fakequant.nn.site_functions import canonical_ops
 from fakequant.numerics.spec import QuantSpec, as_spec
 
 
@@ -34,6 +35,13 @@ class TensorConfig:
 
     def __str__(self) -> str:
         return f"{self.spec}{' dynamic' if self.dynamic else ''}"
+
+    def placed(self, axes: dict[int, int]) -> TensorConfig:
+        """The same with the axes that it names by their role moved to where a tensor has them."""
+        spec = self.spec.replace(granularity=self.spec.granularity.remap_axes(axes))
+        if spec.scale.granularity is not None:  # that of the tensor of scales, which has the axes of the tensor
+            spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
+        return TensorConfig(spec, self.dynamic)
 
     def to_text(self) -> str:
         """`str(self)`, for files; see `QuantSpec.to_text`."""
@@ -57,6 +65,10 @@ class Rule:
         weight: how the weight is quantized; None leaves it in float.
         layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
             can be quantized. A subclass that inherits all that computes is matched by the name of its base, too.
+        ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). With
+            them the rule speaks of such calls alone, and the pattern is of the module whose `forward` calls them, or of
+            one call, as in "block.0._sites.add_1". `input` is for tensors that are computed, and for constants of other
+            functions than products, `weight` for products' parameters. `prepare` needs an example for them.
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
 
@@ -73,6 +85,7 @@ class Rule:
     layers: tuple[str, ...] = ()
     optional: bool = False
     execution: Execution = Execution.SIMULATE
+    ops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("input", "weight"):
@@ -84,12 +97,19 @@ class Rule:
                 raise ConfigError(f"a rule's {name} must be a TensorConfig, a QuantSpec, a text or None, got {value!r}")
         object.__setattr__(self, "execution", as_execution(self.execution))
         object.__setattr__(self, "layers", _class_names(self.layers))
+        object.__setattr__(self, "ops", (self.ops,) if isinstance(self.ops, str) else tuple(self.ops))
+        canonical_ops(self.ops)  # refuses unknown ones
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule speaks of a layer."""
         if not fnmatchcase(name, self.pattern):
             return False
         return not self.layers or not {type(module).__name__, computed_class(module).__name__}.isdisjoint(self.layers)
+
+    @property
+    def functions(self) -> frozenset[str]:
+        """The canonical names of the functions that the rule speaks of; none where it speaks of layers."""
+        return canonical_ops(self.ops)
 
     def matches_any(self, names: Iterable[str], module: nn.Module) -> bool:
         """Whether the rule speaks of a layer that is used under several names."""
@@ -107,6 +127,7 @@ class Rule:
             "input": None if self.input is None else self.input.to_text(),
             "weight": None if self.weight is None else self.weight.to_text(),
             "layers": list(self.layers),
+            "ops": list(self.ops),
             "optional": self.optional,
             "execution": self.execution.value,
         }
@@ -144,6 +165,16 @@ class Config:
         """The same configuration with rules added at the end, where they override the others."""
         return Config(self.name, self.rules + rules)
 
+    @property
+    def layer_rules(self) -> tuple[Rule, ...]:
+        """The rules that speak of layers."""
+        return tuple(rule for rule in self.rules if not rule.ops)
+
+    @property
+    def site_rules(self) -> tuple[Rule, ...]:
+        """The rules that speak of functions."""
+        return tuple(rule for rule in self.rules if rule.ops)
+
     def resolve(self, model: nn.Module) -> dict[str, Rule]:
         """The rule that holds for every layer of a model that can be quantized and that a rule matches.
 
@@ -154,9 +185,9 @@ class Config:
             ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
         """
         candidates = {name: module for name, module in model.named_modules() if quantized_class(module) is not None}
-        names = _all_names(model)
+        names = all_names(model)
         held: dict[str, Rule] = {}
-        for rule in self.rules:
+        for rule in self.layer_rules:
             matched = [first for first, module in candidates.items() if rule.matches_any(names[module], module)]
             if not matched and not rule.optional and not (rule.leaves_in_float and _has_weights(rule, names)):
                 raise ConfigError(_nothing_matched(rule, candidates))
@@ -165,8 +196,10 @@ class Config:
 
     def left_on_purpose(self, model: nn.Module) -> set[nn.Module]:
         """The modules of which the last rule that matches says that they stay in float."""
-        names = _all_names(model)
-        last = {module: rule for rule in self.rules for module in names if rule.matches_any(names[module], module)}
+        names = all_names(model)
+        last = {
+            module: rule for rule in self.layer_rules for module in names if rule.matches_any(names[module], module)
+        }
         return {module for module, rule in last.items() if rule.leaves_in_float}
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,7 +222,7 @@ class Config:
         return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values.get("rules", ())))
 
 
-def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """All paths to every module, of which a shared one has several."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from fakequant.model.batches import Inputs
 from fakequant.model.operations import Operation, operations
 from fakequant.model.weights import weights_of
-from fakequant.nn.forms import quantized_class, why_changed
+from fakequant.nn.forms import own_class, quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
 
 
@@ -67,8 +67,9 @@ def left_in_float(
     for module in model.modules():
         weights = set(weights_of(module)) - quantized
         if weights and module not in meant:
-            counts[type(module)] += 1
-            sizes[type(module)] += sum(p.numel() for p in weights)
+            cls = own_class(module)
+            counts[cls] += 1
+            sizes[cls] += sum(p.numel() for p in weights)
             left |= weights
     products = {} if example is None else _products_left(model, meant, operations(model, example, inputs))
     if not left and not products:

@@ -15,7 +15,7 @@ from fakequant.errors import CheckpointError, ConfigError, SpecError
 from fakequant.model.config import TensorConfig
 from fakequant.nn.integer import Execution
 from fakequant.nn.learned import LearnedRange, make_learned_range
-from fakequant.nn.quantizer import Mode
+from fakequant.nn.quantizer import Kind, Mode, Quantizer
 
 MANIFEST = "fakequant.json"
 """The name of the file."""
@@ -70,6 +70,40 @@ class LayerEntry:
 
 
 @dataclass(frozen=True)
+class SiteQuantizerEntry:
+    """One quantizer of a site, and the path of the one that it is, where several share one."""
+
+    quantizer: QuantizerEntry
+    kind: Kind
+    group: str | None
+
+
+@dataclass(frozen=True)
+class SiteEntry:
+    """One call of a function: its operands, and the quantizers by operand."""
+
+    operands: list[str]
+    quantizers: dict[str, SiteQuantizerEntry]
+
+
+@dataclass(frozen=True)
+class OwnerEntry:
+    """One module whose `forward` calls functions: its class by name, the sequence of calls, and its sites by name."""
+
+    type: str
+    steps: list[str]
+    sites: dict[str, SiteEntry]
+
+
+@dataclass(frozen=True)
+class SitesEntry:
+    """The sites of a model: owners by path, and the modules that they call."""
+
+    owners: dict[str, OwnerEntry] = field(default_factory=dict)
+    shielded: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says of itself.
 
@@ -79,6 +113,7 @@ class Manifest:
         layers: by path in the model.
         versions: of modules (`_version`), by path, where they are not 1; None in checkpoints that do not have them.
         previous: the tensor file of the manifest that this one replaced; it is kept until the next save.
+        sites: the functions that have quantizers.
     """
 
     tensors: TensorFile
@@ -86,10 +121,11 @@ class Manifest:
     layers: dict[str, LayerEntry]
     versions: dict[str, int] | None = field(default=None)
     previous: str | None = field(default=None)
+    sites: SitesEntry = field(default_factory=SitesEntry)
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
-        values = {
+        values: dict[str, Any] = {
             "fakequant": _VERSION,
             "tensors": vars(self.tensors),
             "previous": self.previous,
@@ -97,6 +133,8 @@ class Manifest:
             "versions": self.versions,
             "layers": {name: layer_values(layer) for name, layer in self.layers.items()},
         }
+        if self.sites.owners:
+            values["sites"] = sites_values(self.sites)
         return json.dumps(values, indent=2).encode()
 
 
@@ -105,15 +143,51 @@ def layer_values(layer: LayerEntry) -> dict[str, Any]:
     return {
         "type": layer.type,
         "execution": layer.execution.value,
-        "quantizers": {
-            attribute: {
-                "tensor": quantizer.tensor.to_text(),
-                "mode": quantizer.mode.value,
-                "learned": None if quantizer.learned is None else vars(quantizer.learned),
+        "quantizers": {name: _quantizer_values(quantizer) for name, quantizer in layer.quantizers.items()},
+    }
+
+
+def sites_values(sites: SitesEntry) -> dict[str, Any]:
+    """The sites for JSON."""
+    return {
+        "owners": {
+            path: {
+                "type": owner.type,
+                "steps": owner.steps,
+                "sites": {key: _site_values(site) for key, site in owner.sites.items()},
             }
-            for attribute, quantizer in layer.quantizers.items()
+            for path, owner in sites.owners.items()
+        },
+        "shielded": sites.shielded,
+    }
+
+
+def _site_values(site: SiteEntry) -> dict[str, Any]:
+    return {
+        "operands": site.operands,
+        "quantizers": {
+            name: {**_quantizer_values(held.quantizer), "kind": held.kind.value, "group": held.group}
+            for name, held in site.quantizers.items()
         },
     }
+
+
+def _quantizer_values(quantizer: QuantizerEntry) -> dict[str, Any]:
+    return {
+        "tensor": quantizer.tensor.to_text(),
+        "mode": quantizer.mode.value,
+        "learned": None if quantizer.learned is None else vars(quantizer.learned),
+    }
+
+
+def quantizer_entry(quantizer: Quantizer) -> QuantizerEntry:
+    """What a manifest says of a quantizer."""
+    learned = quantizer.learned
+    return QuantizerEntry(
+        TensorConfig(quantizer.spec, quantizer.dynamic),
+        quantizer.mode,
+        None if learned is None else LearnedEntry(learned.method, learned.options()),
+    )
 
 
 def tensor_file_name(sha256: str) -> str:
@@ -168,6 +242,18 @@ def parse_layers(values: Any, source: str) -> dict[str, LayerEntry]:
         raise _unusable(source, error) from error
 
 
+def parse_sites(values: Any, source: str) -> SitesEntry:
+    """Sites from what `sites_values` made; none where there is nothing.
+
+    Raises:
+        CheckpointError: it is damaged; the source is named.
+    """
+    try:
+        return _sites(values, "sites")
+    except _UNUSABLE as error:
+        raise _unusable(source, error) from error
+
+
 def _unusable(source: object, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{source} cannot be used: {error}. It is damaged, of a later version of fakequant, or needs what your own "
@@ -200,6 +286,7 @@ def _manifest(values: Any) -> Manifest:
         _mapping(values["layers"], "layers", _layer),
         None if versions is None else _mapping(versions, "versions", _number),
         None if previous is None else _own_name(previous, "previous"),
+        _sites(values.get("sites"), "sites"),
     )
 
 
@@ -223,6 +310,34 @@ def _layer(values: Any, place: str) -> LayerEntry:
         _text(kind, f"{place}.type"),
         _member(values.get("execution", Execution.SIMULATE.value), f"{place}.execution", Execution),
         _mapping(held, f"{place}.quantizers", _quantizer),
+    )
+
+
+def _sites(values: Any, place: str) -> SitesEntry:
+    if values is None:
+        return SitesEntry()
+    owners, shielded = _keys(values, place, "owners", "shielded")
+    return SitesEntry(_mapping(owners, f"{place}.owners", _owner), _texts(shielded, f"{place}.shielded"))
+
+
+def _owner(values: Any, place: str) -> OwnerEntry:
+    kind, steps, sites = _keys(values, place, "type", "steps", "sites")
+    return OwnerEntry(
+        _text(kind, f"{place}.type"), _texts(steps, f"{place}.steps"), _mapping(sites, f"{place}.sites", _site)
+    )
+
+
+def _site(values: Any, place: str) -> SiteEntry:
+    operands, held = _keys(values, place, "operands", "quantizers")
+    return SiteEntry(_texts(operands, f"{place}.operands"), _mapping(held, f"{place}.quantizers", _site_quantizer))
+
+
+def _site_quantizer(values: Any, place: str) -> SiteQuantizerEntry:
+    kind, group = _keys(values, place, "kind", "group")
+    return SiteQuantizerEntry(
+        _quantizer(values, place),
+        _member(kind, f"{place}.kind", Kind),
+        None if group is None else _text(group, f"{place}.group"),
     )
 
 
@@ -261,6 +376,12 @@ def _mapping(values: Any, place: str, read: Callable[[Any, str], T]) -> dict[str
     if not isinstance(values, dict):
         raise _Odd(f"{place} is {values!r:.80}, not an object")
     return {key: read(value, f"{place}.{key}") for key, value in values.items()}
+
+
+def _texts(values: Any, place: str) -> list[str]:
+    if not isinstance(values, list):
+        raise _Odd(f"{place} is {values!r:.80}, not a list")
+    return [_text(value, f"{place}[{index}]") for index, value in enumerate(values)]
 
 
 def _text(value: Any, place: str) -> str:

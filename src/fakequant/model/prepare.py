@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
-from fakequant.model.batches import Inputs
+from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
 from fakequant.model.presets import find_preset
+from fakequant.model.recording import record
+from fakequant.model.sites import SitePlan, apply_sites, plan_sites
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
@@ -65,6 +66,7 @@ def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: 
         config = find_preset(config)
     restore = structure_of([model])
     try:
+        sites = _planned(model, config, example, inputs)
         held = config.resolve(model)
         purposely = config.left_on_purpose(model)
         modules = dict(model.named_modules())
@@ -72,6 +74,8 @@ def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: 
             _check_layer(modules[name], rule, name)
         for name, rule in held.items():
             quantize_layer(modules[name], rule, name)
+        if sites is not None:
+            apply_sites(model, sites)
         leave_fast_paths(model)
         with_inputs = any(rule.input is not None for rule in config.rules)
         left = left_in_float(model, purposely, example if with_inputs else None, inputs)
@@ -81,6 +85,20 @@ def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: 
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()
         raise
+
+
+def _planned(model: nn.Module, config: Config, example: Any, inputs: Inputs | None) -> SitePlan | None:
+    """The sites that the rules say; None where they speak of layers alone."""
+    if not config.site_rules:
+        return None
+    if example is None:
+        ops = ", ".join(dict.fromkeys(op for rule in config.site_rules for op in rule.ops))
+        raise ConfigError(
+            f"rules speak of functions ({ops}), which are found by a run of the model; give prepare(..., example=) an "
+            "input, a tuple or a dict of inputs"
+        )
+    args, kwargs = example_arguments(example, inputs)
+    return plan_sites(model, config, record(model, lambda: model(*args, **kwargs)))
 
 
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
@@ -100,10 +118,10 @@ def _configs(quantized: type[QuantizedLayer], rule: Rule) -> dict[str, TensorCon
     """The configurations of a layer's quantizers by attribute, with a rule's axes where the layer has them."""
     # Fewer inputs than axes: a layer that overrides `inputs` with none.
     axes = zip(quantized.inputs, quantized.input_reductions, strict=False)
-    configs = {attribute: _placed(rule.input, {-1: axis}) for attribute, axis in axes}
+    configs = {attribute: rule.input and rule.input.placed({-1: axis}) for attribute, axis in axes}
     if quantized.output_channels is not None:
         axes_of_weight = {0: quantized.output_channels, -1: quantized.weight_reduction}
-        configs["_weight_quantizer"] = _placed(rule.weight, axes_of_weight)
+        configs["_weight_quantizer"] = rule.weight and rule.weight.placed(axes_of_weight)
     return {attribute: config for attribute, config in configs.items() if config is not None}
 
 
@@ -155,13 +173,3 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
         quantizer.train(layer.training)
         made[attribute] = quantizer
     become(layer, quantized, made)
-
-
-def _placed(config: TensorConfig | None, axes: dict[int, int]) -> TensorConfig | None:
-    """A rule's configuration with the axes that it names by their role moved to where the layer has them."""
-    if config is None:
-        return None
-    spec = config.spec.replace(granularity=config.spec.granularity.remap_axes(axes))
-    if spec.scale.granularity is not None:  # that of the tensor of scales, which has the axes of the tensor
-        spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
-    return TensorConfig(spec, config.dynamic)

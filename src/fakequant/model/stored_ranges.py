@@ -19,7 +19,11 @@ from fakequant.numerics.spec import QuantSpec
 
 
 def check_ranges(
-    modules: Mapping[str, nn.Module], entries: Mapping[str, LayerEntry], tensors: Mapping[str, Tensor], wide: bool
+    modules: Mapping[str, nn.Module],
+    entries: Mapping[str, LayerEntry],
+    tensors: Mapping[str, Tensor],
+    wide: bool,
+    others: Mapping[str, QuantizerEntry] | None = None,
 ) -> None:
     """Check what a checkpoint holds for quantizers.
 
@@ -28,6 +32,7 @@ def check_ranges(
         entries: the layers of the checkpoint.
         tensors: of the checkpoint.
         wide: whether the model computes in float64.
+        others: the quantizers of functions by path.
 
     Raises:
         CheckpointError: a tensor that no call would take, that does not fit the layer's weight, or that belongs to
@@ -47,13 +52,19 @@ def check_ranges(
                 if weight is None:  # a parametrization computes it; a spectral norm makes a step when read in training
                     with evaluating(modules[name]):
                         weight = getattr(modules[name], "weight", None)
-            try:
-                _check_quantizer(entry, by_quantizer.get(path, {}), weight, wide)
-            except (QParamsError, ShapeError) as error:
-                raise CheckpointError(
-                    f"the checkpoint's quantizer {path} cannot be used: {error}. The file is damaged, or was not "
-                    "written by fakequant.save"
-                ) from error
+            _check_named(path, entry, by_quantizer.get(path, {}), weight, wide)
+    for path, entry in (others or {}).items():
+        _check_named(path, entry, by_quantizer.get(path, {}), None, wide)
+
+
+def _check_named(path: str, entry: QuantizerEntry, held: Mapping[str, Tensor], weight: object, wide: bool) -> None:
+    try:
+        _check_quantizer(entry, held, weight, wide)
+    except (QParamsError, ShapeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's quantizer {path} cannot be used: {error}. The file is damaged, or was not written by "
+            "fakequant.save"
+        ) from error
 
 
 def is_wide(model: nn.Module) -> bool:

@@ -16,12 +16,13 @@ from fakequant.model.operations import Operation, unquantized
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.sites import Site
 
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer: its path, type, quantizers by attribute, and whether it has a weight."""
+    """One layer, or one function that has quantizers: path, type, quantizers by attribute, whether it has a weight."""
 
     name: str
     type: str
@@ -110,6 +111,7 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     left = None if example is None else unquantized(model, example, inputs=inputs)
     idle = {} if example is None else _never_called(model, *example_arguments(example, inputs))
     rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]
+    rows += [_site_summary(name, site) for name, site in model.named_modules() if isinstance(site, Site)]
     return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle))
 
 
@@ -147,6 +149,23 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
     return now, coded // 8
 
 
+def _site_summary(name: str, site: Site) -> LayerSummary:
+    held = {operand: q for operand, q in site._modules.items() if isinstance(q, Quantizer)}
+    weights = ", ".join(_shown(q) for q in held.values() if q.kind is Kind.WEIGHT)
+    texts = {operand: _shown(q) for operand, q in held.items() if q.kind is Kind.INPUT}
+    return LayerSummary(
+        name,
+        site.function,
+        texts | ({"_weight_quantizer": weights} if weights else {}),
+        not any(quantizer.needs_calibration for quantizer in held.values()),
+        bool(weights),
+    )
+
+
+def _shown(quantizer: Quantizer) -> str:
+    return f"{quantizer.spec}{' dynamic' if quantizer.dynamic else ''}"
+
+
 def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | None) -> LayerSummary:
     held: dict[str, Quantizer] = {
         attribute: quantizer
@@ -158,7 +177,7 @@ def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | Non
     return LayerSummary(
         name,
         type(layer).float_class.__name__,
-        {key: f"{value.spec}{' dynamic' if value.dynamic else ''}" for key, value in held.items()},
+        {key: _shown(value) for key, value in held.items()},
         not any(quantizer.needs_calibration for quantizer in held.values()),
         type(layer).output_channels is not None,
         "integer" if told and why is None else "simulate",

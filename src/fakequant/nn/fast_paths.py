@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer
 
 
 def leave_fast_paths(model: nn.Module) -> None:
@@ -17,7 +18,7 @@ def leave_fast_paths(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
             continue
-        if not any(isinstance(child, QuantizedLayer) for child in module.modules()):
+        if not any(isinstance(child, (QuantizedLayer, Quantizer)) for child in module.modules()):
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             # What it computes is `activation`; this number is only asked for by the fast path, and 0 keeps it off.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
 
@@ -34,8 +35,13 @@ def quantized_class(layer: nn.Module) -> type[QuantizedLayer] | None:
     That is what `quantizes` registered for its class. A subclass that overrides nothing that computes becomes a
     subclass of its own class and of the form of its base.
     """
-    cls, wrappers = _peeled(type(layer))
-    form = _form(cls)
+    return within_wrappers(type(layer), _form)
+
+
+def within_wrappers(cls: type[Any], make: Callable[[type[Any]], type[Any] | None]) -> type[Any] | None:
+    """What `make` makes of the class inside those that torch made for one layer, inside such classes again."""
+    inner, wrappers = _peeled(cls)
+    form = make(inner)
     for wrapper in reversed(wrappers):
         form = None if form is None else _wrapped_form(form, wrapper)
     return form
@@ -82,13 +88,29 @@ def why_changed(cls: type[nn.Module]) -> str | None:
 
 def become(layer: nn.Module, quantized: type[QuantizedLayer], quantizers: dict[str, Quantizer | None]) -> None:
     """Change a float layer's class, with its quantizers by attribute in place before."""
-    # A bound method of the class, in the layer itself: put there by a hook, or left when a hook was removed.
-    bound = [name for name in ("forward", "_old_forward") if _is_own_forward(layer, name)]
     layer._modules.update({name: quantizer for name, quantizer in quantizers.items() if quantizer is not None})
     vars(layer).update(dict.fromkeys(name for name, quantizer in quantizers.items() if quantizer is None))
-    layer.__class__ = quantized
+    change_class(layer, quantized)
+
+
+def change_class(layer: nn.Module, cls: type[Any]) -> None:
+    """Give a module another class, and methods of its class that it holds itself those of the other class."""
+    # A bound method of the class, in the layer itself: put there by a hook, or left when a hook was removed.
+    bound = [name for name in ("forward", "_old_forward") if _is_own_forward(layer, name)]
+    layer.__class__ = cls
     for name in bound:
-        vars(layer)[name] = MethodType(quantized.forward, layer)
+        vars(layer)[name] = MethodType(cls.forward, layer)
+
+
+def class_reference(cls: type[Any]) -> tuple[Any, ...]:
+    """A class for pickle: a function that can be imported, and its arguments."""
+    if cls in _made.values():
+        return _form, cls.float_class
+    return _itself, cls
+
+
+def _itself(cls: type[Any]) -> type[Any]:
+    return cls
 
 
 def bypasses_class(layer: nn.Module) -> bool:
@@ -142,6 +164,8 @@ def _wrapped(cls: type[nn.Module]) -> type[nn.Module] | None:
     A parametrization makes a subclass. `fully_shard` and its relatives make a subclass with a mixin first, and do their
     work in hooks. They are known by their module, because importing torch.distributed takes long.
     """
+    if "swapped_from" in vars(cls):  # so that functions in its `forward` have quantizers, see `sites.py`
+        return vars(cls)["swapped_from"][0]
     if cls.__module__ == "torch.nn.utils.parametrize" and len(cls.__bases__) == 1:
         return cls.__bases__[0]
     if len(cls.__bases__) != 2 or not cls.__name__.endswith(cls.__bases__[1].__name__):

@@ -1,0 +1,254 @@
+"""What a run of a float model calls: every torch function, by the module whose `forward` calls it, and the data flow.
+
+Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. Which call made a tensor
+is known by the identity of the tensor, for which all tensors of the run are kept until it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fakequant.model.calls import not_compiled
+from fakequant.model.modes import evaluating
+from fakequant.nn.site_functions import CALLED_AS
+from fakequant.nn.sites import operands_of
+from fakequant.restore import Restore, restore_after, structure_of
+
+
+@dataclass(frozen=True)
+class Value:
+    """One state of a tensor: a function that writes to a tensor makes a new one.
+
+    Attributes:
+        number: by which calls name it.
+        constant: whether it is a parameter, or computed from parameters alone.
+        shape: of the tensor.
+        is_float: whether its dtype is floating.
+        producer: the number of the call that made it; None for parameters, inputs and what no function made.
+    """
+
+    number: int
+    constant: bool
+    shape: tuple[int, ...]
+    is_float: bool
+    producer: int | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function.
+
+    Attributes:
+        number: its place in the run.
+        owner: the path of the module whose `forward` calls it; None where a hook calls it.
+        visit: which call of the owner it belongs to.
+        function: the canonical name, or the name of torch for functions that cannot be quantized.
+        index: how many calls of the function came before in the same visit.
+        operands: the values that a site could quantize, by operand; empty for functions that cannot be quantized.
+        inputs: all tensor arguments.
+        outputs: all tensors of the result.
+    """
+
+    number: int
+    owner: str | None
+    visit: int
+    function: str
+    index: int
+    operands: dict[str, int]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def site(self) -> tuple[str | None, str, int]:
+        """What names the call in every run."""
+        return self.owner, self.function, self.index
+
+
+@dataclass
+class Recording:
+    """The calls of one run in their order, and the values that they take and make.
+
+    Attributes:
+        calls: of torch functions.
+        values: by number.
+        called: for every module the paths of the modules that its `forward` calls.
+        visits: how often every module was called, by path.
+        outputs: the values that the model returns.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    called: dict[str, list[str]] = field(default_factory=dict)
+    visits: Counter[str] = field(default_factory=Counter)
+    outputs: tuple[int, ...] = ()
+
+    def of_owner(self, owner: str) -> list[list[Call]]:
+        """The calls of functions that can be quantized, for every visit of an owner."""
+        visits: list[list[Call]] = [[] for _ in range(self.visits[owner])]
+        for call in self.calls:
+            if call.owner == owner and call.function in _SITES:
+                visits[call.visit].append(call)
+        return visits
+
+
+_SITES = frozenset(called.function.name for called in CALLED_AS.values())
+
+
+def record(model: nn.Module, run: Callable[[], object]) -> Recording:
+    """Run a model in eval mode without gradients, and note what it calls; the model is as before.
+
+    >>> class Residual(nn.Module):
+    ...     def forward(self, x):
+    ...         return x + torch.relu(x)
+    >>> model, x = nn.Sequential(Residual()), torch.ones(2, 4)
+    >>> recording = record(model, lambda: model(x))
+    >>> [(call.owner, call.function, sorted(call.operands)) for call in recording.calls]
+    [('0', 'relu', ['input']), ('0', 'add', ['input', 'other'])]
+    """
+    recorder = _Recorder(model)
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with (
+        restore_after(_with_buffers(model)),
+        torch.random.fork_rng(devices),
+        evaluating(model),
+        torch.no_grad(),
+        recorder.following(),
+        not_compiled(),
+        recorder,
+    ):
+        result = run()
+    recorder.recording.outputs = tuple(recorder.value_of(leaf) for leaf in _tensors(result))
+    return recorder.recording
+
+
+def _with_buffers(model: nn.Module) -> Restore:
+    """As `structure_of`, with the values of buffers, to which a module may write in eval mode, too."""
+    structure = structure_of([model])
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def restore() -> None:
+        structure()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+    return restore
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self.modules = {
+            name: module for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
+        }
+        self.numbers: dict[int, int] = {}
+        self.alive: list[Tensor] = []
+        self.running: list[tuple[str | None, int]] = []
+        self.counts: Counter[tuple[str | None, int, str]] = Counter()
+        for parameter in model.parameters():
+            self._new(parameter, None, constant=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        called = CALLED_AS.get(func)
+        name = _name_of(func) if called is None else called.function.name
+        arguments = _tensors((args, kwargs))
+        inputs = tuple(self.value_of(tensor) for tensor in arguments)
+        operands = {} if called is None else operands_of(called, args, kwargs)
+        numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        if result is None:  # `x[i] = y`, which changes its first argument
+            made = arguments[:1]
+        if made or called is not None:
+            self._note(name, numbers, inputs, made)
+        return result
+
+    def _note(self, name: str, operands: dict[str, int], inputs: tuple[int, ...], made: list[Tensor]) -> None:
+        recording = self.recording
+        owner, visit = self.running[-1] if self.running else (None, 0)
+        number = len(recording.calls)
+        values = recording.values
+        constant = bool(inputs) and all(values[value].constant for value in inputs)
+        outputs = tuple(self._new(tensor, number, constant=constant) for tensor in made)
+        index = self.counts[owner, visit, name]
+        self.counts[owner, visit, name] += 1
+        recording.calls.append(Call(number, owner, visit, name, index, operands, inputs, outputs))
+
+    def value_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's value as it is now."""
+        number = self.numbers.get(id(tensor))
+        return self._new(tensor, None, constant=False) if number is None else number
+
+    def _new(self, tensor: Tensor, producer: int | None, *, constant: bool) -> int:
+        number = self.numbers[id(tensor)] = len(self.recording.values)
+        self.alive.append(tensor)
+        shape, is_float = tuple(tensor.shape), tensor.is_floating_point()
+        self.recording.values.append(Value(number, constant, shape, is_float, producer))
+        return number
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """A context in which it is known which module's `forward` runs; hooks of modules belong to none."""
+        handles: list[Any] = []
+
+        def unfollow() -> None:
+            for handle in handles:
+                handle.remove()
+            for module, own in held:
+                vars(module).pop("forward", None)
+                vars(module).update(own)
+
+        held = [
+            (module, {"forward": vars(module)["forward"]} if "forward" in vars(module) else {})
+            for module in self.modules.values()
+        ]
+        with restore_after(unfollow):
+            for path, module in self.modules.items():
+                handles.append(module.register_forward_pre_hook(lambda *_: self._enter_hooks(), prepend=True))
+                handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+                vars(module)["forward"] = self._followed(path, module.forward)
+            yield
+
+    def _followed(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            caller = next((owner for owner, _ in reversed(self.running) if owner is not None), None)
+            if caller is not None:
+                self.recording.called.setdefault(caller, []).append(path)
+            self.running.append((path, self.recording.visits[path]))
+            self.recording.visits[path] += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return run
+
+    def _enter_hooks(self) -> None:
+        self.running.append((None, 0))
+
+    def _leave(self) -> None:
+        self.running.pop()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _name_of(func: Any) -> str:
+    """The name of a function of torch without what tells that it is in place or an operator."""
+    name: str = getattr(func, "__name__", str(func))
+    return name.strip("_") if name.startswith("__") else name.rstrip("_")

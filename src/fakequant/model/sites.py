@@ -1,0 +1,313 @@
+"""Which calls of functions in a model get quantizers: the plan, made from a recorded run, and carried out in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fakequant.errors import ConfigError
+from fakequant.model.config import Config, Rule, TensorConfig, all_names
+from fakequant.model.recording import Call, Recording
+from fakequant.nn.forms import bypasses_class, quantized_class
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Kind, Quantizer
+from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand
+from fakequant.nn.sites import SITES, Site, Sites, add_sites, is_shielded, shield, site_keys, sites_of
+
+
+@dataclass(frozen=True)
+class SiteQuantizer:
+    """One quantizer of a site.
+
+    Attributes:
+        tensor: how it quantizes.
+        kind: whether the operand is computed from the model's input, or from parameters alone.
+        group: the path of the quantizer that it is, where several share one; None for one of its own.
+    """
+
+    tensor: TensorConfig
+    kind: Kind = Kind.INPUT
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class PlannedSite:
+    """One call of a function and the quantizers of its operands.
+
+    Attributes:
+        owner: the path of the module whose `forward` calls the function.
+        function: its canonical name.
+        index: how many calls of it come before in the same `forward`.
+        operands: the arguments that are float tensors.
+        quantizers: by operand.
+    """
+
+    owner: str
+    function: str
+    index: int
+    operands: tuple[str, ...]
+    quantizers: dict[str, SiteQuantizer]
+
+    @property
+    def key(self) -> str:
+        """The name of the site in its owner."""
+        return f"{self.function}_{self.index}"
+
+    @property
+    def path(self) -> str:
+        """The path of the site in the model."""
+        return site_path(self.owner, self.key)
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """The sites of a model; prints as a table.
+
+    Attributes:
+        sites: in the order of the run.
+        steps: for every owner the functions that have sites in it, in the order of all their calls in one `forward`.
+        shielded: the modules that owners call, whose own calls are not theirs.
+    """
+
+    sites: tuple[PlannedSite, ...] = ()
+    steps: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    shielded: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = []
+        for site in self.sites:
+            held = ", ".join(f"{name} {quantizer.tensor}" for name, quantizer in site.quantizers.items())
+            lines.append(f"{site.path}: {held}")
+        return "\n".join(lines) or "no functions have quantizers"
+
+
+def site_path(owner: str, key: str) -> str:
+    """The path of a site in a model.
+
+    >>> site_path("blocks.0", "add_1")
+    'blocks.0._sites.add_1'
+    """
+    return f"{owner}.{SITES}.{key}" if owner else f"{SITES}.{key}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A call that could be a site, from all visits of its owner."""
+
+    owner: str
+    function: str
+    index: int
+    operands: tuple[str, ...]
+    constants: frozenset[str]
+    """The operands that are parameters, or computed from parameters alone."""
+
+    @property
+    def path(self) -> str:
+        """The path that its site would have."""
+        return site_path(self.owner, f"{self.function}_{self.index}")
+
+
+def plan_sites(model: nn.Module, config: Config, recording: Recording) -> SitePlan:
+    """The sites that the rules of a configuration say.
+
+    Raises:
+        ConfigError: a rule matches no call, or the owner of a site is called with different sequences of functions.
+    """
+    names = all_names(model)
+    modules = dict(model.named_modules())
+    found = candidates(model, recording)
+    rules: dict[Candidate, Rule] = {}
+    for rule in config.site_rules:
+        matched = [
+            one
+            for one in found
+            if one.function in rule.functions
+            and rule.matches_any((*names[modules[one.owner]], one.path), modules[one.owner])
+        ]
+        if not matched and not rule.optional:
+            raise ConfigError(_nothing_matched(rule, found))
+        rules.update(dict.fromkeys(matched, rule))
+    planned = [(one, _quantizers(one, rules[one])) for one in found if one in rules]
+    return complete_plan(model, recording, [(one, held) for one, held in planned if held])
+
+
+def complete_plan(
+    model: nn.Module, recording: Recording, planned: Iterable[tuple[Candidate, dict[str, SiteQuantizer]]]
+) -> SitePlan:
+    """The plan for chosen calls: with the sequences of their owners, and the modules that owners call.
+
+    Raises:
+        ConfigError: an owner is called with different sequences, or cannot be one.
+    """
+    sites = tuple(PlannedSite(one.owner, one.function, one.index, one.operands, held) for one, held in planned)
+    counted: dict[str, set[str]] = {}
+    for site in sites:
+        counted.setdefault(site.owner, set()).add(site.function)
+    steps = {owner: _steps(recording, owner, functions) for owner, functions in counted.items()}
+    modules = dict(model.named_modules())
+    for owner in steps:
+        if bypasses_class(modules[owner]):
+            raise ConfigError(
+                f"{owner or 'the model'}: a forward of its own (a hook's) would bypass the quantizers of its "
+                "functions; remove the hook, or leave the functions in float by a rule"
+            )
+    return SitePlan(sites, steps, _shielded(modules, recording, steps))
+
+
+def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
+    """The calls that could be sites: with enough float tensors, outside of layers that have a quantized form."""
+    found: list[Candidate] = []
+    for owner, module in model.named_modules():
+        if quantized_class(module) is not None or isinstance(module, QuantizedLayer):
+            continue
+        calls: dict[tuple[str, int], list[Call]] = {}
+        for visit in recording.of_owner(owner):
+            for call in visit:
+                calls.setdefault((call.function, call.index), []).append(call)
+        for (function, index), same in calls.items():
+            operands = tuple(same[0].operands)
+            if len(operands) >= SITE_FUNCTIONS[function].fewest and all(tuple(c.operands) == operands for c in same):
+                constants = frozenset(
+                    name for name in operands if all(recording.values[call.operands[name]].constant for call in same)
+                )
+                found.append(Candidate(owner, function, index, operands, constants))
+    order = {call.site: call.number for call in reversed(recording.calls)}
+    return sorted(found, key=lambda one: order[one.owner, one.function, one.index])
+
+
+def operand_of(function: str, name: str) -> Operand:
+    """What the table says of an operand; one of a list is nothing special."""
+    return next((one for one in SITE_FUNCTIONS[function].operands if one.name == name), Operand(name, 0))
+
+
+def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:
+    held: dict[str, SiteQuantizer] = {}
+    for name in one.operands:
+        operand, constant = operand_of(one.function, name), name in one.constants
+        weight = constant and SITE_FUNCTIONS[one.function].is_product
+        config = rule.weight if weight else rule.input
+        if config is not None:
+            axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
+            # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
+            held[name] = SiteQuantizer(config.placed(axes), Kind.WEIGHT if weight else Kind.INPUT)
+    return held
+
+
+def _steps(recording: Recording, owner: str, functions: set[str]) -> tuple[str, ...]:
+    """The one sequence of the functions of an owner's sites."""
+    visits = [
+        tuple(call.function for call in visit if call.function in functions) for visit in recording.of_owner(owner)
+    ]
+    other = next((steps for steps in visits if steps != visits[0]), None)
+    if other is not None:
+        ops = ", ".join(repr(name) for name in sorted(functions))
+        raise ConfigError(
+            f"{owner or 'the model'} is called {len(visits)} times and calls functions in different orders, so that "
+            f"their quantizers cannot be told apart:\n  {', '.join(visits[0])}\n  {', '.join(other) or 'none'}\n"
+            "Move the branch or the loop into a module of its own, or leave the functions in float by "
+            f"Rule({owner or '*'!r}, ops=({ops},))"
+        )
+    return visits[0]
+
+
+def _shielded(modules: Mapping[str, nn.Module], recording: Recording, owners: Iterable[str]) -> tuple[str, ...]:
+    """The modules that owners call, or may call in training mode."""
+    shielded: dict[str, None] = {}
+    owners = set(owners)
+
+    def add(path: str) -> None:
+        module = modules.get(path)
+        if module is None or path in owners or isinstance(module, torch.jit.ScriptModule):
+            return
+        if type(module).forward is nn.Module.forward:  # a list of modules, which is never called itself
+            for name, child in module.named_children():
+                if modules.get(f"{path}.{name}") is child:
+                    add(f"{path}.{name}")
+        else:
+            shielded[path] = None
+
+    for owner in owners:
+        for path in recording.called.get(owner, []):
+            add(path)
+        for name, _ in modules[owner].named_children():
+            add(f"{owner}.{name}" if owner else name)
+    return tuple(path for path in modules if path in shielded)
+
+
+def apply_sites(model: nn.Module, plan: SitePlan) -> None:
+    """Give a model the quantizers of a plan, in place.
+
+    Raises:
+        ConfigError: the model lacks an owner, or its owner cannot have sites.
+    """
+    modules = dict(model.named_modules())
+    shared: dict[str, Quantizer] = {}
+    if missing := [path for path in (*plan.steps, *plan.shielded) if path not in modules]:
+        raise ConfigError(f"the plan has modules that the model lacks: {', '.join(missing)}")
+    for owner, steps in plan.steps.items():
+        sites: dict[str, Site] = {}
+        for site in plan.sites:
+            if site.owner == owner:
+                held = {name: _made(q, f"{site.path}.{name}", shared) for name, q in site.quantizers.items()}
+                sites[site.key] = Site(site.function, site.operands, held)
+        if unknown := sorted(set(sites) - set(site_keys(steps))):
+            raise ConfigError(f"{owner or 'the model'} has no calls {', '.join(unknown)}")
+        add_sites(modules[owner], Sites(owner, steps, sites).train(modules[owner].training))
+    for path in plan.shielded:
+        shield(modules[path])
+
+
+def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer]) -> Quantizer:
+    if planned.group is not None and planned.group in shared:
+        return shared[planned.group]
+    quantizer = Quantizer(planned.tensor.spec, kind=planned.kind, dynamic=planned.tensor.dynamic)
+    quantizer.name = path
+    return shared.setdefault(planned.group or path, quantizer)
+
+
+def site_plan(model: nn.Module) -> SitePlan:
+    """The functions of a prepared model that have quantizers, as a plan that prints.
+
+    >>> class Residual(nn.Module):
+    ...     def forward(self, x):
+    ...         return x + torch.relu(x)
+    >>> rules = Config("sums", (Rule("*", input="int8", ops=("add",)),))
+    >>> print(site_plan(prepare(Residual(), rules, example=torch.ones(2, 4))))
+    _sites.add_0: input int8 per_tensor, other int8 per_tensor
+    """
+    owners = {path: sites for path, module in model.named_modules() if (sites := sites_of(module)) is not None}
+    uses = Counter(id(quantizer) for own in owners.values() for site in own.children() for quantizer in held_by(site))
+    first: dict[int, str] = {}
+    planned: list[PlannedSite] = []
+    for owner, own in owners.items():
+        for place, key in enumerate(own.keys):
+            site = own._modules.get(key)
+            if isinstance(site, Site):
+                index = own.steps[:place].count(site.function)
+                held: dict[str, SiteQuantizer] = {}
+                for name, quantizer in zip(site._modules, held_by(site), strict=True):
+                    path = f"{site_path(owner, key)}.{name}"
+                    group = first.setdefault(id(quantizer), path) if uses[id(quantizer)] > 1 else None
+                    held[name] = SiteQuantizer(TensorConfig(quantizer.spec, quantizer.dynamic), quantizer.kind, group)
+                planned.append(PlannedSite(owner, site.function, index, site.operands, held))
+    shielded = tuple(path for path, module in model.named_modules() if is_shielded(module))
+    return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded)
+
+
+def held_by(site: nn.Module) -> list[Quantizer]:
+    """The quantizers of a site, of which one may serve several operands."""
+    return [quantizer for quantizer in site._modules.values() if isinstance(quantizer, Quantizer)]
+
+
+def _nothing_matched(rule: Rule, found: list[Candidate]) -> str:
+    calls = ", ".join(dict.fromkeys(f"{one.owner or 'the model'}: {one.function}" for one in found[:8]))
+    more = f" and {len(found) - 8} more calls" if len(found) > 8 else ""
+    what = f"calls that can be quantized are {calls}{more}" if found else "the model calls no function to quantize"
+    return (
+        f"the rule {rule.pattern!r} with ops {', '.join(rule.ops)} matches no call of the example's run; {what}. "
+        "Correct the pattern, or set optional=True if the rule may match nothing"
+    )

@@ -1,0 +1,337 @@
+"""Quantizers where a module's own `forward` calls functions: `+`, `@`, `cat`, softmax, attention.
+
+A module whose `forward` calls such functions is an owner. Its class is swapped for a subclass that enters a small
+`TorchFunctionMode` for the time of `forward`. The mode counts the calls of the functions that have quantizers and
+quantizes their operands. Modules that an owner calls get a subclass that takes the mode away while they run, so that a
+mode sees the calls of its owner alone. No function of torch is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType, new_class
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fakequant.errors import ConfigError, SiteError
+from fakequant.nn.forms import change_class, class_reference, within_wrappers
+from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.site_functions import CALLED_AS, CalledAs
+
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
+
+SITES = "_sites"
+"""The attribute of an owner that holds its sites."""
+
+
+class Site(nn.Module):
+    """The quantizers of one call of a function, by operand; `output` quantizes the result.
+
+    Attributes:
+        function: the canonical name.
+        operands: the arguments that are float tensors in the planned call.
+    """
+
+    def __init__(self, function: str, operands: tuple[str, ...], quantizers: dict[str, Quantizer]) -> None:
+        super().__init__()
+        self.function = function
+        self.operands = operands
+        for name, quantizer in quantizers.items():
+            self.add_module(name, quantizer)
+
+    def call(self, owner: str, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The function's result for quantized operands."""
+        args, kwargs = list(args), dict(kwargs)
+        places = [place for place in _places(called, args, kwargs) if is_operand(place[1][place[2]])]
+        names = tuple([name for name, _, _ in places])
+        if names != self.operands:
+            raise SiteError(_other_operands(owner, self, names))
+        written = places[0][1][places[0][2]] if called.writes(args, kwargs) else None
+        for name, holder, key in places:
+            quantizer = self._modules.get(name)
+            if isinstance(quantizer, Quantizer):
+                x = holder[key]
+                if x is written and torch.is_grad_enabled() and quantizer.mode is Mode.QUANTIZE:
+                    x = x.clone()  # the backward of a learned range needs the values that are overwritten here
+                holder[key] = quantizer(x)
+        if written is not None and places[0][1][places[0][2]] is not written:
+            func = called.without_writing(func, args, kwargs)
+        result = func(*args, **kwargs)
+        output = self._modules.get("output")
+        if isinstance(output, Quantizer):
+            result = output(result)
+        if written is not None and result is not written:
+            result = written.copy_(result)
+        return result
+
+
+class Sites(nn.Module):
+    """The sites of one owner.
+
+    Attributes:
+        owner: the path of the module, for messages.
+        steps: the functions that have sites here, in the order of all their calls in one `forward`.
+        keys: for every step the name of its site, "add_0" for the first addition, whether it has one or not.
+    """
+
+    def __init__(self, owner: str, steps: tuple[str, ...], sites: dict[str, Site]) -> None:
+        super().__init__()
+        self.owner = owner
+        self.steps = steps
+        self.keys = site_keys(steps)
+        self.counted = frozenset(steps)
+        for name, site in sites.items():
+            self.add_module(name, site)
+
+
+def site_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of calls by function and count.
+
+    >>> site_keys(("add", "softmax", "add"))
+    ('add_0', 'softmax_0', 'add_1')
+    """
+    return tuple(f"{name}_{steps[:place].count(name)}" for place, name in enumerate(steps))
+
+
+def is_operand(value: object) -> bool:
+    """Whether an argument is what a site can quantize: a float tensor with an axis."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+
+
+def operands_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """The arguments of a call that a site can quantize, by name."""
+    args, kwargs = list(args), dict(kwargs)
+    values = {name: holder[key] for name, holder, key in _places(called, args, kwargs)}
+    return {name: value for name, value in values.items() if is_operand(value)}
+
+
+def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Names of operands, and where they are; a list of tensors becomes a new one, which may be written."""
+    first = called.function.list_position
+    if first is not None:
+        if len(args) <= first:
+            if "tensors" not in kwargs:
+                return []
+            holder = kwargs["tensors"] = list(kwargs["tensors"])
+        elif isinstance(args[first], (list, tuple)):
+            holder = args[first] = list(args[first])
+        else:
+            return [(f"input_{place - first}", args, place) for place in range(first, len(args))]
+        return [(f"input_{place}", holder, place) for place in range(len(holder))]
+    places: list[tuple[str, Any, Any]] = []
+    for operand in called.operands:
+        if operand.position < len(args):
+            places.append((operand.name, args, operand.position))
+        else:
+            places += [(operand.name, kwargs, word) for word in operand.keywords if word in kwargs]
+    return places
+
+
+class SiteMode(TorchFunctionMode):
+    """What one `forward` of an owner has called so far; made anew for every call, so that threads share nothing."""
+
+    def __init__(self, sites: Sites) -> None:
+        super().__init__()
+        self.sites = sites
+        self.place = 0
+        self.context = None if torch.compiler.is_compiling() else _context()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called = CALLED_AS.get(func)
+        if kwargs is None:
+            kwargs = {}
+        if called is None or called.function.name not in self.sites.counted:
+            # torch's compiler cannot trace the method under any mode: it calls `super()`.
+            return (torch.unflatten if func is Tensor.unflatten else func)(*args, **kwargs)
+        sites, place = self.sites, self.place
+        if place >= len(sites.steps) or sites.steps[place] != called.function.name:
+            raise SiteError(_other_calls(sites, (*sites.steps[:place], called.function.name), unfinished=True))
+        self.place = place + 1
+        site: Any = sites._modules.get(sites.keys[place])
+        if site is None:
+            return func(*args, **kwargs)
+        if not torch.compiler.is_compiling() and self.context != _context():
+            self._refuse_recomputed()
+        return site.call(sites.owner, called, func, args, kwargs)
+
+    def finish(self) -> None:
+        """Raise if `forward` returned before all planned calls came."""
+        if self.place != len(self.sites.steps):
+            raise SiteError(_other_calls(self.sites, self.sites.steps[: self.place]))
+
+    def _refuse_recomputed(self) -> None:
+        """Raise if `forward` checkpoints a function of its own: its backward would call it again outside of it."""
+        sites = self.sites
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_locals.get("mode") is not self:
+            if frame.f_globals is vars(checkpointing):
+                raise SiteError(
+                    f"{sites.owner or 'the model'} calls torch.utils.checkpoint on a function that has quantizers "
+                    f"({', '.join(sites._modules)}); the backward pass would compute it again without them. Move what "
+                    "is checkpointed into a module, and checkpoint that, or leave these calls in float by "
+                    f"{_float_rule(sites)}"
+                )
+            frame = frame.f_back
+
+
+def _context() -> tuple[bool, Any]:
+    """What a function changes that saves activations anew in the backward pass."""
+    return torch.is_grad_enabled(), _autograd._top_saved_tensors_default_hooks(False)
+
+
+def pause() -> SiteMode | None:
+    """Take away the mode of the owner that calls this, if there is one."""
+    depth = torch._C._len_torch_function_stack()
+    if depth and isinstance(torch._C._get_function_stack_at(depth - 1), SiteMode):
+        return torch._C._pop_torch_function_stack()
+    return None
+
+
+def resume(mode: SiteMode) -> None:
+    """Give an owner its mode back."""
+    torch._C._push_on_torch_function_stack(mode)
+
+
+def add_sites(module: nn.Module, sites: Sites) -> None:
+    """Make a module the owner of sites, in place."""
+    if type(module).__reduce_ex__ is not object.__reduce_ex__ or type(module).__reduce__ is not object.__reduce__:
+        raise ConfigError(
+            f"{sites.owner or 'the model'}: copies of a {type(module).__name__} would lose the quantizers of its "
+            "functions, because it says itself how it is pickled; leave its functions in float by "
+            f"{_float_rule(sites)}"
+        )
+    module.add_module(SITES, sites)
+    _change(module, _owner_class)
+
+
+def shield(module: nn.Module) -> None:
+    """Have the functions of a module not counted as those of the owner that calls it, in place."""
+    _change(module, _shielded_class)
+
+
+def is_shielded(module: nn.Module) -> bool:
+    """Whether `shield` was called for a module."""
+    return getattr(type(module), "swapped_from", (None, ""))[1] == "shielded"
+
+
+def sites_of(module: nn.Module) -> Sites | None:
+    """The sites of an owner; None if the module has none."""
+    sites = module._modules.get(SITES)
+    return sites if isinstance(sites, Sites) else None
+
+
+def _change(module: nn.Module, make: Callable[[type[Any]], type[Any]]) -> None:
+    made = within_wrappers(type(module), make)
+    assert made is not None, f"{make} makes a class of every class"
+    change_class(module, made)
+
+
+_made: dict[tuple[type[Any], str], type[Any]] = {}
+
+
+def _owner_class(cls: type[Any]) -> type[Any]:
+    inner = cls.forward
+
+    @wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = pause()
+        mode = SiteMode(self._modules[SITES])
+        try:
+            with mode:
+                result = inner(self, *args, **kwargs)
+            mode.finish()
+            return result
+        finally:
+            if outer is not None:
+                resume(outer)
+
+    return _subclass(cls, "owner", forward)
+
+
+def _shielded_class(cls: type[Any]) -> type[Any]:
+    inner = cls.forward
+
+    @wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = pause()
+        if outer is None:
+            return inner(self, *args, **kwargs)
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            resume(outer)
+
+    return _subclass(cls, "shielded", forward)
+
+
+def _subclass(cls: type[Any], role: str, forward: Callable[..., Any]) -> type[Any]:
+    """A subclass of the same name; hooks of its calls run outside of the owner's mode, too."""
+    if (cls, role) in _made:
+        return _made[cls, role]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = pause()
+        if outer is None:
+            return cls.__call__(self, *args, **kwargs)
+        try:
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            resume(outer)
+
+    values = {
+        "forward": forward,
+        "__call__": call,
+        "__reduce_ex__": _reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "swapped_from": (cls, role),
+    }
+    made = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(values))
+    return _made.setdefault((cls, role), made)
+
+
+_MAKERS = {"owner": _owner_class, "shielded": _shielded_class}
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """What pickle and copy store: the class that was swapped, because the subclass has no importable name."""
+    cls, role = type(module).swapped_from  # type: ignore[attr-defined]
+    _, _, *state = object.__reduce_ex__(module, max(int(protocol), 2))
+    return (_new, (role, *class_reference(cls)), *state)
+
+
+def _new(role: str, find: Callable[..., type[Any]], *args: Any) -> nn.Module:
+    made: Any = _MAKERS[role](find(*args))
+    return made.__new__(made)
+
+
+def _float_rule(sites: Sites) -> str:
+    ops = ", ".join(repr(name) for name in sorted(sites.counted))
+    return f"Rule({sites.owner or '*'!r}, ops=({ops},))"
+
+
+def _other_calls(sites: Sites, came: tuple[str, ...], *, unfinished: bool = False) -> str:
+    return (
+        f"{sites.owner or 'the model'} calls functions that have quantizers in another order than planned.\n"
+        f"  planned: {', '.join(sites.steps)}\n"
+        f"  called:  {', '.join(came) or 'none'}{' (so far)' if unfinished else ''}\n"
+        "Quantizers belong to calls by their order, so that none would fit. Run the model as with the example that was "
+        "given to fakequant.prepare, or prepare it with an example that takes this path; move a branch, or a loop "
+        f"whose length changes, into a module of its own; or leave the functions in float by {_float_rule(sites)}"
+        f"{'' if came else '. torch.fx.symbolic_trace shows no calls: use torch.export'}"
+    )
+
+
+def _other_operands(owner: str, site: Site, names: tuple[str, ...]) -> str:
+    return (
+        f"{owner or 'the model'}: a call of {site.function} has other operands than planned: float tensors are "
+        f"{', '.join(names) or 'none'}, planned were {', '.join(site.operands)}. Run the model as with the example "
+        "that was given to fakequant.prepare, or prepare it with an example that takes this path"
+    )

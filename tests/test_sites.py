@@ -1,0 +1,434 @@
+"""Functions in a module's own `forward` compute what the same quantizers called by hand compute, in every bit."""
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import ConfigError, SiteError
+from fakequant.model import qat
+from fakequant.model.sites import site_plan
+from fakequant.nn.sites import sites_of
+from tests.support.functional_models import (
+    Network,
+    assert_same_bits,
+    example,
+    float_network,
+    gradients,
+    quantized,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    return quantized(float_network(), example())
+
+
+def fresh(network: Network) -> Network:
+    return copy.deepcopy(network)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_and_gradients_are_those_of_the_plan_by_hand(network: Network, training: bool) -> None:
+    ours, hand = fresh(network).train(training), fresh(network).train(training)
+    for seed in (2, 3):
+        x = example(seed)
+        got, expected = gradients(ours, ours, x), gradients(hand, hand.by_hand, x)
+        assert_same_bits(got, expected)
+        assert not torch.equal(got[0], float_network()(x))
+    assert_same_bits(list(ours.buffers()), list(hand.buffers()))  # of batch normalisation, which adds in training
+
+
+def test_quantizers_that_are_off_leave_the_float_model(network: Network) -> None:
+    plain = float_network()
+    with fq.disabled(network):
+        assert_same_bits(gradients(network, network, example(4)), gradients(plain, plain, example(4)))
+
+
+@pytest.mark.parametrize("method", ["lsq", "lsq_plus", "pact", "tqt"])
+def test_learned_ranges_get_their_gradients(network: Network, method: str) -> None:
+    ours, hand = fresh(network).train(), fresh(network).train()
+    for model in (ours, hand):
+        qat.set_scales(model, qat.Scales.LEARNED, method)
+    assert_same_bits(gradients(ours, ours, example(5)), gradients(hand, hand.by_hand, example(5)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_modules(reentrant: bool) -> None:
+    ours = quantized(float_network(reentrant), example()).train()
+    hand = quantized(float_network(), example()).train()
+    assert_same_bits(gradients(ours, ours, example(6)), gradients(hand, hand.by_hand, example(6)))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_in_one_graph(network: Network, backend: str) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(network, fullgraph=True, backend=backend)
+    by_hand = torch.compile(network.by_hand, fullgraph=True, backend=backend)
+    assert torch.equal(compiled(example(7)), by_hand(example(7)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(network: Network, strict: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # strict export tells that a mode is entered
+        program = torch.export.export(network, (example(),), strict=strict)
+    assert torch.equal(program.module()(example(8)), network(example(8)))
+    called = [node for node in program.graph.nodes if "fake_quantize" in str(node.target)]
+    assert len(called) == len(fq.nn.quantizers(network))
+
+
+def test_copies(network: Network) -> None:
+    expected = network(example(9))
+    buffer = io.BytesIO()
+    torch.save(network, buffer)
+    buffer.seek(0)
+    copies = [
+        copy.deepcopy(network),
+        pickle.loads(pickle.dumps(network)),
+        torch.load(buffer, weights_only=False),
+        copy.copy(network),
+    ]
+    for made in copies:
+        assert torch.equal(made(example(9)), expected)
+        assert site_plan(made) == site_plan(network)
+        assert [type(module) for module in made.modules()] == [type(module) for module in network.modules()]
+
+
+def test_classes_keep_their_names_and_signatures(network: Network) -> None:
+    plain = float_network()
+    for path, module in plain.named_modules():
+        swapped = network.get_submodule(path)
+        assert isinstance(swapped, type(module))
+        if not isinstance(module, nn.Linear):
+            assert type(swapped).__name__ == type(module).__name__
+    assert list(torch._dynamo.utils.inspect.signature(network[0].forward).parameters) == ["x", "mask"]
+
+
+def test_two_threads_at_once(network: Network) -> None:
+    inputs = [example(seed, tokens=3 + seed % 3) for seed in range(8)]
+    with torch.no_grad():
+        expected = [network(x) for x in inputs]
+    results: dict[int, Tensor] = {}
+
+    def work(first: int) -> None:
+        for _ in range(20):
+            for place in range(first, len(inputs), 2):
+                with torch.no_grad():
+                    results[place] = network(inputs[place])
+                assert torch.equal(results[place], expected[place])
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same_bits([results[place] for place in range(len(inputs))], expected)
+
+
+def test_two_threads_in_one_call_share_no_counters() -> None:
+    meet = threading.Barrier(2)
+
+    class Meeting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + x
+            meet.wait()
+            return torch.relu(x) + x
+
+    meet = threading.Barrier(1)
+    model = quantized(Meeting(), torch.ones(2, 4), rules=fq.Config("add", (fq.Rule("*", "int8", ops=("add",)),)))
+    meet = threading.Barrier(2)
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(model(torch.ones(2, 4)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+
+
+def only(*ops: str) -> fq.Config:
+    return fq.Config("functions", (fq.Rule("*", "int8", "int8 per_channel(0)", ops=ops),))
+
+
+def test_in_place_functions_change_the_tensor_for_all_who_hold_it() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            a = x * 1
+            alias = a
+            a.add_(y)
+            b = F.relu(a, inplace=True)
+            return alias, b, a
+
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    model = quantized(InPlace(), x, y, rules=only("add", "relu"))
+    alias, b, a = model(x, y)
+    site = sites_of(model)
+    assert site is not None
+    quantized_sum = site.add_0.input(x) + site.add_0.other(y)
+    assert torch.equal(a, torch.relu(site.relu_0.input(quantized_sum)))
+    assert alias is a
+    assert b is a
+
+
+class Loop(nn.Module):
+    """So many additions as it is told."""
+
+    times = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + x.sin()
+        return x if self.times < 5 else x @ x
+
+
+@pytest.mark.parametrize(
+    ("times", "called"), [(1, "add"), (3, "add, add, add (so far)"), (5, "add, add, add (so far)"), (0, "none")]
+)
+def test_loops_of_another_length_are_refused_with_both_sequences(times: int, called: str) -> None:
+    x = torch.randn(4, 4)
+    model = quantized(nn.Sequential(Loop()), x, rules=only("add"))
+    model[0].times = times
+    with pytest.raises(SiteError) as refused:
+        model(x)
+    assert "0 calls functions that have quantizers in another order" in str(refused.value)
+    assert "planned: add, add\n" in str(refused.value)
+    assert f"called:  {called}\n" in str(refused.value)
+    model[0].times = 2
+    model(x)  # the error has left nothing behind
+
+
+class Branch(nn.Module):
+    """Adds first or last, as told."""
+
+    first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            return torch.softmax(x + x.sin(), -1)
+        return torch.softmax(x, -1) + x
+
+
+def test_branches_are_refused() -> None:
+    model = quantized(Branch(), torch.randn(2, 4), rules=only("add", "softmax"))
+    model.first = False
+    with pytest.raises(SiteError, match="planned: add, softmax\n  called:  softmax"):
+        model(torch.randn(2, 4))
+
+
+def test_functions_without_quantizers_may_come_as_they_like() -> None:
+    model = quantized(Branch(), torch.randn(2, 4), rules=only("softmax"))
+    model.first = False
+    model(torch.randn(2, 4))
+
+
+def test_other_operands_are_refused() -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor | float) -> Tensor:
+            return torch.cat([x + y])
+
+    model = quantized(Sum(), torch.ones(4), torch.ones(4), rules=only("add", "cat"))
+    with pytest.raises(SiteError, match="add has other operands than planned: float tensors are input, planned were"):
+        model(torch.ones(4), 1.0)
+    with pytest.raises(SiteError, match="other operands"):
+        model(torch.ones(4), torch.ones(4).long())
+
+
+def test_scalars_integers_and_masks_are_no_operands() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+            x = 2 + x + 1
+            ids = ids + ids
+            x = x * torch.tensor(2.0)
+            y = F.scaled_dot_product_attention(query=x, key=x, value=x, attn_mask=mask)
+            return y + ids.unsqueeze(-1)
+
+    inputs = (torch.randn(2, 3, 4), torch.arange(3), torch.zeros(3, 3))
+    model = quantized(Odd(), *inputs, rules=only("add", "sdpa"))
+    assert str(site_plan(model)) == (
+        "_sites.scaled_dot_product_attention_0: query int8 per_tensor, key int8 per_tensor, value int8 per_tensor"
+    )
+
+
+def test_a_module_used_twice_and_broadcasting() -> None:
+    class Shift(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = Shift()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shift(x, self.shift(x * 2, x[:1]))
+
+    x = torch.randn(3, 4)
+    model = quantized(Twice(), x, rules=only("add"))
+    site = model.shift._sites.add_0
+    inner = site.input(x * 2) + site.other(x[:1])
+    assert torch.equal(model(x), site.input(x) + site.other(inner))
+
+
+def test_visits_with_different_sequences_are_refused_by_prepare() -> None:
+    class Other(nn.Module):
+        def forward(self, x: Tensor, more: bool) -> Tensor:
+            return x + x + x if more else x + x
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = Other()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.other(x, True), False)
+
+    model = Twice()
+    with pytest.raises(ConfigError, match=r"other is called 2 times .*\n  add, add\n  add\n"):
+        fq.prepare(model, only("add"), example=torch.ones(2))
+    assert type(model.other) is Other
+
+
+def test_autocast() -> None:
+    x = example()
+    model = quantized(float_network(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), model.by_hand(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_functions_with_sites_are_refused(reentrant: bool) -> None:
+    class Checkpoints(nn.Module):
+        def part(self, x: Tensor) -> Tensor:
+            return x + x.sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=reentrant)
+
+    model = quantized(nn.Sequential(Checkpoints()), torch.randn(4), rules=only("add")).train()
+    with pytest.raises(SiteError, match=r"0 calls torch.utils.checkpoint on a function that has quantizers \(add_0\)"):
+        model(torch.randn(4, requires_grad=True))
+    with torch.no_grad():
+        model.eval()[0].part(torch.randn(4))
+
+
+def test_saved_tensor_hooks_and_no_grad_in_a_forward_are_no_checkpoint() -> None:
+    class Saves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                x = x + x.sin()
+            with torch.no_grad():
+                y = x + x.cos()
+            return x * y
+
+    model = quantized(Saves(), torch.randn(4), rules=only("add")).train()
+    assert model(torch.randn(4, requires_grad=True)).requires_grad
+
+
+def test_hooks_of_called_modules_are_not_counted() -> None:
+    x = example()
+    model = quantized(float_network(), x)
+    expected, seen = model(x), []
+
+    def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append(torch.softmax(args[0] + args[0], -1) @ args[0].transpose(-2, -1))
+
+    for name in ("0.mlp", "0.norm", "1.attention", "1.attention.q", "0"):
+        model.get_submodule(name).register_forward_hook(look)
+    assert torch.equal(model(x), expected)
+    assert len(seen) == 5
+
+
+def test_methods_of_a_child_count_as_their_callers() -> None:
+    class Helper(nn.Module):
+        def add(self, x: Tensor) -> Tensor:
+            return x + x.sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x.cos()
+
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helper = Helper()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.helper.add(x) + self.helper.forward(x)
+
+    x = torch.randn(3, 4)
+    model = quantized(Caller(), x, rules=only("add"))
+    own, helpers = sites_of(model), sites_of(model.helper)
+    assert own is not None
+    assert helpers is not None
+    first = own.add_0.input(x) + own.add_0.other(x.sin())
+    second = helpers.add_0.input(x) + helpers.add_0.other(x.cos())
+    assert torch.equal(model(x), own.add_1.input(first) + own.add_1.other(second))
+
+
+def test_branches_of_training_mode_in_called_modules() -> None:
+    class Auxiliary(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x.sin()
+
+    class Trains(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.ModuleList([Auxiliary()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + x.cos()
+            return y * self.extra[0](y) if self.training else y
+
+    model = quantized(Trains(), torch.randn(4), rules=fq.Config("", (fq.Rule("", "int8", ops=("add",)),)))
+    model.train()(torch.randn(4))
+
+
+def test_parametrized_modules_called_by_owners() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(x)
+
+    x = torch.randn(3, 4)
+    model = quantized(Calls(), x, rules=fq.presets.INT8.with_rule(*only("add", "linear").rules))
+    expected = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    nn.utils.parametrize.remove_parametrizations(model.linear, "weight")
+    assert torch.equal(model(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model.linear))(x), model.linear(x))
+
+
+def test_a_forward_of_accelerate_in_the_module_itself_is_kept() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    x = example()
+    model = float_network()
+    add_hook_to_module(model[0], ModelHook())
+    made = quantized(model, x)
+    assert torch.equal(made(x), made.by_hand(x))
+
+
+def test_forwards_that_would_bypass_the_quantizers_are_refused() -> None:
+    model = float_network()
+    model[1].forward = lambda x: x
+    model[1].forward = lambda x: x + x
+    with pytest.raises(ConfigError, match="1: a forward of its own"):
+        fq.prepare(model, only("add"), example=example())
+
+
+def test_symbolic_traces_are_refused() -> None:
+    model = quantized(Loop(), torch.randn(4), rules=only("add"))
+    with pytest.raises(SiteError, match=r"torch\.export"):
+        torch.fx.symbolic_trace(model)
