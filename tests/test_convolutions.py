@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fakequant.numerics import products as reference
-from fakequant.numerics.products import Factor, Places
+from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.ops import convolutions
 from fakequant.ops.convolutions import PackedWeight, convolution
 from fakequant.ops.products import largest_inner_size
@@ -33,9 +33,9 @@ def codes(dtype, *shape):
 
 def compare(x, weight, places, zero_point=None, bias=None):
     scale = torch.rand(weight.shape[0]) + 0.1
-    given = Factor(x, torch.tensor([0.013]), zero_point)
+    given = QuantizedOperand(x, torch.tensor([0.013]), zero_point)
     found = convolution(given, PackedWeight(weight, places), scale, bias)
-    assert_same_bits(found, reference.convolution(given, Factor(weight, scale), bias, places))
+    assert_same_bits(found, reference.convolution(given, QuantizedOperand(weight, scale), bias, places))
     return found
 
 
@@ -48,7 +48,7 @@ def drawn(numbers):
     sizes = [numbers.choice([1, 2, 3, 8, 16, 17, 33] if axes < 3 else [1, 2, 9, 17]) for _ in range(axes)]
     shape = numbers.choice([1, 2, 5]), groups * numbers.choice([1, 3, 4, 9]), *sizes
     weight = groups * numbers.choice([1, 7, 8, 17]), shape[1] // groups, *kernel
-    return shape, weight, Places(*windows, groups)
+    return shape, weight, ConvParams(*windows, groups)
 
 
 def fits(shape, weight, places):
@@ -73,7 +73,7 @@ def test_is_the_definition(number, dtype, way):
 @pytest.mark.parametrize("images", [1, 3, 8])
 def test_threads_share_images_and_output_channels(images, threads, way):
     torch.set_num_threads(threads)
-    compare(codes(torch.uint8, images, 5, 9, 18), codes(torch.int8, 45, 5, 3, 3), Places([1, 1], [1, 1], [1, 1], 1))
+    compare(codes(torch.uint8, images, 5, 9, 18), codes(torch.int8, 45, 5, 3, 3), ConvParams([1, 1], [1, 1], [1, 1], 1))
 
 
 @pytest.mark.parametrize("extreme", [(127, -128), (-128, -128), (-128, 127)], ids=str)
@@ -82,23 +82,25 @@ def test_sums_at_the_end_of_int32(extreme, way):
     channels = largest_inner_size(128, 128) // 9
     x = torch.full((1, channels, 3, 3), extreme[0], dtype=torch.int8)
     weight = torch.full((2, channels, 3, 3), extreme[1], dtype=torch.int8)
-    compare(x, weight, Places([1, 1], [1, 1], [1, 1], 1))
+    compare(x, weight, ConvParams([1, 1], [1, 1], [1, 1], 1))
 
 
 def test_groups_and_channels_last_lie_as_they_came(way):
     x, weight = codes(torch.int8, 2, 8, 6, 7), codes(torch.int8, 6, 4, 3, 3)
-    assert compare(x, weight, Places([1, 1], [1, 1], [1, 1], 2)).is_contiguous()
+    assert compare(x, weight, ConvParams([1, 1], [1, 1], [1, 1], 2)).is_contiguous()
     last = x.to(memory_format=torch.channels_last)
-    found = compare(last, codes(torch.int8, 6, 8, 3, 3), Places([2, 1], [1, 1], [1, 1], 1))
+    found = compare(last, codes(torch.int8, 6, 8, 3, 3), ConvParams([2, 1], [1, 1], [1, 1], 1))
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_one_scale_and_any_bias(way):
     x, weight = codes(torch.uint8, 2, 3, 6, 7), codes(torch.int8, 6, 3, 3, 3)
-    places, bias = Places([1, 1], [0, 0], [1, 1], 1), torch.randn(12)[::2].double()
-    given = Factor(x, torch.tensor([[[[0.5]]]]))
+    places, bias = ConvParams([1, 1], [0, 0], [1, 1], 1), torch.randn(12)[::2].double()
+    given = QuantizedOperand(x, torch.tensor([[[[0.5]]]]))
     found = convolution(given, PackedWeight(weight, places), torch.tensor([[[[0.25]]]]), bias)
-    assert_same_bits(found, reference.convolution(given, Factor(weight, torch.full((6,), 0.25)), bias.float(), places))
+    assert_same_bits(
+        found, reference.convolution(given, QuantizedOperand(weight, torch.full((6,), 0.25)), bias.float(), places)
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,23 +113,23 @@ def test_one_scale_and_any_bias(way):
     ],
 )
 def test_what_does_not_fit_is_refused_in_the_words_of_torch(shape, message, way):
-    packed = PackedWeight(codes(torch.int8, 6, 3, 3, 3), Places([1, 1], [0, 0], [1, 1], 1))
+    packed = PackedWeight(codes(torch.int8, 6, 3, 3, 3), ConvParams([1, 1], [0, 0], [1, 1], 1))
     with pytest.raises(RuntimeError, match=message):
-        convolution(Factor(codes(torch.uint8, *shape), torch.ones(1)), packed, torch.ones(6), None)
+        convolution(QuantizedOperand(codes(torch.uint8, *shape), torch.ones(1)), packed, torch.ones(6), None)
 
 
 @needs_kernel
 def test_no_images_are_no_work():
-    packed = PackedWeight(codes(torch.int8, 6, 3, 3, 3), Places([1, 1], [0, 0], [1, 1], 1))
+    packed = PackedWeight(codes(torch.int8, 6, 3, 3, 3), ConvParams([1, 1], [0, 0], [1, 1], 1))
     assert convolution(
-        Factor(torch.ones(0, 3, 7, 7, dtype=torch.uint8), torch.ones(1)), packed, torch.ones(6), None
+        QuantizedOperand(torch.ones(0, 3, 7, 7, dtype=torch.uint8), torch.ones(1)), packed, torch.ones(6), None
     ).shape == (0, 6, 5, 5)
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 3, 3), (5, 3, 3, 3)], ids=["eights", "odd"])
 def test_a_packed_weight_knows_its_codes(shape):
     given = codes(torch.int8, *shape)
-    packed = PackedWeight(given, Places([1, 1], [1, 1], [1, 1], 1))
+    packed = PackedWeight(given, ConvParams([1, 1], [1, 1], [1, 1], 1))
     assert packed.is_of(given)
     assert packed.is_of(given.clone())
     assert packed.is_of(given.to(memory_format=torch.channels_last))

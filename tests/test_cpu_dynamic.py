@@ -12,7 +12,7 @@ from fakequant.numerics.formats import FloatFormat, Specials
 from fakequant.numerics.scales import ScaleSpec
 from fakequant.ops import library
 from fakequant.ops.dispatch import REFERENCE, backends
-from fakequant.ops.rules import cannot_choose
+from fakequant.ops.kernel_params import cannot_choose
 from tests.support import cases
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.nn import Quantizer
-from fakequant.numerics.products import Factor, Places
+from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.ops import convolutions, products
 
 onnx = pytest.importorskip("onnx")
@@ -262,7 +262,7 @@ def test_matmul_integer_has_our_sums(dtype: torch.dtype, zero: int) -> None:
     nodes = [helper.make_node("MatMulInteger", ["x", "w", "zero"], ["y"])]
     data = model_of(nodes, x, TensorProto.INT32, w=weight.t().contiguous(), zero=zero_point)
     # Sums of 384 products are below 2**24, so float32 holds them.
-    ours = products.linear(Factor(x, ONE, zero_point), Factor(weight, ONE), None)
+    ours = products.linear(QuantizedOperand(x, ONE, zero_point), QuantizedOperand(weight, ONE), None)
     assert_same_bits(run(data, x).float(), ours)
 
 
@@ -272,8 +272,8 @@ def test_conv_integer_has_our_sums(dtype: torch.dtype, zero: int) -> None:
     zero_point = torch.tensor(zero, dtype=dtype)
     nodes = [helper.make_node("ConvInteger", ["x", "w", "zero"], ["y"], pads=[1] * 4, strides=[2, 1])]
     data = model_of(nodes, x, TensorProto.INT32, w=weight, zero=zero_point)
-    packed = convolutions.PackedWeight(weight, Places([2, 1], [1, 1], [1, 1], 1))
-    ours = convolutions.convolution(Factor(x, ONE, zero_point), packed, torch.ones(24), None)
+    packed = convolutions.PackedWeight(weight, ConvParams([2, 1], [1, 1], [1, 1], 1))
+    ours = convolutions.convolution(QuantizedOperand(x, ONE, zero_point), packed, torch.ones(24), None)
     assert_same_bits(run(data, x).float(), ours)
 
 
@@ -320,9 +320,9 @@ def test_qlinear_matmul_has_our_codes(dtype: torch.dtype, zero: int) -> None:
     output = helper.np_dtype_to_tensor_dtype(x.numpy().dtype)
     data = model_of(nodes, x, output, **constants, wz=torch.zeros(384, dtype=torch.int8), yz=y_zero)
     theirs = run(data, x)
-    sums = products.linear(Factor(x, ONE, zero_point), Factor(weight, ONE), None)
+    sums = products.linear(QuantizedOperand(x, ONE, zero_point), QuantizedOperand(weight, ONE), None)
     assert_same_bits(theirs, rounded(sums, x_scale * w_scale / y_scale, dtype))
-    y = products.linear(Factor(x, x_scale, zero_point), Factor(weight, w_scale), None)
+    y = products.linear(QuantizedOperand(x, x_scale, zero_point), QuantizedOperand(weight, w_scale), None)
     assert_few_ties(theirs, y, y_scale)
 
 
@@ -336,10 +336,10 @@ def test_qlinear_conv_has_our_codes(dtype: torch.dtype, zero: int) -> None:
     constants = {"xs": x_scale, "xz": zero_point, "w": weight, "ws": w_scale, "ys": y_scale, "b": bias}
     output = helper.np_dtype_to_tensor_dtype(x.numpy().dtype)
     theirs = run(model_of(nodes, x, output, **constants, wz=torch.zeros(24, dtype=torch.int8), yz=y_zero), x)
-    packed = convolutions.PackedWeight(weight, Places([1, 1], [1, 1], [1, 1], 1))
-    sums = convolutions.convolution(Factor(x, ONE, zero_point), packed, torch.ones(24), bias.float())
+    packed = convolutions.PackedWeight(weight, ConvParams([1, 1], [1, 1], [1, 1], 1))
+    sums = convolutions.convolution(QuantizedOperand(x, ONE, zero_point), packed, torch.ones(24), bias.float())
     assert_same_bits(theirs, rounded(sums, (x_scale * w_scale / y_scale).reshape(-1, 1, 1), dtype))
-    y = convolutions.convolution(Factor(x, x_scale, zero_point), packed, w_scale, bias * (x_scale * w_scale))
+    y = convolutions.convolution(QuantizedOperand(x, x_scale, zero_point), packed, w_scale, bias * (x_scale * w_scale))
     assert_few_ties(theirs, y, y_scale)
 
 

@@ -4,7 +4,7 @@ import torch
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, DTypeError
-from fakequant.numerics.qparams import choose_qparams, compute_dtype, has_values, is_at_hand, measure
+from fakequant.numerics.qparams import choose_qparams, compute_dtype, is_concrete, is_readable_without_sync, measure
 from tests.support import oracle
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES
@@ -122,24 +122,24 @@ def test_dtypes_that_cannot_be_quantized(dtype):
 
 
 def test_has_values():
-    assert has_values(torch.ones(1))
-    assert has_values(torch.nn.Parameter(torch.ones(1)))
-    assert not has_values(torch.ones(1, device="meta"))
+    assert is_concrete(torch.ones(1))
+    assert is_concrete(torch.nn.Parameter(torch.ones(1)))
+    assert not is_concrete(torch.ones(1, device="meta"))
     seen = []
-    torch.func.vmap(lambda x: (seen.append(has_values(x)), x)[1])(torch.ones(2))
+    torch.func.vmap(lambda x: (seen.append(is_concrete(x)), x)[1])(torch.ones(2))
     x = torch.ones(2, requires_grad=True)
     doubled = 2 * x
-    doubled.register_hook(lambda dy: seen.append(has_values(dy)))
+    doubled.register_hook(lambda dy: seen.append(is_concrete(dy)))
     torch.autograd.grad(doubled, x, torch.eye(2), is_grads_batched=True)
     assert seen == [False, False]
 
 
 def test_what_is_at_hand():
-    assert is_at_hand(torch.ones(1))
+    assert is_readable_without_sync(torch.ones(1))
     for watched in (True, False):
-        assert not is_at_hand(torch.ones(1, device="meta"), watched=watched)
+        assert not is_readable_without_sync(torch.ones(1, device="meta"), watched=watched)
     seen = []
-    torch.func.vmap(lambda x: (seen.append(is_at_hand(x)), x)[1])(torch.ones(2))
+    torch.func.vmap(lambda x: (seen.append(is_readable_without_sync(x)), x)[1])(torch.ones(2))
     assert seen == [False]
 
 

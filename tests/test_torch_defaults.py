@@ -8,7 +8,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.nn import MatMul
-from fakequant.ops import convolutions, dispatch, products, rules
+from fakequant.ops import convolutions, dispatch, kernel_params, products
 from fakequant.ops.cpu import backend
 from tests.support.bits import assert_same_bits
 
@@ -43,7 +43,7 @@ def default(value):
 def forget():
     """Empty the caches that hold tensors, and the trials, which would otherwise come from before."""
     cached = convolutions.convolution_unavailable, convolutions._ones_and_zeros, products.linear_unavailable
-    made = backend._middles, backend._nowhere, rules.scale_rule
+    made = backend._middles, backend._nowhere, kernel_params.scale_rule
     dispatch._known.clear()
     for function in (*cached, *made):
         function.cache_clear()

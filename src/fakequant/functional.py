@@ -17,8 +17,8 @@ from .numerics.qparams import (
     Range,
     check_tensor,
     compute_dtype,
-    is_at_hand,
-    runs_eagerly,
+    is_plain_eager,
+    is_readable_without_sync,
     shape_of,
 )
 from .numerics.qparams import choose_qparams as _qparams_of_range
@@ -184,8 +184,8 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
         )
     computed = compute_dtype(params.scale.dtype)
     compute_dtype(dtype or computed)
-    watched = library.is_watched(codes, params.scale, params.zero_point)
-    valid = _checked(params.scale, params.zero_point, codes, spec, computed, watched=watched)
+    traced = library.needs_tracing(codes, params.scale, params.zero_point)
+    valid = _checked(params.scale, params.zero_point, codes, spec, computed, traced=traced)
     return library.dequantize(codes, valid, spec, dtype or params.scale.dtype)
 
 
@@ -219,9 +219,9 @@ def _resolve(
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
         check_tensor("x", x)
     dtype = compute_dtype(x.dtype)
-    watched = library.is_watched(x, scale, zero_point, amax, seed)
+    traced = library.needs_tracing(x, scale, zero_point, amax, seed)
     if scale is not None and amax is None:
-        params = _checked(scale, zero_point, x, spec, dtype, watched=watched)
+        params = _checked(scale, zero_point, x, spec, dtype, traced=traced)
     elif scale is not None:
         raise QParamsError("both scale and amax were given; the scale follows from amax, so give one of them")
     elif zero_point is not None and amax is not None:
@@ -230,7 +230,7 @@ def _resolve(
         raise QParamsError("a zero_point was given without a scale; give both, or neither to take them from x")
     elif amax is not None:
         limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
-        _check_values("amax", limit, _MAGNITUDE, watched=watched)
+        _check_values("amax", limit, _MAGNITUDE, traced=traced)
         limit = _beside(x, limit)
         params = _qparams_like(x, Range(-limit, limit), spec)
     else:
@@ -261,7 +261,7 @@ def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec, x: Tensor) -> Tens
 
 
 def _checked(
-    scale: Number, zero_point: Number | None, x: Tensor, spec: QuantSpec, dtype: torch.dtype, *, watched: bool
+    scale: Number, zero_point: Number | None, x: Tensor, spec: QuantSpec, dtype: torch.dtype, *, traced: bool
 ) -> QParams:
     """Scale and zero point for x (or its codes) in the shape that broadcasts.
 
@@ -271,25 +271,25 @@ def _checked(
     if zero_point is not None and spec.symmetric:
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = _fit("scale", _as_tensor("scale", scale, x, dtype), x, spec)
-    check_scale(scale, spec.arithmetic, watched=watched)
+    check_scale(scale, spec.arithmetic, traced=traced)
     scale = _beside(x, scale)
     if zero_point is None:
         return QParams(scale)
     zero_point = _fit("zero_point", _as_tensor("zero_point", zero_point, x, dtype), x, spec)
     lowest, highest = spec.format.quant_min, spec.format.quant_max
     expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
-    _check_values("zero_point", zero_point, (lowest, highest, expected), whole=True, watched=watched)
+    _check_values("zero_point", zero_point, (lowest, highest, expected), whole=True, traced=traced)
     return QParams(scale, _beside(x, zero_point))
 
 
-def check_scale(scale: Tensor, arithmetic: Arithmetic, *, watched: bool = True) -> None:
-    """Check the values of a scale, float32 or float64, where they are known: surely if the call is not `watched`.
+def check_scale(scale: Tensor, arithmetic: Arithmetic, *, traced: bool = True) -> None:
+    """Check the values of a scale, float32 or float64, where they are known: surely if the call is not `traced`.
 
     Raises:
         QParamsError: one that is not positive and finite, or has no finite reciprocal where that is needed.
     """
     bounds = _WITH_RECIPROCAL[scale.dtype] if arithmetic is Arithmetic.RECIPROCAL else _POSITIVE
-    _check_values("scale", scale, bounds, positive=True, watched=watched)
+    _check_values("scale", scale, bounds, positive=True, traced=traced)
 
 
 def _check_has_values(name: str, value: Tensor, x: Tensor) -> None:
@@ -339,7 +339,7 @@ def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tenso
         _check_has_values(name, value, x)
         if value.is_complex():
             raise QParamsError(f"{name} must be real, got a tensor of {value.dtype}")
-        if runs_eagerly() and value._is_zerotensor():  # zeros without memory, see `has_values`
+        if is_plain_eager() and value._is_zerotensor():  # zeros without memory, see `is_concrete`
             value = value.clone()
     if (made := _made_tensor(value, dtype)) is not None:
         return made if made.dtype == dtype else made.to(dtype)
@@ -371,9 +371,9 @@ def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _check_values(
-    name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, positive: bool = False, watched: bool
+    name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, positive: bool = False, traced: bool
 ) -> None:
-    """Raise if a parameter is not within bounds in every group; not where its values are not `is_at_hand`.
+    """Raise if a parameter is not within bounds in every group, where its values are `is_readable_without_sync`.
 
     Most parameters are one number: read, it costs a tenth of comparing and reducing it as a tensor. Behind a tensor
     that has pushed all else out of the caches that difference is as long as copying a million elements.
@@ -383,7 +383,7 @@ def _check_values(
             bound among them, and a kernel would divide by it.
     """
     number = values.numel()
-    if not number or not is_at_hand(values, watched=watched):
+    if not number or not is_readable_without_sync(values, traced=traced):
         return
     lowest, highest, expected = bounds
     least, most = (values.item(),) * 2 if number == 1 else (end.item() for end in values.aminmax())

@@ -19,7 +19,7 @@ from benchmarks.training import BLOCK, CNN, Step, descent
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.numerics import products as definition
 from fakequant.numerics.histogram import Bins, observe_by_definition
-from fakequant.numerics.products import Factor
+from fakequant.numerics.products import QuantizedOperand
 from fakequant.ops import dispatch, products
 from fakequant.ops.histogram import observe
 from tests.gpu import NotHere
@@ -292,14 +292,16 @@ def integer_products(device: str) -> str:
         raise NotHere(reason)
     random = torch.Generator().manual_seed(7)
 
-    def factor(shape: tuple[int, ...], dtype: torch.dtype, scales: tuple[int, ...], zero_point: int | None) -> Factor:
+    def factor(
+        shape: tuple[int, ...], dtype: torch.dtype, scales: tuple[int, ...], zero_point: int | None
+    ) -> QuantizedOperand:
         info = torch.iinfo(dtype)
         codes = torch.randint(info.min, info.max + 1, shape, generator=random, dtype=dtype)
         shift = None if zero_point is None else torch.tensor(zero_point, dtype=torch.int32)
-        return Factor(codes, torch.rand(scales, generator=random), shift)
+        return QuantizedOperand(codes, torch.rand(scales, generator=random), shift)
 
-    def there(given: Factor) -> Factor:
-        return Factor(*(None if t is None else t.to(device) for t in given))
+    def there(given: QuantizedOperand) -> QuantizedOperand:
+        return QuantizedOperand(*(None if t is None else t.to(device) for t in given))
 
     for rows, inner, columns in _PRODUCTS:
         label, bias = f"{rows} x {inner} x {columns}", torch.randn(columns, generator=random)

@@ -16,7 +16,7 @@ import fakequant as fq
 from fakequant.calibration import calibrators, make_calibrator
 from fakequant.numerics import products as exact_products
 from fakequant.numerics import reference
-from fakequant.numerics.products import Factor, Places
+from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.ops import products
 from fakequant.ops.convolutions import PackedWeight, convolution
 from fakequant.ops.cpu.backend import CpuBackend, load_kernels
@@ -133,8 +133,8 @@ def each_product() -> Iterator[str]:
     for i in range(400):
         outer, inner, columns = (choose.randint(1, 40) for _ in range(3))
         yield f"linear {i} {outer} {inner} {columns}"
-        x = Factor(torch.randint(0, 256, (outer, inner)).to(torch.uint8), torch.rand(1), torch.tensor(3))
-        weight = Factor(torch.randint(-128, 128, (columns, inner)).to(torch.int8), torch.rand(columns))
+        x = QuantizedOperand(torch.randint(0, 256, (outer, inner)).to(torch.uint8), torch.rand(1), torch.tensor(3))
+        weight = QuantizedOperand(torch.randint(-128, 128, (columns, inner)).to(torch.int8), torch.rand(columns))
         products.linear(x, weight, torch.randn(columns))
     for i in range(400):
         axes = choose.randint(1, 3)
@@ -149,11 +149,11 @@ def each_product() -> Iterator[str]:
         info = torch.iinfo(dtype)
         codes = torch.randint(info.min, info.max + 1, (choose.randint(1, 5), channels, *sizes)).to(dtype)
         weight = torch.randint(-128, 128, (outputs, channels, *kernel)).to(torch.int8)
-        places, scale = Places(stride, padding, dilation, 1), torch.rand(outputs) + 0.1
-        given = Factor(codes, torch.tensor([0.013]), torch.tensor(choose.randint(0, 100)))
+        places, scale = ConvParams(stride, padding, dilation, 1), torch.rand(outputs) + 0.1
+        given = QuantizedOperand(codes, torch.tensor([0.013]), torch.tensor(choose.randint(0, 100)))
         bias = torch.randn(outputs) if i % 2 else None
         found = convolution(given, PackedWeight(weight, places), scale, bias)
-        assert_same_bits(found, exact_products.convolution(given, Factor(weight, scale), bias, places))
+        assert_same_bits(found, exact_products.convolution(given, QuantizedOperand(weight, scale), bias, places))
 
 
 def each_lie() -> Iterator[str]:

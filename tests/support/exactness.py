@@ -50,16 +50,16 @@ def by_int64() -> Iterator[None]:
     def on_cpu(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.cpu()
 
-    def factor(given: definition.Factor) -> definition.Factor:
-        return definition.Factor(given.codes.cpu(), given.scale.cpu(), on_cpu(given.zero_point))
+    def factor(given: definition.QuantizedOperand) -> definition.QuantizedOperand:
+        return definition.QuantizedOperand(given.codes.cpu(), given.scale.cpu(), on_cpu(given.zero_point))
 
-    def linear(x: definition.Factor, weight: definition.Factor, bias: Tensor | None) -> Tensor:
+    def linear(x: definition.QuantizedOperand, weight: definition.QuantizedOperand, bias: Tensor | None) -> Tensor:
         return definition.linear(factor(x), factor(weight), on_cpu(bias)).to(x.codes.device)
 
     def convolution(
-        x: definition.Factor, packed: convolutions.PackedWeight, scale: Tensor, bias: Tensor | None
+        x: definition.QuantizedOperand, packed: convolutions.PackedWeight, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        weight = factor(definition.Factor(packed.codes, scale))
+        weight = factor(definition.QuantizedOperand(packed.codes, scale))
         return definition.convolution(factor(x), weight, on_cpu(bias), packed.places).to(x.codes.device)
 
     by_definition = mock.patch.object(convolutions, "convolution", convolution)

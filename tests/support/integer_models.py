@@ -9,7 +9,7 @@ import fakequant as fq
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.nn import Execution
 from fakequant.numerics import products as reference
-from fakequant.numerics.products import Factor, Places
+from fakequant.numerics.products import ConvParams, QuantizedOperand
 
 
 def hostile(*shape):
@@ -40,7 +40,7 @@ def factor(quantizer, x):
     params = quantizer.qparams(x)
     spec = quantizer.spec
     codes, _ = fq.quantize(x, spec, scale=params.scale, zero_point=params.zero_point)
-    return Factor(codes, params.scale, params.zero_point)
+    return QuantizedOperand(codes, params.scale, params.zero_point)
 
 
 def expected(layer, x):
@@ -49,7 +49,7 @@ def expected(layer, x):
     if isinstance(layer, nn.Linear):
         return reference.linear(*given)
     padding = [0] * len(layer.kernel_size) if layer.padding == "valid" else layer.padding
-    return reference.convolution(*given, Places(layer.stride, padding, layer.dilation, layer.groups))
+    return reference.convolution(*given, ConvParams(layer.stride, padding, layer.dilation, layer.groups))
 
 
 def assert_integer(model):

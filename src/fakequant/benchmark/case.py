@@ -16,7 +16,7 @@ from fakequant.functional import fake_quantize
 from fakequant.numerics import qparams, reference
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.spec import Arithmetic, QuantSpec
-from fakequant.ops.traced import Traced, tensors_of
+from fakequant.ops.decomposition import Traced, tensors_of
 
 COPY, DOUBLED = "x.clone()", "x * 2"
 ATEN, COMPILED = "ATen", "torch.compile"

@@ -24,7 +24,7 @@ from fakequant.errors import AxisError, CallError, SpecError, UnsupportedDTypeEr
 from fakequant.functional import check_scale
 from fakequant.nn.learned import straight_through
 from fakequant.numerics.granularity import Granularity, PerChannel, PerTensor
-from fakequant.numerics.qparams import FLOATING, QParams, compute_dtype, has_values
+from fakequant.numerics.qparams import FLOATING, QParams, compute_dtype, is_concrete
 from fakequant.numerics.reference import grad_input
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.ops import library
@@ -338,7 +338,7 @@ def _check_codes(zero_point: Tensor | None, codes: CodeRange) -> None:
         raise CallError(f"`quant_min` should be less than or equal to `quant_max`, got {low} and {high}")
     if max(abs(low), abs(high)) > 1 << 24:
         raise SpecError(f"codes from {low} to {high}: expected -2^24 to 2^24, up to which float32 counts exactly")
-    if zero_point is None or not zero_point.numel() or not has_values(zero_point):
+    if zero_point is None or not zero_point.numel() or not is_concrete(zero_point):
         return
     least, most = (end.item() for end in zero_point.aminmax()) if zero_point.numel() > 1 else [zero_point.item()] * 2
     if not (low <= least and most <= high):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fakequant.nn.quantizer import Mode, Quantizer, is_as_made
-from fakequant.numerics.products import Factor, Places
+from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
 from fakequant.ops import library, products
@@ -42,9 +42,9 @@ class CodedTensor(NamedTuple):
     params: QParams
 
     @property
-    def factor(self) -> Factor:
+    def factor(self) -> QuantizedOperand:
         """The tensor as a factor of a product, whose scale is float32 whatever the quantizer's is."""
-        return Factor(self.codes, self.params.scale.to(torch.float32), self.params.zero_point)
+        return QuantizedOperand(self.codes, self.params.scale.to(torch.float32), self.params.zero_point)
 
 
 def encode(quantizer: Quantizer, x: Tensor) -> CodedTensor | None:
@@ -73,7 +73,7 @@ class Ready:
     pickles of it are None.
     """
 
-    def __init__(self, state: tuple[Any, ...], reason: str | None, places: Places) -> None:
+    def __init__(self, state: tuple[Any, ...], reason: str | None, places: ConvParams) -> None:
         self.state, self.reason, self.places = state, reason, places
         self.packed: PackedWeight | None = None
         """The weight of a convolution; its codes tell whether it is still that."""
@@ -100,7 +100,7 @@ class IntegerProduct(ABC):
             bias: of a layer with a weight.
         """
         # First, because where something watches a trial of operators would fail, and that is remembered.
-        if wants_gradient(layer, x, other) or library.is_watched(x, other, bias):
+        if wants_gradient(layer, x, other) or library.needs_tracing(x, other, bias):
             return None
         ready = self.ready(layer)
         if ready.reason is not None or mixes_dtypes(x, other):
@@ -160,9 +160,9 @@ class IntegerProduct(ABC):
             other: of the weight, or of the other input.
         """
 
-    def places(self, layer: Any) -> Places:
+    def places(self, layer: Any) -> ConvParams:
         """Where the windows of a convolution are; nowhere for other layers."""
-        return Places([], [], [], 1)
+        return ConvParams([], [], [], 1)
 
     @abstractmethod
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Ready, cannot_multiply
 from fakequant.numerics.granularity import PerChannel, PerTensor, PerToken
-from fakequant.numerics.products import Places
+from fakequant.numerics.products import ConvParams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import convolutions, products
 
@@ -51,14 +51,14 @@ class ConvolutionProduct(IntegerProduct):
             or _sum_reason(layer.weight, input, other)
         )
 
-    def places(self, layer: Any) -> Places:
+    def places(self, layer: Any) -> ConvParams:
         padding = 0 if isinstance(layer.padding, str) else layer.padding
         # Layers are made with a number for each axis, but may be given one number for all of them later.
         stride, padding, dilation = (
             [value] * len(layer.kernel_size) if isinstance(value, int) else list(value)
             for value in (layer.stride, padding, layer.dilation)
         )
-        return Places(stride, padding, dilation, layer.groups)
+        return ConvParams(stride, padding, dilation, layer.groups)
 
     def multiply(self, ready: Ready, x: CodedTensor, other: CodedTensor, bias: Tensor | None) -> Tensor:
         packed, codes = ready.packed, other.codes

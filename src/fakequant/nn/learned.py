@@ -21,7 +21,7 @@ from fakequant.nn.precise import QuantizerPart
 from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.floats import power_of_two
 from fakequant.numerics.granularity import Granularity
-from fakequant.numerics.qparams import QParams, is_at_hand
+from fakequant.numerics.qparams import QParams, is_readable_without_sync
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 from fakequant.ops import library
 from fakequant.ops.dispatch import find_plan
@@ -233,7 +233,7 @@ class LSQ(LearnedRange):
         step, spec = self._parameters.get("step"), self.spec
         # A class that inherits from these may find its parameters in another way.
         known = type(self) is LSQ or (type(self) is LSQPlus and spec.symmetric)
-        if not known or step is None or spec.arithmetic is Arithmetic.MULTIPLIER or not is_at_hand(step):
+        if not known or step is None or spec.arithmetic is Arithmetic.MULTIPLIER or not is_readable_without_sync(step):
             return None
         # Others are not finite, or count as the smallest number.
         if not (step if step.numel() == 1 else step.amin()).item() >= _SMALLEST[step.dtype]:

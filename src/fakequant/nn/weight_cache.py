@@ -51,7 +51,7 @@ class WeightCache:
             return False
         quantizer = self._quantizer
         drawn = quantizer.spec.rounding is Rounding.STOCHASTIC
-        return not drawn and quantizer.learned is None and not library.is_watched(x)
+        return not drawn and quantizer.learned is None and not library.needs_tracing(x)
 
     def values(self, x: Tensor) -> Tensor:
         """The quantized weight.

@@ -20,7 +20,7 @@ from torch import Tensor
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-class Factor(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """One factor of a product.
 
     Attributes:
@@ -39,7 +39,7 @@ class Factor(NamedTuple):
         return codes if self.zero_point is None else codes - self.zero_point.long()
 
 
-class Places(NamedTuple):
+class ConvParams(NamedTuple):
     """Where a convolution takes its windows, one number per axis."""
 
     stride: Sequence[int]
@@ -48,11 +48,11 @@ class Places(NamedTuple):
     groups: int
 
 
-def linear(x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
+def linear(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None) -> Tensor:
     """x [..., in] times the transposed weight [out, in], scales [..., 1] and [out, 1], bias [out]; float32 [..., out].
 
-    >>> x = Factor(torch.tensor([[3, -2]], dtype=torch.int8), torch.tensor([[0.5]]))
-    >>> weight = Factor(torch.tensor([[4, 1]], dtype=torch.int8), torch.tensor([[0.25]]))
+    >>> x = QuantizedOperand(torch.tensor([[3, -2]], dtype=torch.int8), torch.tensor([[0.5]]))
+    >>> weight = QuantizedOperand(torch.tensor([[4, 1]], dtype=torch.int8), torch.tensor([[0.25]]))
     >>> linear(x, weight, torch.tensor([1.0]))
     tensor([[2.2500]])
     """
@@ -60,12 +60,12 @@ def linear(x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
     return scaled(sums, x.scale * weight.scale.reshape(-1), bias)
 
 
-def matmul(x: Factor, other: Factor) -> Tensor:
+def matmul(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
     """x [..., n, k] times other [..., k, m], scales that broadcast with the result; float32."""
     return scaled(x.centred() @ other.centred(), x.scale * other.scale, None)
 
 
-def convolution(x: Factor, weight: Factor, bias: Tensor | None, places: Places) -> Tensor:
+def convolution(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None, places: ConvParams) -> Tensor:
     """x [n, in, ...] convolved with weight [out, in / groups, ...], bias [out]; float32."""
     axes = weight.codes.dim() - 2
     sums = _CONVOLUTIONS[axes](x.centred(), weight.centred(), None, *places)

@@ -88,7 +88,7 @@ def check_tensor(name: str, value: object) -> None:
         raise DTypeError(f"{name} must be a dense torch.Tensor, got {kind}; convert it first, as by {way}")
 
 
-def runs_eagerly() -> bool:
+def is_plain_eager() -> bool:
     """Whether torch's operations just run: no compiler, exporter, tracer, transform or dispatch mode watches them."""
     return not (
         torch.compiler.is_compiling()
@@ -112,14 +112,14 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
         torch._C._set_tracing_state(state)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def has_values(*tensors: object) -> bool:
+def is_concrete(*tensors: object) -> bool:
     """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
 
-    Not where something watches (`runs_eagerly`), nor for subclasses, nor for the batches of
+    Not where something watches (`is_plain_eager`), nor for subclasses, nor for the batches of
     `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor a function transform's, nor for
     zeros without memory, as autograd makes for the gradient of `torch.sgn`.
     """
-    if not runs_eagerly():
+    if not is_plain_eager():
         return False
     # A loop, because every call of the operator runs it, and the frames of a generator expression cost more.
     for x in tensors:
@@ -130,13 +130,13 @@ def has_values(*tensors: object) -> bool:
     return True
 
 
-def is_at_hand(values: Tensor, *, watched: bool = True) -> bool:
+def is_readable_without_sync(values: Tensor, *, traced: bool = True) -> bool:
     """Whether values may be looked at without waiting for an accelerator, which has all else before them to do first.
 
     Args:
-        watched: false if `has_values` is known to be true.
+        traced: false if `is_concrete` is known to be true.
     """
-    return values.device.type == "cpu" and (not watched or has_values(values))
+    return values.device.type == "cpu" and (not traced or is_concrete(values))
 
 
 def measure(x: Tensor, granularity: Granularity) -> Range:
@@ -188,7 +188,7 @@ def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = Non
     tensor([0.0157])
     """
     lo, hi = range
-    if is_at_hand(lo) and bool((lo > hi).any()):
+    if is_readable_without_sync(lo) and bool((lo > hi).any()):
         raise CalibrationError(
             f"a range with lo > hi (lo={lo.max().item()}, hi={hi.min().item()}): no data was observed"
         )

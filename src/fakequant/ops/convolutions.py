@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.numerics import products
-from fakequant.numerics.products import Factor, Places
+from fakequant.numerics.products import ConvParams, QuantizedOperand
 
 from .cpu.backend import load_kernels
 from .products import scale_into, scaled, trial
@@ -34,12 +34,14 @@ def convolution_unavailable(device_type: str) -> str | None:
         return "this build of torch has no integer convolution of oneDNN"
     codes = torch.tensor([255, 254, 0, 255], dtype=torch.uint8, device="cpu").repeat(16, 25).reshape(2, 32, 5, 5)
     weight = torch.tensor([127, -128, 127, 126], dtype=torch.int8, device="cpu").repeat(8, 72).reshape(8, 32, 3, 3)
-    places = Places([1, 1], [1, 1], [1, 1], 1)
+    places = ConvParams([1, 1], [1, 1], [1, 1], 1)
     packed = PackedWeight(weight, places)
 
     def exact(x: Tensor) -> Tensor:
         one, ones = torch.ones((), dtype=torch.float32, device="cpu"), torch.ones(8, dtype=torch.float32, device="cpu")
-        return products.convolution(Factor(x, one, torch.tensor(3, device="cpu")), Factor(weight, ones), None, places)
+        return products.convolution(
+            QuantizedOperand(x, one, torch.tensor(3, device="cpu")), QuantizedOperand(weight, ones), None, places
+        )
 
     return trial("onednn.qconv_pointwise", lambda x: _sums(x, 3, packed), (codes,), exact)
 
@@ -52,7 +54,7 @@ class PackedWeight:
         places: where the windows are, as lists.
     """
 
-    def __init__(self, codes: Tensor, places: Places) -> None:
+    def __init__(self, codes: Tensor, places: ConvParams) -> None:
         self.codes, self.places = codes, places
         self._of_onednn: dict[str, Tensor] = {}
 
@@ -78,7 +80,7 @@ class PackedWeight:
         sums = filled.sum((1, 2), dtype=torch.int32)
         return KernelWeight(blocks.permute(0, 2, 4, 1, 3).contiguous(), sums, windows)
 
-    def of_onednn(self, shape: torch.Size, places: Places) -> Tensor:
+    def of_onednn(self, shape: torch.Size, places: ConvParams) -> Tensor:
         """As oneDNN wants them for such windows, and inputs of about the shape of the first."""
         packed = self._of_onednn.get(str(places))
         if packed is None:
@@ -102,7 +104,7 @@ class KernelWeight(NamedTuple):
     windows: Tensor
 
 
-def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | None) -> Tensor:
+def convolution(x: QuantizedOperand, weight: PackedWeight, scale: Tensor, bias: Tensor | None) -> Tensor:
     """`products.convolution` with a packed weight; the result lies channels-last where the input does.
 
     Args:
@@ -115,7 +117,7 @@ def convolution(x: Factor, weight: PackedWeight, scale: Tensor, bias: Tensor | N
     sizes = [_outputs(*numbers) for numbers in zip(x.codes.shape[2:], kernel, *weight.places[:3], strict=False)]
     alike = x.codes.dim() == weight.codes.dim() and x.codes.shape[1] == channels * weight.places.groups
     if not alike or min(sizes) < 1:  # torch says what is wrong
-        return products.convolution(x, Factor(weight.codes, scale), bias, weight.places)
+        return products.convolution(x, QuantizedOperand(weight.codes, scale), bias, weight.places)
     zero_point = 0 if x.zero_point is None else int(x.zero_point)
     by_channels = is_channels_last(x.codes)
     codes = x.codes if by_channels else x.codes.contiguous()
@@ -161,7 +163,7 @@ def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int) -
 
 
 def _by_kernel(
-    x: Factor, zero_point: int, weight: PackedWeight, scale: Tensor, bias: Tensor | None, sizes: list[int]
+    x: QuantizedOperand, zero_point: int, weight: PackedWeight, scale: Tensor, bias: Tensor | None, sizes: list[int]
 ) -> Tensor:
     outputs = weight.codes.shape[0]
     y = x.codes.new_empty((x.codes.shape[0], outputs, *sizes), dtype=torch.float32)
@@ -180,7 +182,7 @@ def _sums(codes: Tensor, zero_point: int, weight: PackedWeight) -> Tensor:
     return torch.ops.onednn.qconv_pointwise(*given, *places, 1.0, 0, torch.float32, "none", [], "")
 
 
-def _plain(codes: Tensor, zero_point: int, weight: PackedWeight) -> tuple[Tensor, Places]:
+def _plain(codes: Tensor, zero_point: int, weight: PackedWeight) -> tuple[Tensor, ConvParams]:
     """The same sums by windows that oneDNN computes rightly: 0 of 17,000 random ones differed."""
     stride, padding, dilation, groups = weight.places
     if any(padding):
@@ -192,7 +194,7 @@ def _plain(codes: Tensor, zero_point: int, weight: PackedWeight) -> tuple[Tensor
             codes = codes.narrow(axis, 0, apart * (kernel - 1) + 1)
         strides.append(1 if only else step)
         dilations.append(apart if kernel > 1 else 1)
-    return codes, Places(strides, [0] * len(padding), dilations, groups)
+    return codes, ConvParams(strides, [0] * len(padding), dilations, groups)
 
 
 @cache

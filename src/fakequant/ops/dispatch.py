@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from fakequant.errors import ConfigError
 from fakequant.numerics import reference
-from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, runs_eagerly
+from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, is_plain_eager
 from fakequant.numerics.spec import QuantSpec
 
 from .backend import CODES, RELU, VALUES, Backend, KernelPlan, Kernels, Kind, ParameterKind
@@ -142,7 +142,7 @@ def find_plan(
 ) -> KernelPlan | None:
     """The plan for a call in plain eager execution; None where torch's operations must be seen, or for no such call.
 
-    That is: something watches (see `library.is_watched`), a parameter does not fit x, or nothing computes a ReLU in
+    That is: something watches (see `library.needs_tracing`), a parameter does not fit x, or nothing computes a ReLU in
     the same pass.
 
     Args:
@@ -153,7 +153,7 @@ def find_plan(
         variant: see `Kind`.
         dtype: of the values that codes stand for.
     """
-    if not runs_eagerly():
+    if not is_plain_eager():
         return None
     for given in (x, scale, zero_point):
         if given is not None and (

@@ -13,8 +13,8 @@ from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 
 from .backend import Extras, KernelPlan
-from .traced import params_of, tensors_of
-from .tracing import is_watched
+from .decomposition import params_of, tensors_of
+from .tracing import needs_tracing
 
 _FixedCall = tuple[KernelPlan, Tensor | None, Tensor | None]
 _LearnedCall = tuple[KernelPlan, float | None]
@@ -92,7 +92,7 @@ class _Learned(torch.autograd.Function):
         (mask, x, scale, zero_point), (dy,), (plan, factor) = ctx.saved_tensors, grad_outputs, ctx.call
         wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
-        if torch.is_grad_enabled() or is_watched(dy, x, scale, zero_point):
+        if torch.is_grad_enabled() or needs_tracing(dy, x, scale, zero_point):
             if factor is not None:
                 scale = scale + (ctx.step - ctx.step.detach()) * factor  # its value, with the gradient of the step
             found = _gradients_by_operations(dy, x, mask, (scale, zero_point), plan, wants)
@@ -119,7 +119,7 @@ def masked_gradient(dy: Tensor, mask: Tensor | None, plan: KernelPlan) -> Tensor
     if mask is None:
         return dy
     # Grad mode is on in a backward only if a gradient of this gradient will be asked for.
-    if torch.is_grad_enabled() or is_watched(dy):
+    if torch.is_grad_enabled() or needs_tracing(dy):
         return reference.grad_input(dy, unpack_mask(mask, dy.shape, plan))
     return plan.grad_input(laid(dy, plan.stride), mask)
 

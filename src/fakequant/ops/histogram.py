@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
-from fakequant.numerics.qparams import Range, has_values
+from fakequant.numerics.qparams import Range, is_concrete
 
 from .dispatch import choose_for
 
 
 def observe(values: Tensor, bins: Bins | None = None) -> Observed:
     """The range of values [groups, elements] and, if there are bins, their counts; elements >= 1."""
-    if not has_values(values):
+    if not is_concrete(values):
         return observe_by_definition(values, bins)
     return choose_for(values).observe(values.contiguous(), bins)
 
@@ -29,6 +29,6 @@ def update(values: Tensor, range: Range, bins: Bins | None, counts: Tensor | Non
         bins: where to count; None for not at all.
         counts: int64 [groups, 2, bins], or None.
     """
-    if not has_values(values) or values.device != range.lo.device:
+    if not is_concrete(values) or values.device != range.lo.device:
         return False
     return choose_for(values).take_in(values, range, bins, counts)

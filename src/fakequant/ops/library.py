@@ -5,7 +5,7 @@
 * torch.compile where compilers would compute other bits (`dispatch.node_devices`): one node of a graph, see
   `graph_operators.py`.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
-  that a compiler fuses it with its neighbours. What is saved there is x itself, see `traced.py`.
+  that a compiler fuses it with its neighbours. What is saved there is x itself, see `decomposition.py`.
 * torch.export and torch.jit.trace: nodes as well, `fakequant::fake_quantize` and, for scales that follow from the range
   of the tensor itself, `fakequant::choose_scale`. They carry the specification as text.
 """
@@ -26,13 +26,13 @@ from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from .backend import CODES, RELU, Extras, KernelPlan
+from .decomposition import Traced, Transformed, on_mesh_of, tensors_of
 from .dispatch import choose_for, find_plan
 from .gradients import apply_plan, unpack_mask
 from .graph_operators import quantize_as_node
-from .traced import Traced, Transformed, on_mesh_of, tensors_of
-from .tracing import is_compiled_as_node, is_recorded, is_watched, needs_wide_division, translated_to_onnx
+from .tracing import is_compiled_as_node, is_recorded, needs_tracing, needs_wide_division, translated_to_onnx
 
-__all__ = ["is_watched", "needs_wide_division", "translated_to_onnx"]
+__all__ = ["needs_tracing", "needs_wide_division", "translated_to_onnx"]
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -218,14 +218,14 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
         ShapeError: the granularity does not fit x.
     """
     compute_dtype(x.dtype)
-    if is_watched(x):
+    if needs_tracing(x):
         return _measure(x, granularity)
     return choose_for(x).measure(x.detach(), granularity)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """The codes of x; no gradient."""
-    x, plan = x.detach(), None if is_watched(params.seed) else find_plan(x, spec, *params[:2], CODES)
+    x, plan = x.detach(), None if needs_tracing(params.seed) else find_plan(x, spec, *params[:2], CODES)
     if plan is None:
         return reference.quantize(x, on_mesh_of(x, _fitted(params, x, spec)), spec)
     if spec.rounding is Rounding.STOCHASTIC:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.numerics import products
-from fakequant.numerics.products import Factor
+from fakequant.numerics.products import QuantizedOperand
 
 from .cpu.backend import load_kernels
 
@@ -81,7 +81,7 @@ def trial(
     return f"{name} sums codes of {wrong[0]} wrongly on this processor" if wrong else None
 
 
-def linear(x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
+def linear(x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None) -> Tensor:
     """`products.linear`, with scale and zero point of x per tensor or per row, and a weight without zero point."""
     x = _taken(x)
     *axes, inner = x.codes.shape
@@ -94,7 +94,7 @@ def linear(x: Factor, weight: Factor, bias: Tensor | None) -> Tensor:
     return y if len(axes) == 1 else y.reshape(*axes, weight.codes.shape[0])
 
 
-def matmul(x: Factor, other: Factor) -> Tensor:
+def matmul(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
     """`products.matmul`, with scale and zero point of x per tensor or per row, of the other per tensor.
 
     Args:
@@ -112,7 +112,7 @@ def matmul(x: Factor, other: Factor) -> Tensor:
     return scaled(sums, row_scale, other.scale, None)
 
 
-def _centred(x: Factor) -> Tensor:
+def _centred(x: QuantizedOperand) -> Tensor:
     """Codes counted from the zero point, float32."""
     codes = x.codes.to(torch.float32)
     return codes if x.zero_point is None else codes.sub_(x.zero_point)
@@ -123,18 +123,18 @@ def _has_cuda_limits(device_type: str) -> bool:
     return device_type == "cuda"
 
 
-def _taken(x: Factor) -> Factor:
+def _taken(x: QuantizedOperand) -> QuantizedOperand:
     """A factor as `torch._int_mm` takes the first one."""
     return _signed(x) if _has_cuda_limits(x.codes.device.type) else x
 
 
-def _signed(x: Factor) -> Factor:
+def _signed(x: QuantizedOperand) -> QuantizedOperand:
     """The same numbers as codes of int8."""
     if x.codes.dtype == torch.int8:
         return x
     # Filled on the device: `torch.tensor` copies the number there, and waits for it.
     zero_point = torch.full((), -128, device=x.codes.device) if x.zero_point is None else x.zero_point - 128
-    return Factor((x.codes ^ 128).view(torch.int8), x.scale, zero_point)
+    return QuantizedOperand((x.codes ^ 128).view(torch.int8), x.scale, zero_point)
 
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def padded(codes: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(codes, (0, columns, 0, rows))
 
 
-def _integer_sums(x: Factor, other: Factor) -> Tensor:
+def _integer_sums(x: QuantizedOperand, other: QuantizedOperand) -> Tensor:
     x, (codes, _, zero_point) = _taken(x), _signed(other)
     sums = _matrix_products(x.codes, codes)
     # In int32, which wraps around and comes back, because the centred sum fits.

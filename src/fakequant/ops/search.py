@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fakequant.numerics.qparams import QParams, has_values
+from fakequant.numerics.qparams import QParams, is_concrete
 from fakequant.numerics.spec import QuantSpec
 
 from .cpu.backend import load_kernels
@@ -14,7 +14,7 @@ from .dispatch import choose
 
 def cumulative_moments(centers: Tensor, counts: Tensor) -> Tensor:
     """The sums that `squared_errors` needs, for counts int64 [groups, bins] in bins with these middles."""
-    if load_kernels() is None and has_values(centers, counts):
+    if load_kernels() is None and is_concrete(centers, counts):
         return torch.ops.fakequant_cpu.cumulative_moments.default(centers, counts.contiguous())
     x = centers.double()
     weighted = counts[:, None].double() * torch.stack([torch.ones_like(x), x, x * x])
@@ -36,7 +36,7 @@ def squared_errors(centers: Tensor, sums: Tensor, middles: Tensor, params: QPara
     Returns:
         float64 [groups, thresholds].
     """
-    if not has_values(centers, sums, params.scale):
+    if not is_concrete(centers, sums, params.scale):
         return None
     return choose(centers, spec).squared_errors(centers, sums, middles, params, spec)
 
@@ -54,7 +54,7 @@ def nearly_least(centers: Tensor, counts: Tensor, amax: Tensor, scale: Tensor, s
     Returns:
         Their indices in rising order, int64.
     """
-    if not has_values(centers, counts, amax) or counts.dtype != torch.int64:
+    if not is_concrete(centers, counts, amax) or counts.dtype != torch.int64:
         return None
     return choose(centers, spec).nearly_least(centers, counts.contiguous(), amax, scale, spec)
 
@@ -76,7 +76,7 @@ def cross_entropies(
     Returns:
         float64 [groups, sides, thresholds].
     """
-    if load_kernels() is not None or not has_values(mass, ends):
+    if load_kernels() is not None or not is_concrete(mass, ends):
         return None
     lines = [values.flatten(0, 1).contiguous() for values in (mass, filled.double(), width.expand_as(clipped))]
     found = torch.ops.fakequant_cpu.cross_entropies.default(

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fakequant.errors import ExportError
-from fakequant.numerics.qparams import has_values
+from fakequant.numerics.qparams import is_concrete
 
 from . import dispatch
 
 
-def is_watched(*tensors: object) -> bool:
+def needs_tracing(*tensors: object) -> bool:
     """Whether something other than plain eager execution watches: it must see torch operations, not a kernel."""
-    return not has_values(*tensors) or (forward_ad._current_level >= 0 and dispatch.have_tangents(*tensors))
+    return not is_concrete(*tensors) or (forward_ad._current_level >= 0 and dispatch.have_tangents(*tensors))
 
 
 def is_compiled_as_node(x: Tensor) -> bool:

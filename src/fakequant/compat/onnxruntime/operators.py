@@ -11,7 +11,7 @@ from fakequant.compat.codes import CodeRange
 from fakequant.errors import DTypeError, QParamsError, ShapeError
 from fakequant.functional import check_scale
 from fakequant.numerics.granularity import PerTensor
-from fakequant.numerics.qparams import QParams, compute_dtype, has_values
+from fakequant.numerics.qparams import QParams, compute_dtype, is_concrete
 from fakequant.numerics.reference import grad_input
 from fakequant.numerics.spec import Arithmetic
 from fakequant.ops import library
@@ -50,7 +50,7 @@ def fake_quant(
         raise DTypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     scale, zero_point = _scalar("scale", scale, x), _scalar("zero_point", zero_point, x)
     check_scale(scale, Arithmetic.DIVIDE)
-    if has_values(zero_point) and not (code := float(zero_point.item())).is_integer():
+    if is_concrete(zero_point) and not (code := float(zero_point.item())).is_integer():
         raise QParamsError(f"zero_point must be a whole number, the code of 0.0, got {code}")
     codes = CodeRange(operator.index(quant_min), operator.index(quant_max), PerTensor(), Arithmetic.DIVIDE)
     groups = codes.granularity.group_shape(x.shape)

@@ -13,7 +13,7 @@ from fakequant.numerics.format import Format
 from fakequant.numerics.formats import formats
 from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from fakequant.numerics.integers import IntegerFormat
-from fakequant.numerics.qparams import QParams, Range, compute_dtype, has_values
+from fakequant.numerics.qparams import QParams, Range, compute_dtype, is_concrete
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
 
@@ -176,7 +176,7 @@ def _may_be_tiny(amax: Tensor) -> bool:
     Raises:
         ValueError: a negative amax.
     """
-    if not amax.numel() or not has_values(amax):
+    if not amax.numel() or not is_concrete(amax):
         return amax.numel() > 0
     lowest = amax.item() if amax.numel() == 1 else amax.nan_to_num(nan=math.inf).min().item()
     if lowest < 0:

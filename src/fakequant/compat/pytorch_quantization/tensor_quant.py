@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fakequant.numerics.format import Format
 from fakequant.numerics.integers import IntegerFormat
-from fakequant.numerics.qparams import QParams, Range, compute_dtype, has_values
+from fakequant.numerics.qparams import QParams, Range, compute_dtype, is_concrete
 from fakequant.numerics.spec import Gradient, QuantSpec
 from fakequant.ops import library
 from fakequant.ops.trt_fp8 import as_trt_fp8, writes_trt_fp8
@@ -150,7 +150,7 @@ def tensor_quant(
     x = _broadcast(x, amax)
     read = read_amax(amax, x, fmt)
     scale = read.params.scale.reshape(as_tensor(amax, x).shape)
-    if x.dtype == torch.float16 and has_values(scale) and bool((scale > _LARGEST_HALF).any()):
+    if x.dtype == torch.float16 and is_concrete(scale) and bool((scale > _LARGEST_HALF).any()):
         raise ValueError(f"scale is too large for FP16 with amax={amax}")
     # With a scale of 1 codes are their own values, and the range decides where the gradient goes.
     ones = QParams(torch.ones_like(read.params.scale), None, read.params.range)
@@ -281,7 +281,7 @@ def _fake_e4m3(x: Tensor, amax: Tensor | float | None, fmt: Format) -> Tensor:
 
 def _integers(x: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> IntegerFormat:
     compute_dtype(x.dtype)
-    if unsigned and x.numel() and has_values(x) and bool((x < 0).any()):
+    if unsigned and x.numel() and is_concrete(x) and bool((x < 0).any()):
         raise TypeError("Negative values encountered in unsigned quantization.")
     return integer_format(num_bits, unsigned, narrow_range)
 

@@ -16,9 +16,9 @@ from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import RELU, Backend, KernelPlan, Kernels, Kind
+from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_round, grid_fields, scale_rule, table_fields
 from fakequant.ops.layout import Layout, layout_of
 from fakequant.ops.relu import keeps_negative_zero, keeps_strides
-from fakequant.ops.rules import cannot_choose, cannot_draw, cannot_round, grid_fields, scale_rule, table_fields
 
 # The numbers by which call.h knows these values.
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}

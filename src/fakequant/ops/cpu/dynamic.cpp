@@ -232,7 +232,7 @@ void quantize_by_own_range(const Job<T, C>& job) {
   quantize_measured(job, low, high, whole);
 }
 
-// The fields of ops/rules.py, `ScaleRule`, in their order there.
+// The fields of ops/kernel_params.py, `ScaleRule`, in their order there.
 enum RuleField {
   kKind, kBound, kLimit, kDivisor, kOffset, kUpFrom, kDownAt, kLowest, kHighest, kSmallest, kQuantMin, kQuantMax,
   kMantissaBits, kMinExponent, kNegativeZero, kRuleFields

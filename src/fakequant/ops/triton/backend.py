@@ -22,8 +22,8 @@ from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import input_range, seed_of
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import RELU, Backend, KernelPlan, Kernels, Kind
+from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_round, table_fields
 from fakequant.ops.layout import Layout, layout_of
-from fakequant.ops.rules import cannot_choose, cannot_draw, cannot_round, table_fields
 
 from .call import Call, Place, call_of, dynamic_call_of
 

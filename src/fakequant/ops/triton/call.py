@@ -17,7 +17,7 @@ from fakequant.numerics.format import Format
 from fakequant.numerics.granularity import Tiles
 from fakequant.numerics.qparams import compute_dtype
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
-from fakequant.ops.rules import UNDER_A_SCALE, grid_fields, rule_of, table_fields
+from fakequant.ops.kernel_params import UNDER_A_SCALE, grid_fields, rule_of, table_fields
 
 # Adding and subtracting 1.5 * 2**23 rounds to an integer while |v| < 2**22; beyond that v stays about itself, which
 # saturates all the same where codes and zero points stay below 2**21.
@@ -27,14 +27,14 @@ LARGEST_INT32 = 2**31 - 1
 LONGEST_RUN = 8192
 # Runs shorter than this are reduced with those of other rows of memory, which lie side by side in it.
 _SHORT = 16
-# By the numbers of ops/rules.py.
+# By the numbers of ops/kernel_params.py.
 _KINDS = ("float", "multiplier", "asymmetric", "power_of_two", "under_a_scale")
 _MASKS = {Gradient.CODE_RANGE: "code", Gradient.INPUT_RANGE: "input", Gradient.CLIP: "clip"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How scales are found from ranges: `ops.rules.ScaleRule`, with numbers as the compute dtype has them."""
+    """How scales are found from ranges: `ops.kernel_params.ScaleRule`, with numbers as the compute dtype has them."""
 
     kind: str
     bound: float
