@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars real-models docs clean
+.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars real-models docs clean
 
 setup: $(STAMP)
 
@@ -26,8 +26,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/fakequant/ops/c
 demo: setup
 	$(BIN)/fakequant demo --out demo-output
 
+# pyright works on one core: the tests take the other one meanwhile.
+test: setup
+	$(MAKE) -j 2 lint suite
+
 # What the tests of a file share is made once, in the process that has the file.
-test: setup lint
+suite: setup
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not exhaustive'
 
 # Three of these tests take many minutes each: a process that has nothing left takes them over.

@@ -14,7 +14,7 @@ from tests.support.cases import FORMATS, GRANULARITIES, LAYOUTS
 from tests.support.dynamic_cases import composed, needs_kernels, specs
 from tests.support.dynamic_cases import hostile as hostile_groups
 from tests.support.kernel_comparisons import SIZES, compare, each_backend, skip_unavailable
-from tests.support.matrix import each_format
+from tests.support.matrix import each_format_once
 
 STOCHASTIC = fq.Rounding.STOCHASTIC
 
@@ -35,7 +35,7 @@ def drawn(case, where, arithmetic, dtype, seed=0):
 
 
 @each_backend
-@each_format
+@each_format_once
 def test_equals_the_reference(backend, name, dtype):
     skip_unavailable(backend)
     case, served = FORMATS[name], 0

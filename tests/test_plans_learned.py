@@ -13,7 +13,7 @@ from fakequant.ops.cpu.backend import load_kernels
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
-from tests.support.matrix import each_format, full, in_turn, sweep
+from tests.support.matrix import each_format_once, full, in_turn, sweep
 from tests.support.plan_cases import assert_served_if_supported, by_plan, checked
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no backend offers it: {load_kernels()}")
@@ -52,7 +52,7 @@ def compare(case, granularity, arithmetic, dtype, layout):
     return served
 
 
-@each_format
+@each_format_once
 def test_bits_are_those_of_the_reference(name, dtype):
     case, served, turn = FORMATS[name], set(), list(FORMATS).index(name)
     layouts = ("contiguous", "channels_last", "transposed", "sliced", "offset")

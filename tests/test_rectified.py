@@ -12,7 +12,7 @@ from fakequant.ops.relu import relu_later
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES, LAYOUTS, hostile_gradient
-from tests.support.matrix import each_format
+from tests.support.matrix import each_format_once
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def assert_same(x, params, spec, label):
         assert got.stride() == wanted.stride(), label
 
 
-@each_format
+@each_format_once
 def test_equals_one_after_the_other(name, dtype):
     case, gradients = FORMATS[name], list(fq.Gradient)
     for turn, (where_name, where) in enumerate(GRANULARITIES.items(), start=list(FORMATS).index(name)):

@@ -15,14 +15,14 @@ from tests.support import cases, oracle
 from tests.support.bits import assert_same_bits
 from tests.support.by_oracle import decoded, to_dtype, to_numpy, wanted_codes
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from tests.support.matrix import each_format
+from tests.support.matrix import each_format_once
 
 STOCHASTIC = fq.Rounding.STOCHASTIC
 INT8 = "int8 per_tensor stochastic"
 FIRST, LAST = torch.tensor(0), torch.tensor(2**32 - 1)  # the words that move most and least
 
 
-@each_format
+@each_format_once
 def test_values_codes_and_range_are_the_oracles(name, dtype):
     case = FORMATS[name]
     for seed, (where_name, where) in enumerate(GRANULARITIES.items()):

@@ -55,9 +55,12 @@ def sweep(names: str, every: Sequence[tuple[Any, ...]], quick: Sequence[tuple[An
 # Every format with one dtype, so that each family of formats meets every dtype, and three formats with all dtypes. The
 # tests take every granularity and arithmetic with each row, or those in turn.
 FULL = full(FORMATS, DTYPES)
-QUICK = [*in_turn(FORMATS, list(DTYPES)), *full(("int8", "float8_e4m3fn", "nf4"), DTYPES)]
+ONCE = in_turn(FORMATS, list(DTYPES))
+QUICK = [*ONCE, *full(("int8", "float8_e4m3fn", "nf4"), DTYPES)]
 DYNAMIC_FULL = full(DYNAMIC_FORMATS, DTYPES)
 DYNAMIC_QUICK = [*in_turn(DYNAMIC_FORMATS, list(DTYPES)), *full(("int4",), DTYPES)]
 
+# For tests of what a test over QUICK runs too, in another mode.
+each_format_once = sweep("name, dtype", FULL, ONCE, dtype=DTYPES)
 each_format = sweep("name, dtype", FULL, QUICK, dtype=DTYPES)
 each_dynamic_format = sweep("name, dtype", DYNAMIC_FULL, DYNAMIC_QUICK, dtype=DTYPES)
