@@ -110,7 +110,7 @@ def fake_quantize_(
     amax: Number | None = None,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """`fake_quantize` written over x, which nobody else may read; without a gradient.
+    """`fake_quantize` in place, without a gradient: it overwrites x and every tensor that shares its memory.
 
     Arguments, errors and bits are those of `fake_quantize`. With given parameters on the CPU, a large x takes half the
     time of a copy, and no memory.

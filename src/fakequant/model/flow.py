@@ -113,7 +113,7 @@ def _by_run(model: nn.Module, layers: Sequence[nn.Module], readers: Sequence[nn.
 
 
 class _Watch(TorchFunctionMode):
-    """Notes who reads the outputs and the parameters of layers while a model runs."""
+    """Notes which functions read the outputs and the parameters of layers while a model runs."""
 
     def __init__(self, layers: set[nn.Module], readers: set[nn.Module]) -> None:
         super().__init__()

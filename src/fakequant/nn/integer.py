@@ -91,7 +91,7 @@ class IntegerProduct(ABC):
     """Of each factor."""
 
     def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """The output of a layer for its factors, or None where it is to be simulated.
+        """The output of a layer in integer execution, or None where the layer is simulated.
 
         Args:
             layer: whose quantizers encode the factors.
@@ -189,14 +189,14 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
 
 
 def _call_reason(quantizers: list[Quantizer | None]) -> str | None:
-    """Why quantizers are to be called, which products of codes do not."""
+    """Why quantizers must be called, which integer execution does not do; None if they need not."""
     other = [q.mode.value for q in quantizers if q is not None and q.mode is not Mode.QUANTIZE]
     if other:
         return f"a quantizer is in mode {other[0]}"
     plain = all(q is None or _may_be_skipped(q) for q in quantizers)
-    return None if plain else "a quantizer has a hook or a forward of its own, which products of codes do not call"
+    return None if plain else "a quantizer has a hook or a forward of its own, which integer execution does not call"
 
 
 def _may_be_skipped(quantizer: Quantizer) -> bool:
-    """Whether nobody sees that a quantizer is not called."""
+    """Whether leaving out the call of a quantizer changes nothing: it has no hook and the class's own forward."""
     return type(quantizer).forward is Quantizer.forward and is_as_made(quantizer)

@@ -84,7 +84,7 @@ class QuantizedLayer(nn.Module):
         return self.weight if quantizer is None else quantizer(self.weight)
 
     def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """The output as a product of codes, plus bias; None where the layer is to be simulated.
+        """The output in integer execution, plus bias; None where the layer is simulated.
 
         Args:
             x: the input.

@@ -1,4 +1,4 @@
-"""Who runs the operator: plain eager execution, or something that must see torch's operations or a node of a graph."""
+"""How the operator runs: in plain eager execution, or traced, as torch's operations or as a node of a graph."""
 
 from __future__ import annotations
 
