@@ -29,9 +29,9 @@ from fakequant.files import writable_file, write_whole
 from fakequant.model.batches import example_arguments
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
-from fakequant.model.weights import warn_stale_scales
+from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn import fixed_ranges
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.restore import attributes_of, restore_after
 from fakequant.version import __version__
@@ -226,7 +226,7 @@ def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quant
             "call fakequant.calibrate(model, batches)"
         )
     refused = []
-    shapes = {id(quantizer): layer.weight.shape for layer, quantizer in _weight_quantizers(model)}
+    shapes = {id(weight.quantizer): weight.tensor.shape for weight in _active_weights(model)}
     for name, quantizer in active.items():
         try:
             _check_quantizer(quantizer, shapes.get(id(quantizer)), opset, style)
@@ -256,8 +256,8 @@ def _check_quantizer(quantizer: Quantizer, shape: Size | None, opset: int | None
 
 def _check_size(model: nn.Module) -> None:
     saved = sum(
-        layer.weight.numel() * (8 * layer.weight.element_size() - quantizer.spec.format.bits) // 8
-        for layer, quantizer in _weight_quantizers(model)
+        weight.tensor.numel() * (8 * weight.tensor.element_size() - weight.quantizer.spec.format.bits) // 8
+        for weight in _active_weights(model)
     )
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     size = sum(t.numel() * t.element_size() for t in tensors.values()) - saved
@@ -268,24 +268,21 @@ def _check_size(model: nn.Module) -> None:
         )
 
 
-def _weight_quantizers(model: nn.Module) -> Iterator[tuple[QuantizedLayer, Quantizer]]:
-    for layer in model.modules():
-        quantizer = getattr(layer, "_weight_quantizer", None)
-        if isinstance(layer, QuantizedLayer) and quantizer is not None and quantizer.mode is Mode.QUANTIZE:
-            yield layer, quantizer
+def _active_weights(model: nn.Module) -> list[LayerWeight]:
+    return [weight for weight in quantized_weights(model).values() if weight.quantizer.mode is Mode.QUANTIZE]
 
 
 @contextmanager
 def _weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Fix the scales of dynamic weight quantizers for a while, so that the quantized weights are constants."""
-    dynamic = [(layer, q) for layer, q in _weight_quantizers(model) if q.dynamic or not q.calibrated]
-    with restore_after(attributes_of([q for _, q in dynamic], "scale", "zero_point", "dynamic")):
-        for layer, quantizer in dynamic:
-            if "weight" in layer._parameters:
-                quantizer.freeze(layer.weight)
-        _freeze_as_called(model, [q for layer, q in dynamic if "weight" not in layer._parameters], args, kwargs)
-        for _, quantizer in dynamic:
-            quantizer.dynamic = False
+    dynamic = [w for w in _active_weights(model) if w.quantizer.dynamic or not w.quantizer.calibrated]
+    with restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "dynamic")):
+        for weight in dynamic:
+            if weight.parameter is not None:
+                weight.quantizer.freeze(weight.parameter)
+        _freeze_as_called(model, [w.quantizer for w in dynamic if w.parameter is None], args, kwargs)
+        for weight in dynamic:
+            weight.quantizer.dynamic = False
         yield
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
-from fakequant.model.weights import warn_stale_scales, weighted_layers
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.model.paths import layer_of
+from fakequant.model.weights import quantized_weights, warn_stale_scales
+from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode
 from fakequant.restore import restore_on_error
 
@@ -35,15 +36,15 @@ def bake_weights(model: Model) -> Model:
     True
     """
     refuse_sharded(model, "bake the weights of")
-    held = weighted_layers(model)
-    for name, layer in held.items():
-        _check(name, layer)
-    groups = _by_weight(model, held)
+    weights = quantized_weights(model)
+    for name, weight in weights.items():
+        _check(layer_of(name), weight)
+    groups = _by_tensor(model, weights)
     with torch.no_grad():
-        for names in groups:
-            _check_alike(names, held)
+        for users in groups:
+            _check_alike(users)
         warn_stale_scales(model)
-    _bake_all([[held[name] for name in names] for names in groups])
+    _bake_all([[weight for weight in users.values() if weight is not None] for users in groups])
     return model
 
 
@@ -66,56 +67,58 @@ def fold(model: Model) -> Model:
 
 
 @torch.no_grad()
-def _bake_all(groups: list[list[QuantizedLayer]]) -> None:
-    """Replace the weight that the layers of each group share; an interrupt is raised when all weights are replaced."""
+def _bake_all(groups: list[list[LayerWeight]]) -> None:
+    """Replace the tensor that the weights of each group share; an interrupt is raised when all are replaced."""
     begun: dict[int, Tensor] = {}
 
     def finish() -> None:
-        for index, layers in enumerate(groups):
-            if all(layer._weight_quantizer is None for layer in layers):
+        for index, weights in enumerate(groups):
+            if all(weight.quantizer is None for weight in weights):
                 continue
             if index not in begun:
                 begun.clear()
-                begun[index] = layers[0].quantized_weight()
-            layers[0].weight.copy_(begun[index])
-            for layer in layers:
-                layer._weight_quantizer = None
+                begun[index] = weights[0].quantizer(weights[0].tensor)
+            weights[0].tensor.copy_(begun[index])
+            for weight in weights:
+                setattr(weight.layer, weight.attribute, None)
 
     with restore_on_error(finish):  # forwards, because keeping all float weights would take their memory once more
         finish()
 
 
-def _check(name: str, layer: QuantizedLayer) -> None:
-    quantizer = layer._weight_quantizer
-    if quantizer is not None and quantizer.mode is not Mode.QUANTIZE:
-        raise ConfigError(f"{name}: its weight quantizer is {quantizer.mode.value}; set its mode to QUANTIZE first")
-    own = layer._parameters.get("weight", layer._buffers.get("weight"))
-    if own is None or layer.weight is not own:
+def _check(name: str, weight: LayerWeight) -> None:
+    if weight.quantizer.mode is not Mode.QUANTIZE:
+        raise ConfigError(
+            f"{name}: its weight quantizer is {weight.quantizer.mode.value}; set its mode to QUANTIZE first"
+        )
+    own = weight.owner._buffers.get(weight.name) if weight.parameter is None else weight.parameter
+    if own is None or weight.tensor is not own:
         raise ConfigError(
             f"{name}: its weight is computed (weight_norm, pruning, a parametrization) and cannot be replaced; "
             "make it permanent first, as by prune.remove or remove_parametrizations"
         )
 
 
-def _by_weight(model: nn.Module, held: dict[str, QuantizedLayer]) -> list[list[str]]:
-    """The paths of all modules that use each of the quantized weights."""
-    users: dict[int, list[str]] = {id(layer.weight): [] for layer in held.values()}
+def _by_tensor(model: nn.Module, weights: dict[str, LayerWeight]) -> list[dict[str, LayerWeight | None]]:
+    """The paths of all modules that use each of the tensors, with the weight that each of them quantizes."""
+    users: dict[int, dict[str, LayerWeight | None]] = {id(weight.tensor): {} for weight in weights.values()}
+    by_place = {(weight.owner, id(weight.tensor)): weight for weight in weights.values()}
     for name, module in model.named_modules():
         for tensor in {id(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None}:
             if tensor in users:
-                users[tensor].append(name)
+                users[tensor][name] = by_place.get((module, tensor))
     return list(users.values())
 
 
-def _check_alike(names: list[str], held: dict[str, QuantizedLayer]) -> None:
-    """Raise unless all users of one weight quantize it to the same values."""
-    if len(names) == 1:
+def _check_alike(users: dict[str, LayerWeight | None]) -> None:
+    """Raise unless all users of one tensor quantize it to the same values."""
+    if len(users) == 1:
         return
-    first = next(name for name in names if name in held)
-    for name in names:
-        difference = _difference(held[first], held.get(name))
+    first = next(name for name, weight in users.items() if weight is not None)
+    for name, weight in users.items():
+        difference = _difference(users[first], weight)
         if difference is not None:
-            pair = " and ".join(other for other in names if other in (first, name))
+            pair = " and ".join(other for other in users if other in (first, name))
             raise ConfigError(
                 f"the layers {pair} share one weight, which {difference}, so that replacing it would "
                 "change the others; quantize it alike, or give each its own: "
@@ -123,12 +126,12 @@ def _check_alike(names: list[str], held: dict[str, QuantizedLayer]) -> None:
             )
 
 
-def _difference(layer: QuantizedLayer, other: QuantizedLayer | None) -> str | None:
-    """How the values of a weight differ that two layers share; None if they are the same."""
-    one, two = layer._weight_quantizer, None if other is None else other._weight_quantizer
-    if other is None or one is None or two is None:
+def _difference(weight: LayerWeight | None, other: LayerWeight | None) -> str | None:
+    """How the values of a tensor differ that two layers share; None if they are the same."""
+    if weight is None or other is None:
         return "only one of them quantizes"
+    one, two = weight.quantizer, other.quantizer
     if one.spec != two.spec:
         return f"they quantize as {one.spec} and as {two.spec}"
-    same = layer is other or torch.equal(layer.quantized_weight(), other.quantized_weight())
+    same = weight is other or torch.equal(one(weight.tensor), two(other.tensor))
     return None if same else f"they quantize as {one.spec} with different scales"

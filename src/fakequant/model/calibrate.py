@@ -16,10 +16,11 @@ from fakequant.distributed import is_data_parallel, processes_of, work_together
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.modes import disabled, evaluating, modes
-from fakequant.model.paths import join, layer_of
+from fakequant.model.paths import layer_of
 from fakequant.model.progress import track
 from fakequant.model.unseen import Unseen, check_unseen, leave_in_float, observed
-from fakequant.model.weights import fresh_weight, note_weight, weighted_layers
+from fakequant.model.weights import fresh_weight, note_weight, quantized_weights
+from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
@@ -106,6 +107,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         shared = processes is not None and processes.size() > 1
         parts = work_together(lambda: job.observe(batches, progress, shared=shared), processes)
         job.take(parts)
+        idle = job.leave_out_unused()
         left = job.unseen().settle(unseen)
         # A function's weight that no call has shown goes on to have the range of every call.
         ranges = observed_ranges(
@@ -117,14 +119,17 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         )
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     modules = [model.get_submodule(name) for name in left]
-    with restore_on_error(ranges_of(quantizers(model).values(), modules)):
+    owners = {name: model.get_submodule(layer_of(name)) for name in idle}
+    with restore_on_error(ranges_of(quantizers(model).values(), [*modules, *owners.values()])):
         leave_in_float(modules)
+        for name, layer in owners.items():
+            setattr(layer, name.rpartition(".")[2], None)
         for name, range in ranges.items():
             found[name].set_range(range)
             found[name].collected = calibrators[name] if found[name].kind is Kind.INPUT else None
-        for name, layer in weighted_layers(model).items():
-            if join(name, "_weight_quantizer") in ranges:
-                note_weight(layer)
+        for name, weight in quantized_weights(model).items():
+            if name in ranges:
+                note_weight(weight)
     return {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
 
 
@@ -262,12 +267,9 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.inputs = {name: quantizer for name, quantizer in self.found.items() if quantizer.kind is Kind.INPUT}
-        # By layer, and dynamic ones too: that the quantizer of its weight is called tells that the layer is.
-        self.weights = {
-            name: layer._weight_quantizer
-            for name, layer in weighted_layers(self.model).items()
-            if layer._weight_quantizer is not None and _matches(join(name, "_weight_quantizer"), self.pattern)
-        }
+        # Dynamic ones too: that the quantizer of a weight is called tells that the layer is.
+        weights = quantized_weights(self.model).items()
+        self.weights = {name: weight for name, weight in weights if _matches(name, self.pattern)}
 
     def observe(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> _Part:
         """Show the batches of this process, and the weights, to fresh calibrators."""
@@ -275,16 +277,15 @@ class _Job:
             quantizer.calibrator = self.make(name)
             if shared and name in self.inputs:
                 check_mergeable(quantizer.calibrator, "several processes calibrate together")
-        for quantizer in self.weights.values():
-            if quantizer.dynamic:
-                quantizer.calibrator = make_calibrator("max", quantizer.spec)
+        for weight in self.weights.values():
+            if weight.quantizer.dynamic:
+                weight.quantizer.calibrator = make_calibrator("max", weight.quantizer.spec)
         with self._observing(), evaluating(self.model), torch.no_grad():
             self._show(batches, progress, shared=shared)
-            called = {name for name, quantizer in self.weights.items() if observed(quantizer)}
-            for name, layer in weighted_layers(self.model).items():
-                quantizer = self.weights.get(name)
-                if quantizer is not None and not quantizer.dynamic and name not in called:
-                    quantizer.observe(fresh_weight(layer, name))
+            called = {layer_of(name) for name, weight in self.weights.items() if observed(weight.quantizer)}
+            for name, weight in self.weights.items():
+                if not weight.quantizer.dynamic and not observed(weight.quantizer):
+                    weight.quantizer.observe(fresh_weight(weight, name))
         task = [f"{name}: {type(q.calibrator).__name__}({q.spec})" for name, q in self.found.items()]
         return _Part(task, self._states() if shared else {}, called, self.batches)
 
@@ -295,7 +296,7 @@ class _Job:
             self.run(model, batch)
             self.last, self.batches = [batch], self.batches + 1
             # One process of several may not stop alone: a sharded model is called by all of them.
-            if not self.inputs and not shared and all(observed(quantizer) for quantizer in self.weights.values()):
+            if not self.inputs and not shared and all(observed(weight.quantizer) for weight in self.weights.values()):
                 break
 
     def _inner(self) -> nn.Module:
@@ -304,7 +305,7 @@ class _Job:
 
     def _observing(self) -> Any:
         """A context in which quantizers that get a range observe; others quantize if a pattern chose and they can."""
-        observing = {*self.found.values(), *self.weights.values()}
+        observing = {*self.found.values(), *(weight.quantizer for weight in self.weights.values())}
 
         def mode(_: str, quantizer: Quantizer) -> Mode:
             if quantizer in observing:
@@ -347,10 +348,25 @@ class _Job:
         own = next(self.model.parameters(), None) if own is None else own
         return torch.device("cpu") if own is None else own.device
 
+    def leave_out_unused(self) -> list[str]:
+        """Take optional quantizers that their layers did without out of the job; their paths are returned."""
+        seen = {layer_of(name) for name, quantizer in self.inputs.items() if observed(quantizer)}
+        unused = []
+        for name, quantizer in self.inputs.items():
+            layer = self.model.get_submodule(layer_of(name))
+            operands = layer.operands(layer) if isinstance(layer, QuantizedLayer) else {}
+            operand = operands.get(name.rpartition(".")[2])
+            if operand is not None and operand.optional and layer_of(name) in seen and not observed(quantizer):
+                unused.append(name)
+        for name in unused:
+            del self.inputs[name], self.found[name]
+        return unused
+
     def unseen(self) -> Unseen:
         """The layers that no batch reached."""
+        layers = dict.fromkeys(layer_of(name) for name in self.weights)
         starved = {layer_of(name) for name, quantizer in self.inputs.items() if not observed(quantizer)}
-        idle = [name for name in self.weights if name not in self.called | starved] if self.batches else []
+        idle = [name for name in layers if name not in self.called | starved] if self.batches else []
         return Unseen(self.model, self.inputs, idle, self.called, self._run_last if self.batches else None, self.make)
 
     def _run_last(self) -> None:

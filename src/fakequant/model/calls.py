@@ -50,10 +50,11 @@ def weight_readers(model: nn.Module, run: Run) -> dict[nn.Module, str]:
     """
     owners: dict[int, list[nn.Module]] = {}
     for layer in model.modules():
-        # Not `layer.weight`: a parametrization would compute an unused weight, and may change its buffers.
-        weight = layer._parameters.get("weight")
-        if isinstance(layer, QuantizedLayer) and weight is not None:
-            owners.setdefault(id(weight), []).append(layer)
+        # Parameters alone: a parametrization would compute an unused weight, and may change its buffers.
+        parameters = [w.parameter for w in layer.weights()] if isinstance(layer, QuantizedLayer) else []
+        for parameter in parameters:
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(layer)
     running: list[tuple[nn.Module, str]] = []
 
     def leave(*_: Any) -> None:

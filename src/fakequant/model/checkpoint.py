@@ -206,7 +206,7 @@ def _shared(model: nn.Module) -> dict[str, str]:
 
 def layer_entry(layer: QuantizedLayer) -> LayerEntry:
     """What a manifest says of a layer."""
-    held = {attribute: getattr(layer, attribute) for attribute in type(layer).quantizer_names()}
+    held = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
     return LayerEntry(
         type(layer).float_class.__name__,
         layer.execution,
@@ -231,7 +231,7 @@ def check_layers(modules: dict[str, nn.Module], entries: dict[str, LayerEntry]) 
                 f"the model's layer {name} has a forward of its own (a hook's), which would bypass "
                 "the quantizers; remove the hook before load"
             )
-        names = quantized.quantizer_names()
+        names = quantized.operands(modules[name])
         if unknown := sorted(set(entry.quantizers) - set(names)):
             raise CheckpointError(
                 f"the checkpoint's layer {name} has quantizers {', '.join(unknown)}, but a {cls.__name__} has "

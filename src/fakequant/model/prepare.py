@@ -20,6 +20,7 @@ from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.operands import LayerWeight, Role
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.restore import structure_of
 
@@ -103,7 +104,7 @@ def _planned(model: nn.Module, config: Config, example: Any, inputs: Inputs | No
 
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     """Turn one float layer into its quantized form as a rule says; nothing happens if the rule leaves it in float."""
-    attach(layer, _configs(_quantized(layer), rule), name)
+    attach(layer, _configs(layer, rule), name)
     if isinstance(layer, QuantizedLayer):
         layer.execution = rule.execution
 
@@ -114,20 +115,17 @@ def _quantized(layer: nn.Module) -> type[QuantizedLayer]:
     return quantized
 
 
-def _configs(quantized: type[QuantizedLayer], rule: Rule) -> dict[str, TensorConfig]:
-    """The configurations of a layer's quantizers by attribute, with a rule's axes where the layer has them."""
-    # Fewer inputs than axes: a layer that overrides `inputs` with none.
-    axes = zip(quantized.inputs, quantized.input_reductions, strict=False)
-    configs = {attribute: rule.input and rule.input.placed({-1: axis}) for attribute, axis in axes}
-    if quantized.output_channels is not None:
-        axes_of_weight = {0: quantized.output_channels, -1: quantized.weight_reduction}
-        configs["_weight_quantizer"] = rule.weight and rule.weight.placed(axes_of_weight)
+def _configs(layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
+    """The configurations of a float layer's quantizers by attribute, with a rule's axes where the layer has them."""
+    operands = _quantized(layer).operands(layer).items()
+    given = {attribute: (getattr(rule, operand.role.value), operand) for attribute, operand in operands}
+    configs = {attribute: config and config.placed(operand.axes()) for attribute, (config, operand) in given.items()}
     return {attribute: config for attribute, config in configs.items() if config is not None}
 
 
 def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     quantized = _quantized(layer)
-    configs = _configs(quantized, rule)
+    configs = _configs(layer, rule)
     if not configs:
         return
     try:
@@ -139,15 +137,20 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
                 "remove the hook, or leave the layer in float by a rule"
             )
         quantized.check(layer)
-        if weight := configs.get("_weight_quantizer"):
-            with evaluating(layer):  # a spectral norm makes a step whenever its weight is read in training
-                if not isinstance(value := getattr(layer, "weight", None), Tensor):
-                    raise ConfigError("its weight is computed in the first call; run the model once first")
-                weight.spec.granularity.group_shape(value.shape)
+        for attribute, operand in quantized.operands(layer).items():
+            if operand.role is Role.WEIGHT and attribute in configs:
+                _check_weight(LayerWeight.of(layer, attribute, operand.weight), configs[attribute])
         if rule.execution is Execution.INTEGER:
             _check_integer(layer, quantized, configs)
     except (ConfigError, ShapeError) as error:
         raise ConfigError(f"{name or 'the model'}: {error}") from error
+
+
+def _check_weight(weight: LayerWeight, config: TensorConfig) -> None:
+    with evaluating(weight.layer):  # a spectral norm makes a step whenever its weight is read in training
+        if not isinstance(value := getattr(weight.owner, weight.name, None), Tensor):
+            raise ConfigError("its weight is computed in the first call; run the model once first")
+        config.spec.granularity.group_shape(value.shape)
 
 
 def _check_integer(layer: nn.Module, quantized: type[QuantizedLayer], configs: dict[str, TensorConfig]) -> None:
@@ -165,9 +168,10 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
     if not configs:
         return
     quantized = _quantized(layer)
-    made: dict[str, Quantizer | None] = dict.fromkeys(quantized.quantizer_names())
+    operands = quantized.operands(layer)
+    made: dict[str, Quantizer | None] = dict.fromkeys(operands)
     for attribute, config in configs.items():
-        kind = Kind.WEIGHT if attribute == "_weight_quantizer" else Kind.INPUT
+        kind = Kind.WEIGHT if operands[attribute].role is Role.WEIGHT else Kind.INPUT
         quantizer = Quantizer(config.spec, kind=kind, dynamic=config.dynamic)
         quantizer.name = join(name, attribute)
         quantizer.train(layer.training)

@@ -22,7 +22,7 @@ from fakequant.distributed import is_data_parallel, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runner
 from fakequant.model.progress import track
-from fakequant.model.weights import fresh_weight, note_weight, note_weights, weighted_layers
+from fakequant.model.weights import fresh_weight, note_weight, note_weights, quantized_weights
 from fakequant.nn.quantizer import quantizers
 from fakequant.restore import attributes_of, restore_on_error, state_of
 
@@ -138,15 +138,15 @@ def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[
 
 def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
     """Take static ranges of weights that have none yet, or all of them anew, from the weights as they are now."""
-    for name, layer in weighted_layers(model).items():
-        quantizer = layer._weight_quantizer
-        if quantizer is None or quantizer.dynamic:
+    for name, weight in quantized_weights(model).items():
+        quantizer = weight.quantizer
+        if quantizer.dynamic:
             continue
         if anew:
             quantizer.reset()
         if not quantizer.calibrated:
-            quantizer.freeze(whole(fresh_weight(layer, name)))
-            note_weight(layer)
+            quantizer.freeze(whole(fresh_weight(weight, name)))
+            note_weight(weight)
 
 
 def _refuse_new_parameters(model: nn.Module) -> None:

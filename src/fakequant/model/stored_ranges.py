@@ -14,7 +14,10 @@ from fakequant.functional import check_scale
 from fakequant.model.manifest import LayerEntry, QuantizerEntry
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
+from fakequant.nn.forms import quantized_class
+from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.learned import LearnedRange
+from fakequant.nn.operands import LayerWeight
 from fakequant.numerics.spec import QuantSpec
 
 
@@ -43,15 +46,18 @@ def check_ranges(
         for prefix in _prefixes(key):
             by_quantizer.setdefault(prefix, {})[key[len(prefix) + 1 :]] = tensor
     for name, layer in entries.items():
+        weights = _weights(modules[name])
         for attribute, entry in layer.quantizers.items():
             path = join(name, attribute)
             weight = None
-            if attribute == "_weight_quantizer":
+            if attribute in weights:
                 # Its own weight, because a model of other shapes is another architecture, which torch says better.
-                weight = tensors.get(join(name, "weight"))
+                place = weights[attribute]
+                weight = tensors.get(join(name, place))
                 if weight is None:  # a parametrization computes it; a spectral norm makes a step when read in training
-                    with evaluating(modules[name]):
-                        weight = getattr(modules[name], "weight", None)
+                    held = LayerWeight.of(modules[name], attribute, place)
+                    with evaluating(held.owner):
+                        weight = getattr(held.owner, held.name, None)
             _check_named(path, entry, by_quantizer.get(path, {}), weight, wide)
     for path, entry in (others or {}).items():
         _check_named(path, entry, by_quantizer.get(path, {}), None, wide)
@@ -65,6 +71,12 @@ def _check_named(path: str, entry: QuantizerEntry, held: Mapping[str, Tensor], w
             f"the checkpoint's quantizer {path} cannot be used: {error}. The file is damaged, or was not written by "
             "fakequant.save"
         ) from error
+
+
+def _weights(layer: nn.Module) -> dict[str, str]:
+    """Where a layer holds the weights of its quantizers, by the attributes of these."""
+    form = type(layer) if isinstance(layer, QuantizedLayer) else quantized_class(layer)
+    return {} if form is None else {a: operand.weight for a, operand in form.operands(layer).items() if operand.weight}
 
 
 def is_wide(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.calls import layers_called, weight_readers
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.operations import Operation, unquantized
-from fakequant.model.weights import warn_stale_scales
+from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
@@ -60,8 +61,8 @@ class Summary:
             (
                 layer.name or "(model)",
                 layer.type,
-                ", ".join(text for name, text in layer.quantizers.items() if name != "_weight_quantizer") or "float",
-                layer.quantizers.get("_weight_quantizer", "float" if layer.has_weight else ""),
+                _joined(layer.quantizers, weights=False) or "float",
+                _joined(layer.quantizers, weights=True) or ("float" if layer.has_weight else ""),
                 layer.execution,
                 layer.state,
             )
@@ -127,6 +128,14 @@ def _never_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     }
 
 
+def _joined(quantizers: dict[str, str], *, weights: bool) -> str:
+    """The texts of the quantizers of a layer's weights, or of its other tensors; of many each text once."""
+    texts = [text for name, text in quantizers.items() if name.endswith("_weight_quantizer") is weights]
+    if len(texts) <= 2:
+        return ", ".join(texts)
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in Counter(texts).items())
+
+
 def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tuple[int, int]:
     """Bytes of all parameters as they are, and with quantized weights as codes; tied ones count once.
 
@@ -135,14 +144,12 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
         unused: layers whose quantizers are not used, so that their weights stay in float.
     """
     bits = {
-        weight: quantizer.spec.format.bits
-        for layer in model.modules()
-        if isinstance(layer, QuantizedLayer)
-        and layer not in unused
-        and (quantizer := getattr(layer, "_weight_quantizer", None)) is not None
-        and quantizer.mode is Mode.QUANTIZE
-        # Not `layer.weight`: a computed one is no parameter, and may change when it is read.
-        and (weight := layer._parameters.get("weight")) is not None
+        parameter: weight.quantizer.spec.format.bits
+        for weight in quantized_weights(model).values()
+        if weight.layer not in unused
+        and weight.quantizer.mode is Mode.QUANTIZE
+        # Not its value: a computed one is no parameter, and may change when it is read.
+        and (parameter := weight.parameter) is not None
     }
     now = sum(p.numel() * p.element_size() for p in model.parameters())
     coded = sum(p.numel() * bits.get(p, 8 * p.element_size()) for p in model.parameters())
@@ -169,7 +176,7 @@ def _shown(quantizer: Quantizer) -> str:
 def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | None) -> LayerSummary:
     held: dict[str, Quantizer] = {
         attribute: quantizer
-        for attribute in type(layer).quantizer_names()
+        for attribute in layer.operands(layer)
         if (quantizer := getattr(layer, attribute)) is not None
     }
     told = layer.execution is not Execution.SIMULATE
@@ -179,7 +186,7 @@ def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | Non
         type(layer).float_class.__name__,
         {key: _shown(value) for key, value in held.items()},
         not any(quantizer.needs_calibration for quantizer in held.values()),
-        type(layer).output_channels is not None,
+        bool(layer.weights()),
         "integer" if told and why is None else "simulate",
         why,
         why_never_called,

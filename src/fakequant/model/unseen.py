@@ -136,7 +136,7 @@ def leave_in_float(modules: list[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, QuantizedLayer):
             module.execution = Execution.SIMULATE
-            for attribute in type(module).quantizer_names():
+            for attribute in module.operands(module):
                 setattr(module, attribute, None)
         else:
             for quantizer in module.children():

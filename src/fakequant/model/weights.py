@@ -14,7 +14,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, StaleScaleWarning, warn_user
 from fakequant.model.modes import evaluating
+from fakequant.model.paths import join, layer_of
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Quantizer
 from fakequant.ops import library
 
@@ -38,58 +40,63 @@ def _is_weight(parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in parameter.shape) >= 2
 
 
-def weighted_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """The layers of a model whose weight is quantized, by path."""
+def quantized_weights(model: nn.Module) -> dict[str, LayerWeight]:
+    """The weights of a model that have a quantizer, by the path of the quantizer."""
     return {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, QuantizedLayer) and getattr(layer, "_weight_quantizer", None) is not None
+        join(path, weight.attribute): weight
+        for path, layer in model.named_modules()
+        if isinstance(layer, QuantizedLayer)
+        for weight in layer.weights()
+        if weight.quantizer is not None
     }
 
 
-def fresh_weight(layer: QuantizedLayer, name: str) -> Tensor:
+def fresh_weight(weight: LayerWeight, name: str) -> Tensor:
     """The weight that the layer's next call uses.
 
     `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute it by a hook when the layer is called. What the
     layer holds before that is the weight of its last call, or after `load_state_dict` that of no call.
 
+    Args:
+        weight: a weight of a quantized layer.
+        name: the path of its quantizer, for the message.
+
     Raises:
         CalibrationError: something else computes it in the layer's call.
     """
-    computed = "weight" in vars(layer)  # not a parameter, nor a property that computes it, as of a parametrization
-    hooks = _weight_hooks(layer)
-    if computed and not hooks:
+    hooks = _weight_hooks(weight)
+    if weight.is_attribute and not hooks:
+        path = layer_of(name)
         raise CalibrationError(
-            f"the weight of {name or 'the model'} is computed when the layer is called, and no call has shown it; give "
+            f"the weight of {path or 'the model'} is computed when the layer is called, and no call has shown it; give "
             "batches that reach the layer"
         )
-    with evaluating(layer), torch.no_grad():  # spectral_norm changes its vectors in training mode
+    with evaluating(weight.owner), torch.no_grad():  # spectral_norm changes its vectors in training mode
         for hook in hooks:
-            hook(layer, None)
-        return layer.weight
+            hook(weight.owner, None)
+        return weight.tensor
 
 
-def _weight_hooks(layer: nn.Module) -> list[Any]:
-    return [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
+def _weight_hooks(weight: LayerWeight) -> list[Any]:
+    return [hook for hook in weight.owner._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
 
 
-def note_weight(layer: QuantizedLayer) -> None:
-    """Record that the parameters of a layer's weight quantizer fit its weight as it is now; learned ones always do."""
-    quantizer = layer._weight_quantizer
+def note_weight(weight: LayerWeight) -> None:
+    """Record that the parameters of a weight's quantizer fit the weight as it is now; learned ones always do."""
+    quantizer = weight.quantizer
     if quantizer is None or quantizer.learned is not None:
         return
-    with evaluating(layer), torch.no_grad():
-        weight = layer.weight
-    if not is_sharded(weight):
-        quantizer.fitted_to = _magnitudes(quantizer, weight)
+    with evaluating(weight.owner), torch.no_grad():
+        tensor = weight.tensor
+    if not is_sharded(tensor):
+        quantizer.fitted_to = _magnitudes(quantizer, tensor)
 
 
 def note_weights(model: nn.Module) -> None:
-    """`note_weight` for all layers whose weight quantizer has parameters, as after loading a checkpoint or training."""
-    for layer in weighted_layers(model).values():
-        quantizer = layer._weight_quantizer
-        if quantizer is not None and quantizer.calibrated:
-            note_weight(layer)
+    """`note_weight` for all weights whose quantizer has parameters, as after loading a checkpoint or training."""
+    for weight in quantized_weights(model).values():
+        if weight.quantizer.calibrated:
+            note_weight(weight)
 
 
 def _no_longer_fits(quantizer: Quantizer, weight: Tensor) -> bool:
@@ -114,13 +121,14 @@ def warn_stale_scales(model: nn.Module) -> None:
     groups are others. Weights sharded over processes are not looked at: that takes all processes.
     """
     stale = []
-    for name, layer in weighted_layers(model).items():
-        quantizer = layer._weight_quantizer
-        if quantizer is None or quantizer.fitted_to is None or ("weight" in vars(layer) and not _weight_hooks(layer)):
+    for name, weight in quantized_weights(model).items():
+        quantizer = weight.quantizer
+        if quantizer.fitted_to is None or (weight.is_attribute and not _weight_hooks(weight)):
             continue
-        weight = fresh_weight(layer, name)
-        if not is_sharded(weight) and _no_longer_fits(quantizer, weight):
-            stale.append(name or "(model)")
+        tensor = fresh_weight(weight, name)
+        if not is_sharded(tensor) and _no_longer_fits(quantizer, tensor):
+            stale.append(layer_of(name) or "(model)")
+    stale = list(dict.fromkeys(stale))
     if stale:
         shown = ", ".join(stale[:_NAMED]) + (f" and {len(stale) - _NAMED} more" if len(stale) > _NAMED else "")
         weights = "the weight of 1 layer" if len(stale) == 1 else f"the weights of {len(stale)} layers"

@@ -1,6 +1,7 @@
 """Quantizers and quantized layers."""
 
-from fakequant.nn import foreign as _foreign  # noqa: F401  for its entries in the table of layers
+from fakequant.nn import attention as _attention  # noqa: F401  for its entry in the table of layers
+from fakequant.nn import foreign as _foreign  # noqa: F401  likewise
 from fakequant.nn import pooling as _pooling  # noqa: F401  likewise
 from fakequant.nn.contexts import cached_weights, fixed_ranges
 from fakequant.nn.elementwise import Add, MatMul

@@ -12,8 +12,7 @@ def leave_fast_paths(model: nn.Module) -> None:
     """Have every transformer encoder with quantized layers call them, in place.
 
     In eval mode without gradients torch computes an encoder layer in one operator from the weights themselves, so that
-    it would stay in float. `nn.MultiheadAttention` has such a path too, but none of its layers is ever quantized: its
-    output projection is a subclass of Linear, whose weight it reads itself on every path.
+    it would stay in float. `nn.MultiheadAttention` has such a path too, which its quantized form does not have.
     """
     for module in model.modules():
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):

@@ -19,6 +19,7 @@ from fakequant.nn.elementwise import Add, MatMul
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.operands import LayerWeight, Operand, Role
 from fakequant.nn.quantizer import Quantizer
 
 _ATTRIBUTES = {"input_quantizer": "_input_quantizer", "weight_quantizer": "_weight_quantizer"}
@@ -66,9 +67,23 @@ class QuantizedLayer(nn.Module):
         super().__setattr__(_ATTRIBUTES.get(name, name), value)
 
     @classmethod
-    def quantizer_names(cls) -> tuple[str, ...]:
-        """The attributes that hold quantizers."""
-        return cls.inputs if cls.output_channels is None else (*cls.inputs, "_weight_quantizer")
+    def operands(cls, layer: nn.Module) -> dict[str, Operand]:
+        """The tensors that have quantizers, by the attributes that hold these, for a float or quantized layer.
+
+        By default they follow from `inputs`, `output_channels` and the axes of reduction; a layer with several weights,
+        or with quantizers inside, overrides this.
+        """
+        # Fewer inputs than axes: a layer that overrides `inputs` with none.
+        axes = zip(cls.inputs, cls.input_reductions, strict=False)
+        found = {attribute: Operand(Role.INPUT, axis) for attribute, axis in axes}
+        if cls.output_channels is not None:
+            found["_weight_quantizer"] = Operand(Role.WEIGHT, cls.weight_reduction, cls.output_channels, "weight")
+        return found
+
+    def weights(self) -> list[LayerWeight]:
+        """The weights that have a quantizer or could have one."""
+        operands = self.operands(self).items()
+        return [LayerWeight.of(self, attribute, operand.weight) for attribute, operand in operands if operand.weight]
 
     @classmethod
     def check(cls, layer: nn.Module) -> None:
@@ -101,6 +116,11 @@ class QuantizedLayer(nn.Module):
         if self.product is None:
             return f"there is no integer product for {type(self).float_class.__name__}"
         return self.product.why_simulated(self, execution or self.execution)
+
+    def quantized(self, attribute: str, x: Tensor) -> Tensor:
+        """A tensor as the quantizer at an attribute makes it; as it is where there is none."""
+        quantizer = getattr(self, attribute)
+        return x if quantizer is None else quantizer(x)
 
     def quantized_input(self, x: Tensor) -> Tensor:
         """The first input as the operation sees it."""

@@ -1,0 +1,73 @@
+"""Which tensors of a layer have quantizers, and where their axes are: one table for each quantized layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Role(Enum):
+    """What a tensor is to its layer; the values are the names of a rule's fields."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    OUTPUT = "output"
+
+
+class Operand(NamedTuple):
+    """A tensor of a layer that a quantizer belongs to."""
+
+    role: Role
+    reduction: int = -1
+    """The axis that the product sums over, which axis -1 of a rule stands for; of an output, that of its channels."""
+    channels: int = 0
+    """Of a weight, the axis of output channels, which axis 0 of a rule stands for."""
+    weight: str = ""
+    """Where the layer holds a weight: "weight", or "out_proj.weight" for that of a submodule."""
+    optional: bool = False
+    """Whether calls may do without it: calibration takes the quantizer away if no call of its layer used it."""
+
+    def axes(self) -> dict[int, int]:
+        """From the axes that a rule names by their role to those of the tensor."""
+        return {0: self.channels, -1: self.reduction} if self.role is Role.WEIGHT else {-1: self.reduction}
+
+
+@dataclass(frozen=True)
+class LayerWeight:
+    """A weight of a quantized layer, and the attribute of the layer that holds its quantizer."""
+
+    layer: nn.Module
+    attribute: str
+    owner: nn.Module
+    """The module that holds the weight: the layer, or a submodule of it."""
+    name: str
+    """The attribute of the owner."""
+
+    @classmethod
+    def of(cls, layer: nn.Module, attribute: str, path: str) -> LayerWeight:
+        """The weight at a path in a layer."""
+        owner, _, name = path.rpartition(".")
+        return cls(layer, attribute, layer.get_submodule(owner), name)
+
+    @property
+    def quantizer(self) -> Any:
+        """The quantizer, or None while the weight stays in float."""
+        return getattr(self.layer, self.attribute, None)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weight as it is now; a parametrization computes it."""
+        return getattr(self.owner, self.name)
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The weight if it is a parameter, None if it is computed."""
+        return self.owner._parameters.get(self.name)
+
+    @property
+    def is_attribute(self) -> bool:
+        """Whether it is a plain attribute, which a hook computes when the owner is called."""
+        return self.name in vars(self.owner)
