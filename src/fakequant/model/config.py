@@ -71,6 +71,7 @@ class Rule:
             functions than products, `weight` for products' parameters. `prepare` needs an example for them.
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
+        output: how results are quantized; None, as in all presets, leaves them as they are.
 
     One rule serves layers of all kinds, so `PerChannel` and `PerBlock` name two axes by their role. Axis 0 of a weight
     means its output channels. Axis -1 means the axis that the layer's product sums over: of convolutions the input
@@ -86,9 +87,10 @@ class Rule:
     optional: bool = False
     execution: Execution = Execution.SIMULATE
     ops: tuple[str, ...] = ()
+    output: TensorConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("input", "weight"):
+        for name in ("input", "weight", "output"):
             value = getattr(self, name)
             if isinstance(value, (str, QuantSpec)):
                 config = TensorConfig.parse(value) if isinstance(value, str) else TensorConfig(value)
@@ -118,7 +120,7 @@ class Rule:
     @property
     def leaves_in_float(self) -> bool:
         """Whether the rule quantizes nothing."""
-        return self.input is None and self.weight is None
+        return self.input is None and self.weight is None and self.output is None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
@@ -130,6 +132,7 @@ class Rule:
             "ops": list(self.ops),
             "optional": self.optional,
             "execution": self.execution.value,
+            "output": None if self.output is None else self.output.to_text(),
         }
 
     @classmethod

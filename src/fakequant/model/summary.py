@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,21 +53,16 @@ class Summary:
     parameters: int = 0
     bytes_float: int = 0
     bytes_quantized: int = 0
-    header: tuple[str, ...] = field(default=("layer", "type", "input", "weight", "execution", "state"))
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The names of the columns; of outputs there is one if any is quantized."""
+        outputs = ("output",) if any("_output_quantizer" in layer.quantizers for layer in self.layers) else ()
+        return ("layer", "type", "input", "weight", *outputs, "execution", "state")
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows of the table, one per layer, as text."""
-        return [
-            (
-                layer.name or "(model)",
-                layer.type,
-                _joined(layer.quantizers, weights=False) or "float",
-                _joined(layer.quantizers, weights=True) or ("float" if layer.has_weight else ""),
-                layer.execution,
-                layer.state,
-            )
-            for layer in self.layers
-        ]
+        return [tuple(_cells(layer)[column] for column in self.header) for layer in self.layers]
 
     def __str__(self) -> str:
         rows = [self.header, *self.rows()]
@@ -128,9 +123,27 @@ def _never_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     }
 
 
-def _joined(quantizers: dict[str, str], *, weights: bool) -> str:
-    """The texts of the quantizers of a layer's weights, or of its other tensors; of many each text once."""
-    texts = [text for name, text in quantizers.items() if name.endswith("_weight_quantizer") is weights]
+def _cells(layer: LayerSummary) -> dict[str, str]:
+    """The cells of a layer's row by column."""
+    texts: dict[str, list[str]] = {"input": [], "weight": [], "output": []}
+    for name, text in layer.quantizers.items():
+        column = (
+            "output" if name == "_output_quantizer" else "weight" if name.endswith("_weight_quantizer") else "input"
+        )
+        texts[column].append(text)
+    return {
+        "layer": layer.name or "(model)",
+        "type": layer.type,
+        "input": _joined(texts["input"]) or "float",
+        "weight": _joined(texts["weight"]) or ("float" if layer.has_weight else ""),
+        "output": _joined(texts["output"]),
+        "execution": layer.execution,
+        "state": layer.state,
+    }
+
+
+def _joined(texts: list[str]) -> str:
+    """Texts in one cell; if there are many, equal ones once with their number."""
     if len(texts) <= 2:
         return ", ".join(texts)
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in Counter(texts).items())

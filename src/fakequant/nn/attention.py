@@ -62,7 +62,7 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
     """
 
     @classmethod
-    def operands(cls, layer: nn.Module) -> dict[str, Operand]:
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
         packed = cast("nn.MultiheadAttention", layer)._qkv_same_embed_dim
         weights = ("in_proj",) if packed else _SEPARATE
         return {

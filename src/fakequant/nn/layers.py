@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ConfigError
 from fakequant.nn.elementwise import Add, MatMul
@@ -22,7 +23,7 @@ from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import LayerWeight, Operand, Role
 from fakequant.nn.quantizer import Quantizer
 
-_ATTRIBUTES = {"input_quantizer": "_input_quantizer", "weight_quantizer": "_weight_quantizer"}
+_ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 """The public properties that hold quantizers, and the attributes and `state_dict` keys behind them."""
 
 
@@ -51,6 +52,7 @@ class QuantizedLayer(nn.Module):
     weight: Tensor
     _input_quantizer: Quantizer | None
     _weight_quantizer: Quantizer | None
+    _output_quantizer: Quantizer | None
 
     @property
     def input_quantizer(self) -> Quantizer | None:
@@ -62,13 +64,28 @@ class QuantizedLayer(nn.Module):
         """The quantizer of the weight, which may be replaced; None leaves the weight in float."""
         return self._weight_quantizer
 
+    @property
+    def output_quantizer(self) -> Quantizer | None:
+        """The quantizer of the result, which may be replaced; None, as without a rule for it, leaves it as it is."""
+        return self._output_quantizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        y = super().__call__(*args, **kwargs)
+        quantizer = self._modules.get("_output_quantizer")
+        return y if quantizer is None else _quantized_output(quantizer, y)
+
     def __setattr__(self, name: str, value: Any) -> None:
         # torch registers a module under the name it is given, before it looks for a property of that name.
         super().__setattr__(_ATTRIBUTES.get(name, name), value)
 
     @classmethod
     def operands(cls, layer: nn.Module) -> dict[str, Operand]:
-        """The tensors that have quantizers, by the attributes that hold these, for a float or quantized layer.
+        """The tensors that have quantizers, by the attributes that hold these, for a float or quantized layer."""
+        return {**cls.factors(layer), "_output_quantizer": Operand(Role.OUTPUT, cls.input_reductions[0])}
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        """The operands without the output.
 
         By default they follow from `inputs`, `output_channels` and the axes of reduction; a layer with several weights,
         or with quantizers inside, overrides this.
@@ -126,6 +143,17 @@ class QuantizedLayer(nn.Module):
         """The first input as the operation sees it."""
         quantizer = self._input_quantizer
         return x if quantizer is None else quantizer(x)
+
+
+def _quantized_output(quantizer: nn.Module, y: Any) -> Any:
+    """A layer's result quantized; the first of several results."""
+    if isinstance(y, Proxy):  # the call of the layer is recorded, which will do it
+        return y
+    if isinstance(y, PackedSequence):
+        return y._replace(data=quantizer(y.data))
+    if isinstance(y, tuple):
+        return (_quantized_output(quantizer, y[0]), *y[1:])
+    return quantizer(y)
 
 
 _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
