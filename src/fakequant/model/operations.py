@@ -43,6 +43,7 @@ _FACTORS = {
     **dict.fromkeys(("addmm", "addmv", "addr", "baddbmm", "addbmm", "_addmm_activation"), slice(1, 3)),
     **dict.fromkeys(("_grouped_mm", "grouped_mm", "_scaled_mm", "_scaled_grouped_mm"), slice(2)),
     "bilinear": slice(3),
+    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), slice(4)),
 }
 
 
@@ -239,4 +240,6 @@ def _operands(node: fx.Node, inputs: list[fx.Node], constants: set[fx.Node]) -> 
         return inputs
     # By position, because `inputs` names a tensor once that is passed twice.
     factors: Any = node.args[_FACTORS[name]]
+    # An LSTM's state is a list, of which the products see the first tensor.
+    factors = [n[0] if isinstance(n, (list, tuple)) else n for n in factors]
     return [n for n in factors if isinstance(n, fx.Node) and _is_float(n)]

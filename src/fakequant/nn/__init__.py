@@ -3,6 +3,7 @@
 from fakequant.nn import attention as _attention  # noqa: F401  for its entry in the table of layers
 from fakequant.nn import foreign as _foreign  # noqa: F401  likewise
 from fakequant.nn import pooling as _pooling  # noqa: F401  likewise
+from fakequant.nn import recurrent_layers as _recurrent_layers  # noqa: F401  likewise
 from fakequant.nn.contexts import cached_weights, fixed_ranges
 from fakequant.nn.elementwise import Add, MatMul
 from fakequant.nn.integer import Execution

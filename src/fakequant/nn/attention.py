@@ -17,7 +17,6 @@ from fakequant.errors import CalibrationError, ShapeError
 from fakequant.nn.layers import QuantizedLayer, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
-from fakequant.nn.quantizer import Mode
 
 _torch: Any = F
 """Its private functions, which its type stub lacks."""
@@ -158,7 +157,7 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
             masks = masks.padded()
         mask = masks.merged(n, self.num_heads, k.shape[1])
         weights = None
-        if need_weights or self._is_on("_probability_quantizer"):
+        if need_weights or self.is_on("_probability_quantizer"):
             if is_causal and mask is None:
                 mask = torch.full((queries, k.shape[1]), -math.inf, dtype=q.dtype, device=q.device).triu(1).unsqueeze(0)
             y, weights = self._explicitly(q, k, v, mask, hides_rows=not need_weights)
@@ -221,7 +220,7 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
     def _in_one_operation(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """Output [n, heads, queries, head_dim] by `scaled_dot_product_attention`."""
         n, options = q.shape[0] // self.num_heads, {}
-        if self._is_on("_query_quantizer"):
+        if self.is_on("_query_quantizer"):
             q = self._quantized_heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
             options["scale"] = 1.0
         k, v = self._quantized_heads("_key_quantizer", k), self._quantized_heads("_value_quantizer", v)
@@ -230,10 +229,6 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
         q, k, v = (x.view(n, self.num_heads, *x.shape[1:]) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, **options)
-
-    def _is_on(self, attribute: str) -> bool:
-        quantizer = getattr(self, attribute)
-        return quantizer is not None and quantizer.mode is not Mode.OFF
 
     def _quantized_heads(self, attribute: str, x: Tensor) -> Tensor:
         """x [n * heads, ...] quantized as [n, heads, ...]."""

@@ -21,7 +21,7 @@ from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import LayerWeight, Operand, Role
-from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.quantizer import Mode, Quantizer
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 """The public properties that hold quantizers, and the attributes and `state_dict` keys behind them."""
@@ -133,6 +133,11 @@ class QuantizedLayer(nn.Module):
         if self.product is None:
             return f"there is no integer product for {type(self).float_class.__name__}"
         return self.product.why_simulated(self, execution or self.execution)
+
+    def is_on(self, attribute: str) -> bool:
+        """Whether there is a quantizer at an attribute, and it quantizes or observes."""
+        quantizer = getattr(self, attribute)
+        return quantizer is not None and quantizer.mode is not Mode.OFF
 
     def quantized(self, attribute: str, x: Tensor) -> Tensor:
         """A tensor as the quantizer at an attribute makes it; as it is where there is none."""

@@ -1,13 +1,12 @@
 """Recurrent layers step by step, where a quantizer reaches the input and the state of every step.
 
-Input and hidden state are joined before they are quantized, as are their two weights, because an engine computes the
-gates of a step as one product. Biases and the state of an LSTM's cell stay in float.
+Biases and the state of an LSTM's cell stay in float.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +24,6 @@ _CELLS: dict[str, Callable[..., Any]] = {
 }
 
 
-class GateQuantizers(NamedTuple):
-    """What one layer in one direction quantizes with."""
-
-    input: Callable[[Tensor], Tensor]
-    """Applied to the input and the hidden state of a step, joined [n, in + hidden]."""
-    weight: Callable[[Tensor], Tensor]
-    """Applied to their weights, joined [gates * hidden, in + hidden]."""
-
-
 class GateWeights(NamedTuple):
     """The parameters of one layer in one direction, or of a cell."""
 
@@ -44,29 +34,53 @@ class GateWeights(NamedTuple):
     input_bias: Tensor | None = None
     hidden_bias: Tensor | None = None
 
-    def quantized(self, quantizers: GateQuantizers) -> GateWeights:
-        """The weights as the products see them."""
-        joined = quantizers.weight(torch.cat([self.input, self.hidden], 1))
-        input, hidden = joined.split([self.input.shape[1], self.hidden.shape[1]], 1)
-        return GateWeights(input, hidden, self.input_bias, self.hidden_bias)
+
+class StepQuantizers(Protocol):
+    """How one layer in one direction, or a cell, is quantized."""
+
+    def weights(self, weights: GateWeights) -> GateWeights:
+        """The weights as the products of all steps see them."""
+        ...
+
+    def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Input [n, in] and hidden state [n, hidden] as the products of one step see them."""
+        ...
 
 
-def step(mode: str, x: Tensor, state: State, weights: GateWeights, quantizers: GateQuantizers) -> State:
+class GateQuantizers(NamedTuple):
+    """Input and hidden state are joined before they are quantized, as are their weights: one product for all gates."""
+
+    input: Callable[[Tensor], Tensor]
+    """Applied to the input and the hidden state of a step, joined [n, in + hidden]."""
+    weight: Callable[[Tensor], Tensor]
+    """Applied to their weights, joined [gates * hidden, in + hidden]."""
+
+    def weights(self, weights: GateWeights) -> GateWeights:
+        joined = self.weight(torch.cat([weights.input, weights.hidden], 1))
+        input, hidden = joined.split([weights.input.shape[1], weights.hidden.shape[1]], 1)
+        return weights._replace(input=input, hidden=hidden)
+
+    def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        joined = self.input(torch.cat([x, hidden], 1))
+        x, hidden = joined.split([x.shape[1], hidden.shape[1]], 1)
+        return x, hidden
+
+
+def step(mode: str, x: Tensor, state: State, weights: GateWeights, quantizers: StepQuantizers) -> State:
     """The state after one step; the weights are quantized already.
 
     Args:
         mode: "LSTM", "GRU", "RNN_TANH" or "RNN_RELU".
         x: [n, in]
     """
-    joined = quantizers.input(torch.cat([x, state[0]], 1))
-    x, hidden = joined.split([x.shape[1], state[0].shape[1]], 1)
+    x, hidden = quantizers.factors(x, state[0])
     given = (hidden, *state[1:]) if len(state) > 1 else hidden
     after = _CELLS[mode](x, given, *weights)
     return after if isinstance(after, tuple) else (after,)
 
 
 def unroll(
-    layer: nn.RNNBase, input: Tensor | PackedSequence, hx: Any, quantizers: Sequence[GateQuantizers]
+    layer: nn.RNNBase, input: Tensor | PackedSequence, hx: Any, quantizers: Sequence[StepQuantizers]
 ) -> tuple[Tensor | PackedSequence, Any]:
     """What `layer(input, hx)` computes, every step quantized; arguments and results are those of torch's layers.
 
@@ -98,17 +112,19 @@ def unroll(
 
 
 def _one_direction(
-    mode: str, steps: list[Tensor], state: State, weights: GateWeights, quantizers: GateQuantizers, *, reverse: bool
+    mode: str, steps: list[Tensor], state: State, weights: GateWeights, quantizers: StepQuantizers, *, reverse: bool
 ) -> tuple[list[Tensor], State]:
     """The hidden states [n, hidden] of every step, and the last state of every sequence."""
-    weights = weights.quantized(quantizers)
+    weights = quantizers.weights(weights)
     outputs = []
     for x in reversed(steps) if reverse else steps:
         n = x.shape[0]
         after = step(mode, x, tuple(s[:n] for s in state), weights, quantizers)
         outputs.append(after[0])
         # Sequences that have ended keep their state, those that have not begun (in reverse) their first one.
-        state = tuple(torch.cat([a, s[n:]]) for a, s in zip(after, state, strict=True)) if n < len(state[0]) else after
+        if n < state[0].shape[0]:
+            after = tuple(torch.cat([a, s[n:]]) for a, s in zip(after, state, strict=True))
+        state = after
     return outputs[::-1] if reverse else outputs, state
 
 

@@ -90,6 +90,6 @@ def _weights(module: nn.Module) -> Iterator[tuple[Any, Callable[[], object]]]:
 
 
 def _replace_gates(weights: GateWeights, quantizers: GateQuantizers) -> None:
-    quantized = weights.quantized(quantizers)
+    quantized = quantizers.weights(weights)
     weights.input.copy_(quantized.input)
     weights.hidden.copy_(quantized.hidden)
