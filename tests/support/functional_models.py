@@ -56,9 +56,13 @@ class Block(nn.Module):
         self.mix = nn.Linear(2 * features, features)
         self.positions = nn.Parameter(torch.randn(1, 16, features) / 3)
 
+    def normed(self, x: Tensor) -> Tensor:
+        # Contiguous, because torch's compiler expects other strides of this operation than its kernel gives.
+        return self.norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.positions[:, : x.shape[1]]
-        h = self.norm(x.transpose(1, 2)).transpose(1, 2) + 1
+        h = self.normed(x) + 1
         y = self.attention(h, mask=mask)
         y += x
         z = self.mix(torch.cat([y, y], dim=-1))
@@ -68,7 +72,7 @@ class Block(nn.Module):
     def by_hand(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         s = self._modules[SITES]
         x = s.add_0.input(x) + s.add_0.other(self.positions[:, : x.shape[1]])
-        h = self.norm(x.transpose(1, 2)).transpose(1, 2) + 1
+        h = self.normed(x) + 1
         y = self.attention.by_hand(h, mask)
         # In place, which keeps the dtype under autocast.
         y = (s.add_2.input(y) + s.add_2.other(x)).to(y.dtype)

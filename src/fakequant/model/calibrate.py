@@ -227,7 +227,9 @@ def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
     """The static quantizers of the layers that match a pattern."""
     if not quantizers(model):
         raise CalibrationError(_NOT_PREPARED)
-    found = {name: q for name, q in quantizers(model).items() if not q.dynamic and _matches(name, pattern)}
+    found = {
+        name: q for name, q in quantizers(model).items() if not (q.dynamic or q.pinned) and _matches(name, pattern)
+    }
     if not found and pattern != "*":
         raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
     return found

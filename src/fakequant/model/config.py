@@ -178,11 +178,15 @@ class Config:
         """The rules that speak of functions."""
         return tuple(rule for rule in self.rules if rule.ops)
 
-    def resolve(self, model: nn.Module) -> dict[str, Rule]:
+    def resolve(self, model: nn.Module, *, any_module: bool = False) -> dict[str, Rule]:
         """The rule that holds for every layer of a model that can be quantized and that a rule matches.
 
         A layer that is used under several names is matched by any of them, and stands under its first. A rule that
         leaves layers in float may match only layers that cannot be quantized.
+
+        Args:
+            model: a float model.
+            any_module: whether a rule may match only modules that are no layers, for the functions that they call.
 
         Raises:
             ConfigError: a rule that must match something matches nothing; the nearest candidates are named.
@@ -192,7 +196,8 @@ class Config:
         held: dict[str, Rule] = {}
         for rule in self.layer_rules:
             matched = [first for first, module in candidates.items() if rule.matches_any(names[module], module)]
-            if not matched and not rule.optional and not (rule.leaves_in_float and _has_weights(rule, names)):
+            other = any_module or (rule.leaves_in_float and _has_weights(rule, names))
+            if not matched and not rule.optional and not (other and _matches_module(rule, names)):
                 raise ConfigError(_nothing_matched(rule, candidates))
             held.update(dict.fromkeys(matched, rule))
         return held
@@ -231,6 +236,10 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     return names
+
+
+def _matches_module(rule: Rule, names: dict[nn.Module, list[str]]) -> bool:
+    return any(rule.matches_any(own, module) for module, own in names.items())
 
 
 def _has_weights(rule: Rule, names: dict[nn.Module, list[str]]) -> bool:

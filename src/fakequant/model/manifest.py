@@ -71,11 +71,12 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class SiteQuantizerEntry:
-    """One quantizer of a site, and the path of the one that it is, where several share one."""
+    """One quantizer of a site, the path of the one that it is, where several share one, and whether it is pinned."""
 
     quantizer: QuantizerEntry
     kind: Kind
     group: str | None
+    pinned: bool
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,12 @@ def _site_values(site: SiteEntry) -> dict[str, Any]:
     return {
         "operands": site.operands,
         "quantizers": {
-            name: {**_quantizer_values(held.quantizer), "kind": held.kind.value, "group": held.group}
+            name: {
+                **_quantizer_values(held.quantizer),
+                "kind": held.kind.value,
+                "group": held.group,
+                "pinned": held.pinned,
+            }
             for name, held in site.quantizers.items()
         },
     }
@@ -333,11 +339,14 @@ def _site(values: Any, place: str) -> SiteEntry:
 
 
 def _site_quantizer(values: Any, place: str) -> SiteQuantizerEntry:
-    kind, group = _keys(values, place, "kind", "group")
+    kind, group, pinned = _keys(values, place, "kind", "group", "pinned")
+    if not isinstance(pinned, bool):
+        raise _Odd(f"{place}.pinned is {pinned!r:.80}, not true or false")
     return SiteQuantizerEntry(
         _quantizer(values, place),
         _member(kind, f"{place}.kind", Kind),
         None if group is None else _text(group, f"{place}.group"),
+        pinned,
     )
 
 

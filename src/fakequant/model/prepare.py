@@ -13,9 +13,11 @@ from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
+from fakequant.model.placement import place
 from fakequant.model.presets import find_preset
 from fakequant.model.recording import record
 from fakequant.model.sites import SitePlan, apply_sites, plan_sites
+from fakequant.model.targets import find_target
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
@@ -27,7 +29,14 @@ from fakequant.restore import structure_of
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: Inputs | None = None) -> Model:
+def prepare(
+    model: Model,
+    config: Config | str,
+    example: Any = None,
+    *,
+    inputs: Inputs | None = None,
+    target: str | None = None,
+) -> Model:
     """Turn the layers of a model into quantized layers, in place.
 
     Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
@@ -44,6 +53,10 @@ def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: 
         example: an input, a tuple or a dict of inputs; with it the model is traced, and the warning also says which
             products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
+        target: the engine that will run the model: "onnxruntime", "tensorrt", "openvino", "qnn" or "xnnpack". Functions
+            in the model's own `forward` get quantizers where it wants them, and layers have none where it does not; the
+            specifications are those of the configuration. Needs an example. None quantizes layers, and the functions
+            that rules name.
 
     Raises:
         ConfigError: a rule matches nothing, the model is already prepared, or a layer cannot be quantized as its rule
@@ -67,8 +80,7 @@ def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: 
         config = find_preset(config)
     restore = structure_of([model])
     try:
-        sites = _planned(model, config, example, inputs)
-        held = config.resolve(model)
+        held, sites = _planned(model, config, target, example, inputs)
         purposely = config.left_on_purpose(model)
         modules = dict(model.named_modules())
         for name, rule in held.items():
@@ -88,18 +100,27 @@ def prepare(model: Model, config: Config | str, example: Any = None, *, inputs: 
         raise
 
 
-def _planned(model: nn.Module, config: Config, example: Any, inputs: Inputs | None) -> SitePlan | None:
-    """The sites that the rules say; None where they speak of layers alone."""
-    if not config.site_rules:
-        return None
+def _planned(
+    model: nn.Module, config: Config, target: str | None, example: Any, inputs: Inputs | None
+) -> tuple[dict[str, Rule], SitePlan | None]:
+    """The rules of layers, and the sites; None where rules speak of layers alone and there is no target."""
+    table = None if target is None else find_target(target)
+    held = config.resolve(model, any_module=table is not None)
+    if not config.site_rules and table is None:
+        return held, None
     if example is None:
         ops = ", ".join(dict.fromkeys(op for rule in config.site_rules for op in rule.ops))
+        why = f"rules speak of functions ({ops})" if table is None else f"the target {table.name} places quantizers"
         raise ConfigError(
-            f"rules speak of functions ({ops}), which are found by a run of the model; give prepare(..., example=) an "
-            "input, a tuple or a dict of inputs"
+            f"{why}, and the functions of a model are found by a run of it; give prepare(..., example=) an input, a "
+            "tuple or a dict of inputs"
         )
     args, kwargs = example_arguments(example, inputs)
-    return plan_sites(model, config, record(model, lambda: model(*args, **kwargs)))
+    recording = record(model, lambda: model(*args, **kwargs))
+    if table is None:
+        return held, plan_sites(model, config, recording)
+    placement = place(model, config, recording, table, held)
+    return placement.layers, plan_sites(model, config, recording, placement.sites)
 
 
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:

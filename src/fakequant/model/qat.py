@@ -124,7 +124,7 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
 
 
 def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[str, Any]) -> None:
-    static = [quantizer for quantizer in quantizers(model).values() if not quantizer.dynamic]
+    static = [q for q in quantizers(model).values() if not (q.dynamic or q.pinned)]
     if scales is not Scales.LEARNED:
         for quantizer in quantizers(model).values():
             quantizer.stop_learning()

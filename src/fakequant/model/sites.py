@@ -17,6 +17,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand
 from fakequant.nn.sites import SITES, Site, Sites, add_sites, is_shielded, shield, site_keys, sites_of
+from fakequant.numerics.qparams import QParams
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,19 @@ class SiteQuantizer:
         tensor: how it quantizes.
         kind: whether the operand is computed from the model's input, or from parameters alone.
         group: the path of the quantizer that it is, where several share one; None for one of its own.
+        fixed: scale and zero point that nothing moves; None where calibration finds them.
     """
 
     tensor: TensorConfig
     kind: Kind = Kind.INPUT
     group: str | None = None
+    fixed: tuple[float, int] | None = None
+
+    def __str__(self) -> str:
+        text = str(self.tensor)
+        if self.fixed is not None:
+            text += f" with scale {self.fixed[0]:.6g} and zero point {self.fixed[1]}"
+        return text if self.group is None else f"{text} shared as {self.group}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class SitePlan:
     def __str__(self) -> str:
         lines = []
         for site in self.sites:
-            held = ", ".join(f"{name} {quantizer.tensor}" for name, quantizer in site.quantizers.items())
+            held = ", ".join(f"{name} {quantizer}" for name, quantizer in site.quantizers.items())
             lines.append(f"{site.path}: {held}")
         return "\n".join(lines) or "no functions have quantizers"
 
@@ -111,15 +120,36 @@ class Candidate:
         return site_path(self.owner, f"{self.function}_{self.index}")
 
 
-def plan_sites(model: nn.Module, config: Config, recording: Recording) -> SitePlan:
-    """The sites that the rules of a configuration say.
+Placed = Mapping[Candidate, dict[str, SiteQuantizer]]
+
+
+def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: Placed | None = None) -> SitePlan:
+    """The sites that the rules of a configuration say, and, where no rule speaks of a call, those of a target.
+
+    Args:
+        model: the float model.
+        config: its rules.
+        recording: of a run of the model.
+        placed: the quantizers that a target places; none without a target.
 
     Raises:
         ConfigError: a rule matches no call, or the owner of a site is called with different sequences of functions.
     """
+    found = candidates(model, recording)
+    rules = rules_of_sites(model, config, found)
+    planned = [(one, _quantizers(one, rules[one]) if one in rules else (placed or {}).get(one, {})) for one in found]
+    return complete_plan(model, recording, [(one, held) for one, held in planned if held])
+
+
+def rules_of_sites(model: nn.Module, config: Config, found: Iterable[Candidate]) -> dict[Candidate, Rule]:
+    """The rules that speak of calls, by call; the last that matches holds.
+
+    Raises:
+        ConfigError: a rule matches no call.
+    """
     names = all_names(model)
     modules = dict(model.named_modules())
-    found = candidates(model, recording)
+    found = list(found)
     rules: dict[Candidate, Rule] = {}
     for rule in config.site_rules:
         matched = [
@@ -131,8 +161,7 @@ def plan_sites(model: nn.Module, config: Config, recording: Recording) -> SitePl
         if not matched and not rule.optional:
             raise ConfigError(_nothing_matched(rule, found))
         rules.update(dict.fromkeys(matched, rule))
-    planned = [(one, _quantizers(one, rules[one])) for one in found if one in rules]
-    return complete_plan(model, recording, [(one, held) for one, held in planned if held])
+    return rules
 
 
 def complete_plan(
@@ -266,6 +295,10 @@ def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer]) -> Qu
         return shared[planned.group]
     quantizer = Quantizer(planned.tensor.spec, kind=planned.kind, dynamic=planned.tensor.dynamic)
     quantizer.name = path
+    if planned.fixed is not None:
+        scale, zero_point = planned.fixed
+        quantizer.set_qparams(QParams(torch.tensor([scale]), torch.tensor([zero_point], dtype=torch.int32)))
+        quantizer.pinned = True
     return shared.setdefault(planned.group or path, quantizer)
 
 
@@ -292,10 +325,17 @@ def site_plan(model: nn.Module) -> SitePlan:
                 for name, quantizer in zip(site._modules, held_by(site), strict=True):
                     path = f"{site_path(owner, key)}.{name}"
                     group = first.setdefault(id(quantizer), path) if uses[id(quantizer)] > 1 else None
-                    held[name] = SiteQuantizer(TensorConfig(quantizer.spec, quantizer.dynamic), quantizer.kind, group)
+                    tensor = TensorConfig(quantizer.spec, quantizer.dynamic)
+                    held[name] = SiteQuantizer(tensor, quantizer.kind, group, _fixed_of(quantizer))
                 planned.append(PlannedSite(owner, site.function, index, site.operands, held))
     shielded = tuple(path for path, module in model.named_modules() if is_shielded(module))
     return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded)
+
+
+def _fixed_of(quantizer: Quantizer) -> tuple[float, int] | None:
+    if not quantizer.pinned or quantizer.scale is None or quantizer.zero_point is None:
+        return None
+    return float(quantizer.scale), int(quantizer.zero_point)
 
 
 def held_by(site: nn.Module) -> list[Quantizer]:

@@ -34,7 +34,7 @@ def sites_entry(model: nn.Module) -> SitesEntry:
         for name, planned in site.quantizers.items():
             quantizer = model.get_submodule(f"{site.path}.{name}")
             assert isinstance(quantizer, Quantizer)
-            held[name] = SiteQuantizerEntry(quantizer_entry(quantizer), planned.kind, planned.group)
+            held[name] = SiteQuantizerEntry(quantizer_entry(quantizer), planned.kind, planned.group, quantizer.pinned)
         owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held)
     return SitesEntry(owners, list(plan.shielded))
 
@@ -74,6 +74,13 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
 
 def restore_sites(model: nn.Module, entry: SitesEntry) -> None:
     """Make the sites of a manifest in a float model, without ranges."""
+    pinned = {
+        f"{site_path(owner, key)}.{name}"
+        for owner, own in entry.owners.items()
+        for key, site in own.sites.items()
+        for name, held in site.quantizers.items()
+        if held.pinned
+    }
     planned = [
         PlannedSite(
             path, *_function(key), tuple(site.operands), {n: _planned(held) for n, held in site.quantizers.items()}
@@ -90,6 +97,7 @@ def restore_sites(model: nn.Module, entry: SitesEntry) -> None:
         if quantizer not in done:
             done.add(quantizer)
             quantizer.mode = stored.mode
+            quantizer.pinned = path in pinned
             if (learned := stored.make_learned()) is not None:
                 quantizer.attach_learned(learned)
 

@@ -82,6 +82,8 @@ class Quantizer(QuantizerPart):
     zero_point: Tensor | None
     collected: Calibrator | None = None
     """What the last `fakequant.calibrate` collected for an input, from which `recalibrate` finds another range."""
+    pinned: bool
+    """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
     fitted_to: Tensor | None = None
     """Of the weight for which the parameters were set, the largest magnitude per group; see `model/weights.py`."""
 
@@ -92,6 +94,7 @@ class Quantizer(QuantizerPart):
         self.dynamic = dynamic
         self.mode = Mode.QUANTIZE
         self.name = ""
+        self.pinned = False
         self.calibrator: Calibrator | None = None
         self._method = ""
         self._cache: WeightCache | None = None

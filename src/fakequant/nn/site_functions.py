@@ -138,7 +138,7 @@ _FUNCTIONS = [
     SiteFunction("einsum", is_product=True, list_position=1),
     SiteFunction("embedding", (Operand("weight", 1, ("weight",)),), is_product=True),
     *(SiteFunction(name, (_INPUT, _OTHER), fewest=2) for name in ("add", "sub", "mul", "div", "maximum", "minimum")),
-    *(SiteFunction(name, list_position=0) for name in ("cat", "stack")),
+    *(SiteFunction(name, fewest=2, list_position=0) for name in ("cat", "stack")),
     *(SiteFunction(name, (_INPUT,)) for name in _UNARY),
 ]
 SITE_FUNCTIONS = {function.name: function for function in _FUNCTIONS}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fakequant.errors import ConfigError, SiteError
+from fakequant.nn.attention_parts import attend_in_parts
 from fakequant.nn.forms import change_class, class_reference, within_wrappers
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.site_functions import CALLED_AS, CalledAs
@@ -31,7 +32,9 @@ SITES = "_sites"
 
 
 class Site(nn.Module):
-    """The quantizers of one call of a function, by operand; `output` quantizes the result.
+    """The quantizers of one call of a function, by operand; `output` is that of the result.
+
+    Attention may have one of its `probabilities`. It is computed in visible parts then, unless that quantizer is off.
 
     Attributes:
         function: the canonical name.
@@ -62,7 +65,11 @@ class Site(nn.Module):
                 holder[key] = quantizer(x)
         if written is not None and places[0][1][places[0][2]] is not written:
             func = called.without_writing(func, args, kwargs)
-        result = func(*args, **kwargs)
+        probabilities = self._modules.get("probabilities")
+        if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
+            result = attend_in_parts(probabilities, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         output = self._modules.get("output")
         if isinstance(output, Quantizer):
             result = output(result)

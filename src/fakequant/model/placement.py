@@ -1,0 +1,290 @@
+"""Where a target wants quantizers in a model: its table, applied to the data flow of a recorded run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from fakequant.model.config import Config, Rule, TensorConfig, all_names
+from fakequant.model.recording import Call, Recording
+from fakequant.model.sites import Candidate, SiteQuantizer, candidates, operand_of, rules_of_sites
+from fakequant.model.targets import FixedRange, Target
+from fakequant.model.targets.table import PRODUCTS
+from fakequant.nn.quantizer import Kind
+from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.numerics.formats import IntegerFormat
+from fakequant.numerics.granularity import PerTensor
+
+Held = dict[str, SiteQuantizer]
+
+
+class Flow:
+    """Producers and consumers of the values of a run."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.calls = recording.calls
+        self.consumers: dict[int, list[Call]] = {}
+        for call in recording.calls:
+            for value in dict.fromkeys(call.inputs):
+                self.consumers.setdefault(value, []).append(call)
+
+    def producer(self, value: int) -> Call | None:
+        """The call that made a value."""
+        number = self.recording.values[value].producer
+        return None if number is None else self.calls[number]
+
+    def source(self, value: int, keeps: frozenset[str]) -> int:
+        """The value from which functions that keep scales made a value."""
+        while (call := self.producer(value)) is not None and call.function in keeps and call.inputs:
+            value = call.inputs[0]
+        return value
+
+    def alone(self, value: int) -> bool:
+        """Whether one call alone uses a value."""
+        return len(self.consumers.get(value, [])) == 1 and value not in self.recording.outputs
+
+    def ancestors(self, value: int) -> dict[int, int]:
+        """All values from which a value was computed, with the most products on a way to them."""
+        depths = {value: 0}
+        for number in range(len(self.calls) - 1, -1, -1):
+            call = self.calls[number]
+            reached = [depths[output] for output in call.outputs if output in depths]
+            if reached:
+                depth = max(reached) + (call.function in PRODUCTS)
+                for parent in call.inputs:
+                    depths[parent] = max(depths.get(parent, 0), depth)
+        return depths
+
+
+@dataclass
+class Placement:
+    """What a target makes of a model: quantizers by candidate, and the rules of layers."""
+
+    sites: dict[Candidate, Held]
+    layers: dict[str, Rule]
+
+
+class _Planner:
+    """Walks the data flow of one run with one table.
+
+    Args:
+        target: the table.
+        recording: of the float model.
+        configs: how tensors are quantized, for every call that could be a site.
+        layers: the rules that hold for layers, by path.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        recording: Recording,
+        configs: Mapping[Candidate, Rule],
+        layers: Mapping[str, Rule],
+    ) -> None:
+        self.target = target
+        self.flow = Flow(recording)
+        self.configs = configs
+        self.layers = dict(layers)
+        self.candidates = {(one.owner, one.function, one.index): one for one in configs}
+        self.call_of = {one: call for call in reversed(recording.calls) if (one := self._candidate(call)) is not None}
+        self.held: dict[Candidate, Held] = {}
+
+    def _candidate(self, call: Call) -> Candidate | None:
+        return None if call.owner is None else self.candidates.get((call.owner, call.function, call.index))
+
+    def place(self) -> Placement:
+        """The quantizers of all candidates and layers."""
+        self._layers()
+        self._inputs()
+        self._fixed()
+        self._share()
+        self._outputs()
+        return Placement({one: held for one, held in self.held.items() if held}, self.layers)
+
+    def _layers(self) -> None:
+        """Layers that keep scales, and those that the target computes in float, have no quantizers."""
+        for path, rule in self.layers.items():
+            called = {call.function for call in self.flow.calls if call.owner == path}
+            if called and called <= self.target.keeps | set(SITE_FUNCTIONS) and not called & self.target.inputs:
+                self.layers[path] = replace(rule, input=None, weight=None)
+
+    def _inputs(self) -> None:
+        for one, call in self.call_of.items():
+            if one.function not in self.target.inputs or self._adds_bias(one, call):
+                continue
+            names = [name for name in one.operands if not self._is_fused(call.operands[name], one.function)]
+            if self.target.identity_only and one.function == "add":
+                names = [name for name in names if name != self._main_branch(one, call)]
+            held = {name: self._quantizer(one, name) for name in names}
+            if self.target.attention_in_parts and one.function == "scaled_dot_product_attention":
+                held["probabilities"] = self._probabilities(one)
+            self.held[one] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
+
+    def _probabilities(self, one: Candidate) -> SiteQuantizer | None:
+        config, known = self.configs[one].input, self.target.fixed.get("softmax")
+        fixed = None if known is None else _fixed_quantizer(config, known)
+        return fixed if fixed is not None or config is None else SiteQuantizer(config)
+
+    def _quantizer(self, one: Candidate, name: str) -> SiteQuantizer | None:
+        rule, operand = self.configs[one], operand_of(one.function, name)
+        weight = name in one.constants and SITE_FUNCTIONS[one.function].is_product
+        config = rule.weight if weight else rule.input
+        if config is None:
+            return None
+        axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
+        return SiteQuantizer(config.placed(axes), Kind.WEIGHT if weight else Kind.INPUT)
+
+    def _is_fused(self, value: int, function: str) -> bool:
+        producer = self.flow.producer(value)
+        return producer is not None and (producer.function, function) in self.target.fused and self.flow.alone(value)
+
+    def _adds_bias(self, one: Candidate, call: Call) -> bool:
+        """Whether a parameter is added to the result of a product, as its bias."""
+        if one.function != "add" or not one.constants:
+            return False
+        other = [call.operands[name] for name in one.operands if name not in one.constants]
+        return any(self._is_of_product(value, ()) for value in other)
+
+    def _is_of_product(self, value: int, through: Iterable[str]) -> bool:
+        producer = self.flow.producer(value)
+        while producer is not None and self.flow.alone(value):
+            if producer.function in PRODUCTS - {"embedding"}:
+                return True
+            if producer.function not in through or not producer.inputs:
+                return False
+            value = producer.inputs[0]
+            producer = self.flow.producer(value)
+        return False
+
+    def _main_branch(self, one: Candidate, call: Call) -> str | None:
+        """The operand that the engine computes together with the sum: a product's result that nothing else uses."""
+        main = [name for name in one.operands if self._is_of_product(call.operands[name], ("batch_norm",))]
+        if len(main) < 2:
+            return main[0] if main else None
+        depths = {name: self.flow.ancestors(call.operands[name]) for name in main}
+        common = set.intersection(*(set(found) for found in depths.values()))
+        # The branch with more products before both meet; the identity branch of a block may have one, to fit its shape.
+        return max(main, key=lambda name: min((depths[name][value] for value in common), default=0))
+
+    def _fixed(self) -> None:
+        """Ranges that do not depend on the data, after which no other quantizer is needed."""
+        for one, call in self.call_of.items():
+            known = self.target.fixed.get(one.function)
+            fixed = None if known is None else _fixed_quantizer(self.configs[one].input, known)
+            if fixed is not None:
+                self.held.setdefault(one, {})["output"] = fixed
+                self._drop_after(set(call.outputs))
+
+    def _drop_after(self, quantized: set[int]) -> None:
+        """Take quantizers away from operands and layers whose input is quantized already."""
+        for one, held in self.held.items():
+            call = self.call_of[one]
+            if one.function not in self.target.shared:
+                for name in one.operands:
+                    if name in held and self.flow.source(call.operands[name], self.target.keeps) in quantized:
+                        del held[name]
+        for path, rule in self.layers.items():
+            values = [v for call in self.flow.calls if call.owner == path for v in list(call.operands.values())[:1]]
+            if values and all(self.flow.source(value, self.target.keeps) in quantized for value in values):
+                self.layers[path] = replace(rule, input=None)
+
+    def _share(self) -> None:
+        """One quantizer for all operands of a function such as `cat`, and for those that are joined further on."""
+        groups: dict[int, str] = {}  # of the results
+        members: dict[str, list[tuple[Candidate, str]]] = {}
+        for one, call in sorted(self.call_of.items(), key=lambda item: item[1].number):
+            held = self.held.get(one, {})
+            if one.function not in self.target.shared or not held:
+                continue
+            first = f"{one.path}.{next(iter(held))}"
+            members[first] = [(one, name) for name in held]
+            for name in held:
+                group = groups.get(self.flow.source(call.operands[name], self.target.keeps))
+                if group is not None and group != first:
+                    members[first] = members.pop(group) + members[first]
+                    groups = {value: first if own == group else own for value, own in groups.items()}
+            groups.update(dict.fromkeys(call.outputs, first))
+        for same in members.values():
+            same.sort(key=lambda member: self.call_of[member[0]].number)
+            one, name = same[0]
+            shared = replace(self.held[one][name], group=f"{one.path}.{name}")
+            for one, name in same:
+                self.held[one][name] = shared
+
+    def _outputs(self) -> None:
+        """Results that no other quantizer reaches."""
+        for call in self.flow.calls:
+            one = self._candidate(call)
+            if call.function not in self.target.outputs or (one is not None and call is not self.call_of[one]):
+                continue
+            last = self._last_of_chain(call)
+            if all(self._is_quantized_after(value, last) for value in last.outputs[:1]):
+                continue
+            at = self._candidate(last)
+            if at is not None and (config := self.configs[at].input) is not None:
+                self.held.setdefault(at, {}).setdefault("output", SiteQuantizer(config))
+
+    def _last_of_chain(self, call: Call) -> Call:
+        """The last of the calls that are computed as one, from a call on."""
+        while call.outputs and self.flow.alone(call.outputs[0]):
+            after = self.flow.consumers[call.outputs[0]][0]
+            if (call.function, after.function) not in self.target.fused:
+                break
+            call = after
+        return call
+
+    def _is_quantized_after(self, value: int, call: Call) -> bool:
+        """Whether all that use a value get it quantized."""
+        if value in self.flow.recording.outputs:
+            return False
+        for consumer in self.flow.consumers.get(value, []):
+            if consumer.function in self.target.keeps:
+                if not all(self._is_quantized_after(output, consumer) for output in consumer.outputs):
+                    return False
+            elif not self._quantizes(consumer, value):
+                return False
+        return True
+
+    def _quantizes(self, consumer: Call, value: int) -> bool:
+        if consumer.owner in self.layers:
+            return self.layers[consumer.owner].input is not None
+        one = self._candidate(consumer)
+        held = {} if one is None else self.held.get(one, {})
+        return all(name in held for name, operand in consumer.operands.items() if operand == value)
+
+
+def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuantizer | None:
+    """The quantizer of a range that is always the same; None where the format has no zero point."""
+    if config is None or not isinstance(config.spec.format, IntegerFormat):
+        return None
+    low, high = int(config.spec.format.quant_min), int(config.spec.format.quant_max)
+    scale = (known.high - known.low) / (high - low if known.has_high else high - low + 1)
+    spec = config.spec.replace(granularity=PerTensor(), symmetric=False)
+    zero_point = min(max(round(low - known.low / scale), low), high)
+    return SiteQuantizer(TensorConfig(spec), fixed=(scale, zero_point))
+
+
+def place(
+    model: nn.Module, config: Config, recording: Recording, target: Target, layers: Mapping[str, Rule]
+) -> Placement:
+    """The quantizers of functions and layers that a target wants, with the specifications of a configuration.
+
+    Args:
+        model: the float model.
+        config: its rules; of those that speak of no types and functions the last that matches a module holds for the
+            functions that the module calls.
+        recording: of a run of the model.
+        target: the table.
+        layers: the rules that hold for layers, by path.
+    """
+    names, rules = all_names(model), dict[str, Rule]()
+    for rule in config.layer_rules:
+        if not rule.layers:
+            rules.update({path: rule for path, m in model.named_modules() if rule.matches_any(names[m], m)})
+    found = candidates(model, recording)
+    spoken = rules_of_sites(model, config, found)
+    configs = {one: rules[one.owner] for one in found if one.owner in rules and one not in spoken}
+    return _Planner(target, recording, configs, layers).place()

@@ -1,0 +1,20 @@
+"""ONNX Runtime: `quantization/registry.py` and the selectors of its optimiser for QuantizeLinear and DequantizeLinear.
+
+A convolution is an integer one only if its result is quantized, too.
+"""
+
+from __future__ import annotations
+
+from fakequant.model.targets.table import MOVES, PRODUCTS, FixedRange, Target, after_products
+
+ONNXRUNTIME = Target(
+    name="onnxruntime",
+    inputs=PRODUCTS
+    | {"scaled_dot_product_attention", "add", "mul", "cat", "stack", "softmax", "sigmoid", "leaky_relu"}
+    | {"avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"},
+    keeps=MOVES | {"interpolate", "relu", "relu6"},
+    fixed={"softmax": FixedRange(0.0, 1.0, has_high=False)},
+    outputs=frozenset({"conv1d", "conv2d", "conv3d", "add", "mul", "cat"}),
+    fused=after_products("relu", "relu6") | {("add", "relu")},
+    attention_in_parts=True,
+)

@@ -1,0 +1,71 @@
+"""What a table of placement rules says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class FixedRange(NamedTuple):
+    """A range that an engine gives the result of a function, whatever the data.
+
+    Attributes:
+        low: the smallest value.
+        high: the largest value, or, where it has no code, the end of the range.
+        has_high: whether the largest value has a code: 255 steps of 8 bits from 0 to 1, otherwise 256.
+    """
+
+    low: float
+    high: float
+    has_high: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """The placement rules of one engine, by the canonical names of functions.
+
+    Attributes:
+        name: of the engine.
+        inputs: functions whose operands are quantized. Layers count by the function that they call.
+        keeps: functions whose result has the scale of their input, so that they need no quantizer.
+        shared: functions whose operands have one scale together.
+        fixed: functions whose result has a range of its own, whatever the data.
+        outputs: functions whose result is quantized where no operand of another function quantizes it.
+        fused: pairs of functions that are computed as one where nothing else uses what is in between.
+        identity_only: whether a sum of a product's result and a residual branch is quantized on that branch alone,
+            because the engine computes it together with the product.
+        attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
+            probabilities are quantized, too.
+    """
+
+    name: str
+    inputs: frozenset[str]
+    keeps: frozenset[str]
+    shared: frozenset[str] = frozenset()
+    fixed: dict[str, FixedRange] = field(default_factory=dict)
+    outputs: frozenset[str] = frozenset()
+    fused: frozenset[tuple[str, str]] = frozenset()
+    identity_only: bool = False
+    attention_in_parts: bool = False
+
+
+PRODUCTS = frozenset(
+    """
+    linear matmul addmm baddbmm addbmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d einsum
+    bilinear embedding
+    """.split()  # noqa: SIM905
+)
+ATTENTION = frozenset({"scaled_dot_product_attention"})
+MOVES = frozenset(
+    """
+    view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach to expand
+    split chunk unbind getitem get select narrow slice index_select gather repeat roll flip dropout pad
+    max_pool1d max_pool2d max_pool3d movedim swapaxes type_as float tensor_split
+    """.split()  # noqa: SIM905
+)
+"""Functions that move or pick values, which all engines compute on codes."""
+
+
+def after_products(*functions: str) -> frozenset[tuple[str, str]]:
+    """Pairs of every product and the functions that engines compute together with it, and of batch normalisation."""
+    return frozenset((first, second) for first in (*PRODUCTS, "batch_norm") for second in ("batch_norm", *functions))

@@ -1,0 +1,19 @@
+"""XNNPACK, as ExecuTorch's quantizer annotates it: products, sums, concatenations and pooling, in and out.
+
+A sum or a product of two tensors and the ReLU after it are one operator. Attention and softmax stay in float.
+"""
+
+from __future__ import annotations
+
+from fakequant.model.targets.table import MOVES, Target, after_products
+
+_PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv_transpose2d", "addmm"})
+
+XNNPACK = Target(
+    name="xnnpack",
+    inputs=_PRODUCTS | {"add", "mul", "cat"},
+    keeps=MOVES | {"relu", "hardtanh", "relu6", "mean", "adaptive_avg_pool1d", "adaptive_avg_pool2d"},
+    shared=frozenset({"cat"}),
+    outputs=_PRODUCTS | {"add", "mul", "cat"},
+    fused=after_products("relu", "relu6", "hardtanh") | {("add", "relu"), ("mul", "relu")},
+)
