@@ -17,8 +17,9 @@ from tests.support import cases
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
-from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, needs_kernels, specs
+from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, specs
 from tests.support.matrix import each_dynamic_format
+from tests.support.plan_cases import needs_kernels
 
 CPU = next(Calls(backend) for backend in backends() if backend.name == "cpu")
 GRADIENTS = list(fq.Gradient)

@@ -11,10 +11,11 @@ from fakequant.ops.dispatch import backends
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES, LAYOUTS
-from tests.support.dynamic_cases import composed, needs_kernels, specs
+from tests.support.dynamic_cases import composed, specs
 from tests.support.dynamic_cases import hostile as hostile_groups
 from tests.support.kernel_comparisons import SIZES, compare, each_backend, skip_unavailable
 from tests.support.matrix import each_format_once
+from tests.support.plan_cases import needs_kernels
 
 STOCHASTIC = fq.Rounding.STOCHASTIC
 

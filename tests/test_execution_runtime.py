@@ -82,14 +82,18 @@ CASES = {
     "Linear without bias": Case(linear(False), TOKENS, {"MatMulIntegerToFloat": 1}, equal=True),
     "Conv2d": Case(convolution(), IMAGES, {"Conv": 1}),
     "CNN": Case(cnn, PICTURES, {"FusedConv": 3, "Gemm": 1}, 0.4),
-    "Linear, output coded": Case(linear(), ROWS, {"QGemm": 1}, 1e-3, coded=True),
-    "the same, biases whole": Case(linear(), ROWS, {"QGemm": 1}, coded=True, whole_biases=True),
-    "Linear without bias, output coded": Case(linear(False), TOKENS, {"QLinearMatMul": 1}, equal=True, coded=True),
-    "Conv2d, output coded": Case(convolution(), IMAGES, {"QLinearConv": 1}, 1e-3, coded=True),
+    "Linear, quantized output": Case(linear(), ROWS, {"QGemm": 1}, 1e-3, coded=True),
+    "the same, whole biases": Case(linear(), ROWS, {"QGemm": 1}, coded=True, whole_biases=True),
+    "Linear without bias, quantized output": Case(linear(False), TOKENS, {"QLinearMatMul": 1}, equal=True, coded=True),
+    "Conv2d, quantized output": Case(convolution(), IMAGES, {"QLinearConv": 1}, 1e-3, coded=True),
     "the same, bias whole": Case(convolution(), IMAGES, {"QLinearConv": 1}, coded=True, whole_biases=True),
-    "Conv2d without bias, output coded": Case(convolution(False), IMAGES, {"QLinearConv": 1}, equal=True, coded=True),
-    "CNN, affine, output coded": Case(cnn, PICTURES, Q_LINEAR_CNN, 0.3, coded=True, preset=AFFINE),
-    "the same, all biases whole": Case(cnn, PICTURES, Q_LINEAR_CNN, 0.02, False, True, AFFINE, whole_biases=True),
+    "Conv2d without bias, quantized output": Case(
+        convolution(False), IMAGES, {"QLinearConv": 1}, equal=True, coded=True
+    ),
+    "CNN, affine, quantized output": Case(cnn, PICTURES, Q_LINEAR_CNN, 0.3, coded=True, preset=AFFINE),
+    "the same, all biases whole numbers": Case(
+        cnn, PICTURES, Q_LINEAR_CNN, 0.02, False, True, AFFINE, whole_biases=True
+    ),
 }
 PRODUCTS = ("Conv", "FusedConv", "QLinearConv", "Gemm", "QGemm", "MatMul", "QLinearMatMul", "MatMulIntegerToFloat")
 
@@ -197,8 +201,8 @@ def cell(case: Case, found: Results, apart: Difference) -> str:
 
 
 # Every operator that computes a product, and both ways to code a bias.
-QUICK = ["Linear without bias", "Conv2d", "the same, biases whole", "Linear without bias, output coded"]
-QUICK += ["Conv2d, output coded", "CNN, affine, output coded"]
+QUICK = ["Linear without bias", "Conv2d", "the same, whole biases", "Linear without bias, quantized output"]
+QUICK += ["Conv2d, quantized output", "CNN, affine, quantized output"]
 
 
 @sweep("name", full(CASES), full(QUICK))

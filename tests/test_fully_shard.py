@@ -83,7 +83,7 @@ def test_sharded_layers_that_compute_something_else_are_named(shard: Callable[[n
 
     model = nn.Sequential(Scaled(4, 8), nn.Linear(8, 2))
     shard(model[0])
-    with pytest.warns(CoverageWarning, match=r"stays in float: FSDPScaled \(1: its own forward\)"):
+    with pytest.warns(CoverageWarning, match=r"stays in float: Scaled \(1: its own forward\)"):
         fq.prepare(model, "int8")
 
 

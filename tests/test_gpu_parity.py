@@ -60,6 +60,16 @@ def test_green_lines_and_a_count_of_what_was_compared(monkeypatch, capsys):
     assert printed[-2].startswith("0 wrong, ")
 
 
+# The callables of a plan that compute each result.
+CALLS_OF = {
+    "fake_quantize": ("values", "values_and_mask"),
+    "grad_input": ("grad_input",),
+    "grad_params": ("gradients",),
+    "quantize": ("codes",),
+    "dequantize": ("decode",),
+}
+
+
 @pytest.mark.parametrize(
     ("operation", "expected"),
     [
@@ -72,16 +82,27 @@ def test_green_lines_and_a_count_of_what_was_compared(monkeypatch, capsys):
 )
 def test_each_wrong_result_is_counted(operation, expected, monkeypatch):
     serving = type(dispatch.backends()[0] if not dispatch.backends()[0].unavailable() else dispatch.REFERENCE)
-    right = getattr(serving, operation)
+    right = serving.plan
     definition = serving is dispatch.ReferenceBackend
 
-    def wrong(self, *call, **named):
-        result = right(self, *call, **named)
-        if definition and len(dispatch.backends()) == 1:  # what is right
-            return result
-        return tuple(map(moved, result)) if isinstance(result, tuple) else moved(result)
+    def spoiled(function):
+        def wrong(*given):
+            result = function(*given)
+            if operation == "quantize":  # the codes, not whether something was NaN
+                return moved(result[0]), result[1]
+            return tuple(map(moved, result)) if isinstance(result, tuple) else moved(result)
 
-    monkeypatch.setattr(serving, operation, wrong)
+        return wrong
+
+    def plan_with_faults(self, kind):
+        plan = right(self, kind)
+        if plan is None or (definition and len(dispatch.backends()) == 1):  # what is right
+            return plan
+        wrong = {name: spoiled(getattr(plan, name)) for name in CALLS_OF[operation] if getattr(plan, name) is not None}
+        return plan._replace(**wrong)
+
+    monkeypatch.setattr(dispatch, "_known", {})
+    monkeypatch.setattr(serving, "plan", plan_with_faults)
     found = parity.Found()
     where = cases.GRANULARITIES["tensor"]
     numbers = cases.hostile(cases.FORMATS["int8_affine"], where, fq.Arithmetic.DIVIDE, torch.float32)
@@ -163,8 +184,8 @@ def test_a_process_of_its_own(capsys):
 @pytest.mark.parametrize("axis", [0, -1])
 @pytest.mark.parametrize("name", cases.GRANULARITIES)
 def test_large_tensors_have_their_groups_and_repeat_moved_ties(name, axis, monkeypatch):
-    monkeypatch.setattr("gpu.large._MADE", 1 << 10)
-    monkeypatch.setattr("gpu.large._MOVED", 1 << 12)
+    monkeypatch.setattr("tests.gpu.large._MADE", 1 << 10)
+    monkeypatch.setattr("tests.gpu.large._MOVED", 1 << 12)
     where, case = cases.GRANULARITIES[name], cases.FORMATS["int8_affine"]
     numbers = large(case, where, fq.Arithmetic.DIVIDE, torch.float32, 30_000, axis)
     if not where.shape:

@@ -17,6 +17,7 @@ from fakequant.ops.library import fake_quantize_over
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
+from tests.support.interrupts import PACKAGE
 from tests.support.matrix import each_format
 from tests.support.plan_cases import assert_served_if_supported, by_plan, checked, hostile, needs_kernels
 
@@ -172,7 +173,7 @@ def counted_frames(monkeypatch, operator, call):
     def record(*given):
         frame, names = sys._getframe(1), []
         while frame is not None:
-            if "/fakequant/" in frame.f_code.co_filename:
+            if frame.f_code.co_filename.startswith(PACKAGE):
                 names.append(frame.f_code.co_name)
             frame = frame.f_back
         depths.append(names)

@@ -136,8 +136,8 @@ def test_has_values():
 
 def test_what_is_at_hand():
     assert is_readable_without_sync(torch.ones(1))
-    for watched in (True, False):
-        assert not is_readable_without_sync(torch.ones(1, device="meta"), watched=watched)
+    for traced in (True, False):
+        assert not is_readable_without_sync(torch.ones(1, device="meta"), traced=traced)
     seen = []
     torch.func.vmap(lambda x: (seen.append(is_readable_without_sync(x)), x)[1])(torch.ones(2))
     assert seen == [False]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +13,9 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import dispatch
 from fakequant.ops.backend import CODES, RELU, VALUES, Backend, Extras, KernelPlan, Kind, ParameterKind
 from fakequant.ops.gradients import laid, unpack_mask
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Encoded(NamedTuple):
@@ -61,7 +63,8 @@ class Calls:
 
     def grad_input(self, dy: Tensor, mask: Tensor, spec: QuantSpec, x_stride: tuple[int, ...]) -> Tensor:
         """dy where the mask is set, else 0; x had the shape of dy and these strides."""
-        plan = self._plan(dy.new_empty_strided(dy.shape, x_stride), spec)
+        dtype = dy.dtype if dy.is_floating_point() else torch.float32  # ones of bool unpack the mask
+        plan = self._plan(dy.new_empty_strided(dy.shape, x_stride, dtype=dtype), spec)
         return plan.grad_input(laid(dy, plan.stride), mask)
 
     def unpack_mask(self, mask: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
@@ -79,7 +82,8 @@ class Calls:
 
     def quantize(self, x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
         """The codes."""
-        return self.encode(x, params, spec).codes
+        plan = self._plan(x, spec, params, variant=CODES)
+        return plan.codes(x, params.scale, params.zero_point, plan.descriptor)[0]
 
     def encode(self, x: Tensor, params: QParams, spec: QuantSpec) -> Encoded:
         """The codes, and whether x has NaN."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 import fakequant as fq
 from fakequant.numerics import qparams
 from fakequant.numerics.scales import ScaleRounding, ScaleSpec
-from fakequant.ops.cpu.backend import load_kernels
 from tests.support.cases import GRANULARITIES, GranularityCase, neighbour
 
 WHOLE = fq.PerTensor()
@@ -67,9 +65,6 @@ def hostile(where: GranularityCase, dtype: torch.dtype, seed: int = 0) -> Tensor
     poison = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0], dtype=dtype)
     pick = torch.from_numpy(np.asarray(random.integers(0, 60, where.shape)))
     return torch.where(pick < len(poison), poison[pick.clamp(max=len(poison) - 1)], x)
-
-
-needs_kernels = pytest.mark.skipif(load_kernels() is not None, reason=str(load_kernels()))
 
 
 def composed(x, spec):

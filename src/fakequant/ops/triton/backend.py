@@ -46,13 +46,13 @@ class Exclusion(NamedTuple):
 
 EXCLUSIONS = (
     Exclusion(
-        "float formats beyond 2**64, but for values of float64 tensors",
-        "rounding adds 2**(e + 23 - mantissa_bits), which must stay a float32",
+        "float formats beyond 2**64, except values of float64 tensors",
+        "rounding adds 2**(e + 23 - mantissa_bits), which must be a float32",
         lambda x, spec, codes: cannot_round(spec.format, torch.float32 if codes else x.dtype) is not None,
     ),
     Exclusion(
-        "stochastic rounding to float formats with steps below 2**-126, but for float64 tensors",
-        "the kernels find the step by its exponent field, which subnormal numbers have not",
+        "stochastic rounding to float formats with steps below 2**-126, except float64 tensors",
+        "the kernels read the step from its exponent field, which subnormal numbers lack",
         lambda x, spec, codes: spec.rounding is Rounding.STOCHASTIC and cannot_draw(spec.format, x.dtype) is not None,
     ),
 )
