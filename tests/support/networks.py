@@ -115,7 +115,8 @@ def quantized(network: str, preset: str, count: int = 4) -> tuple[nn.Module, Ten
     own = {name: module for name, module in model.named_children() if isinstance(module, Quantizer)}
     for name in own:
         delattr(model, name)
-    fq.prepare(model.eval(), config)
+    # The steps of the LSTM are quantized by the network itself.
+    fq.prepare(model.eval(), config.with_rule(fq.Rule("lstm", optional=True)))
     for name, quantizer in own.items():
         setattr(model, name, quantizer)
     fq.calibrate(model, [x], progress=False)
