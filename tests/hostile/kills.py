@@ -39,7 +39,7 @@ def write_for_ever(writer: Writer, folder: Path) -> None:
 
 
 def run(kind: str, kills: int, seed: int) -> list[str]:
-    """Kill so many processes; what went wrong is returned."""
+    """Kill a number of processes; returns what went wrong."""
     writer, wrong, draw = WRITERS[kind], list[str](), random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -243,7 +243,7 @@ def _is_writing(mode: object) -> bool:
 
 
 def run(kinds: list[str], count: int, seed: int) -> list[str]:
-    """Load so many files in all; what went wrong is returned."""
+    """Load a number of files; returns what went wrong."""
     watch, wrong, refused = Watch(), list[str](), 0
     number = 0
     for place, kind in enumerate(kinds):

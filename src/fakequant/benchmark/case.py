@@ -88,7 +88,7 @@ class Case:
         return str(self.spec)
 
     def inputs(self, buffers: int | None = None) -> list[Tensor]:
-        """Return tensors of normal numbers, by default so many that together they exceed the caches."""
+        """Return tensors of normal numbers; the default number of tensors exceeds the caches."""
         if buffers is None:
             bytes_per_tensor = self.elements * self.dtype.itemsize
             buffers = 8 if self.elements < _PATTERN else max(4, _CACHES // bytes_per_tensor)

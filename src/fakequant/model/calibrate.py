@@ -243,9 +243,9 @@ class _Part(NamedTuple):
     """What one process saw."""
 
     task: list[str]
-    """What it was to calibrate and how, the same on all of them."""
+    """What the process calibrates and how; the same on all processes."""
     states: dict[str, dict[str, Tensor]]
-    """Of the calibrators of the inputs, by name, where there are other processes."""
+    """The states of the input calibrators by name; empty if one process calibrates alone."""
     called: set[str]
     """The layers whose weight a call has shown."""
     batches: int

@@ -13,7 +13,7 @@ from fakequant.errors import ConfigError
 from fakequant.nn.layers import QuantizedLayer, registered
 from fakequant.nn.quantizer import Quantizer
 
-# Of a subclass: what makes, prints, stores and trains a layer. Everything else that it overrides may change results.
+# A subclass may override these: they make, print, store and train a layer. Any other override may change results.
 _HARMLESS = frozenset(
     """
     __init__ __new__ __module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __annotate__

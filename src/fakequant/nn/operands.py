@@ -24,7 +24,7 @@ class Operand(NamedTuple):
     reduction: int = -1
     """The axis that the product sums over, which axis -1 of a rule stands for; of an output, that of its channels."""
     channels: int = 0
-    """Of a weight, the axis of output channels, which axis 0 of a rule stands for."""
+    """The axis of a weight that holds output channels; a rule calls it axis 0."""
     weight: str = ""
     """Where the layer holds a weight: "weight", or "out_proj.weight" for that of a submodule."""
     optional: bool = False

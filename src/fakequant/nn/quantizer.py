@@ -85,7 +85,7 @@ class Quantizer(QuantizerPart):
     pinned: bool
     """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
     fitted_to: Tensor | None = None
-    """Of the weight for which the parameters were set, the largest magnitude per group; see `model/weights.py`."""
+    """The largest magnitude per group of the weight for which the parameters were set; see `model/weights.py`."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()

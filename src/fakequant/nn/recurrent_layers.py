@@ -47,7 +47,7 @@ def _names(suffix: str) -> tuple[str, str, str, str]:
 class _Recurrent(QuantizedLayer):
     @classmethod
     def suffixes(cls, layer: nn.Module) -> list[str]:
-        """Of the parameters of every layer in each direction."""
+        """The endings of parameter names: one for each layer and direction."""
         return [""]
 
     @classmethod

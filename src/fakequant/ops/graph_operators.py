@@ -164,7 +164,7 @@ def _setup_values(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_of_values(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Of an exported program, which is rarely trained: from x, by torch's operations."""
+    """The gradients in an exported program, by torch's operations on x. Few exported programs are trained."""
     x, scale, zero_point, seed = ctx.saved_tensors
     params = QParams(scale, zero_point, seed=seed)
     wants = ctx.needs_input_grad[1], ctx.needs_input_grad[2]

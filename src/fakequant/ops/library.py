@@ -6,8 +6,8 @@
   `graph_operators.py`.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
   that a compiler fuses it with its neighbours. What is saved there is x itself, see `decomposition.py`.
-* torch.export and torch.jit.trace: nodes as well, `fakequant::fake_quantize` and, for scales that follow from the range
-  of the tensor itself, `fakequant::choose_scale`. They carry the specification as text.
+* torch.export and torch.jit.trace: two nodes. `fakequant::fake_quantize` carries the specification as text.
+  `fakequant::choose_scale` does too, and finds the scale from the range of the tensor.
 """
 
 from __future__ import annotations
