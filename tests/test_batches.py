@@ -3,17 +3,21 @@
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.swa_utils import AveragedModel
 
+from fakequant import ir
 from fakequant.errors import ConfigError, CoverageWarning
+from fakequant.export import export_onnx
 from fakequant.model import presets
 from fakequant.model.analysis import layer_sqnr, sensitivity
-from fakequant.model.batches import run_batch, select_inputs
+from fakequant.model.batches import example_arguments, run_batch, select_inputs
 from fakequant.model.calibrate import calibrate
 from fakequant.model.operations import unquantized
 from fakequant.model.prepare import prepare
@@ -167,6 +171,23 @@ def test_leading_items_are_positional_arguments() -> None:
     calibrate(model, [(X, MASK, LABELS)], inputs=slice(2))
     assert [len(args) for args in seen] == [2]
     assert select_inputs(([X, X], LABELS), 0) == ([X, X],)  # a list of images is one argument
+
+
+def test_exports_and_graphs_take_a_loaders_batch(tmp_path: Path) -> None:
+    model = prepare(Masked(), "INT8_WEIGHT_ONLY")
+    given, chosen = tmp_path / "given.onnx", tmp_path / "chosen.onnx"
+    export_onnx(model, X, given)
+    export_onnx(model, (X, LABELS), chosen, inputs=0)
+    assert chosen.read_bytes() == given.read_bytes()
+    assert str(ir.capture(model, (X, LABELS), inputs=0)) == str(ir.capture(model, X))
+
+
+def test_a_packed_sequence_is_one_argument() -> None:
+    packed = pack_padded_sequence(torch.randn(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+    model = prepare(nn.Sequential(nn.LSTM(4, 4, batch_first=True)), presets.INT8)
+    calibrate(model, [packed])
+    assert torch.equal(run_batch(model, packed)[0].data, model(packed)[0].data)
+    assert example_arguments(packed) == ((packed,), {})
 
 
 def test_the_coverage_warning_looks_at_the_inputs_alone() -> None:

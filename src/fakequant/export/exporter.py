@@ -26,7 +26,7 @@ from fakequant.export.runtime import element_types
 from fakequant.export.style import Style
 from fakequant.export.trace import Site, sites, to_onnx, trace
 from fakequant.files import writable_file, write_whole
-from fakequant.model.batches import example_arguments
+from fakequant.model.batches import Inputs, example_arguments, select_inputs
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
 from fakequant.model.weights import quantized_weights, warn_stale_scales
@@ -98,6 +98,7 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     example: Any,
     path: str | os.PathLike[str],
     *,
+    inputs: Inputs | None = None,
     dynamic_shapes: Any = None,
     opset: int | None = None,
     style: str = "portable",
@@ -114,6 +115,7 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
         path: the file to write; its folder is created if it does not exist.
+        inputs: which part of the example the model gets, as for `calibrate`: 0 for a loader's batch of (x, y).
         dynamic_shapes: as for `torch.export.export`, for example ({0: "batch"},). The example's length of a dynamic
             axis must not be 1. Axes that blocks divide must be static.
         opset: 18 to 25, or a newer opset that a type needs; by default the smallest from 20 on that suffices.
@@ -137,7 +139,8 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     dialect = Style.parse(style)
     refuse_sharded(model, "export")
     warn_stale_scales(model)
-    ready = traced(model, example, path, dynamic_shapes, opset, dialect)
+    chosen_example = example if inputs is None else select_inputs(example, inputs)
+    ready = traced(model, chosen_example, path, dynamic_shapes, opset, dialect)
     needed, demanding = _most_demanding(ready.sites)
     chosen = check_opset(opset, needed, demanding)
     converted = to_onnx(ready.program, chosen, dynamic_shapes, input_names, output_names)

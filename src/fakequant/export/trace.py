@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import logging
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,10 +24,9 @@ from fakequant.export.capability import LAST_OPSET, Dimension
 from fakequant.export.constants import fold_constants
 from fakequant.export.placement import check, place
 from fakequant.export.style import Style
-from fakequant.model.tracing import traced_program
+from fakequant.model.tracing import quiet, traced_program
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
-from fakequant.restore import restore_after
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -265,19 +263,7 @@ def _scale_translation() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch's exporter reports of its own insides: packages it does not find, its use of old calls."""
-    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
-    levels = [log.level for log in logs]
-
-    def restore() -> None:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
-
-    with restore_after(restore), warnings.catch_warnings():
-        for log in logs:
-            log.setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        # Two inputs that share a dynamic axis.
+    """Without the reports of torch's exporter, also of two inputs that share a dynamic axis."""
+    with quiet("torch.onnx", "onnxscript"):
         warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
         yield

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,13 +15,19 @@ from fakequant.ir.functional import remove_changes_in_place
 from fakequant.ir.grad_modes import inline_grad_modes
 from fakequant.ir.graph import Graph
 from fakequant.ir.structure import Constant, Input
-from fakequant.model.batches import example_arguments
-from fakequant.model.tracing import traced_program
+from fakequant.model.batches import Inputs, example_arguments
+from fakequant.model.tracing import quiet, traced_program
 from fakequant.nn.contexts import fixed_ranges
-from fakequant.restore import restore_after
 
 
-def capture(model: nn.Module, example: Any, *, dynamic_shapes: Any = None, name: str | None = None) -> Graph:
+def capture(
+    model: nn.Module,
+    example: Any,
+    *,
+    inputs: Inputs | None = None,
+    dynamic_shapes: Any = None,
+    name: str | None = None,
+) -> Graph:
     """The graph of a model, which computes the same bits.
 
     Parameters and buffers are constants of the graph, the same tensors as the model's, so that training one trains the
@@ -35,6 +37,7 @@ def capture(model: nn.Module, example: Any, *, dynamic_shapes: Any = None, name:
     Args:
         model: any module that torch.export can trace, prepared and calibrated or not quantized at all.
         example: an input, a tuple of inputs, or a dict of keyword arguments.
+        inputs: which part of the example the model gets, as for `calibrate`: 0 for a loader's batch of (x, y).
         dynamic_shapes: as for `torch.export.export`; such dimensions are -1. The example's length must not be 1 there.
         name: of the graph; by default that of the model's class.
 
@@ -51,9 +54,9 @@ def capture(model: nn.Module, example: Any, *, dynamic_shapes: Any = None, name:
     >>> print(capture(model, torch.ones(3, 4)).ops[0])
     t5 = FakeQuantize(t0) : Float32 [2, 4]
     """
-    args, kwargs = example_arguments(example)
+    args, kwargs = example_arguments(example, inputs)
     # With gradients in any case: only so the trace says which parts of the model are without them.
-    with fixed_ranges(model), _quiet(), torch.enable_grad():
+    with fixed_ranges(model), quiet("torch.export"), torch.enable_grad():
         program = traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes)
         inline_grad_modes(program)
         # Where views of the same memory are about, torch's own functionalization sorts them out.
@@ -119,15 +122,3 @@ def _result_names(program: ExportedProgram) -> list[str]:
     if not found:
         raise GraphError("the model returns no tensor")
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warnings of its own deprecated calls."""
-    log = logging.getLogger("torch.export")
-    level = log.level
-    with restore_after(lambda: log.setLevel(level)), warnings.catch_warnings():
-        log.setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        yield

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import ConfigError
 
@@ -98,7 +99,7 @@ def example_arguments(example: Any, inputs: Inputs | None = None) -> tuple[tuple
     chosen = example if inputs is None else select_inputs(example, inputs)
     if isinstance(chosen, Mapping):
         return (), dict(chosen)
-    return (tuple(chosen) if isinstance(chosen, (tuple, list)) else (chosen,)), {}
+    return (tuple(chosen) if _is_sequence(chosen) else (chosen,)), {}
 
 
 def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
@@ -119,7 +120,7 @@ def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
     """
     if isinstance(batch, Mapping):
         return model(**batch)
-    if isinstance(batch, (tuple, list)):
+    if _is_sequence(batch):
         return model(*_arguments(model, batch, known))
     return model(batch)
 
@@ -132,8 +133,13 @@ def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
         raise ConfigError(f"{caller} takes batches, and a tensor would be taken row by row; give a list: [tensor]")
 
 
+def _is_sequence(value: Any) -> bool:
+    """Whether a value is a tuple or list of arguments. A PackedSequence is a tuple, and one argument."""
+    return isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence)
+
+
 def _items(batch: Any, inputs: Any) -> Sequence[Any]:
-    if isinstance(batch, (tuple, list)):
+    if _is_sequence(batch):
         return batch
     what = f"a {type(batch).__name__}"
     if isinstance(batch, Mapping):

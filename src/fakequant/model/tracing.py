@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from fakequant.errors import ExportError, warn_user
+from fakequant.restore import restore_after
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
 _CACHE = "use_cache"
@@ -37,6 +41,28 @@ def traced_program(
     warn_user(f"traced with {_CACHE}=False: torch.export does not know the {found['name']} that the model returns")
     shapes = _with_cache(model, dynamic_shapes)
     return traced_program(model, args, {**kwargs, _CACHE: False}, dynamic_shapes=shapes)
+
+
+@contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Without what torch's exporters report of their own insides: packages they do not find, their use of old calls.
+
+    Args:
+        names: loggers that report errors only.
+    """
+    logs = [logging.getLogger(name) for name in names]
+    levels = [log.level for log in logs]
+
+    def restore() -> None:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
+
+    with restore_after(restore), warnings.catch_warnings():
+        for log in logs:
+            log.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        yield
 
 
 def _takes_cache(model: nn.Module) -> bool:
