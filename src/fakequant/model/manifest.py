@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fakequant.errors import CheckpointError, ConfigError, SpecError
 from fakequant.model.config import TensorConfig
+from fakequant.model.json_values import UnexpectedValue, keys_of, mapping_of, member, number, text, texts
 from fakequant.nn.integer import Execution
 from fakequant.nn.learned import LearnedRange, make_learned_range
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
@@ -23,9 +22,6 @@ MANIFEST = "fakequant.json"
 _VERSION = 1
 _OWN_NAME = re.compile(r"model-[0-9a-f]{16}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-T = TypeVar("T")
-E = TypeVar("E", bound=Enum)
 
 
 @dataclass(frozen=True)
@@ -243,7 +239,7 @@ def parse_layers(values: Any, source: str) -> dict[str, LayerEntry]:
         CheckpointError: it is damaged; the source is named.
     """
     try:
-        return _mapping(values, "layers", _layer)
+        return mapping_of(values, "layers", _layer)
     except _UNUSABLE as error:
         raise _unusable(source, error) from error
 
@@ -267,11 +263,7 @@ def _unusable(source: object, error: Exception) -> CheckpointError:
     )
 
 
-class _Odd(Exception):
-    """A value that is not what is expected at its place."""
-
-
-_UNUSABLE = (SpecError, ConfigError, _Odd, RecursionError)
+_UNUSABLE = (SpecError, ConfigError, UnexpectedValue, RecursionError)
 
 
 def _manifest(values: Any) -> Manifest:
@@ -288,125 +280,86 @@ def _manifest(values: Any) -> Manifest:
     versions, previous = values.get("versions"), values.get("previous")
     return Manifest(
         _tensor_file(values["tensors"]),
-        _mapping(values["shared"], "shared", _text),
-        _mapping(values["layers"], "layers", _layer),
-        None if versions is None else _mapping(versions, "versions", _number),
+        mapping_of(values["shared"], "shared", text),
+        mapping_of(values["layers"], "layers", _layer),
+        None if versions is None else mapping_of(versions, "versions", number),
         None if previous is None else _own_name(previous, "previous"),
         _sites(values.get("sites"), "sites"),
     )
 
 
 def _tensor_file(values: Any) -> TensorFile:
-    file, sha256, size = _keys(values, "tensors", "file", "sha256", "bytes")
-    sha256 = _text(sha256, "tensors.sha256")
+    file, sha256, size = keys_of(values, "tensors", "file", "sha256", "bytes")
+    sha256 = text(sha256, "tensors.sha256")
     if not _SHA256.fullmatch(sha256):
-        raise _Odd(f"tensors.sha256 is {sha256!r:.80}, not 64 hexadecimal digits")
-    return TensorFile(_own_name(file, "tensors.file"), sha256, _number(size, "tensors.bytes"))
+        raise UnexpectedValue(f"tensors.sha256 is {sha256!r:.80}, not 64 hexadecimal digits")
+    return TensorFile(_own_name(file, "tensors.file"), sha256, number(size, "tensors.bytes"))
 
 
 def _own_name(value: Any, place: str) -> str:
-    if not _OWN_NAME.fullmatch(_text(value, place)):
-        raise _Odd(f"{place} is {value!r:.80}, not a name such as {tensor_file_name('0123456789abcdef')}")
+    if not _OWN_NAME.fullmatch(text(value, place)):
+        raise UnexpectedValue(f"{place} is {value!r:.80}, not a name such as {tensor_file_name('0123456789abcdef')}")
     return value
 
 
 def _layer(values: Any, place: str) -> LayerEntry:
-    kind, held = _keys(values, place, "type", "quantizers")
+    kind, held = keys_of(values, place, "type", "quantizers")
     return LayerEntry(
-        _text(kind, f"{place}.type"),
-        _member(values.get("execution", Execution.SIMULATE.value), f"{place}.execution", Execution),
-        _mapping(held, f"{place}.quantizers", _quantizer),
+        text(kind, f"{place}.type"),
+        member(values.get("execution", Execution.SIMULATE.value), f"{place}.execution", Execution),
+        mapping_of(held, f"{place}.quantizers", _quantizer),
     )
 
 
 def _sites(values: Any, place: str) -> SitesEntry:
     if values is None:
         return SitesEntry()
-    owners, shielded = _keys(values, place, "owners", "shielded")
-    return SitesEntry(_mapping(owners, f"{place}.owners", _owner), _texts(shielded, f"{place}.shielded"))
+    owners, shielded = keys_of(values, place, "owners", "shielded")
+    return SitesEntry(mapping_of(owners, f"{place}.owners", _owner), texts(shielded, f"{place}.shielded"))
 
 
 def _owner(values: Any, place: str) -> OwnerEntry:
-    kind, steps, sites = _keys(values, place, "type", "steps", "sites")
+    kind, steps, sites = keys_of(values, place, "type", "steps", "sites")
     return OwnerEntry(
-        _text(kind, f"{place}.type"), _texts(steps, f"{place}.steps"), _mapping(sites, f"{place}.sites", _site)
+        text(kind, f"{place}.type"), texts(steps, f"{place}.steps"), mapping_of(sites, f"{place}.sites", _site)
     )
 
 
 def _site(values: Any, place: str) -> SiteEntry:
-    operands, held = _keys(values, place, "operands", "quantizers")
-    return SiteEntry(_texts(operands, f"{place}.operands"), _mapping(held, f"{place}.quantizers", _site_quantizer))
+    operands, held = keys_of(values, place, "operands", "quantizers")
+    return SiteEntry(texts(operands, f"{place}.operands"), mapping_of(held, f"{place}.quantizers", _site_quantizer))
 
 
 def _site_quantizer(values: Any, place: str) -> SiteQuantizerEntry:
-    kind, group, pinned = _keys(values, place, "kind", "group", "pinned")
+    kind, group, pinned = keys_of(values, place, "kind", "group", "pinned")
     if not isinstance(pinned, bool):
-        raise _Odd(f"{place}.pinned is {pinned!r:.80}, not true or false")
+        raise UnexpectedValue(f"{place}.pinned is {pinned!r:.80}, not true or false")
     return SiteQuantizerEntry(
         _quantizer(values, place),
-        _member(kind, f"{place}.kind", Kind),
-        None if group is None else _text(group, f"{place}.group"),
+        member(kind, f"{place}.kind", Kind),
+        None if group is None else text(group, f"{place}.group"),
         pinned,
     )
 
 
 def _quantizer(values: Any, place: str) -> QuantizerEntry:
-    tensor, mode, learned = _keys(values, place, "tensor", "mode", "learned")
+    tensor, mode, learned = keys_of(values, place, "tensor", "mode", "learned")
     entry = QuantizerEntry(
-        TensorConfig.parse(_text(tensor, f"{place}.tensor")),
-        _member(mode, f"{place}.mode", Mode),
+        TensorConfig.parse(text(tensor, f"{place}.tensor")),
+        member(mode, f"{place}.mode", Mode),
         None if learned is None else _learned(learned, f"{place}.learned"),
     )
     made = entry.make_learned()
     for name, value in {} if entry.learned is None else entry.learned.options.items():
         default = inspect.signature(type(made)).parameters[name].default
         if default is not inspect.Parameter.empty and type(value) is not type(default):
-            raise _Odd(f"{place}.learned.options.{name} is {value!r:.80}, not a {type(default).__name__}")
+            raise UnexpectedValue(f"{place}.learned.options.{name} is {value!r:.80}, not a {type(default).__name__}")
     return entry
 
 
 def _learned(values: Any, place: str) -> LearnedEntry:
-    method, options = _keys(values, place, "method", "options")
-    read = _mapping(options, f"{place}.options", lambda value, _: value)
+    method, options = keys_of(values, place, "method", "options")
+    read = mapping_of(options, f"{place}.options", lambda value, _: value)
     if reserved := read.keys() & {"method", "spec"}:
-        raise _Odd(f"{place}.options has {', '.join(sorted(reserved))}, which is no option")
-    return LearnedEntry(_text(method, f"{place}.method"), read)
-
-
-def _keys(values: Any, place: str, *keys: str) -> list[Any]:
-    if not isinstance(values, dict):
-        raise _Odd(f"{place} is {values!r:.80}, not an object")
-    if missing := [key for key in keys if key not in values]:
-        raise _Odd(f"{place} lacks {', '.join(missing)}")
-    return [values[key] for key in keys]
-
-
-def _mapping(values: Any, place: str, read: Callable[[Any, str], T]) -> dict[str, T]:
-    if not isinstance(values, dict):
-        raise _Odd(f"{place} is {values!r:.80}, not an object")
-    return {key: read(value, f"{place}.{key}") for key, value in values.items()}
-
-
-def _texts(values: Any, place: str) -> list[str]:
-    if not isinstance(values, list):
-        raise _Odd(f"{place} is {values!r:.80}, not a list")
-    return [_text(value, f"{place}[{index}]") for index, value in enumerate(values)]
-
-
-def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise _Odd(f"{place} is {value!r:.80}, not a text")
-    return value
-
-
-def _number(value: Any, place: str) -> int:
-    if type(value) is not int or value < 0:
-        raise _Odd(f"{place} is {value!r:.80}, not a number of at least 0")
-    return value
-
-
-def _member(value: Any, place: str, kind: type[E]) -> E:
-    known = {member.value: member for member in kind}
-    if not isinstance(value, str) or value not in known:
-        raise _Odd(f"{place} is {value!r:.80}, which is none of {', '.join(known)}")
-    return known[value]
+        raise UnexpectedValue(f"{place}.options has {', '.join(sorted(reserved))}, which is no option")
+    return LearnedEntry(text(method, f"{place}.method"), read)
