@@ -70,5 +70,6 @@ def test_the_calls_cover_every_kernel():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("fakequant_cpu::")
     }
+    skipped = set() if torch.ops.fakequant_cpu.convolves() else {"convolve"}  # refuses such a processor before it reads
     # These take only numbers, and any will do; or are faults on purpose, of `make sanitize`.
-    assert kernels - named <= {"limit_lanes", "stream_from", "convolves", "fault_address", "fault_undefined"}
+    assert kernels - named <= {"limit_lanes", "stream_from", "convolves", "fault_address", "fault_undefined"} | skipped

@@ -28,7 +28,9 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from tests.support.bits import assert_same_bits, bits_of  # noqa: E402
 from tests.support.matrix import full, sweep  # noqa: E402
+from tests.support.processor import needs_exact_sums  # noqa: E402
 
+pytestmark = needs_exact_sums()
 PAGE = Path(__file__).parents[1] / "docs" / "execution.md"
 
 

@@ -156,7 +156,9 @@ def test_rotary_models_are_captured(name):
 
     config, further = ROTARY[name]
     torch.manual_seed(0)
-    model = getattr(transformers, name)(getattr(transformers, config)(**TINY, **further, use_cache=False)).eval()
+    # "eager": its other attention has a mask in a traced model and none otherwise, with other last bits.
+    given = getattr(transformers, config)(**TINY, **further, use_cache=False, attn_implementation="eager")
+    model = getattr(transformers, name)(given).eval()
     ids = torch.arange(14).reshape(2, 7)
     fq.calibrate(fq.prepare(model, "int8"), [ids])
     graph = ir.capture(model, ids)
@@ -167,5 +169,7 @@ def test_rotary_models_are_captured(name):
     wanted = torch.autograd.grad(expected, parameters, dy)
     for got, want in zip(torch.autograd.grad(graph.to_torch()(ids), parameters, dy), wanted, strict=True):
         assert_same_bits(got, want)
+    # For the gradient of a weight, torch.matmul uses another matrix product, with other last bits: both without.
+    model.requires_grad_(False)
     with torch.no_grad():
-        assert_same_bits(graph.run(ids), model(ids).logits)
+        assert_same_bits(ir.capture(model, ids).run(ids), model(ids).logits)

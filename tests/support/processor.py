@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _LIMIT = "ONEDNN_MAX_CPU_ISA"
 _WITHOUT_AMX = "AVX512_CORE_FP16"
 _PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
@@ -25,3 +27,19 @@ def avoid_broken_amx() -> str | None:
         return None
     os.environ[_LIMIT] = _WITHOUT_AMX
     return f"this processor announces AMX and traps on it: {_LIMIT}={_WITHOUT_AMX}"
+
+
+def why_sums_saturate() -> str | None:
+    """Why integer convolutions of other libraries are wrong on this processor, or None.
+
+    Without VNNI, oneDNN and ONNX Runtime add pairs of products of uint8 and int8 in int16, where they saturate.
+    """
+    from fakequant.ops.convolutions import convolution_unavailable  # after `avoid_broken_amx`
+
+    return convolution_unavailable("cpu")
+
+
+def needs_exact_sums() -> pytest.MarkDecorator:
+    """Skips tests on processors whose sums of products of codes saturate."""
+    reason = why_sums_saturate()
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
