@@ -8,6 +8,7 @@ from fakequant.ops import library
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES
+from tests.support.matrix import full, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def with_gradients(function, inputs):
     return outputs, [x.grad for x in leaves]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@sweep("dtype", full([torch.float32, torch.bfloat16]), full([torch.float32]))
 def test_compiled_gives_the_eager_bits(dtype):
     where = GRANULARITIES["channel_1"]
     numbers, specs = [], []
@@ -78,7 +79,8 @@ def test_compiled_with_a_learned_scale():
 @pytest.mark.parametrize(
     ("backend", "specs"),
     [
-        ("inductor", ["float4_e2m1fn per_tensor stochastic"]),  # each takes the C++ compiler about 10 s
+        # Each takes the C++ compiler about 10 s.
+        pytest.param("inductor", ["float4_e2m1fn per_tensor stochastic"], marks=pytest.mark.exhaustive),
         ("aot_eager", ["int4 per_channel(0) stochastic", "nf4 per_block(-1:8,pad) stochastic", "uint8 stochastic"]),
     ],
 )

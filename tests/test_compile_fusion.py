@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 import fakequant as fq
 from fakequant.nn import Quantizer, quantizers
 from tests.support.bits import assert_same_bits
+from tests.support.matrix import full, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def with_gradient(function, x):
     return y.detach(), dx
 
 
-@pytest.mark.parametrize("text", ["int8", "float8_e4m3fn per_channel(0)"])
+@sweep("text", full(["int8", "float8_e4m3fn per_channel(0)"]), full(["int8"]))
 def test_one_kernel_for_activation_and_quantization_forward_and_one_backward(text):
     spec = fq.QuantSpec.parse(text)
     scale = torch.full(spec.granularity.group_shape((3, 571)), 0.3)

@@ -18,7 +18,7 @@ from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, LAYOUTS, ON_CPU
 from tests.support.dynamic_cases import RUNS, SCALES, WHOLE, composed, hostile, specs
-from tests.support.matrix import each_dynamic_format
+from tests.support.matrix import each_dynamic_format, full, in_turn, sweep
 from tests.support.plan_cases import needs_kernels
 
 CPU = next(Calls(backend) for backend in backends() if backend.name == "cpu")
@@ -43,6 +43,9 @@ def assert_dynamic_is_the_definition(x, spec, label=""):
             dx = CPU.grad_input(dy, mask, by_gradient, x.stride())
             assert_same_bits(dx, passing, f"{label} {by_gradient} {way} dx")
     return cannot_choose(spec, x.dtype, spec.granularity.group_shape(x.shape)) is None
+
+
+SIZES = [1, 2, 7, 15, 17, 31, 33, 100]  # of the axis that blocks of 32 divide
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +79,7 @@ def test_layouts(layout):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 7, 15, 17, 31, 33, 100])
+@sweep("size, dtype", full(SIZES, DTYPES), in_turn(SIZES, list(DTYPES)), dtype=DTYPES)
 def test_a_last_block_that_is_not_full(size, dtype):
     where = cases.GranularityCase(fq.PerBlock({-1: 32}, pad=True), (5, size), (1, size))
     for name in ("int4", "float4_e2m1fn", "uint4"):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fakequant.model.presets import presets
+from tests.support.matrix import full, sweep
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -26,7 +27,7 @@ def test_the_page_of_formats_is_the_one_that_the_code_writes(generate):
     assert generate.PAGE.read_text() == generate.page(), "run `make docs`"
 
 
-@pytest.mark.parametrize("name", ["INT8", "MXFP4", "NVFP4_WEIGHT_ONLY"])
+@sweep("name", full(["INT8", "MXFP4", "NVFP4_WEIGHT_ONLY"]), full(["INT8"]))
 def test_rows_of_the_page_about_onnx_are_what_is_exported(generate, name):
     page = generate.STYLES_PAGE.read_text().splitlines()
     rows = generate.style_rows(presets()[name])

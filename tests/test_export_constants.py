@@ -15,6 +15,7 @@ import fakequant as fq
 from fakequant.errors import VerificationError
 from fakequant.export.constants import fold_constants
 from fakequant.nn.layers import QuantLinear
+from tests.support.matrix import full, sweep
 
 pytest.importorskip("onnxruntime")
 
@@ -78,7 +79,8 @@ def parametrized() -> nn.Module:
     return model
 
 
-COMPUTED: list[Callable[[], nn.Module]] = [Queries, Shared, Changed, discriminator, weight_norm, pruned, parametrized]
+MADE: list[Any] = [Queries, Shared, Changed, discriminator, weight_norm, pruned, parametrized]
+COMPUTED: dict[str, Callable[[], nn.Module]] = {make.__name__: make for make in MADE}
 
 
 def prepared(make: Callable[[], nn.Module], preset: str) -> nn.Module:
@@ -91,8 +93,7 @@ def prepared(make: Callable[[], nn.Module], preset: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("preset", ["INT8", "INT8_PER_TOKEN"])
-@pytest.mark.parametrize("make", COMPUTED, ids=lambda make: make.__name__)
+@sweep("make, preset", full(COMPUTED, ["INT8", "INT8_PER_TOKEN"]), full(COMPUTED, ["INT8"]), make=COMPUTED)
 def test_constants_and_computed_weights_are_exact(make: Callable[[], nn.Module], preset: str, tmp_path: Path) -> None:
     model = prepared(make, preset)
     written = fq.export_onnx(model, X, tmp_path / "m.onnx")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from tests.support.matrix import full, in_turn, sweep
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -59,8 +60,7 @@ def written(name: str, preset: str, folder: Path, **options: Any) -> tuple[nn.Mo
     return model, x * 3, folder / "m.onnx"
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", MODELS)
+@sweep("name, preset", full(MODELS, PRESETS), in_turn(MODELS, PRESETS))
 def test_default_options(name: str, preset: str, tmp_path: Path) -> None:
     dynamic_shapes = ({0: "batch"},) if preset == "FP8" else None
     model, x, path = written(name, preset, tmp_path, dynamic_shapes=dynamic_shapes)

@@ -233,11 +233,11 @@ def changed(array: Any) -> Any:
 
 
 TAMPERED = [
-    ("standard", "MXFP4", "_weight_quantizer/scale"),
-    ("standard", "NVFP4", "_weight_quantizer/scale_codes"),
+    pytest.param("standard", "MXFP4", "_weight_quantizer/scale", marks=pytest.mark.exhaustive),
+    pytest.param("standard", "NVFP4", "_weight_quantizer/scale_codes", marks=pytest.mark.exhaustive),
     ("standard", "NVFP4", "_weight_quantizer/scale_of_scales"),
     ("standard", "FP8", "_input_quantizer/scale"),
-    ("trt", "NVFP4_WEIGHT_ONLY", "_weight_quantizer/scale_codes"),
+    pytest.param("trt", "NVFP4_WEIGHT_ONLY", "_weight_quantizer/scale_codes", marks=pytest.mark.exhaustive),
     ("trt", "MXFP8_CEIL", "_weight_quantizer/exponents"),
 ]
 

@@ -211,6 +211,7 @@ raise SystemExit(main({[*HERE, "NVFP4, forward, float32, 8192, x"]!r}))
 """
 
 
+@pytest.mark.exhaustive
 def test_torch_and_numpy_are_all_that_it_needs():
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / place) for place in ("src", "."))}
     done = subprocess.run([sys.executable, "-c", WITHOUT], env=given, cwd=ROOT, capture_output=True, text=True)

@@ -44,6 +44,7 @@ def test_every_format_and_dtype_is_in_every_list():
     )
 
 
+@pytest.mark.exhaustive
 def test_green_lines_and_a_count_of_what_was_compared(monkeypatch, capsys):
     monkeypatch.setattr(parity, "GRANULARITIES", {"tensor": cases.GRANULARITIES["tensor"]})
     assert (
@@ -176,6 +177,7 @@ def test_what_another_backend_cannot_serve_is_told():
     assert any("2**64" in reason or "not built" in reason for reason in found.reasons)
 
 
+@pytest.mark.exhaustive
 def test_a_process_of_its_own(capsys):
     assert command.main([*HERE[:3], "2", *HERE[4:], f"given, {NAME} float32"]) == 0
     assert f"ok   given, {NAME} float32" in capsys.readouterr().out
@@ -210,6 +212,7 @@ def cases_spread(scale, shape):
 # How a device executes
 
 
+@pytest.mark.exhaustive
 def test_what_can_be_tried_on_the_cpu_is_right_there():
     assert execution.beyond_32_bits("cpu", 30_001, 4096) == "30,001 elements"
     assert execution.compiled_bits("cpu", "aot_eager", 2) == "2 kinds in 2 dtypes"

@@ -1,5 +1,7 @@
 """The kernel that measures and counts in one pass gives the numbers of the definition."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,11 +13,13 @@ from fakequant.ops.histogram import observe, update
 from tests.support.bits import assert_same_bits
 from tests.support.cases import each_way
 from tests.support.histogram_cases import DTYPES, hostile
+from tests.support.matrix import full, in_turn, sweep
 
 pytestmark = pytest.mark.skipif(load_kernels() is not None, reason=f"no kernels: {load_kernels()}")
 
 # One group of several parts and threads, groups of less than a part, groups of few values, one value.
 SHAPES = [(1, 300_001), (3, 70_000), (40, 1_025), (700, 3), (1, 1)]
+BINS = [None, 16, 4096]
 
 
 def assert_same(values, bins):
@@ -31,10 +35,9 @@ def assert_same(values, bins):
         assert got.counts.sum() == values.numel()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("bins", [None, 16, 4096])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sweep(
+    "shape, bins, dtype, threads", full(SHAPES, BINS, DTYPES, [1, 2]), in_turn(product(SHAPES, BINS), DTYPES, [2, 1])
+)
 def test_equals_the_definition(dtype, shape, bins, threads):
     values, before = hostile(shape, dtype), torch.get_num_threads()
     widths = 2.0 ** (torch.arange(shape[0], dtype=torch.float64) % 3 + 3)

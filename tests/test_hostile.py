@@ -14,8 +14,8 @@ HOSTILE = Path(__file__).parent / "hostile"
     ("script", "arguments"),
     [
         ("saves.py", "--saves 10"),
-        ("kills.py", "--kills 7 --kind checkpoint graph run"),
-        ("mutations.py", "--count 300 --kind manifest header"),
+        pytest.param("kills.py", "--kills 7 --kind checkpoint graph run", marks=pytest.mark.exhaustive),
+        ("mutations.py", "--count 100 --kind manifest header"),
     ],
 )
 def test_nothing_goes_wrong(script: str, arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""Layers that multiply codes: bits against int64."""
+"""Integer execution of layers: bits against int64."""
 
 import copy
 import io

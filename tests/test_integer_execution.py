@@ -1,4 +1,4 @@
-"""Which layers multiply codes and which are simulated, with the reasons, and how that is chosen."""
+"""Which layers run in integers and which are simulated, with the reasons, and how that is chosen."""
 
 import copy
 
@@ -94,7 +94,7 @@ def test_what_torch_refuses_is_refused():
 
 
 def scaled_twins(x_scale, w_scale):
-    """A layer that multiplies codes and its simulated twin, with these scales, and an input of all of its codes."""
+    """A layer in integer execution and its simulated twin, with these scales, and an input of all of its codes."""
     layer = nn.Linear(64, 32, bias=False)
     generator = torch.Generator().manual_seed(0)
     codes, w_codes = (torch.randint(-127, 128, shape, generator=generator) for shape in ((16, 64), (32, 64)))

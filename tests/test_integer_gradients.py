@@ -1,4 +1,4 @@
-"""Layers that multiply codes are simulated where a gradient is wanted: the same outputs and gradients."""
+"""Layers in integer execution are simulated where a gradient is wanted: the same outputs and gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layers that multiply codes of tensors however they lie in memory, or lack an axis: as torch's own layers."""
+"""Integer execution on tensors of any strides or with an axis less: as torch's own layers."""
 
 import itertools
 

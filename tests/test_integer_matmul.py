@@ -43,7 +43,7 @@ class Attention(nn.Sequential):
 
 
 def prepared(input="int8", other="int8", dynamic=False):
-    """A model of one product with given scales that multiplies codes, and its simulated twin."""
+    """A model of one product with given scales in integer execution, and its simulated twin."""
     rule = Rule("*", TensorConfig(input, dynamic=dynamic), execution="auto")
     model = fq.prepare(Attention(MatMul()), Config("test", (rule,)))
     quantizers = model[0]._input_quantizer, model[0]._other_quantizer

@@ -22,7 +22,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4), max_le
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @example({"inf": None, "nan": math.inf, "true": False, "device": "", "none": None})
 @given(st.dictionaries(NAMES, VALUES, max_size=5))
 def test_text_is_read_back_as_the_same_attributes(attributes):

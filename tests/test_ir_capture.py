@@ -9,14 +9,14 @@ from fakequant.errors import CalibrationError, GraphError
 from fakequant.model.presets import presets
 from tests.support.bits import assert_same_bits
 from tests.support.graphs import assert_same_step, step
+from tests.support.matrix import full, in_turn, sweep
 from tests.support.models import images, small_net
 from tests.support.networks import NETWORKS, PRESETS, quantized
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("network", NETWORKS)
+@sweep("network, preset", full(NETWORKS, PRESETS), in_turn(NETWORKS, PRESETS))
 def test_networks_keep_every_bit_and_gradient(network, preset):
     model, x = quantized(network, preset)
     graph = ir.capture(model, x)

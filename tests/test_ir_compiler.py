@@ -9,6 +9,7 @@ from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType
 from tests.support.bits import assert_same_bits
 from tests.support.graphs import assert_same_step, step, variants
+from tests.support.matrix import full, in_turn, sweep
 from tests.support.networks import NETWORKS, quantized
 
 
@@ -18,8 +19,7 @@ def _empty_cache():
     ir.clear_cache()
 
 
-@pytest.mark.parametrize("preset", ["INT8", "NVFP4"])
-@pytest.mark.parametrize("network", NETWORKS)
+@sweep("network, preset", full(NETWORKS, ["INT8", "NVFP4"]), in_turn(NETWORKS, ["INT8", "NVFP4"]))
 def test_compiled_steps_keep_every_bit(network, preset):
     model, x = quantized(network, preset)
     graph = ir.capture(model, x)

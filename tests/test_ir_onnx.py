@@ -7,11 +7,11 @@ import torch
 import fakequant as fq
 from fakequant import ir
 from fakequant.errors import ExportError, GraphError
+from tests.support.matrix import full, sweep
 from tests.support.networks import quantized
 
 
-@pytest.mark.parametrize("preset", ["INT8", "FP8"])
-@pytest.mark.parametrize("network", ["CNN", "transformer"])
+@sweep("network, preset", full(["CNN", "transformer"], ["INT8", "FP8"]), [("CNN", "INT8"), ("transformer", "FP8")])
 def test_the_file_computes_the_graph(network, preset, tmp_path):
     model, x = quantized(network, preset)
     graph = ir.optimize(ir.capture(model, x)).graph

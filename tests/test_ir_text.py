@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import Graph, IRType, TensorShape
+from tests.support.matrix import full, in_turn, sweep
 from tests.support.networks import NETWORKS, PRESETS, quantized
 
 LAYERS = {
@@ -63,8 +64,7 @@ def test_made_graphs_are_read_back(graph):
     assert again.validate() == graph.validate()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("network", NETWORKS)
+@sweep("network, preset", full(NETWORKS, PRESETS), in_turn(NETWORKS, PRESETS))
 def test_captured_graphs_are_read_back(network, preset, tmp_path):
     model, x = quantized(network, preset)
     captured = ir.capture(model, x)

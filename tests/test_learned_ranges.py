@@ -238,6 +238,7 @@ def test_one_scale_fits_tensors_of_any_rank(method: str) -> None:
     assert_same_bits(quantizer(X[0, 0]), quantizer(X)[0, 0])
 
 
+@pytest.mark.exhaustive
 def test_compiled_gives_the_eager_bits() -> None:
     """All methods in one graph, because a compilation takes seconds."""
     torch._dynamo.reset()

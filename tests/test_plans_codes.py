@@ -10,7 +10,8 @@ from fakequant.numerics import reference
 from fakequant.ops import dispatch, library
 from fakequant.ops.backend import CODES, KernelPlan
 from tests.support.bits import assert_same_bits
-from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
+from tests.support.cases import FORMATS, GRANULARITIES
+from tests.support.matrix import each_format_once
 from tests.support.plan_cases import assert_served_if_supported, hostile, needs_kernels
 
 pytestmark = needs_kernels
@@ -39,8 +40,7 @@ def compare_codes(x, spec, params):
     return dispatch.find_plan(x, spec, *params[:2], CODES).backend
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format_once
 def test_codes_are_those_of_the_reference(name, dtype):
     case, served = FORMATS[name], set()
     layouts = itertools.cycle(["channels_last", "transposed", "contiguous"])

@@ -194,7 +194,8 @@ class Tags(nn.Module):
 X = data(2, 4, IN)
 
 
-@pytest.fixture(scope="module", params=[nn.LSTM, nn.GRU])
+# A GRU too in the exhaustive run: each exporter takes seconds.
+@pytest.fixture(scope="module", params=[nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.exhaustive)])
 def tags(request: pytest.FixtureRequest) -> Tags:
     torch.set_num_threads(1)
     model = Tags(request.param).eval()

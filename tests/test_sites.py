@@ -24,6 +24,7 @@ from tests.support.functional_models import (
     gradients,
     quantized,
 )
+from tests.support.matrix import full, sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")
 
@@ -69,7 +70,7 @@ def test_checkpointed_modules(reentrant: bool) -> None:
     assert_same_bits(gradients(ours, ours, example(6)), gradients(hand, hand.by_hand, example(6)))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@sweep("backend", full(["aot_eager", "inductor"]), full(["aot_eager"]))
 def test_compiled_in_one_graph(network: Network, backend: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(network, fullgraph=True, backend=backend)

@@ -50,7 +50,7 @@ def forget():
 
 
 def results(model, x, method):
-    """What calibration, training, evaluation and analysis give, simulated and by codes."""
+    """What calibration, training, evaluation and analysis give, simulated and in integers."""
     fq.calibrate(model, [x], method=method, progress=False)
     found = [q.scale for q in fq.nn.quantizers(model).values() if q.scale is not None]
     for execution in ("simulate", "auto"):

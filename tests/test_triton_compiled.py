@@ -18,6 +18,7 @@ from fakequant.numerics.scales import ScaleRounding, ScaleSpec
 from fakequant.numerics.tables import TableFormat
 from fakequant.ops.triton.backend import TritonBackend
 from tests.support.backends import Calls
+from tests.support.matrix import full, in_turn, sweep
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; it is for Linux")
 
@@ -109,6 +110,8 @@ GRANULARITIES = {
     "columns": (fq.PerChannel(-1), (512, 64)),
     "any": (fq.PerBlock({0: 4, 1: 3}), (8, 96)),
 }
+KINDS = ["single", "long", "eights", "columns", "any"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def params_of(spec, shape, dtype=torch.float32, device="cpu"):
@@ -117,8 +120,7 @@ def params_of(spec, shape, dtype=torch.float32, device="cpu"):
     return fq.QParams(scale, None if spec.symmetric else torch.ones_like(scale, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", FAMILIES, ids=str)
+@sweep("name, dtype", full(FAMILIES, DTYPES), in_turn(FAMILIES, DTYPES))
 def test_values_and_masks(compiled, name, dtype):
     gradients = list(fq.Gradient)
     turn = FAMILIES.index(name)
@@ -149,8 +151,11 @@ def test_codes(compiled, name, dtype):
     checked(compiled, 2)
 
 
-@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", LONG_TABLE], ids=str)
-@pytest.mark.parametrize("granularity", [fq.PerTensor(), fq.PerBlock({-1: 32})], ids=str)
+@sweep(
+    "granularity, name",
+    full([fq.PerTensor(), fq.PerBlock({-1: 32})], ["int8", "float8_e4m3fn", LONG_TABLE]),
+    [(fq.PerTensor(), "int8"), (fq.PerBlock({-1: 32}), LONG_TABLE)],
+)
 def test_stochastic_rounding(compiled, name, granularity):
     spec = fq.QuantSpec(name, granularity, arithmetic=fq.Arithmetic.MULTIPLIER, rounding=fq.Rounding.STOCHASTIC)
     dtype = torch.float64 if granularity == fq.PerTensor() else torch.float32
@@ -162,7 +167,7 @@ def test_stochastic_rounding(compiled, name, granularity):
     checked(compiled, 2)
 
 
-@pytest.mark.parametrize("kind", GRANULARITIES)
+@sweep("kind", full(GRANULARITIES), full(["single", "eights", "any"]))
 def test_ranges_of_the_tensor_itself(compiled, kind):
     granularity, shape = GRANULARITIES[kind]
     x, backend = torch.ones(shape), Calls(TritonBackend("cpu"))
@@ -177,7 +182,7 @@ def test_ranges_of_the_tensor_itself(compiled, kind):
     checked(compiled, 6 if kind in ("whole", "eights") else 9)
 
 
-@pytest.mark.parametrize("kind", ["single", "long", "columns", "any"])
+@sweep("kind", full(["single", "long", "columns", "any"]), full(["single", "any"]))
 def test_gradients_of_parameters(compiled, kind):
     granularity, shape = GRANULARITIES[kind]
     every = (
@@ -195,7 +200,7 @@ def test_gradients_of_parameters(compiled, kind):
     checked(compiled, sum(3 if spec.symmetric else 4 for spec, _ in chosen))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@sweep("dtype", full(DTYPES), full([torch.float32]))
 def test_histograms(compiled, dtype):
     backend = Calls(TritonBackend("cpu"))
     for shape in ((1, 1 << 20), (64, 9)):
@@ -287,8 +292,7 @@ def test_seeds_of_any_size_are_compiled_once(started):
     assert len(set(started)) == 1
 
 
-@pytest.mark.parametrize("kind", ["single", "long", "eights", "columns", "any"])
-@pytest.mark.parametrize("name", ["uint8", "float8_e4m3fn"])
+@sweep("kind, name", full(KINDS, ["uint8", "float8_e4m3fn"]), [("single", "float8_e4m3fn"), ("any", "uint8")])
 def test_more_elements_than_32_bits_count(compiled, kind, name):
     granularity, shape = GRANULARITIES[kind]
     rows = 2**31 // torch.Size(shape[1:]).numel() // 8 * 8 + 8

@@ -231,7 +231,7 @@ def _resolve(
     elif amax is not None:
         limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
         _check_values("amax", limit, _MAGNITUDE, traced=traced)
-        limit = _beside(x, limit)
+        limit = _on_device_of(x, limit)
         params = _qparams_like(x, Range(-limit, limit), spec)
     else:
         params = choose_qparams(x, spec)
@@ -272,14 +272,14 @@ def _checked(
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = _fit("scale", _as_tensor("scale", scale, x, dtype), x, spec)
     check_scale(scale, spec.arithmetic, traced=traced)
-    scale = _beside(x, scale)
+    scale = _on_device_of(x, scale)
     if zero_point is None:
         return QParams(scale)
     zero_point = _fit("zero_point", _as_tensor("zero_point", zero_point, x, dtype), x, spec)
     lowest, highest = spec.format.quant_min, spec.format.quant_max
     expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
     _check_values("zero_point", zero_point, (lowest, highest, expected), whole=True, traced=traced)
-    return QParams(scale, _beside(x, zero_point))
+    return QParams(scale, _on_device_of(x, zero_point))
 
 
 def check_scale(scale: Tensor, arithmetic: Arithmetic, *, traced: bool = True) -> None:
@@ -350,7 +350,7 @@ def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tenso
     raise QParamsError(f"{name}={value!r} is {found} in {dtype}, in which tensors of {x.dtype} are quantized")
 
 
-def _beside(x: Tensor, values: Tensor) -> Tensor:
+def _on_device_of(x: Tensor, values: Tensor) -> Tensor:
     """Checked parameters on the device of x, without a wait for it."""
     return values if values.device == x.device else values.to(x.device, non_blocking=True)
 

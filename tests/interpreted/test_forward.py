@@ -11,18 +11,18 @@ from tests.support import cases
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from tests.support.matrix import each_format
+from tests.support.matrix import each_format_once, full, in_turn, sweep
 
 
 def compare(name, dtype, each):
     """A format on every granularity, with every arithmetic and gradient; layouts and sizes of programs in turn.
 
-    Without `each` on every fourth granularity, with arithmetics and gradients in turn: every two of them meet.
+    Without `each` on every eighth granularity, with arithmetics and gradients in turn.
     """
     case, turn = FORMATS[name], list(FORMATS).index(name) + list(DTYPES.values()).index(dtype)
     for where_name, where in GRANULARITIES.items():
         turn += 1
-        if not each and turn % 4:
+        if not each and turn % 8:
             continue
         arithmetics, gradients = case.arithmetics(), MASKED
         if not each:
@@ -38,11 +38,11 @@ def compare(name, dtype, each):
                 spec = case.spec(where.granularity, arithmetic, gradient=gradient)
                 assert backend.unsupported(x, spec, codes=False) is None
                 assert_values(backend, (x, numbers.params), spec, where_name)
-            if (each or turn % 12 == 0) and backend.unsupported(x, spec, codes=True) is None:
+            if (each or turn % 24 == 0) and backend.unsupported(x, spec, codes=True) is None:
                 assert_codes(backend, (x, numbers.params), spec, where_name)
 
 
-@each_format
+@each_format_once
 def test_equals_the_reference(name, dtype):
     compare(name, dtype, each=False)
 
@@ -54,28 +54,28 @@ def test_equals_the_reference_in_every_combination(name, dtype):
     compare(name, dtype, each=True)
 
 
-@pytest.mark.parametrize("rounding", fq.Rounding, ids=lambda r: r.value)
-@pytest.mark.parametrize("gradient", MASKED, ids=lambda g: g.value)
-def test_every_gradient_of_every_family(gradient, rounding):
+FAMILIES = ("int8", "uint8_affine", "int16", "float8_e4m3fn", "float8_e5m2fnuz", "nf4")
+
+
+@sweep("name, gradient, rounding", full(FAMILIES, MASKED, fq.Rounding), in_turn(FAMILIES, MASKED, list(fq.Rounding)))
+def test_every_gradient_of_every_family(name, gradient, rounding):
     """With the range that was measured, and with those that scales of several dtypes imply."""
-    where = GRANULARITIES["channel_1"]
-    for turn, name in enumerate(("int8", "uint8_affine", "int16", "float8_e4m3fn", "float8_e5m2fnuz", "nf4")):
-        case = FORMATS[name]
-        for arithmetic in case.arithmetics():
-            x, params = cases.hostile(case, where, arithmetic, torch.float32, turn).__dict__.values()
-            spec = case.spec(where.granularity, arithmetic, gradient=gradient, rounding=rounding)
-            params = params._replace(seed=torch.tensor(turn * 2**40 - 3))
-            measured = fq.Range(-torch.rand(where.groups), torch.rand(where.groups, dtype=torch.float64))
-            scales = params.scale.double(), params.scale.bfloat16()
-            for given in (params, params._replace(range=measured), *(params._replace(scale=s) for s in scales)):
-                assert_values(Calls(TritonBackend("cpu", 512)), (x, given), spec, f"{given.scale.dtype} {given.range}")
+    case, where, turn = FORMATS[name], GRANULARITIES["channel_1"], FAMILIES.index(name)
+    for arithmetic in case.arithmetics():
+        x, params = cases.hostile(case, where, arithmetic, torch.float32, turn).__dict__.values()
+        spec = case.spec(where.granularity, arithmetic, gradient=gradient, rounding=rounding)
+        params = params._replace(seed=torch.tensor(turn * 2**40 - 3))
+        measured = fq.Range(-torch.rand(where.groups), torch.rand(where.groups, dtype=torch.float64))
+        scales = params.scale.double(), params.scale.bfloat16()
+        for given in (params, params._replace(range=measured), *(params._replace(scale=s) for s in scales)):
+            assert_values(Calls(TritonBackend("cpu", 512)), (x, given), spec, f"{given.scale.dtype} {given.range}")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stochastic_rounding_follows_positions(layout):
-    """On every second granularity, the others in every second layout."""
+    """On every sixth granularity, each in another layout."""
     for turn, (where_name, where) in enumerate(GRANULARITIES.items()):
-        if (turn + list(LAYOUTS).index(layout)) % 2:
+        if (turn + list(LAYOUTS).index(layout)) % 6:
             continue
         name = ("int8", "float8_e4m3fn", "nf4", "uint8_affine")[turn % 4]
         case, dtype = FORMATS[name], (torch.float32, torch.bfloat16, torch.float64)[turn % 3]
@@ -89,49 +89,52 @@ def test_stochastic_rounding_follows_positions(layout):
 
 
 # Runs shorter and longer than a program, which divide it and do not, on several planes.
-@pytest.mark.parametrize(
-    ("granularity", "shape"),
-    [
-        (fq.PerChannel(0), (3, 129)),
-        (fq.PerChannel(0), (5, 64)),
-        (fq.PerChannel(0), (5, 128)),
-        (fq.PerChannel(1), (2, 3, 72)),
-        (fq.PerChannel(1), (2, 3, 64)),
-        (fq.PerChannel(1), (3, 5, 24)),
-        (fq.PerChannel(1), (3, 5, 8)),
-        (fq.PerChannel(1), (7, 5, 3)),
-        (fq.PerChannel(-1), (37, 4)),
-        (fq.PerChannel(-1), (3, 100)),
-        (fq.PerBlock({0: 4, 1: 8}), (12, 32)),
-        (fq.PerBlock({0: 4, 1: 96}), (8, 192)),
-        (fq.PerBlock({0: 2, 1: 1}), (8, 16)),
-        (fq.PerBlock({-1: 16}), (5, 48)),
-        (fq.PerBlock({-1: 24}), (5, 48)),
-        (fq.PerBlock({-1: 32}, pad=True), (5, 50)),
-        (fq.PerBlock({0: 8, 1: 8}, pad=True), (9, 30)),
-    ],
-    ids=str,
-)
-def test_runs_and_programs(granularity, shape):
+RUNS = [
+    (fq.PerChannel(0), (3, 129)),
+    (fq.PerChannel(0), (5, 64)),
+    (fq.PerChannel(0), (5, 128)),
+    (fq.PerChannel(1), (2, 3, 72)),
+    (fq.PerChannel(1), (2, 3, 64)),
+    (fq.PerChannel(1), (3, 5, 24)),
+    (fq.PerChannel(1), (3, 5, 8)),
+    (fq.PerChannel(1), (7, 5, 3)),
+    (fq.PerChannel(-1), (37, 4)),
+    (fq.PerChannel(-1), (3, 100)),
+    (fq.PerBlock({0: 4, 1: 8}), (12, 32)),
+    (fq.PerBlock({0: 4, 1: 96}), (8, 192)),
+    (fq.PerBlock({0: 2, 1: 1}), (8, 16)),
+    (fq.PerBlock({-1: 16}), (5, 48)),
+    (fq.PerBlock({-1: 24}), (5, 48)),
+    (fq.PerBlock({-1: 32}, pad=True), (5, 50)),
+    (fq.PerBlock({0: 8, 1: 8}, pad=True), (9, 30)),
+]
+
+
+@sweep("granularity, shape, block", [(*run, block) for run in RUNS for block in (8, 64)], in_turn(RUNS, [8, 64]))
+def test_runs_and_programs(granularity, shape, block):
     blocks = granularity.block_shape(shape)
     groups = granularity.group_shape(shape)
     x = torch.randn(shape) * 100
     params = fq.QParams(torch.rand(groups) + 0.1, torch.randint(-128, 128, groups))
     spec = fq.QuantSpec("int8", granularity, symmetric=False, gradient=fq.Gradient.CLIP)
     assert len(blocks) == len(shape)
-    for block in (8, 64):
-        assert_values(Calls(TritonBackend("cpu", block)), (x, params), spec, block)
+    assert_values(Calls(TritonBackend("cpu", block)), (x, params), spec, block)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 9, 63, 64, 65, 1000])
-def test_remainders(size):
-    numbers = torch.randn(size) * 50, fq.QParams(torch.tensor([0.3]))
-    for dtype in (torch.float32, torch.bfloat16):
-        x = numbers[0].to(dtype)
-        for block in (16, 64):
-            backend = Calls(TritonBackend("cpu", block))
-            assert_values(backend, (x, numbers[1]), fq.QuantSpec("int8"), size)
-            assert_codes(backend, (x, numbers[1]), fq.QuantSpec("int8"), size)
+SIZES = [1, 7, 8, 9, 63, 64, 65, 200]
+
+
+@sweep(
+    "size, dtype, block",
+    full(SIZES, ["float32", "bfloat16"], [16, 64]),
+    in_turn(SIZES, ["float32", "bfloat16"], [16, 64]),
+    dtype=DTYPES,
+)
+def test_remainders(size, dtype, block):
+    x, params = (torch.randn(size) * 50).to(dtype), fq.QParams(torch.tensor([0.3]))
+    backend = Calls(TritonBackend("cpu", block))
+    assert_values(backend, (x, params), fq.QuantSpec("int8"), size)
+    assert_codes(backend, (x, params), fq.QuantSpec("int8"), size)
 
 
 def test_positions_beyond_32_bits(monkeypatch):

@@ -12,6 +12,7 @@ from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
 from tests.support.kernel_comparisons import compare_grad_params, compare_wanted_grad_params
+from tests.support.matrix import full, sweep
 
 GRADIENTS = (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP)
 TURNS = ["int8", "uint8_affine", "float8_e4m3fn", "int16", "nf4", "odd_range_affine", "float8_e5m2fnuz"]
@@ -29,9 +30,9 @@ def compare(name, where_name, dtype, arithmetic, gradient, block=2048):
 def test_every_granularity(dtype):
     for turn, where_name in enumerate(GRANULARITIES):
         turn += list(DTYPES.values()).index(dtype)
-        if turn % 2:
-            continue  # of every two dtypes, one
-        turn //= 2
+        if turn % 4:
+            continue  # of every four dtypes, one
+        turn //= 4
         name = TURNS[turn % len(TURNS)]
         arithmetics = FORMATS[name].arithmetics()
         compare(name, where_name, dtype, arithmetics[turn % len(arithmetics)], GRADIENTS[turn % 2])
@@ -39,8 +40,9 @@ def test_every_granularity(dtype):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format(name):
-    for turn, arithmetic in enumerate(FORMATS[name].arithmetics()):
-        compare(name, "channel_1", torch.float32, arithmetic, GRADIENTS[turn % 2])
+    """With its arithmetics and the gradients in turn."""
+    turn, arithmetics = list(FORMATS).index(name), FORMATS[name].arithmetics()
+    compare(name, "channel_1", torch.float32, arithmetics[turn % len(arithmetics)], GRADIENTS[turn % 2])
 
 
 @pytest.mark.exhaustive
@@ -53,7 +55,7 @@ def test_every_combination(name, dtype):
                 compare(name, where_name, dtype, arithmetic, gradient)
 
 
-@pytest.mark.parametrize("where_name", ["tensor", "channel_1", "channel_last", "tiles"])
+@sweep("where_name", full(["tensor", "channel_1", "channel_last", "tiles"]), full(["tensor", "tiles"]))
 def test_several_programs_share_a_group(where_name):
     compare("uint8_affine", where_name, torch.float32, fq.Arithmetic.DIVIDE, fq.Gradient.CODE_RANGE, block=128)
 

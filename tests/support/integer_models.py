@@ -26,7 +26,7 @@ def hostile(*shape):
 
 
 def prepared(layer, input="int8", weight="int8 per_channel(0)", scale=1 / 64, dynamic=False):
-    """A frozen model of one layer with given scales that multiplies codes, and its simulated twin.
+    """A frozen model of one layer with given scales in integer execution, and its simulated twin.
 
     Skips the test where the processor cannot: the layer is simulated there.
     """

@@ -46,8 +46,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     """Find the ranges of all static quantizers: of inputs by running batches, of weights as the layers' calls use them.
 
     The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
-    match run quantized where they have ranges, and by codes where they are told to (`set_execution`): so later layers
-    are calibrated on what they will get from earlier ones.
+    match run quantized where they have ranges, and in integers where `set_execution` says so. Later layers are
+    calibrated on what they get from earlier ones.
 
     Args:
         model: a prepared model.

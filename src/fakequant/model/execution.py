@@ -1,4 +1,4 @@
-"""Whether the layers of a model are simulated or multiply codes."""
+"""Whether the layers of a model are simulated or run in integers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
         pattern: of the layers' paths in the model; `*` matches any characters (fnmatch).
 
     Raises:
-        ConfigError: no quantized layer matches, or under "integer" some never can multiply codes (names them all, with
+        ConfigError: no quantized layer matches, or under "integer" some can never run in integers (names them all, with
             the reasons); nothing is changed then.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)
@@ -49,7 +49,7 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
         reasons = {name: layer.why_simulated(execution) for name, layer in found.items()}
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items() if reason is not None)
         if listed:
-            raise ConfigError(f'these layers cannot multiply codes; use "auto", which simulates them:\n{listed}')
+            raise ConfigError(f'these layers cannot run in integers; use "auto", which simulates them:\n{listed}')
     with restore_on_error(attributes_of(found.values(), "execution")):
         for layer in found.values():
             layer.execution = execution

@@ -32,7 +32,7 @@ class LayerSummary:
     has_weight: bool
     execution: str = "simulate"
     why_simulated: str | None = None
-    """Why a layer that was told to multiply codes is simulated."""
+    """Why a layer that is set to integer execution is simulated."""
     why_never_called: str | None = None
     """Why the model does not call the layer with the example, if there is one."""
 

@@ -32,7 +32,7 @@ class Execution(Enum):
     AUTO = "auto"
     """Codes are multiplied wherever that can be done exactly; else the layer is simulated."""
     INTEGER = "integer"
-    """The same, but a layer that never can multiply codes is refused."""
+    """The same, but a layer that can never run in integers is refused."""
 
 
 class CodedTensor(NamedTuple):
@@ -83,7 +83,7 @@ class Ready:
 
 
 class IntegerProduct(ABC):
-    """How a kind of layer multiplies codes: those of its input with those of its weight, or of its other input."""
+    """How a kind of layer runs in integers: the product of its input's codes and those of its weight or other input."""
 
     quantizers: ClassVar[tuple[str, str]] = ("_input_quantizer", "_weight_quantizer")
     """The layer's attributes that hold those of the factors."""
@@ -131,12 +131,12 @@ class IntegerProduct(ABC):
         return ready
 
     def why_simulated(self, layer: Any, execution: Execution) -> str | None:
-        """Why a layer, as it is now, does not multiply codes if it is told to, whatever its input; None if it does."""
+        """Why a layer in integer execution is simulated as it is now, whatever its input; None if it is not."""
         quantizers = [layer._modules.get(name) for name in self.quantizers]
         return _call_reason(quantizers) or self.cannot(layer, *(q and q.spec for q in quantizers))
 
     def depends_on(self, layer: Any) -> tuple[Any, ...]:
-        """What else decides whether a layer can multiply codes, and where its windows are."""
+        """What else decides whether a layer can run in integers, and where its windows are."""
         weight = layer.weight
         return weight.dtype, weight.device, weight.shape
 

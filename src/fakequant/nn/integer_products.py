@@ -1,4 +1,4 @@
-"""How each kind of layer multiplies codes, see `integer.py`."""
+"""How each kind of layer runs in integers, see `integer.py`."""
 
 from __future__ import annotations
 
