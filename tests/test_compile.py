@@ -27,7 +27,7 @@ def with_gradients(function, inputs):
 def test_compiled_gives_the_eager_bits(dtype):
     where = GRANULARITIES["channel_1"]
     numbers, specs = [], []
-    for name in ("int8", "uint8_affine", "uint4", "float8_e4m3fn", "float8_e5m2"):
+    for name in ("int8", "uint8_affine", "float8_e4m3fn"):
         for arithmetic in FORMATS[name].arithmetics():
             for gradient in (fq.Gradient.CODE_RANGE, fq.Gradient.INPUT_RANGE):
                 numbers.append(cases.hostile(FORMATS[name], where, arithmetic, dtype))
@@ -61,6 +61,7 @@ def test_compiled_with_dynamic_shapes_takes_its_range_from_the_input():
         assert_same_bits(compiled(x), quantize_all(x), str(shape))
 
 
+@pytest.mark.exhaustive
 def test_compiled_with_a_learned_scale():
     x = torch.randn(2, 40_000)
     learned, compiled_learned = (torch.tensor([0.01, 0.3], requires_grad=True) for _ in range(2))

@@ -23,7 +23,7 @@ from tests.support.kernel_comparisons import (
     each_backend,
     skip_unavailable,
 )
-from tests.support.matrix import each_format, full, in_turn, sweep
+from tests.support.matrix import each_format_once, full, in_turn, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_poison_works():
 
 
 @each_backend
-@each_format
+@each_format_once
 def test_equals_the_reference(backend, name, dtype):
     skip_unavailable(backend)
     case = FORMATS[name]

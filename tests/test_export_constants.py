@@ -93,7 +93,12 @@ def prepared(make: Callable[[], nn.Module], preset: str) -> nn.Module:
     return model
 
 
-@sweep("make, preset", full(COMPUTED, ["INT8", "INT8_PER_TOKEN"]), full(COMPUTED, ["INT8"]), make=COMPUTED)
+@sweep(
+    "make, preset",
+    full(COMPUTED, ["INT8", "INT8_PER_TOKEN"]),
+    full(["Shared", "discriminator", "parametrized"], ["INT8"]),
+    make=COMPUTED,
+)
 def test_constants_and_computed_weights_are_exact(make: Callable[[], nn.Module], preset: str, tmp_path: Path) -> None:
     model = prepared(make, preset)
     written = fq.export_onnx(model, X, tmp_path / "m.onnx")

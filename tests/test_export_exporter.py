@@ -95,7 +95,7 @@ CONFIGS = [
 
 
 # Static and dynamic ranges, zero points, float8 and each kind of scale of blocks.
-QUICK = ["INT8_PER_TOKEN", "FP8", "ODD", "NVFP4"]
+QUICK = ["INT8_PER_TOKEN", "ODD", "NVFP4"]
 BY_NAME = {config.name: config for config in CONFIGS}
 
 

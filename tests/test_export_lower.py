@@ -29,6 +29,8 @@ WITH_RECIPROCAL = {"int8", "uint8_affine", "odd_range_affine", "int4", "float8_e
 ALIKE = {
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4"),
     *("float6_e3m2fn", "float6_e2m3fn", "three_values", "positive_values"),
+    *("int8_affine", "int8_narrow", "int4", "uint4", "int1", "uint1_affine", "int16", "uint16_affine"),
+    *("float8_e5m2", "256_values"),
 }
 FEW = ("tensor", "channel_1", "block_32", "tiles")
 

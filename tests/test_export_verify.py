@@ -27,6 +27,7 @@ from onnx import numpy_helper  # noqa: E402
 
 from fakequant.export import export_onnx, verify_onnx  # noqa: E402
 from tests.support.export_files import INPUT, WEIGHT, batch, constant, exported, two_layers  # noqa: E402
+from tests.support.matrix import full, sweep  # noqa: E402
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("config", LOADS.values(), ids=LOADS)
+@sweep("config", full(LOADS), full(["INT8_AFFINE", "odd"]), config=LOADS)
 def test_the_optimised_file_loads(config: Config, tmp_path: Path) -> None:
     model = two_layers(config)
     export_onnx(model, batch(), tmp_path / "m.onnx", dynamic_shapes=({0: "batch"},))
@@ -261,7 +262,7 @@ def test_bfloat16_models_say_what_to_do(tmp_path: Path) -> None:
         export_onnx(convolution, x, tmp_path / "m.onnx")
 
 
-@pytest.mark.parametrize("preset", [presets.INT8, presets.INT8_PER_TOKEN, presets.FP8], ids=lambda p: p.name)
+@sweep("preset", full(["INT8", "INT8_PER_TOKEN", "FP8"]), full(["INT8_PER_TOKEN"]), preset=presets.presets())
 def test_float16_models_are_exact(preset: Config, tmp_path: Path) -> None:
     """ONNX Runtime computes a ReLU of float16 in float32, and leaves out the casts between it and a quantizer."""
     torch.manual_seed(0)

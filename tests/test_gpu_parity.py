@@ -317,6 +317,7 @@ raise SystemExit(main({[*HERE, f"given, {NAME} float32", "calibration"]!r}))
 """
 
 
+@pytest.mark.exhaustive
 def test_torch_and_numpy_are_all_that_it_needs():
     paths = os.pathsep.join(str(ROOT / place) for place in ("src", "."))
     given = {**os.environ, "PYTHONPATH": paths}

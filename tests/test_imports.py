@@ -298,6 +298,7 @@ def test_importing_the_package_imports_no_room_for_models():
     assert "model" in rooms_after("from fakequant import prepare")
 
 
+@pytest.mark.exhaustive
 def test_every_public_name_is_found_when_it_is_asked_for():
     ask = "import fakequant as fq; assert set(fq.__all__) <= set(dir(fq)); [getattr(fq, name) for name in fq.__all__]"
     assert {"calibration", "export", "model", "nn"} <= rooms_after(ask)
@@ -305,6 +306,7 @@ def test_every_public_name_is_found_when_it_is_asked_for():
         fq.quantise  # noqa: B018
 
 
+@pytest.mark.exhaustive
 def test_triton_is_imported_by_its_kernels_alone():
     """Asking the backends, and printing what they say, imports no triton."""
     asked = "from fakequant.ops.dispatch import backends, choose\nimport fakequant as fq, torch\n"

@@ -1,6 +1,7 @@
 """Products of two coded activations: bits against int64, and simulated where a gradient is wanted."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.integer_models import assert_integer, factor, hostile
 from tests.support.integer_models import expected as expected_of_layer
 from tests.support.integer_models import prepared as prepared_layer
+from tests.support.matrix import full, in_turn, sweep
 
 SPECS = (
     "int8",
@@ -71,9 +73,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("other", SPECS)
-@pytest.mark.parametrize("input", SPECS)
-@pytest.mark.parametrize("shape", SHAPES)
+@sweep("shape, input, other", full(SHAPES, SPECS, SPECS), in_turn(product(SHAPES, SPECS), SPECS))
 def test_a_product_is_the_definition(shape, input, other):
     model, _ = prepared(input, other)
     assert_integer(model)

@@ -39,7 +39,7 @@ QUICK = [
 def test_an_interrupt_leaves_the_model_as_it_was(name):
     case = CASES[name]
     chosen = moments(lines_of(case), each=2)
-    assert failures(case, chosen[:: max(1, len(chosen) // 40)]) == []
+    assert failures(case, chosen[:: max(1, len(chosen) // 20)]) == []
 
 
 @pytest.mark.exhaustive

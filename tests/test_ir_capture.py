@@ -26,7 +26,7 @@ def test_networks_keep_every_bit_and_gradient(network, preset):
     assert_same_step(step(graph.to_torch(), model, x), expected)
 
 
-@pytest.mark.parametrize("preset", presets())
+@sweep("preset", full(presets()), full(["INT8_AFFINE", "FP8", "MXFP4", "NVFP4", "NF4_WEIGHT_ONLY"]))
 def test_every_preset_is_captured(preset):
     model, x = fq.prepare(small_net(), presets()[preset]), images()
     fq.calibrate(model, [x])

@@ -9,7 +9,7 @@ from tests.support.matrix import full, in_turn, sweep
 from tests.support.networks import NETWORKS, PRESETS, quantized
 
 
-@sweep("network, preset", full(NETWORKS, PRESETS), in_turn(NETWORKS, PRESETS))
+@sweep("network, preset", full(NETWORKS, PRESETS), in_turn(NETWORKS, PRESETS)[::2])
 def test_the_graph_of_the_gradients_gives_those_of_the_model(network, preset):
     model, x = quantized(network, preset)
     graph = ir.capture(model, x)

@@ -9,6 +9,7 @@ from fakequant import ir
 from fakequant.errors import GraphError
 from fakequant.ir import IRType, TensorShape, TensorType
 from fakequant.ir.table import ROWS, _by_fake_tensors, bound, faults, find_row, infer, make_op
+from tests.support.matrix import full, in_turn, sweep
 from tests.support.networks import NETWORKS, PRESETS, quantized
 
 F32 = IRType.Float32
@@ -137,8 +138,7 @@ def test_a_dynamic_dimension_gives_what_the_static_one_does(name, inputs, attrib
         assert all(f.type is s.type and f.shape.matches(s.shape) for f, s in zip(found, static, strict=True))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("network", NETWORKS)
+@sweep("network, preset", full(NETWORKS, PRESETS), in_turn(NETWORKS, PRESETS))
 def test_rules_of_captured_operations(network, preset):
     model, x = quantized(network, preset)
     graph = ir.capture(model, x)

@@ -12,6 +12,10 @@ from fakequant.ops import library
 from tests.support import cases, oracle
 from tests.support.bits import assert_same_bits
 from tests.support.cases import FORMATS, GRANULARITIES
+from tests.support.matrix import full, in_turn, sweep
+
+NAMES = ["int8", "uint8_affine", "int4", "odd_range_affine", "float8_e4m3fn", "float4_e2m1fn"]
+DTYPES = [torch.float32, torch.float64]
 
 
 def exact_case(name, where, arithmetic):
@@ -48,9 +52,11 @@ def closed_form(case, where, spec, scale, zero_point, x, dy):
     return [(dy * d).reshape(split).sum(within) for d in (slope, by_zero_point)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["int8", "uint8_affine", "int4", "odd_range_affine", "float8_e4m3fn", "float4_e2m1fn"])
-@pytest.mark.parametrize("where_name", GRANULARITIES)
+@sweep(
+    "where_name, name, dtype",
+    full(GRANULARITIES, NAMES, DTYPES),
+    in_turn(itertools.product(GRANULARITIES, NAMES), DTYPES),
+)
 def test_closed_form(where_name, name, dtype):
     where = GRANULARITIES[where_name]
     for arithmetic, gradient in itertools.product(

@@ -18,7 +18,7 @@ from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
 from tests.support.interrupts import PACKAGE
-from tests.support.matrix import each_format
+from tests.support.matrix import each_format, each_format_once
 from tests.support.plan_cases import assert_served_if_supported, by_plan, checked, hostile, needs_kernels
 
 INT8 = fq.QuantSpec("int8")
@@ -294,8 +294,7 @@ def compare_over(case, granularity, arithmetic, dtype, layout):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format_once
 def test_bits_over_the_input_are_those_of_the_reference(name, dtype):
     case, over, turn = FORMATS[name], 0, list(FORMATS).index(name)
     layouts = ("contiguous", "channels_last", "transposed")

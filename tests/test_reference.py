@@ -15,6 +15,7 @@ from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.by_oracle import decoded, to_dtype, to_numpy, wanted_codes
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, SMALL_FORMATS
+from tests.support.matrix import each_format, each_format_once
 
 
 def expected(numbers, case, where, arithmetic):
@@ -24,8 +25,7 @@ def expected(numbers, case, where, arithmetic):
     return oracle.fake_quantize(x, scale, zero_point, case.oracle, arithmetic.value)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format
 def test_values_codes_and_range_are_the_oracles(name, dtype):
     case = FORMATS[name]
     for seed, (where_name, where) in enumerate(GRANULARITIES.items()):
@@ -160,8 +160,7 @@ def _range_of(case, arithmetic, params):
         return (low - zero_point) * scale, (high - zero_point) * scale
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format_once
 def test_input_range_mask(name, dtype):
     case = FORMATS[name]
     for seed, (where_name, where) in enumerate(GRANULARITIES.items()):
@@ -203,8 +202,7 @@ def _values_of_the_ends(case, arithmetic, params):
         return [end / scale if arithmetic is fq.Arithmetic.MULTIPLIER else end * scale for end in ends]
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@each_format_once
 def test_clip_passes_between_the_values_of_the_ends(name, dtype):
     case = FORMATS[name]
     for seed, (where_name, where) in enumerate(GRANULARITIES.items()):

@@ -11,6 +11,7 @@ from fakequant.nn import MatMul
 from fakequant.ops import convolutions, dispatch, kernel_params, products
 from fakequant.ops.cpu import backend
 from tests.support.bits import assert_same_bits
+from tests.support.matrix import full, sweep
 
 PRESETS = ("INT8", "INT8_AFFINE", "INT8_PER_TOKEN", "FP8", "MXFP4", "NVFP4", "INT4_GROUP32", "NF4_WEIGHT_ONLY")
 # Meta stands for any other device than that of the model: what is made there by mistake has no values.
@@ -88,7 +89,7 @@ def test_results_do_not_depend_on_the_defaults_of_torch(preset, method):
 
 
 # Those whose files are made in different ways, under the two defaults that differ most from what is meant.
-@pytest.mark.parametrize("preset", ["INT8", "NF4_WEIGHT_ONLY"])
+@sweep("preset", full(["INT8", "NF4_WEIGHT_ONLY"]), full(["NF4_WEIGHT_ONLY"]))
 def test_exported_files_do_not_depend_on_the_defaults_of_torch(preset, tmp_path):
     pytest.importorskip("onnxruntime")
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))

@@ -56,7 +56,11 @@ def calibrated(make: Any = Decoder) -> nn.Module:
 EXAMPLES = [IDS, (IDS, torch.ones(2, 9)), {"ids": IDS, "mask": torch.ones(2, 9)}]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["tensor", "tuple", "dict"])
+@pytest.mark.parametrize(
+    "example",
+    [*(pytest.param(example, marks=pytest.mark.exhaustive) for example in EXAMPLES[:-1]), EXAMPLES[-1]],
+    ids=["tensor", "tuple", "dict"],
+)
 def test_a_cache_is_left_out_everywhere(example: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model = calibrated()

@@ -58,7 +58,7 @@ FULL = full(FORMATS, DTYPES)
 ONCE = in_turn(FORMATS, list(DTYPES))
 QUICK = [*ONCE, *full(("int8", "float8_e4m3fn", "nf4"), DTYPES)]
 DYNAMIC_FULL = full(DYNAMIC_FORMATS, DTYPES)
-DYNAMIC_QUICK = [*in_turn(DYNAMIC_FORMATS, list(DTYPES)), *full(("int4",), DTYPES)]
+DYNAMIC_QUICK = in_turn(DYNAMIC_FORMATS, list(DTYPES))
 
 # For tests of what a test over QUICK runs too, in another mode.
 each_format_once = sweep("name, dtype", FULL, ONCE, dtype=DTYPES)
