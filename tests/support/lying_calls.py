@@ -91,12 +91,12 @@ def _of_elements() -> Iterator[Call]:
             yield f"checked: {name}", partial(ops.checked, x, *given)
             yield f"checked_with_mask: {name}", partial(ops.checked_with_mask, x, *given)
             yield f"checked_over: {name}", partial(ops.checked_over, x.clone(), *given)
-            yield f"checked_codes: {name}", partial(ops.checked_codes, x, *given, codes, True)
+            yield f"checked_codes: {name}", partial(ops.checked_codes, x, *given, codes)
             yield f"dequantize: {name}", partial(ops.dequantize, codes, *given, x)
             full = scale, zero_point, None, None, lie
             if zero_point is None or zero_point.dtype != torch.int32:
                 yield f"fake_quantize: {name}", partial(ops.fake_quantize, x, *full, 1)
-                yield f"quantize: {name}", partial(ops.quantize, x, *full, codes, 1)
+                yield f"quantize: {name}", partial(ops.quantize, x, *full, codes)
         plain = one, None, form()
         for name, other in (
             ("expanded", x[:1].expand(4, 10)),
@@ -107,9 +107,9 @@ def _of_elements() -> Iterator[Call]:
             yield f"checked_over: x {name}", partial(ops.checked_over, other, *plain)
         gaps = codes.repeat_interleave(2, 1)[:, ::2]
         for name, other in (("gapped", gaps), ("few", codes[:1]), ("float", codes.float()), ("int64", codes.long())):
-            yield f"checked_codes: {name} codes", partial(ops.checked_codes, x, *plain, other, False)
+            yield f"checked_codes: {name} codes", partial(ops.checked_codes, x, *plain, other)
         floats = form(fields=(-448.0, 448.0, 3.0, -6.0, 1.0, 0.0, 0.0))
-        yield "codes of a float", partial(ops.checked_codes, x, one, None, floats, codes, False)
+        yield "codes of a float", partial(ops.checked_codes, x, one, None, floats, codes)
         for mask in (2, 3, 5, -1):
             given = one, None, None, None, form(), mask
             yield f"mask {mask} without a range", partial(ops.fake_quantize, x, *given)

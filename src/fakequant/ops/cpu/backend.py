@@ -167,8 +167,7 @@ class CpuKernels(Kernels):
         self, x: Tensor, scale: Tensor, zero_point: Tensor | None, extras: Any
     ) -> tuple[Tensor, bool | Tensor]:
         codes = torch.empty_like(x, dtype=self.spec.format.storage)
-        given = x, scale, zero_point, self.descriptor, codes, False
-        found, _ = torch.ops.fakequant_cpu.checked_codes.default(*given)
+        found = torch.ops.fakequant_cpu.checked_codes.default(x, scale, zero_point, self.descriptor, codes)
         # Not found where x has NaN or a parameter is not valid; only the general kernel tells which.
         return (codes, False) if found else self.encode(x, self._params(scale, zero_point, None))
 
@@ -218,8 +217,8 @@ class CpuKernels(Kernels):
     def encode(self, x: Tensor, params: QParams) -> tuple[Tensor, bool | Tensor]:
         packed = self.layout.pack(x)
         codes = torch.empty_like(packed, dtype=self.spec.format.storage)
-        given = packed, *self._tensors(params), self.descriptor, codes, _NO_MASK, self._random(params.seed)
-        _, has_nan = torch.ops.fakequant_cpu.quantize.default(*given)
+        given = packed, *self._tensors(params), self.descriptor, codes, self._random(params.seed)
+        has_nan = torch.ops.fakequant_cpu.quantize.default(*given)
         return self.layout.unpack(codes), has_nan
 
     def decode(self, codes: Tensor, params: QParams) -> Tensor:

@@ -40,33 +40,32 @@ FAKEQUANT_INLINE bool holds_nan_as(const C* x, int64_t n) {
 FAKEQUANT_CLONES bool holds_nan(const float* x, int64_t n) { return holds_nan_as(x, n); }
 FAKEQUANT_CLONES bool holds_nan(const double* x, int64_t n) { return holds_nan_as(x, n); }
 
-// One chunk; x, codes and mask point to its first element. Whether a number is NaN.
+// One chunk; x and codes point to its first element. Whether a number is NaN.
 template <typename T, typename C, typename Q>
-bool encode_chunk_of(const Call<C>& call, const T* x, Q* codes, uint8_t* mask, int64_t first, int64_t n) {
+bool encode_chunk_of(const Call<C>& call, const T* x, Q* codes, int64_t first, int64_t n) {
   alignas(64) C converted[kChunk];
   alignas(64) C out[kChunk];
   alignas(64) uint8_t inside[kChunk];
   const C* in = load_chunk(call, x, converted, n);
   encode_chunk(call, in, out, inside, first, n);
   store(out, codes, n);
-  if (call.mask != Mask::kNone) pack_mask(call, in, inside, mask, n);
   return holds_nan(in, n);
 }
 
-// Codes, the packed mask where the call has one, and whether a number was NaN, which no code tells.
+// Codes, and whether a number was NaN, which no code tells.
 template <typename T, typename C, typename Q>
-bool encode_all(const Call<C>& call, const T* x, Q* codes, uint8_t* mask) {
+bool encode_all(const Call<C>& call, const T* x, Q* codes) {
   std::atomic<bool> nan{false};
   for_each_span(call.tiles.elements(), [&](int64_t first, int64_t n) {
     if constexpr (std::is_same_v<C, float> && sizeof(Q) == 1) {
       if (serves_registers(call) && !call.rectified) {
         auto* to = reinterpret_cast<uint8_t*>(codes + first);
-        if (in_registers(call, x + first, to, bits_from(mask, first), first, n)) nan = true;
+        if (in_registers(call, x + first, to, nullptr, first, n)) nan = true;
         return;
       }
     }
     for_each_chunk_of(first, n, [&](int64_t i, int64_t length) {
-      if (encode_chunk_of(call, x + i, codes + i, bits_from(mask, i), i, length)) nan = true;
+      if (encode_chunk_of(call, x + i, codes + i, i, length)) nan = true;
     });
   });
   return nan;
@@ -175,24 +174,18 @@ bool checked_over(Tensor x, const Tensor& scale, const std::optional<Tensor>& ze
   return valid;
 }
 
-// Writes the codes into `codes`. Returns whether the parameters are valid and x has no NaN, and the mask where it is
-// wanted and does not pass everything.
-std::tuple<bool, std::optional<Tensor>> checked_codes(const Tensor& x, const Tensor& scale,
-                                                      const std::optional<Tensor>& zero_point, const Tensor& form,
-                                                      Tensor codes, bool masked) {
+// Writes the codes into `codes`. Returns whether the parameters are valid and x has no NaN.
+bool checked_codes(const Tensor& x, const Tensor& scale, const std::optional<Tensor>& zero_point, const Tensor& form,
+                   Tensor codes) {
   bool found = false;
-  std::optional<Tensor> mask;
-  const Mask kind = masked ? Mask::kCodeRange : Mask::kNone;
-  with_checked(x, scale, zero_point, form, kind, [&](const auto& call, const auto* in) {
+  with_checked(x, scale, zero_point, form, Mask::kNone, [&](const auto& call, const auto* in) {
     check_integers(call);
     check_elements(codes, x.numel());
-    mask = made_mask(x, static_cast<int64_t>(kind));
     with_code_type(codes, [&](auto q) {
-      found = !encode_all(call, in, static_cast<decltype(q)*>(codes.data_ptr()), bits_of(mask));
+      found = !encode_all(call, in, static_cast<decltype(q)*>(codes.data_ptr()));
     });
   });
-  if (mask.has_value() && passes_everything(bits_of(mask), x.numel())) mask.reset();
-  return {found, mask};
+  return found;
 }
 
 // The values of codes in the order of the tiles, of the dtype of `like`.
@@ -210,22 +203,21 @@ Tensor dequantize(const Tensor& codes, const Tensor& scale, const std::optional<
   return y;
 }
 
-std::tuple<std::optional<Tensor>, bool> quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form, Tensor codes,
-                                                 int64_t mask_kind, const std::optional<Tensor>& random) {
-  std::optional<Tensor> mask = made_mask(x, mask_kind);
+// Writes the codes into `codes`. Returns whether x has NaN.
+bool quantize(const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form, Tensor codes,
+              const std::optional<Tensor>& random) {
   bool nan = false;
   with_float_type(x, [&](auto t, auto c) {
     using T = decltype(t);
     using C = decltype(c);
-    const Call<C> call = make_call<C>(scale, zero_point, lo, hi, form, x.numel(), mask_kind, random);
+    const Call<C> call = make_call<C>(scale, zero_point, lo, hi, form, x.numel(), static_cast<int64_t>(Mask::kNone), random);
     check_integers(call);
     check_elements(codes, x.numel());
     with_code_type(codes, [&](auto q) {
-      nan = encode_all(call, static_cast<const T*>(x.data_ptr()), static_cast<decltype(q)*>(codes.data_ptr()),
-                       bits_of(mask));
+      nan = encode_all(call, static_cast<const T*>(x.data_ptr()), static_cast<decltype(q)*>(codes.data_ptr()));
     });
   });
-  return {mask, nan};
+  return nan;
 }
 
 void grad_params(const Tensor& dy, const Tensor& x, FAKEQUANT_PARAMS, const Tensor& form,
@@ -250,11 +242,10 @@ STABLE_TORCH_LIBRARY(fakequant_cpu, m) {
   m.def("checked(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> Tensor?");
   m.def("checked_with_mask(Tensor x, Tensor scale, Tensor? zero_point, Tensor form) -> (Tensor?, Tensor?)");
   m.def("checked_over(Tensor(a!) x, Tensor scale, Tensor? zero_point, Tensor form) -> bool");
-  m.def("checked_codes(Tensor x, Tensor scale, Tensor? zero_point, Tensor form, Tensor(a!) codes, bool masked) "
-        "-> (bool, Tensor?)");
+  m.def("checked_codes(Tensor x, Tensor scale, Tensor? zero_point, Tensor form, Tensor(a!) codes) -> bool");
   m.def("dequantize(Tensor codes, Tensor scale, Tensor? zero_point, Tensor form, Tensor like) -> Tensor");
   m.def("quantize(Tensor x, " FAKEQUANT_SCHEMA_PARAMS
-        "Tensor(a!) codes, int mask_kind, Tensor? random=None) -> (Tensor?, bool)");
+        "Tensor(a!) codes, Tensor? random=None) -> bool");
   m.def("grad_params(Tensor dy, Tensor x, " FAKEQUANT_SCHEMA_PARAMS
         "Tensor(a!)? scale_grad, Tensor(b!)? zero_point_grad, int mask_kind) -> ()");
 }
