@@ -191,5 +191,5 @@ def test_changed_texts_are_refused_or_run(tmp_path, monkeypatch):
     for text, tensors in itertools.islice(graph_mutations(0), 50):
         with contextlib.suppress(GraphError):
             ran += read_and_run(text, tensors)
-    assert 20 < ran < 120
+    assert 5 < ran < 45
     assert not list(tmp_path.iterdir())
