@@ -107,11 +107,15 @@ def calibrators() -> list[str]:
     return sorted(_registry)
 
 
+ALIASES = {"absmax": "max", "ema": "moving_average", "kl": "entropy", "minmax": "max"}
+"""What other libraries call these methods."""
+
+
 def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calibrator:
     """A fresh calibrator of a registered method.
 
     Args:
-        method: one of `calibrators()`.
+        method: one of `calibrators()`, or another library's name for it: "minmax", "absmax", "kl" or "ema".
         spec: how the tensor will be quantized.
         options: the keyword arguments of the calibrator's class, such as `percentile=99.9`.
 
@@ -123,9 +127,9 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
     >>> calibrator.compute_range().hi
     tensor([0.9902])
     """
-    cls = _registry.get(method)
+    cls = _registry.get(ALIASES.get(method.lower(), method.lower()))
     if cls is None:
-        raise ConfigError(f"unknown calibrator {method!r}{nearest(method, calibrators())}")
+        raise ConfigError(f"unknown calibrator {method!r}{nearest(method, [*calibrators(), *ALIASES])}")
     known = _options(cls)
     for name in options:
         if name not in known:

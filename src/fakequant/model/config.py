@@ -61,7 +61,8 @@ class Rule:
 
     Args:
         pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
-        input: how inputs are quantized; None leaves them in float.
+        input: how inputs are quantized; None leaves them in float. A preset stands for all that it says of layers:
+            `Rule("head", presets.INT8_WEIGHT_ONLY)`.
         weight: how the weight is quantized; None leaves it in float.
         layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
             can be quantized. A subclass that inherits all that computes is matched by the name of its base, too.
@@ -90,6 +91,8 @@ class Rule:
     output: TensorConfig | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.input, Config):  # a preset in its place
+            self._take(self.input)
         for name in ("input", "weight", "output"):
             value = getattr(self, name)
             if isinstance(value, (str, QuantSpec)):
@@ -101,6 +104,21 @@ class Rule:
         object.__setattr__(self, "layers", _class_names(self.layers))
         object.__setattr__(self, "ops", (self.ops,) if isinstance(self.ops, str) else tuple(self.ops))
         canonical_ops(self.ops)  # refuses unknown ones
+
+    def _take(self, preset: Config) -> None:
+        """Quantize as the one rule of a preset that is for all layers.
+
+        Raises:
+            ConfigError: the configuration has none or several, or the rule says more of its tensors.
+        """
+        general = [rule for rule in preset.layer_rules if rule.pattern == "*" and not rule.layers]
+        if len(general) != 1 or self.weight is not None or self.output is not None:
+            raise ConfigError(
+                f"Rule({self.pattern!r}, {preset.name}) takes a configuration with one rule for all layers, and no "
+                "weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
+            )
+        for name in ("input", "weight", "output"):
+            object.__setattr__(self, name, getattr(general[0], name))
 
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule speaks of a layer."""

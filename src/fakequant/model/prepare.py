@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ def prepare(
     *,
     inputs: Inputs | None = None,
     target: str | None = None,
+    skip: Sequence[str] = (),
+    rules: Mapping[str, Config | str] | None = None,
 ) -> Model:
     """Turn the layers of a model into quantized layers, in place.
 
@@ -57,6 +60,8 @@ def prepare(
             in the model's own `forward` get quantizers where it wants them, and layers have none where it does not; the
             specifications are those of the configuration. Needs an example. None quantizes layers, and the functions
             that rules name.
+        skip: patterns of layers that stay in float, as ["head"] or ["*.norm"].
+        rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they hold against `skip`.
 
     Raises:
         ConfigError: a rule matches nothing, the model is already prepared, or a layer cannot be quantized as its rule
@@ -64,7 +69,7 @@ def prepare(
         torch.export's errors: there is an example, and the model cannot be traced with it.
         The model is unchanged after any error or interrupt.
 
-    >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "int8", skip=["2"])
     >>> model[0]
     QuantLinear(
       in_features=4, out_features=4, bias=True
@@ -78,6 +83,7 @@ def prepare(
         )
     if isinstance(config, str):
         config = find_preset(config)
+    config = _with_exceptions(config, skip, rules or {})
     restore = structure_of([model])
     try:
         held, sites = _planned(model, config, target, example, inputs)
@@ -98,6 +104,15 @@ def prepare(
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()
         raise
+
+
+def _with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Config | str]) -> Config:
+    """A configuration with rules for what stays in float, and for what other presets quantize."""
+    if isinstance(skip, str):
+        raise ConfigError(f"skip takes a list of patterns, got {skip!r}; write skip=[{skip!r}]")
+    presets: dict[str, Any] = {pattern: find_preset(of) if isinstance(of, str) else of for pattern, of in rules.items()}
+    added = [*(Rule(pattern) for pattern in skip), *(Rule(pattern, preset) for pattern, preset in presets.items())]
+    return config.with_rule(*added) if added else config
 
 
 def _planned(

@@ -112,17 +112,36 @@ def presets() -> dict[str, Config]:
     return {name: value for name, value in globals().items() if isinstance(value, Config)}
 
 
+ALIASES = {
+    "W8A8": "INT8",
+    "W8A8_DYNAMIC": "INT8_PER_TOKEN",
+    "W8A16": "INT8_WEIGHT_ONLY",
+    "W4A4": "INT4",
+    "W4A16": "INT4_GROUP128",
+    "W4A16_G32": "INT4_GROUP32",
+    "W4A16_G64": "INT4_GROUP64",
+    "W4A16_G128": "INT4_GROUP128",
+    "FP8_E4M3": "FP8",
+    "NVFP4A16": "NVFP4_WEIGHT_ONLY",
+    "NF4": "NF4_WEIGHT_ONLY",
+}
+"""What other libraries call these presets."""
+
+
 def find_preset(name: str) -> Config:
-    """The preset of a name, in any case, with `-` or `_`.
+    """The preset of a name or of another library's name for it, in any case, with `-` or `_`.
 
     Raises:
         ConfigError: there is none; the nearest are offered.
 
     >>> find_preset("int8-weight-only").name
     'INT8_WEIGHT_ONLY'
+    >>> find_preset("w4a16").name
+    'INT4_GROUP128'
     """
     known = presets()
     upper = name.upper().replace("-", "_")
+    upper = ALIASES.get(upper, upper)
     if upper not in known:
-        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted(known))}")
+        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted([*known, *ALIASES]))}")
     return known[upper]
