@@ -37,6 +37,16 @@ def test_functional_products_are_listed() -> None:
     assert others == ["softmax", "add"]
 
 
+@pytest.mark.parametrize("mask", [torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)], ids=["float", "bool"])
+def test_a_mask_is_no_factor_of_attention(mask: Tensor) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, mask)
+
+    (left,) = unquantized(Masked(), (torch.randn(2, 3, 8), mask))
+    assert (left.float_inputs, left.inputs) == (3, 3)
+
+
 def data(*shape: int) -> Tensor:
     return torch.randn(shape)
 

@@ -42,7 +42,7 @@ _FACTORS = {
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), slice(2)),
     **dict.fromkeys(("addmm", "addmv", "addr", "baddbmm", "addbmm", "_addmm_activation"), slice(1, 3)),
     **dict.fromkeys(("_grouped_mm", "grouped_mm", "_scaled_mm", "_scaled_grouped_mm"), slice(2)),
-    "bilinear": slice(3),
+    **dict.fromkeys(("bilinear", "scaled_dot_product_attention", "flex_attention"), slice(3)),  # a mask is no factor
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), slice(4)),
 }
 
