@@ -43,6 +43,13 @@ class TensorConfig:
             spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
         return TensorConfig(spec, self.dynamic)
 
+    def for_each(self) -> TensorConfig:
+        """The same for each of the tensors that are stacked along a first axis; other axes are counted from the end."""
+        spec = self.spec.replace(granularity=self.spec.granularity.for_each())
+        if spec.scale.granularity is not None:
+            spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.for_each()))
+        return TensorConfig(spec, self.dynamic)
+
     def to_text(self) -> str:
         """`str(self)`, for files; see `QuantSpec.to_text`."""
         self.spec.to_text()

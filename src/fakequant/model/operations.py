@@ -74,7 +74,7 @@ _MOVES = frozenset(
     view reshape _unsafe_view permute transpose t contiguous clone copy detach alias flatten unflatten squeeze unsqueeze
     expand slice select split split_with_sizes chunk unbind cat stack pad constant_pad_nd getitem to _to_copy dropout
     feature_dropout max_pool1d max_pool2d max_pool3d relu clamp hardtanh index gather narrow roll flip repeat
-    lift_fresh_copy _assert_tensor_metadata
+    repeat_interleave lift_fresh_copy _assert_tensor_metadata
     """.split()  # noqa: SIM905
 )
 

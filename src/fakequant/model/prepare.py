@@ -23,7 +23,7 @@ from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.operands import LayerWeight, Role
+from fakequant.nn.operands import LayerWeight, Operand, Role
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.restore import structure_of
 
@@ -155,8 +155,13 @@ def _configs(layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
     """The configurations of a float layer's quantizers by attribute, with a rule's axes where the layer has them."""
     operands = _quantized(layer).operands(layer).items()
     given = {attribute: (getattr(rule, operand.role.value), operand) for attribute, operand in operands}
-    configs = {attribute: config and config.placed(operand.axes()) for attribute, (config, operand) in given.items()}
+    configs = {attribute: config and _placed(config, operand) for attribute, (config, operand) in given.items()}
     return {attribute: config for attribute, config in configs.items() if config is not None}
+
+
+def _placed(config: TensorConfig, operand: Operand) -> TensorConfig:
+    config = config.placed(operand.axes())
+    return config.for_each() if operand.is_stack else config
 
 
 def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:

@@ -1,6 +1,7 @@
 """Quantizers and quantized layers."""
 
 from fakequant.nn import attention as _attention  # noqa: F401  for its entry in the table of layers
+from fakequant.nn import experts as _experts  # noqa: F401  likewise
 from fakequant.nn import foreign as _foreign  # noqa: F401  likewise
 from fakequant.nn import pooling as _pooling  # noqa: F401  likewise
 from fakequant.nn import recurrent_layers as _recurrent_layers  # noqa: F401  likewise

@@ -163,6 +163,7 @@ def _quantized_output(quantizer: nn.Module, y: Any) -> Any:
 
 _layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
 _named_layers: dict[str, type[QuantizedLayer]] = {}
+_made_layers: dict[str, type[QuantizedLayer]] = {}
 LayerClass = TypeVar("LayerClass", bound=type[QuantizedLayer])
 
 
@@ -208,14 +209,39 @@ def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], Laye
     return register
 
 
+def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
+    """Register a class as the quantized form of all classes whose `forward` is a function of a module.
+
+    That is where a decorator wrote it. As for a class that is given by name, `prepare` combines both classes.
+
+    Args:
+        module: the full name, of a package that need not be installed.
+
+    Raises:
+        ConfigError: the module has a form already.
+    """
+
+    def register(quantized: LayerClass) -> LayerClass:
+        if module in _made_layers:
+            raise ConfigError(f"layers of {module} already become {_made_layers[module].__name__}")
+        _made_layers[module] = quantized
+        return quantized
+
+    return register
+
+
 def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
     """The table: float layer to quantized layer."""
     return dict(_layers)
 
 
 def registered(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
-    """What was registered for exactly this class, by itself or by its full name."""
-    return _layers.get(cls) or _named_layers.get(f"{cls.__module__}.{cls.__qualname__}")
+    """What was registered for exactly this class, by itself, by its full name, or by the module of its `forward`."""
+    known = _layers.get(cls) or _named_layers.get(f"{cls.__module__}.{cls.__qualname__}")
+    if known is not None:
+        return known
+    written = getattr(vars(cls).get("forward"), "__globals__", {}).get("__name__")
+    return None if issubclass(cls, QuantizedLayer) else _made_layers.get(written or "")
 
 
 @quantizes(nn.Linear)

@@ -27,12 +27,18 @@ class Operand(NamedTuple):
     """The axis of a weight that holds output channels; a rule calls it axis 0."""
     weight: str = ""
     """Where the layer holds a weight: "weight", or "out_proj.weight" for that of a submodule."""
+    is_stack: bool = False
+    """Whether a weight is a stack of weights along its first axis, each with its own ranges; its other axes are counted
+    from the end."""
     optional: bool = False
     """Whether calls may do without it: calibration takes the quantizer away if no call of its layer used it."""
 
     def axes(self) -> dict[int, int]:
         """From the axes that a rule names by their role to those of the tensor."""
-        return {0: self.channels, -1: self.reduction} if self.role is Role.WEIGHT else {-1: self.reduction}
+        if self.role is not Role.WEIGHT:
+            return {-1: self.reduction}
+        named = {0: self.channels, -1: self.reduction}
+        return {**named, -2: self.channels, 1: self.reduction} if self.is_stack else named
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,16 @@ class Granularity(ABC):
         """
         return self
 
+    def for_each(self) -> Granularity:
+        """The same for each of the tensors that are stacked along a first axis; other axes are counted from the end.
+
+        One that has a scale of its own for every index of other axes stays as it is.
+
+        >>> PerTensor().for_each(), PerChannel(-2).for_each(), PerToken().for_each()
+        (PerChannel(axes=(0,)), PerChannel(axes=(0, -2)), PerToken())
+        """
+        return self
+
     @classmethod
     @abstractmethod
     def parse(cls, arguments: str) -> Granularity:
@@ -89,6 +99,9 @@ class PerTensor(Granularity):
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
         return [self.group_shape(shape), (), (1,)]
+
+    def for_each(self) -> PerChannel:
+        return PerChannel(0)
 
     @classmethod
     def parse(cls, arguments: str) -> PerTensor:
@@ -131,6 +144,9 @@ class PerChannel(Granularity):
 
     def remap_axes(self, axes: Mapping[int, int]) -> PerChannel:
         return PerChannel(*(axes.get(axis, axis) for axis in self.axes))
+
+    def for_each(self) -> PerChannel:
+        return PerChannel(0, *self.axes)
 
     @classmethod
     def parse(cls, arguments: str) -> PerChannel:
