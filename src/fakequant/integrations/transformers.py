@@ -18,6 +18,7 @@ from fakequant.model.checkpoint import check_layers, layer_entry, restore_layers
 from fakequant.model.manifest import LayerEntry, SitesEntry, layer_values, parse_layers, parse_sites, sites_values
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.stored_sites import check_sites, site_quantizers, sites_entry
+from fakequant.model.ties import share_learned, tied_weights
 from fakequant.model.weights import note_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
@@ -114,16 +115,26 @@ class FakeQuantHfQuantizer(HfQuantizer):
                 f"the files lack {len(absent)} tensors that the quantization_config names: {', '.join(absent)}; "
                 "save the model again"
             )
+        share_learned(model)
         modules, functions = dict(model.named_modules()), site_quantizers(self.sites)
         check_ranges(modules, self.entries, model.state_dict(), is_wide(model), functions)
         note_weights(model)
         return model
 
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+    def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """Update the configuration to the present state of the model; `save_pretrained` calls this before it writes."""
         self.quantization_config = FakeQuantConfig.of(model)
         model.config.quantization_config = self.quantization_config
-        return None, {}
+        shared = [path for weights in tied_weights(model) for path in weights]
+        if not shared:
+            return None, {}
+        state = model.state_dict()
+        for name in state:  # a learned range that tied layers share: transformers allows its own ties alone
+            if name.startswith(tuple(f"{path}." for path in shared)):
+                state[name] = state[name].clone()
+        return state, {}
 
     # transformers gives its two abstract methods no return type, so pyright takes it for None.
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]

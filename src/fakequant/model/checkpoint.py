@@ -31,6 +31,7 @@ from fakequant.model.manifest import (
 from fakequant.model.prepare import attach
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.stored_sites import check_sites, restore_sites, site_quantizers, sites_entry
+from fakequant.model.ties import share_learned
 from fakequant.model.weights import note_weights, warn_stale_scales
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import bypasses_class, own_class, quantized_class
@@ -249,6 +250,7 @@ def restore_layers(model: nn.Module, entries: Mapping[str, LayerEntry], sites: S
     for name, entry in entries.items():
         _restore_layer(modules[name], entry, name)
     restore_sites(model, sites)
+    share_learned(model)
     leave_fast_paths(model)
 
 

@@ -19,6 +19,7 @@ from fakequant.model.presets import find_preset
 from fakequant.model.recording import record
 from fakequant.model.sites import SitePlan, apply_sites, plan_sites
 from fakequant.model.targets import find_target
+from fakequant.model.ties import untied
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
@@ -100,6 +101,8 @@ def prepare(
         left = left_in_float(model, purposely, example if with_inputs else None, inputs)
         if left is not None:
             warn_user(str(left), CoverageWarning)
+        if (said := untied(model, purposely)) is not None:
+            warn_user(said, CoverageWarning)
         return model
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()

@@ -22,6 +22,7 @@ from fakequant.distributed import is_data_parallel, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runner
 from fakequant.model.progress import track
+from fakequant.model.ties import share_learned
 from fakequant.model.weights import fresh_weight, note_weight, note_weights, quantized_weights
 from fakequant.nn.quantizer import quantizers
 from fakequant.restore import attributes_of, restore_on_error, state_of
@@ -121,6 +122,7 @@ def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options:
     """
     with restore_on_error(state_of(quantizers(model).values())):
         _set_scales(model, scales, method, options)
+        share_learned(model)
 
 
 def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[str, Any]) -> None:
