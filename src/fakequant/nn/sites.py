@@ -9,7 +9,8 @@ mode sees the calls of its owner alone. No function of torch is replaced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from functools import wraps
 from types import FrameType, new_class
 from typing import Any
@@ -95,6 +96,13 @@ class Sites(nn.Module):
         self.counted = frozenset(steps)
         for name, site in sites.items():
             self.add_module(name, site)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raise: a loop over all modules of the owner calls this, too."""
+        raise SiteError(
+            f"{self.owner or 'the model'} calls all modules that it holds, and with them the one of its quantizers, "
+            f"{SITES}; let it leave that out, or leave its functions in float by {_float_rule(self)}"
+        )
 
 
 def site_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
@@ -258,7 +266,51 @@ def _owner_class(cls: type[Any]) -> type[Any]:
             if outer is not None:
                 resume(outer)
 
-    return _subclass(cls, "owner", forward)
+    return _subclass(cls, "owner", forward, _without_sites(cls))
+
+
+def _without_sites(cls: type[Any]) -> dict[str, Any]:
+    """Methods of an owner that give its modules without its sites, as its own `forward` expects them."""
+
+    def named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
+        running = _is_running(self)  # what moves or trains a model needs them all
+        return ((name, child) for name, child in cls.named_children(self) if not (running and name == SITES))
+
+    methods: dict[str, Any] = {"named_children": named_children}
+    if issubclass(cls, nn.ModuleDict):
+        methods |= {
+            "__len__": lambda self: len(_others(self)),
+            "__iter__": lambda self: iter(_others(self)),
+            "keys": lambda self: _others(self).keys(),
+            "items": lambda self: _others(self).items(),
+            "values": lambda self: _others(self).values(),
+        }
+    elif issubclass(cls, (nn.Sequential, nn.ModuleList)):
+
+        def getitem(self: Any, index: Any) -> Any:
+            if not isinstance(index, slice):
+                return cls.__getitem__(self, index)
+            chosen = list(_others(self).items())[index]
+            return cls(OrderedDict(chosen)) if issubclass(cls, nn.Sequential) else cls([module for _, module in chosen])
+
+        methods |= {
+            "__len__": lambda self: len(_others(self)),
+            "__iter__": lambda self: iter(_others(self).values()),
+            "__getitem__": getitem,
+        }
+    return methods
+
+
+def _others(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a container without its sites."""
+    return {name: child for name, child in module._modules.items() if name != SITES and child is not None}
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether the `forward` of an owner is what runs now."""
+    depth = torch._C._len_torch_function_stack()
+    mode = torch._C._get_function_stack_at(depth - 1) if depth else None
+    return isinstance(mode, SiteMode) and mode.sites is module._modules.get(SITES)
 
 
 def _shielded_class(cls: type[Any]) -> type[Any]:
@@ -277,7 +329,9 @@ def _shielded_class(cls: type[Any]) -> type[Any]:
     return _subclass(cls, "shielded", forward)
 
 
-def _subclass(cls: type[Any], role: str, forward: Callable[..., Any]) -> type[Any]:
+def _subclass(
+    cls: type[Any], role: str, forward: Callable[..., Any], methods: dict[str, Any] | None = None
+) -> type[Any]:
     """A subclass of the same name; hooks of its calls run outside of the owner's mode, too."""
     if (cls, role) in _made:
         return _made[cls, role]
@@ -299,6 +353,7 @@ def _subclass(cls: type[Any], role: str, forward: Callable[..., Any]) -> type[An
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "swapped_from": (cls, role),
+        **(methods or {}),
     }
     made = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(values))
     return _made.setdefault((cls, role), made)
