@@ -10,6 +10,7 @@ The replacement is exact. With the scale s, the zero point z and the codes lo to
 * float16 and bfloat16 are cast to float32 before and back afterwards.
 * In the portable style float8 is enclosed by two Sums of one tensor, which change nothing: see `Encoding.guarded`.
 
+* Quantizers of one tensor with equal scales and zero points share their nodes.
 * If blocks divide an axis, Gather repeats the scales so that they broadcast with x in a product or a bound.
 * `portable` expresses formats that ONNX Runtime cannot store, `scales` expresses scales with their own format, `ranges`
   computes scales from the tensor, and `trt` has the operators that only TensorRT's parser reads.
@@ -20,7 +21,9 @@ integer, while torch keeps NaN.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +32,7 @@ from torch import Tensor
 from fakequant.errors import ExportError
 from fakequant.export import portable, trt
 from fakequant.export.capability import check_scale, overflows
-from fakequant.export.graph import GraphEditor, stored, stored_codes
+from fakequant.export.graph import GraphEditor, inner_graphs, stored, stored_codes
 from fakequant.export.placement import place
 from fakequant.export.ranges import lower_scale
 from fakequant.export.record import Parameters, SiteRecord, digest
@@ -74,6 +77,9 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
     nodes: list[NodeProto] = []
     records: list[SiteRecord] = []
     computed: dict[str, list[str]] = {}
+    equal: dict[tuple[Any, ...], SiteRecord] = {}
+    renamed: dict[str, str] = {}
+    outputs = {output.name for output in model.graph.output}
     for node in model.graph.node:
         if node.domain != DOMAIN:
             nodes.append(node)
@@ -87,17 +93,42 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
                 nodes += scale.nodes if scale else []
                 continue
             site = _site(editor, node, path, style)
+            site.x = renamed.get(site.x, site.x)
             site.added += computed.get(site.scale, [])
             if site.constant is not None and editor.is_constant(site.x):
                 records.append(_fold(site, site.constant))
+            elif (same := equal.get(_identity(site))) is not None and site.y not in outputs:
+                renamed[site.y] = same.y
+                records.append(replace(same, quantizer=path))
             else:
                 records.append(_express(site, path in dynamic or site.scale in computed))
+                if site.constant is not None:
+                    equal[_identity(site)] = records[-1]
         except ExportError as error:
             raise ExportError(f"{path or 'the model'}: {error}") from error
         nodes += site.nodes
+    _rename_inputs(nodes, renamed)
     editor.finish(nodes)
     _import_domains(model)
     return records
+
+
+def _identity(site: Site) -> tuple[Any, ...]:
+    """Equal for quantizers of one tensor that give the same result, so that one pair of nodes serves them all.
+
+    Engines compute on integers only where all that reads a tensor reads the same codes.
+    """
+    if site.constant is None:
+        return (site.y,)
+    values = [None if x is None else x.numpy().tobytes() for x in (site.constant.scale, site.constant.zero_point)]
+    return (site.x, str(site.spec), *values)
+
+
+def _rename_inputs(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
+    for node in nodes:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        for graph in inner_graphs(node):
+            _rename_inputs(graph.node, names)
 
 
 def _import_domains(model: ModelProto) -> None:
