@@ -147,25 +147,46 @@ def test_functions_inside_of_attention_count() -> None:
     assert "scaled_dot_product_attention 75 %" in told(Attends(), "int8", torch.randn(1, 12, 8))
 
 
-def test_a_model_that_cannot_be_traced_stays_as_it_was() -> None:
-    class Depends(nn.Linear):
-        def extra_repr(self) -> str:
-            return ""
+class Depends(nn.Module):
+    """Takes a branch that depends on data, which nothing that traces can follow."""
 
-    class Data(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Depends(8, 8)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) if x.sum() > 0 else x
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else x @ x.t()
 
-    model = Data()
-    with pytest.raises(Exception, match="data-dependent"):
-        fq.prepare(model, "int8", X)
-    assert type(model.layer) is Depends
+
+def test_a_model_that_cannot_be_traced_is_counted_by_its_run() -> None:
+    x = X.abs()
+    assert told(Depends(), "int8", x) == ""
+    assert "matmul 100 % (" in told(Depends(), "int8", -x)
+
+
+def test_a_model_that_cannot_run_stays_as_it_was() -> None:
+    model = Depends()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fq.prepare(model, "int8", X.abs()[:, :5])
+    assert type(model.layer) is nn.Linear
     assert quantizers(model) == {}
     fq.prepare(model, "int8")
+
+
+def test_products_with_quantized_results_before_them_are_quantized() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y.view(1, -1, 8) @ y.t().relu()
+
+    assert "matmul" in told(Product(), "int8", X)
+    assert told(Product(), fq.Config("outputs", fq.Rule("*", "int8", "int8", output="int8")), X) == ""
+    functions = presets.INT8.with_rule(fq.Rule("*", "int8", ops=("matmul",)))
+    assert told(Product(), functions, X) == ""
 
 
 def test_a_warning_made_an_error_leaves_the_model_as_it_was() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fakequant.model.batches import Inputs
-from fakequant.model.operations import Operation, operations
+from fakequant.model.operations import Operation
 from fakequant.model.weights import weights_of
 from fakequant.nn.forms import own_class, quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
@@ -45,9 +45,7 @@ class Left(NamedTuple):
         return f"{'; '.join(parts)} ({advice})"
 
 
-def left_in_float(
-    model: nn.Module, purposely: set[nn.Module], example: Any = None, inputs: Inputs | None = None
-) -> Left | None:
+def left_in_float(model: nn.Module, purposely: set[nn.Module], products: Sequence[Operation] = ()) -> Left | None:
     """What of a prepared model could be quantized and is not; None if nothing.
 
     Layers with a quantized form that no rule takes are in float on purpose, too.
@@ -55,8 +53,7 @@ def left_in_float(
     Args:
         model: a prepared model.
         purposely: modules that a rule leaves in float.
-        example: an input, a tuple or a dict of inputs; with it products are counted, too.
-        inputs: which part of the example the model gets.
+        products: what the model computes.
     """
     decided = {module for module in model.modules() if _is_decided(module)}
     meant = purposely | {part for module in decided for part in module.modules()}
@@ -71,12 +68,12 @@ def left_in_float(
             counts[cls] += 1
             sizes[cls] += sum(p.numel() for p in weights)
             left |= weights
-    products = {} if example is None else _products_left(model, meant, operations(model, example, inputs))
-    if not left and not products:
+    in_float = _products_left(model, meant, products)
+    if not left and not in_float:
         return None
     total = sum(p.numel() for p in model.parameters() if not isinstance(p, UninitializedParameter))
     modules = {cls: counts[cls] for cls, _ in sizes.most_common()}
-    return Left(modules, sum(p.numel() for p in left) / max(total, 1), products)
+    return Left(modules, sum(p.numel() for p in left) / max(total, 1), in_float)
 
 
 def _is_decided(module: nn.Module) -> bool:
@@ -84,7 +81,7 @@ def _is_decided(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLayer) or quantized_class(module) is not None
 
 
-def _products_left(model: nn.Module, meant: set[nn.Module], found: list[Operation]) -> dict[str, float]:
+def _products_left(model: nn.Module, meant: set[nn.Module], found: Sequence[Operation]) -> dict[str, float]:
     modules = dict(model.named_modules(remove_duplicate=False))
     products = [operation for operation in found if operation.is_product]
     total = sum(operation.multiplications for operation in products)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +69,7 @@ _COUNTS: dict[str, Callable[..., int]] = {
     "conv_tbc": lambda outputs, _, weight, *__: outputs * weight[..., 0].numel(),
 }
 # Operations that move values without computing: their output is quantized if their input is.
-_MOVES = frozenset(
+MOVES = frozenset(
     """
     view reshape _unsafe_view permute transpose t contiguous clone copy detach alias flatten unflatten squeeze unsqueeze
     expand slice select split split_with_sizes chunk unbind cat stack pad constant_pad_nd getitem to _to_copy dropout
@@ -134,8 +134,8 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
         if node.target is torch.ops.fakequant.fake_quantize.default:
             quantized[node] = True
             continue
-        quantized[node] = name in _MOVES and bool(sources) and all(quantized[n] for n in sources)
-        if node.op != "call_function" or name in _MOVES or not sources or not _is_float(node) or _is_plumbing(node):
+        quantized[node] = name in MOVES and bool(sources) and all(quantized[n] for n in sources)
+        if node.op != "call_function" or name in MOVES or not sources or not _is_float(node) or _is_plumbing(node):
             continue
         constants = {n for n in sources if n.op in ("placeholder", "get_attr") and n.name not in activations}
         operands = _operands(node, sources, constants)
@@ -198,14 +198,26 @@ def _multiplications(node: fx.Node) -> int:
     fixed = all(isinstance(size, int) for factor in factors for size in factor.shape)
     if name in _LOOKUPS or not fixed or not isinstance(node.target, torch._ops.OpOverload):
         return 0
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        output = node.target(*args, **kwargs)  # of fake tensors: only shapes are computed
+    with torch.no_grad():
+        return counted(name, lambda: node.target(*args, **kwargs), factors)[1]  # of fake tensors: only shapes
+
+
+def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) -> tuple[Any, int]:
+    """The result of a product, and its multiply-accumulates.
+
+    Args:
+        name: of the operation.
+        run: computes it.
+        factors: its tensors.
+    """
+    with FlopCounterMode(display=False) as counter:
+        output = run()
     if operations := counter.get_total_flops():
-        return operations // 2
+        return output, operations // 2
     first = output[0] if isinstance(output, (tuple, list)) else output
     attends = name.removeprefix("_").startswith(_ATTENTION)
     count = _attention if attends else _COUNTS.get(name, _along_last_axis)
-    return count(first.numel(), *factors)
+    return output, 0 if name in _LOOKUPS else count(first.numel(), *factors)
 
 
 def _module(node: fx.Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.recording import Call, Recording
 from fakequant.model.sites import Candidate, SiteQuantizer, candidates, operand_of, rules_of_sites
 from fakequant.model.targets import FixedRange, Target
-from fakequant.model.targets.table import PRODUCTS
+from fakequant.model.targets.table import ATTENTION_LAYER, PRODUCTS
 from fakequant.nn.quantizer import Kind
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.numerics.formats import IntegerFormat
@@ -61,10 +61,17 @@ class Flow:
 
 @dataclass
 class Placement:
-    """What a target makes of a model: quantizers by candidate, and the rules of layers."""
+    """What a target makes of a model.
+
+    Attributes:
+        sites: the quantizers of functions.
+        layers: the rules of layers, by path.
+        notes: what keeps the engine from computing on integers, and what to do.
+    """
 
     sites: dict[Candidate, Held]
     layers: dict[str, Rule]
+    notes: list[str] = field(default_factory=list)
 
 
 class _Planner:
@@ -87,6 +94,7 @@ class _Planner:
         self.target = target
         self.flow = Flow(recording)
         self.configs = configs
+        self.given = layers
         self.layers = dict(layers)
         self.candidates = {(one.owner, one.function, one.index): one for one in configs}
         self.call_of = {one: call for call in reversed(recording.calls) if (one := self._candidate(call)) is not None}
@@ -102,7 +110,7 @@ class _Planner:
         self._fixed()
         self._share()
         self._outputs()
-        return Placement({one: held for one, held in self.held.items() if held}, self.layers)
+        return Placement({one: held for one, held in self.held.items() if held}, self.layers, self._notes())
 
     def _layers(self) -> None:
         """Layers that keep scales, and those that the target computes in float, have no quantizers."""
@@ -221,10 +229,22 @@ class _Planner:
             if call.function not in self.target.outputs or (one is not None and call is not self.call_of[one]):
                 continue
             last = self._last_of_chain(call)
-            if all(self._is_quantized_after(value, last) for value in last.outputs[:1]):
+            inside = call.function == ATTENTION_LAYER  # whose first products no quantizer of another call reaches
+            if not inside and all(self._is_quantized_after(value, last) for value in last.outputs[:1]):
                 continue
-            at = self._candidate(last)
-            if at is not None and (config := self.configs[at].input) is not None:
+            self._quantize_output(last)
+            if inside:
+                self._drop_after(set(last.outputs[:1]))
+
+    def _quantize_output(self, call: Call) -> None:
+        """Give the result of a call a quantizer: that of its layer, or that of its site."""
+        rule = self.given.get(call.owner or "")
+        if call.owner in self.layers and rule is not None:
+            now = self.layers[call.owner]
+            self.layers[call.owner] = replace(now, output=now.output or rule.input)
+        elif (at := self._candidate(call)) is not None:
+            config = self.configs[at].output or self.configs[at].input
+            if config is not None:
                 self.held.setdefault(at, {}).setdefault("output", SiteQuantizer(config))
 
     def _last_of_chain(self, call: Call) -> Call:
@@ -247,6 +267,16 @@ class _Planner:
             elif not self._quantizes(consumer, value):
                 return False
         return True
+
+    def _notes(self) -> list[str]:
+        norms = [c for c in self.flow.calls if c.function == "batch_norm" and self._is_of_product(c.inputs[0], ())]
+        if self.target.folds_norms or not norms:
+            return []
+        follow = f"{len(norms)} batch normalisations follow" if len(norms) > 1 else "a batch normalisation follows"
+        return [
+            f"{follow} products with quantized weights, so that {self.target.name} computes both in float; call "
+            "fakequant.fuse_batch_norm(model, example) before prepare"
+        ]
 
     def _quantizes(self, consumer: Call, value: int) -> bool:
         if consumer.owner in self.layers:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.config import Config, Rule, TensorConfig
@@ -16,7 +17,8 @@ from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
 from fakequant.model.placement import place
 from fakequant.model.presets import find_preset
-from fakequant.model.recording import record
+from fakequant.model.recorded_products import recorded_products
+from fakequant.model.recording import Recording, record
 from fakequant.model.sites import SitePlan, apply_sites, plan_sites
 from fakequant.model.targets import find_target
 from fakequant.model.ties import untied
@@ -54,7 +56,7 @@ def prepare(
     Args:
         model: any module; it is changed and returned.
         config: a preset such as `presets.INT8`, its name, or your own rules.
-        example: an input, a tuple or a dict of inputs; with it the model is traced, and the warning also says which
+        example: an input, a tuple or a dict of inputs; with it the model runs once, and the warning also says which
             products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
         target: the engine that will run the model: "onnxruntime", "tensorrt", "openvino", "qnn" or "xnnpack". Functions
@@ -67,7 +69,7 @@ def prepare(
     Raises:
         ConfigError: a rule matches nothing, the model is already prepared, or a layer cannot be quantized as its rule
             says (names the layer).
-        torch.export's errors: there is an example, and the model cannot be traced with it.
+        The model's own errors: there is an example, and the model cannot run with it.
         The model is unchanged after any error or interrupt.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "int8", skip=["2"])
@@ -87,7 +89,7 @@ def prepare(
     config = _with_exceptions(config, skip, rules or {})
     restore = structure_of([model])
     try:
-        held, sites = _planned(model, config, target, example, inputs)
+        held, sites, notes, recording = _planned(model, config, target, example, inputs)
         purposely = config.left_on_purpose(model)
         modules = dict(model.named_modules())
         for name, rule in held.items():
@@ -97,12 +99,11 @@ def prepare(
         if sites is not None:
             apply_sites(model, sites)
         leave_fast_paths(model)
-        with_inputs = any(rule.input is not None for rule in config.rules)
-        left = left_in_float(model, purposely, example if with_inputs else None, inputs)
-        if left is not None:
-            warn_user(str(left), CoverageWarning)
-        if (said := untied(model, purposely)) is not None:
-            warn_user(said, CoverageWarning)
+        counted = () if recording is None or not _quantizes_inputs(config) else recorded_products(model, recording)
+        left = left_in_float(model, purposely, counted)
+        for note in (*notes, None if left is None else str(left), untied(model, purposely)):
+            if note is not None:
+                warn_user(note, CoverageWarning)
         return model
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()
@@ -118,27 +119,42 @@ def _with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Co
     return config.with_rule(*added) if added else config
 
 
-def _planned(
-    model: nn.Module, config: Config, target: str | None, example: Any, inputs: Inputs | None
-) -> tuple[dict[str, Rule], SitePlan | None]:
-    """The rules of layers, and the sites; None where rules speak of layers alone and there is no target."""
+class _Planned(NamedTuple):
+    layers: dict[str, Rule]
+    sites: SitePlan | None
+    """None where rules speak of layers alone and there is no target."""
+    notes: list[str]
+    recording: Recording | None
+    """None where nothing needs one."""
+
+
+def _planned(model: nn.Module, config: Config, target: str | None, example: Any, inputs: Inputs | None) -> _Planned:
     table = None if target is None else find_target(target)
     held = config.resolve(model, any_module=table is not None)
-    if not config.site_rules and table is None:
-        return held, None
-    if example is None:
+    places = bool(config.site_rules) or table is not None
+    if example is None and places:
         ops = ", ".join(dict.fromkeys(op for rule in config.site_rules for op in rule.ops))
         why = f"rules speak of functions ({ops})" if table is None else f"the target {table.name} places quantizers"
         raise ConfigError(
             f"{why}, and the functions of a model are found by a run of it; give prepare(..., example=) an input, a "
             "tuple or a dict of inputs"
         )
+    if example is None or not (places or _quantizes_inputs(config)):
+        return _Planned(held, None, [], None)
+    refuse_sharded(model, "look into")
     args, kwargs = example_arguments(example, inputs)
     recording = record(model, lambda: model(*args, **kwargs))
+    if not places:
+        return _Planned(held, None, [], recording)
     if table is None:
-        return held, plan_sites(model, config, recording)
+        return _Planned(held, plan_sites(model, config, recording), [], recording)
     placement = place(model, config, recording, table, held)
-    return placement.layers, plan_sites(model, config, recording, placement.sites)
+    sites = plan_sites(model, config, recording, placement.sites)
+    return _Planned(placement.layers, sites, placement.notes, recording)
+
+
+def _quantizes_inputs(config: Config) -> bool:
+    return any(rule.input is not None for rule in config.rules)
 
 
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:

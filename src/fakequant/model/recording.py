@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.model.calls import not_compiled
 from fakequant.model.modes import evaluating
+from fakequant.model.operations import counted, is_product
 from fakequant.nn.site_functions import CALLED_AS
 from fakequant.nn.sites import operands_of
 from fakequant.restore import Restore, restore_after, structure_of
@@ -57,6 +58,7 @@ class Call:
         operands: the values that a site could quantize, by operand; empty for functions that cannot be quantized.
         inputs: all tensor arguments.
         outputs: all tensors of the result.
+        multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
     """
 
     number: int
@@ -67,6 +69,7 @@ class Call:
     operands: dict[str, int]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    multiplications: int = 0
 
     @property
     def site(self) -> tuple[str | None, str, int]:
@@ -101,6 +104,7 @@ class Recording:
         return visits
 
 
+_WITH_PRODUCTS = frozenset({"multi_head_attention_forward"})
 _SITES = frozenset(called.function.name for called in CALLED_AS.values())
 
 
@@ -168,15 +172,23 @@ class _Recorder(TorchFunctionMode):
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
         operands = {} if called is None else operands_of(called, args, kwargs)
         numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
-        result = func(*args, **kwargs)
+        count = 0
+        if is_product(name) or name in _WITH_PRODUCTS:
+            result, count = counted(
+                name, lambda: func(*args, **kwargs), [x for x in arguments if x.is_floating_point()]
+            )
+        else:
+            result = func(*args, **kwargs)
         made = _tensors(result)
         if result is None:  # `x[i] = y`, which changes its first argument
             made = arguments[:1]
         if made or called is not None:
-            self._note(name, numbers, inputs, made)
+            self._note(name, numbers, inputs, made, count)
         return result
 
-    def _note(self, name: str, operands: dict[str, int], inputs: tuple[int, ...], made: list[Tensor]) -> None:
+    def _note(
+        self, name: str, operands: dict[str, int], inputs: tuple[int, ...], made: list[Tensor], count: int
+    ) -> None:
         recording = self.recording
         owner, visit = self.running[-1] if self.running else (None, 0)
         number = len(recording.calls)
@@ -185,7 +197,7 @@ class _Recorder(TorchFunctionMode):
         outputs = tuple(self._new(tensor, number, constant=constant) for tensor in made)
         index = self.counts[owner, visit, name]
         self.counts[owner, visit, name] += 1
-        recording.calls.append(Call(number, owner, visit, name, index, operands, inputs, outputs))
+        recording.calls.append(Call(number, owner, visit, name, index, operands, inputs, outputs, count))
 
     def value_of(self, tensor: Tensor) -> int:
         """The number of a tensor's value as it is now."""

@@ -223,6 +223,9 @@ def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:
             axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
             # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
             held[name] = SiteQuantizer(config.placed(axes), Kind.WEIGHT if weight else Kind.INPUT)
+    if rule.output is not None:
+        features = operand_of(one.function, one.operands[0]).reduction
+        held["output"] = SiteQuantizer(rule.output.placed({-1: features}))
     return held
 
 

@@ -54,7 +54,8 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
     Inputs are quantized as they come. A tensor that is passed as query and key, or as key and value, is quantized once,
     by the quantizer of the first; calibration takes quantizers away that no call uses therefore. Query, key and value
     are quantized after their projections as [n, heads, length, head_dim], the query when it is scaled. Probabilities
-    [n, heads, queries, keys] are quantized before dropout.
+    [n, heads, queries, keys] are quantized before dropout. Where a rule quantizes the output, the results of the first
+    projections are quantized like it, too.
 
     With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the quantizer of
     the probabilities is on: then it computes softmax(query @ key.T + mask) @ value in three operations.
@@ -69,6 +70,7 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
             "_key_input_quantizer": Operand(Role.INPUT, optional=True),
             "_value_input_quantizer": Operand(Role.INPUT, optional=True),
             **{f"_{name}_weight_quantizer": Operand(Role.WEIGHT, weight=f"{name}_weight") for name in weights},
+            "_in_proj_output_quantizer": Operand(Role.OUTPUT),
             "_query_quantizer": Operand(Role.INPUT),
             "_key_quantizer": Operand(Role.INPUT),
             "_probability_quantizer": Operand(Role.INPUT),
@@ -189,12 +191,34 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [length, n, embed_dim] after their projections."""
         if self._qkv_same_embed_dim:
-            weight = self.quantized("_in_proj_weight_quantizer", self.in_proj_weight)
-            q, k, v = _torch._in_projection_packed(query, key, value, weight, self.in_proj_bias)
-            return q, k, v
+            return self._projected_by_one(query, key, value)
         weights = [self.quantized(f"_{name}_weight_quantizer", getattr(self, f"{name}_weight")) for name in _SEPARATE]
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return _torch._in_projection(query, key, value, *weights, *biases)
+        q, k, v = _torch._in_projection(query, key, value, *weights, *biases)
+        name = "_in_proj_output_quantizer"
+        return self.quantized(name, q), self.quantized(name, k), self.quantized(name, v)
+
+    def _projected_by_one(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """By the weight of all three: in one product what comes of one tensor, whose result is quantized as a whole."""
+        weight, width = self.quantized("_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
+        if query is key is value:  # nothing is split, so that exported products see the weight as it is quantized
+            q, k, v = self._in_parts(F.linear(query, weight, self.in_proj_bias), 3)
+            return q, k, v
+        sizes = [width, 2 * width] if key is value else [width] * 3
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+        projected: list[Tensor] = []
+        for x, part, bias, size in zip((query, key, value), weight.split(sizes), biases, sizes, strict=False):
+            projected += self._in_parts(F.linear(x, part, bias), size // width)
+        q, k, v = projected
+        return q, k, v
+
+    def _in_parts(self, projected: Tensor, count: int) -> list[Tensor]:
+        """The quantized result of a projection in `count` parts, with the strides that torch gives them."""
+        y = self.quantized("_in_proj_output_quantizer", projected)
+        if count == 1:
+            return [y]
+        parts = y.unflatten(-1, (count, self.embed_dim)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+        return [parts[place] for place in range(count)]
 
     def _explicitly(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, hides_rows: bool

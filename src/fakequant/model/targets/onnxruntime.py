@@ -1,11 +1,12 @@
 """ONNX Runtime: `quantization/registry.py` and the selectors of its optimiser for QuantizeLinear and DequantizeLinear.
 
-A convolution is an integer one only if its result is quantized, too.
+A convolution, and a linear layer with a bias, is an integer one only if its result is quantized, too. A ReLU after it
+is part of it where the quantizer behind the ReLU is asymmetric: its zero point is the smallest code then.
 """
 
 from __future__ import annotations
 
-from fakequant.model.targets.table import MOVES, PRODUCTS, FixedRange, Target, after_products
+from fakequant.model.targets.table import ATTENTION_LAYER, MOVES, PRODUCTS, FixedRange, Target, after_products
 
 ONNXRUNTIME = Target(
     name="onnxruntime",
@@ -14,7 +15,8 @@ ONNXRUNTIME = Target(
     | {"avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"},
     keeps=MOVES | {"interpolate", "relu", "relu6"},
     fixed={"softmax": FixedRange(0.0, 1.0, has_high=False)},
-    outputs=frozenset({"conv1d", "conv2d", "conv3d", "add", "mul", "cat"}),
+    outputs=frozenset({"conv1d", "conv2d", "conv3d", "linear", "addmm", "add", "mul", "cat", ATTENTION_LAYER}),
     fused=after_products("relu", "relu6") | {("add", "relu")},
     attention_in_parts=True,
+    folds_norms=False,
 )

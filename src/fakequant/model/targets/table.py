@@ -36,6 +36,7 @@ class Target:
             because the engine computes it together with the product.
         attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
             probabilities are quantized, too.
+        folds_norms: whether the engine folds a batch normalisation into a product with a quantized weight.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Target:
     fused: frozenset[tuple[str, str]] = frozenset()
     identity_only: bool = False
     attention_in_parts: bool = False
+    folds_norms: bool = True
 
 
 PRODUCTS = frozenset(
@@ -56,6 +58,8 @@ PRODUCTS = frozenset(
     """.split()  # noqa: SIM905
 )
 ATTENTION = frozenset({"scaled_dot_product_attention"})
+ATTENTION_LAYER = "multi_head_attention_forward"
+"""What `nn.MultiheadAttention` calls: its projections, both products and the softmax in one function."""
 MOVES = frozenset(
     """
     view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach to expand

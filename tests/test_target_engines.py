@@ -1,0 +1,135 @@
+"""Whether engines compute on integers what the tables prepare for them: small models of other packages."""
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import CoverageWarning
+from tests.support.engines import Computed, by_onnxruntime, by_openvino
+from tests.support.vision import import_torchvision
+
+IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+IDS = torch.arange(12).view(2, 6)
+
+
+def resnet() -> nn.Module:
+    made = import_torchvision().models.resnet
+    return made.ResNet(made.BasicBlock, [1, 1, 1, 1], num_classes=10)
+
+
+def mobilenet() -> nn.Module:
+    made = import_torchvision().models.mobilenetv3
+    block = partial(made.InvertedResidualConfig, dilation=1, width_mult=1)
+    settings = [block(16, 3, 16, 16, True, "RE", 2), block(16, 3, 24, 24, False, "RE", 1)]
+    settings += [block(24, 5, 32, 24, True, "HS", 1)]
+    return made.MobileNetV3(settings, last_channel=32, num_classes=10)
+
+
+def densenet() -> nn.Module:
+    models = import_torchvision().models
+    return models.DenseNet(growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=10)
+
+
+def vit() -> nn.Module:
+    return import_torchvision().models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=10)
+
+
+def bert() -> nn.Module:
+    import_torchvision()
+    from transformers import BertConfig, BertModel
+
+    sizes: dict[str, int] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertModel(BertConfig(vocab_size=20, intermediate_size=32, attn_implementation="eager", **sizes))
+
+
+MODELS: dict[str, Any] = {"resnet": resnet, "mobilenet": mobilenet, "densenet": densenet, "vit": vit, "bert": bert}
+SLOW = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mobilenet", "densenet", "vit", "bert")]
+
+
+def prepared(name: str, target: str, config: Any, *, fused: bool = True) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = MODELS[name]().eval(), IDS if name == "bert" else IMAGE
+    if fused and name not in ("vit", "bert"):
+        with warnings.catch_warnings(action="ignore"):  # densenet has norms that follow no product
+            fq.fuse_batch_norm(model, x)
+    fq.prepare(model, config, example=x, target=target)
+    fq.calibrate(model, [x])
+    return model, x
+
+
+def exported(name: str, target: str, config: Any, folder: Path) -> Path:
+    model, x = prepared(name, target, config)
+    fq.export_onnx(model, x, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def on_integers(found: Computed) -> tuple[int, int]:
+    assert found.reasons == []
+    return found.products
+
+
+@pytest.mark.parametrize(
+    ("name", "products", "others"),
+    [
+        ("resnet", 13, {"QLinearAdd": 4}),
+        pytest.param("mobilenet", 16, {"QLinearMul": 2, "QLinearAdd": 1}, marks=pytest.mark.exhaustive),
+        pytest.param("densenet", 11, {"QLinearConcat": 4}, marks=pytest.mark.exhaustive),
+        pytest.param("vit", 8, {"QLinearConcat": 1, "QLinearAdd": 3}, marks=pytest.mark.exhaustive),
+        ("bert", 9, {"QLinearAdd": 4, "QLinearSoftmax": 1}),
+    ],
+)
+def test_onnxruntime_computes_all_products_on_integers(
+    name: str, products: int, others: dict[str, int], tmp_path: Path
+) -> None:
+    found = by_onnxruntime(exported(name, "onnxruntime", "INT8_AFFINE", tmp_path))
+    assert on_integers(found) == (products, products)
+    assert {kind: found.integer[kind] for kind in others} == others
+
+
+@pytest.mark.parametrize("name", ["resnet", *SLOW])
+def test_openvino_computes_all_products_on_integers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed: see CONTRIBUTING.md")
+    integer, products = on_integers(by_openvino(exported(name, "openvino", "INT8", tmp_path)))
+    assert integer == products > 5
+
+
+def test_norms_that_keep_products_in_float_are_told() -> None:
+    with pytest.warns(CoverageWarning) as caught:
+        prepared("resnet", "onnxruntime", "INT8_AFFINE", fused=False)
+    assert [str(warning.message) for warning in caught] == [
+        "12 batch normalisations follow products with quantized weights, so that onnxruntime computes both in float; "
+        "call fakequant.fuse_batch_norm(model, example) before prepare"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CoverageWarning)
+        prepared("resnet", "openvino", "INT8", fused=False)  # which folds them
+
+
+class TwoReaders(nn.Module):
+    """Reads one tensor three times, as a residual block and its downsampling do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.main, self.side = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        return x + self.main(x) + self.side(x)
+
+
+def test_one_pair_of_nodes_for_quantizers_that_are_equal(tmp_path: Path) -> None:
+    import onnx
+
+    model = fq.prepare(TwoReaders(), "INT8_AFFINE", example=IMAGE, target="onnxruntime")
+    fq.calibrate(model, [IMAGE])
+    report = fq.export_onnx(model, IMAGE, tmp_path / "model.onnx")
+    read = [node.input[0] for node in onnx.load(tmp_path / "model.onnx").graph.node if node.op_type == "QuantizeLinear"]
+    assert len(set(read)) == len(read) == len([q for q in fq.nn.quantizers(model) if "weight" not in q]) - 2
+    assert len(report.quantizers) == len(fq.nn.quantizers(model))
+    assert fq.verify_onnx(tmp_path / "model.onnx", model, [IMAGE])
