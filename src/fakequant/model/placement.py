@@ -269,21 +269,33 @@ class _Planner:
         return True
 
     def _notes(self) -> list[str]:
+        """What keeps the engine from computing on integers."""
+        notes, name = [], self.target.name
         norms = [c for c in self.flow.calls if c.function == "batch_norm" and self._is_of_product(c.inputs[0], ())]
-        if self.target.folds_norms or not norms:
-            return []
-        follow = f"{len(norms)} batch normalisations follow" if len(norms) > 1 else "a batch normalisation follows"
-        return [
-            f"{follow} products with quantized weights, so that {self.target.name} computes both in float; call "
-            "fakequant.fuse_batch_norm(model, example) before prepare"
-        ]
+        if norms and not self.target.folds_norms:
+            follow = f"{len(norms)} batch normalisations follow" if len(norms) > 1 else "a batch normalisation follows"
+            notes.append(
+                f"{follow} products with quantized weights, so that {name} computes both in float; call "
+                "fakequant.fuse_batch_norm(model, example) before prepare"
+            )
+        wanted = self.target.symmetric
+        specs = [rule.input.spec for rule in self.given.values() if rule.input is not None]
+        other = [spec for spec in specs if isinstance(spec.format, IntegerFormat) and spec.symmetric is not wanted]
+        if other and wanted is not None:
+            kind, preset = ("symmetric", "INT8") if wanted else ("asymmetric", "INT8_AFFINE")
+            notes.append(
+                f"{name} computes all products on integers only with {kind} activations, and the configuration has "
+                f"{other[0]}; presets.{preset} suits it"
+            )
+        return notes
 
     def _quantizes(self, consumer: Call, value: int) -> bool:
         if consumer.owner in self.layers:
             return self.layers[consumer.owner].input is not None
         one = self._candidate(consumer)
         held = {} if one is None else self.held.get(one, {})
-        return all(name in held for name, operand in consumer.operands.items() if operand == value)
+        names = [name for name, operand in consumer.operands.items() if operand == value]
+        return bool(names) and all(name in held for name in names)
 
 
 def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuantizer | None:

@@ -18,5 +18,6 @@ ONNXRUNTIME = Target(
     outputs=frozenset({"conv1d", "conv2d", "conv3d", "linear", "addmm", "add", "mul", "cat", ATTENTION_LAYER}),
     fused=after_products("relu", "relu6") | {("add", "relu")},
     attention_in_parts=True,
+    symmetric=False,
     folds_norms=False,
 )

@@ -36,6 +36,8 @@ class Target:
             because the engine computes it together with the product.
         attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
             probabilities are quantized, too.
+        symmetric: whether activations must be symmetric so that all products are integer ones; False where they must be
+            asymmetric, None where both are.
         folds_norms: whether the engine folds a batch normalisation into a product with a quantized weight.
     """
 
@@ -48,6 +50,7 @@ class Target:
     fused: frozenset[tuple[str, str]] = frozenset()
     identity_only: bool = False
     attention_in_parts: bool = False
+    symmetric: bool | None = None
     folds_norms: bool = True
 
 

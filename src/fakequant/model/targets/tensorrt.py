@@ -17,4 +17,5 @@ TENSORRT = Target(
     keeps=MOVES | {"relu", "cat"},
     fused=after_products("relu", "relu6", "hardtanh", "leaky_relu", "sigmoid", "silu") | {("add", "relu")},
     identity_only=True,
+    symmetric=True,
 )

@@ -1,0 +1,117 @@
+"""One test for each rule of the tables: what every target does with results, norms, pooling and fixed ranges."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import CoverageWarning
+from fakequant.model.placement import Placement, place
+from fakequant.model.recording import record
+from fakequant.model.sites import SitePlan, plan_sites
+from fakequant.model.targets import find_target, targets
+from tests.support.vision import import_torchvision
+
+IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+ALL = sorted(targets())
+
+
+def planned(model: nn.Module, target: str, x: Tensor = IMAGE) -> tuple[SitePlan, Placement]:
+    config = fq.presets.INT8 if target == "tensorrt" else fq.presets.INT8_AFFINE
+    recording = record(model.eval(), lambda: model(x))
+    placement = place(model, config, recording, find_target(target), config.resolve(model, any_module=True))
+    return plan_sites(model, config, recording, placement.sites), placement
+
+
+class Ends(nn.Module):
+    """Three results that no other quantizer reaches: behind a ReLU that is fused, of a layer, of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu, self.pool = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2)
+        self.head = nn.Linear(15, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool(self.relu(self.conv(x))).cos()
+        return self.head(y) + y[..., :2]
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_results_that_no_other_quantizer_reaches(target: str) -> None:
+    plan, placement = planned(Ends(), target)
+    outputs = {site.path for site in plan.sites if "output" in site.quantizers}
+    assert placement.layers["conv"].output is None  # the ReLU belongs to the convolution
+    if target in ("tensorrt", "openvino"):
+        assert outputs == set()
+    else:
+        assert outputs == {"relu._sites.relu_0", "_sites.add_0"}
+    assert all(rule.output is None for rule in placement.layers.values())  # the sum quantizes the result of the layer
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_the_result_of_the_last_layer(target: str) -> None:
+    _, placement = planned(import_torchvision().models.resnet18(), target)
+    outputs = {path for path, rule in placement.layers.items() if rule.output is not None}
+    assert outputs == (set() if target in ("tensorrt", "openvino") else {"fc"})
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_norms_and_attention_of_vit(target: str) -> None:
+    model = import_torchvision().models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=10)
+    plan, placement = planned(model, target)
+    norms = [site for site in plan.sites if site.function == "layer_norm" and {*site.quantizers} - {"output"}]
+    assert bool(norms) is (target in ("openvino", "qnn"))
+    attention = placement.layers["encoder.layers.encoder_layer_0.self_attention"]
+    assert (attention.output is not None) is (target in ("onnxruntime", "qnn"))
+    sums = [site.quantizers for site in plan.sites if site.owner.endswith("encoder_layer_0") and site.function == "add"]
+    # The first sum reads the result of the attention, which is quantized there.
+    assert ("input" in sums[0]) is (target in ("openvino", "tensorrt", "xnnpack"))
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_pooling_and_fixed_ranges_of_mobilenet(target: str) -> None:
+    plan, placement = planned(import_torchvision().models.mobilenet_v3_small(), target)
+    assert (placement.layers["avgpool"].input is None) is (target == "xnnpack")
+    gates = [
+        site.quantizers["output"].fixed for site in plan.sites if site.function == "hardsigmoid" and site.quantizers
+    ]
+    assert gates == ([(1 / 255, 0)] * 9 if target == "qnn" else [])
+    products = [tuple(site.quantizers) for site in plan.sites if site.function == "mul"]
+    names = {"tensorrt": (), "qnn": ("other",)}.get(target, ("input", "other"))
+    assert {operands[: len(names)] for operands in products} == ({names} if names else set())
+
+
+def test_a_result_is_quantized_in_front_of_a_function_that_no_kernel_fuses() -> None:
+    _, placement = planned(import_torchvision().models.mobilenet_v3_small(), "onnxruntime")
+    gates = [path for path, rule in placement.layers.items() if path.endswith("fc2") and rule.output is not None]
+    assert len(gates) == 9
+
+
+@pytest.mark.parametrize(
+    ("target", "preset", "message"),
+    [
+        ("onnxruntime", "INT8", "only with asymmetric activations, and the configuration has int8 per_tensor; "),
+        ("tensorrt", "INT8_AFFINE", "only with symmetric activations, and the configuration has uint8 per_tensor; "),
+    ],
+)
+def test_presets_that_do_not_suit_a_target_are_told(target: str, preset: str, message: str) -> None:
+    other = {"INT8": "INT8_AFFINE", "INT8_AFFINE": "INT8"}[preset]
+    text = f"^{target} computes all products on integers {message}presets.{other} suits it$"
+    with pytest.warns(CoverageWarning, match=text):
+        fq.prepare(Ends(), preset, example=IMAGE, target=target)
+
+
+def test_rules_with_an_output_reach_functions() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x + x.cos()
+
+    rules = fq.Config("outputs", fq.Rule("*", "int8", output="uint8 per_block(-1:2,pad)", ops=("add",)))
+    made: Any = fq.prepare(Sums(), rules, example=IMAGE)
+    assert str(fq.site_plan(made)) == (
+        "_sites.add_0: input int8 per_tensor, other int8 per_tensor, output uint8 per_block(-1:2,pad)"
+    )
+    fq.calibrate(made, [IMAGE])
+    assert made._sites.add_0.output.scale.shape[-1] == 16
