@@ -3,6 +3,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import fakequant as fq
@@ -134,8 +135,16 @@ def test_rules_name_subclasses_by_their_own_class_and_by_their_base() -> None:
     assert type(model[1]) is Large  # presets leave max pooling in float
 
 
+class Table(nn.Module):
+    """Weights that have no quantized form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 2))
+
+
 def test_a_rule_may_leave_in_float_what_cannot_be_quantized() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Bilinear(2, 2, 2), nn.LayerNorm(2))
+    model = nn.Sequential(nn.Linear(2, 2), Table(), nn.LayerNorm(2))
     config = presets.INT8.with_rule(Rule("1"))
     assert set(config.resolve(model)) == {"0"}
     assert config.left_on_purpose(model) == {model[1]}

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,7 +37,7 @@ def test_layer_is_the_float_layer_on_quantized_tensors(name: str) -> None:
         with torch.no_grad():
             expected_module.weight.copy_(fake_quantize(module.weight, f"int8 per_channel({channels})"))
     quantized = prepare(_copy(module), EVERYTHING)
-    calibrate(quantized, [inputs])
+    calibrate(quantized, [inputs], inputs=slice(len(inputs)))
     got, expected = quantized(*inputs), expected_module(*expected_inputs)
     if not isinstance(got, tuple):
         got, expected = (got,), (expected,)
@@ -80,6 +82,43 @@ def test_embedding_with_a_sparse_gradient_is_refused() -> None:
         ConfigError, match=r"^0: Embedding\(sparse=True\) .*leave it in float by a rule, or set sparse=F"
     ):
         prepare(nn.Sequential(nn.Embedding(3, 2, sparse=True)), INT8)
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}], ids=str)
+def test_bags_are_refused_as_embeddings_are(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^0: EmbeddingBag\((max_norm|sparse)=.*leave it in float by a rule"):
+        prepare(nn.Sequential(nn.EmbeddingBag(3, 2, **options)), INT8)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_a_bag_with_weights_for_its_rows(padding: int | None) -> None:
+    """The weights are not quantized; values and gradients are those of a bag of the quantized rows."""
+    bag = prepare(nn.EmbeddingBag(7, 4, mode="sum", padding_idx=padding), INT8)
+    calibrate(bag, [torch.tensor([[0, 1]])])
+    ids, factors = torch.tensor([[0, 3], [6, 3]]), torch.tensor([[0.3, 7.1], [-2.0, 1.5]], requires_grad=True)
+    y = bag(ids, per_sample_weights=factors)
+    table, given = fake_quantize(bag.weight, "int8 per_channel(0)").detach(), [bag.weight, factors]
+    copies = [table.requires_grad_(), factors.detach().clone().requires_grad_()]
+    options: Any = {"mode": "sum", "padding_idx": padding}
+    expected = F.embedding_bag(ids, copies[0], per_sample_weights=copies[1], **options)
+    assert torch.equal(y, expected)
+    found, wanted = (torch.autograd.grad(one.sum(), of) for one, of in ((y, given), (expected, copies)))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_gradients_of_a_bilinear_layer_reach_both_inputs_and_the_weight() -> None:
+    layer = nn.Bilinear(3, 4, 2)
+    x, y = data(5, 3), data(5, 4)
+    prepare(layer, INT8)
+    calibrate(layer, [(x, y)])
+    given = [x.requires_grad_(), y.requires_grad_(), layer.weight]
+    found = torch.autograd.grad(layer(x, y).sum(), given)
+    quantized = [
+        fake_quantize(t.detach(), spec).requires_grad_()
+        for t, spec in zip(given, ("int8", "int8", "int8 per_channel(0)"), strict=True)
+    ]
+    expected = torch.autograd.grad(F.bilinear(*quantized, layer.bias).sum(), quantized)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_registration_needs_a_subclass() -> None:

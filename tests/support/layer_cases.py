@@ -34,4 +34,11 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     "AdaptiveAvgPool3d": (nn.AdaptiveAvgPool3d(1), (data(1, 2, 3, 3, 3),)),
     "MatMul": (MatMul(), (data(2, 3, 4), data(2, 4, 5))),
     "Add": (Add(), (data(2, 3), data(3))),
+    "Bilinear": (nn.Bilinear(3, 4, 5), (data(2, 6, 3), data(2, 6, 4))),
+    "EmbeddingBag-sum": (nn.EmbeddingBag(7, 4, mode="sum"), (torch.tensor([[0, 3], [6, 3]]),)),
+    "EmbeddingBag-mean": (nn.EmbeddingBag(7, 4, padding_idx=3), (torch.tensor([0, 3, 6, 3]), torch.tensor([0, 1]))),
+    "EmbeddingBag-max": (
+        nn.EmbeddingBag(7, 4, mode="max", include_last_offset=True),
+        (torch.tensor([0, 3, 6, 3]), torch.tensor([0, 1, 4])),
+    ),
 }

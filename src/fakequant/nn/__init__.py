@@ -1,6 +1,8 @@
 """Quantizers and quantized layers."""
 
 from fakequant.nn import attention as _attention  # noqa: F401  for its entry in the table of layers
+from fakequant.nn import bilinear as _bilinear  # noqa: F401  likewise
+from fakequant.nn import embedding as _embedding  # noqa: F401  likewise
 from fakequant.nn import experts as _experts  # noqa: F401  likewise
 from fakequant.nn import foreign as _foreign  # noqa: F401  likewise
 from fakequant.nn import pooling as _pooling  # noqa: F401  likewise

@@ -2,7 +2,7 @@
 
 A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
 own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here; those of
-pooling are in `pooling.py`.
+pooling, embeddings and others are in files of their own, which `nn/__init__.py` imports.
 """
 
 from __future__ import annotations
@@ -363,38 +363,6 @@ class QuantConvTranspose3d(_QuantConvTranspose, nn.ConvTranspose3d):
     """ConvTranspose3d with quantized input [n, in, d, h, w] and weight [in, out / groups, kd, kh, kw]."""
 
     input_reductions = (-4,)
-
-
-@quantizes(nn.Embedding)
-class QuantEmbedding(QuantizedLayer, nn.Embedding):
-    """Embedding with a quantized table [rows, features], one channel per row, blocks along its features."""
-
-    inputs: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def check(cls, layer: nn.Module) -> None:
-        embedding = cast("nn.Embedding", layer)
-        if embedding.max_norm is not None:
-            raise ConfigError(
-                "Embedding(max_norm=...) rescales its weight in every forward pass and cannot be quantized; "
-                "leave it in float by a rule, or normalise the weight once and set max_norm=None"
-            )
-        if embedding.sparse:
-            raise ConfigError(
-                "Embedding(sparse=True) has a sparse gradient, which quantizers cannot pass on; "
-                "leave it in float by a rule, or set sparse=False"
-            )
-
-    def forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, Proxy):
-            return as_leaf(self, input)
-        return F.embedding(
-            input,
-            self.quantized_weight(),
-            self.padding_idx,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-        )
 
 
 class _QuantPair(QuantizedLayer):
