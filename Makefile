@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars real-models docs clean
+.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo docs clean
 
 setup: $(STAMP)
 
@@ -75,10 +75,10 @@ bench-gpu:
 bars: setup
 	$(BIN)/python -m benchmarks.bars
 
-# Every step with other people's architectures; `make real-models ONLY="bert swin"` runs those with one of these texts in
+# Every step with other people's architectures; `make zoo ONLY="bert swin"` runs those with one of these texts in
 # their names. What the record has for this commit is not run again.
-real-models: setup
-	$(BIN)/python -m benchmarks.real_models $(if $(ONLY),--only $(ONLY))
+zoo: setup
+	$(BIN)/python -m benchmarks.zoo $(if $(ONLY),--only $(ONLY))
 
 docs: setup
 	$(BIN)/python docs/generate.py

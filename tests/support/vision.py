@@ -1,4 +1,4 @@
-"""torchvision next to a torch that its compiled operators were not built for; for tests and `make real-models`."""
+"""torchvision next to a torch that its compiled operators were not built for; for tests and `make zoo`."""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import fakequant as fq
-from benchmarks.real_models.architecture import Architecture
-from benchmarks.real_models.architectures import ARCHITECTURES
-from benchmarks.real_models.case import Case, WrongError, check_same_bits
-from benchmarks.real_models.child import run_step
-from benchmarks.real_models.pages import page
-from benchmarks.real_models.products import count_products
-from benchmarks.real_models.runner import run_architecture
-from benchmarks.real_models.steps import STEPS, NotForThisError, Step
+from benchmarks.zoo.architecture import Architecture
+from benchmarks.zoo.architectures import ARCHITECTURES
+from benchmarks.zoo.case import Case, WrongError, check_same_bits
+from benchmarks.zoo.child import run_step
+from benchmarks.zoo.pages import page
+from benchmarks.zoo.products import count_products
+from benchmarks.zoo.runner import run_architecture
+from benchmarks.zoo.steps import STEPS, NotForThisError, Step
 
 
 @pytest.mark.parametrize("name", ["hf bert", "tv squeezenet1_1", "timm test_vit", "nn UNet"])
@@ -78,18 +78,19 @@ def test_other_ranges_of_a_fresh_model_are_found(monkeypatch):
 
 
 class Uncalled(nn.Module):
-    """Reads the weight of one layer and never calls another."""
+    """Never calls a layer."""
 
     def __init__(self):
         super().__init__()
-        self.read, self.spare, self.called = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.spare, self.called = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
-        return self.called(F.linear(x, self.read.weight, self.read.bias))
+        return self.called(x)
 
 
 def test_layers_that_are_never_called_stay_in_float_for_the_other_steps():
     case = Case(Architecture("", lambda: (Uncalled(), [torch.randn(4, 8), torch.randn(4, 8)])))
+    assert run_step(case, "b")["cell"] == "X"
     layers = {name for name, one in case.calibrated().named_modules() if isinstance(one, fq.nn.QuantizedLayer)}
     assert layers == {"called"}
 
@@ -107,11 +108,13 @@ class Products(nn.Module):
 def test_products_in_float_are_counted_by_module_and_operator():
     model, x = Products().eval(), torch.randn(2, 1, 6, 6)
     fq.calibrate(fq.prepare(model, "int8"), [x], progress=False)
-    found = count_products(lambda: model(x))
+    found = count_products(model, lambda: model(x))
     stem, head, attention, plain = 2 * 2 * 16 * 9, 2 * 32 * 8, 2 * 2 * 8 * 2, 2 * 8 * 8
     assert found.total == stem + head + attention + plain
     assert sorted(found.in_float.values()) == [attention, plain]
-    assert {module for module, _ in found.in_float} == {"Products"}
+    reasons = {(path, why) for path, _, why in found.in_float}
+    three = "factor 1 and factor 2 and factor 3 in float"
+    assert reasons == {("", three), ("", "factor 1 and factor 2 (a parameter) in float")}
     assert found.kinds() == {"attention", "matrix product"}
     assert found.share == (stem + head) / found.total
 
@@ -124,8 +127,8 @@ def test_a_tensor_that_is_changed_in_place_is_quantized_no_more():
         x = change(model(torch.randn(4, 4)))
         return x @ model(weight)
 
-    assert count_products(lambda: call(torch.Tensor.t)).share == 1
-    assert count_products(lambda: call(lambda x: x.t().add_(0.1))).share == 0
+    assert count_products(model, lambda: call(torch.Tensor.t)).share == 1
+    assert count_products(model, lambda: call(lambda x: x.t().add_(0.1))).share == 0
 
 
 def script(text):
@@ -156,9 +159,14 @@ def test_the_page_has_a_row_for_each_model_and_each_cause():
         "error": 'RuntimeError: in loading state_dict for {}: Missing key(s) "{}.scale"',
         "seconds": 1,
     }
+    left = ["attention", "bmm", "factor 2 in float", 0.5]
     cells = {
-        "a": {"cell": "+", "seconds": 1},
-        "c": {"cell": "+", "seconds": 1, "note": {"share": 0.5, "in float": [["Attention bmm", 0.5]]}},
+        "a": {"cell": "+", "seconds": 1, "note": {"layers": 3, "sites": 2}},
+        "c": {
+            "cell": "+",
+            "seconds": 1,
+            "note": {"share": 0.5, "in float": [left]},
+        },
         "d": {"cell": "+", "seconds": 1, "note": {"dB": 40.5}},
         "f": {"cell": "f", "error": "ConversionError: no | operator", "seconds": 1},
     }
@@ -172,9 +180,10 @@ def test_the_page_has_a_row_for_each_model_and_each_cause():
         in text
     )
     assert "| f | 2 | ConversionError: no \\| operator | one, two |" in text
-    assert "| two | + | . | . | . | X | + | + | . | f |" in text
-    assert "| **fail** | 0/2 | 0/0 | 0/0 | 0/0 | 2/2 |" in text
-    assert "| one | 50.0 % | Attention bmm 50.0 % | 40.5 |  |  |  |" in text
+    assert "| two | + | . | . | X | + | + | f |" in text
+    assert "| **fail** | 0/2 | 0/0 | 0/0 | 2/2 |" in text
+    assert "| one | 50.0 % | 3 | 2 | 40.5 |  |  |  |" in text
+    assert "| one | `attention` | bmm | factor 2 in float | 50.0 % |" in text
     for model in models.values():
         del model["cells"]["p"]
     assert "No step fails that does not fail in float too." in page({"machine": {"torch": "2.13.0"}, "models": models})

@@ -1,6 +1,6 @@
-"""Every step of the package with other people's architectures: `make real-models`.
+"""Every step of the package with other people's architectures: `make zoo`.
 
-Writes benchmarks/results/real-models.json and, from it, docs/real-models.md. What is in the record for this commit is
+Writes benchmarks/results/zoo.json and, from it, docs/zoo.md. What is in the record for this commit is
 not run again, so that an interrupted run is continued. Exits with 1 if a step fails that works in float.
 """
 
@@ -20,15 +20,13 @@ from .pages import page
 from .runner import TOO_LONG, cell_of, letters_of, read_record, run_all, run_architecture, write_record
 from .steps import STEPS
 
-RESULTS = ROOT / "benchmarks" / "results" / "real-models.json"
-PAGE = ROOT / "docs" / "real-models.md"
+RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
+PAGE = ROOT / "docs" / "zoo.md"
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.real_models", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="architectures whose name has one of these texts")
     parser.add_argument("--steps", default="".join(STEPS), metavar="LETTERS", help="by default all: %(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (%(default)s)")
@@ -47,7 +45,7 @@ def main(given: list[str] | None = None) -> int:
     options = arguments(given)
     chosen = [name for name in ARCHITECTURES if not options.only or any(text in name for text in options.only)]
     wanted = {name: letters_of(ARCHITECTURES[name].skip, options.steps) for name in chosen}
-    measured = commit("src", "benchmarks/real_models")
+    measured = commit("src", "benchmarks/zoo")
     record = read_record(options.results)
     record["machine"] = machine()
     if options.again:

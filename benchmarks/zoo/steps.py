@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 import fakequant as fq
+from fakequant.errors import CoverageWarning
 from fakequant.model.batches import run_batch
 from fakequant.model.operations import unquantized
 from fakequant.nn import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 
-from .case import PRESET, Case, WrongError, check_finite, check_same_bits, decibels, mapped, tensors
+from .case import PRESET, TARGET, Case, WrongError, check_finite, check_same_bits, decibels, mapped, tensors
 from .products import PRODUCT, count_products, kind_of
 
 Note = dict[str, Any] | None
@@ -54,18 +55,16 @@ def _of_model(title: str, run: Callable[[Case, nn.Module], Note], changes: bool 
 
 
 def _prepare(case: Case) -> Note:
-    model = fq.prepare(case.float(), PRESET)
-    return {"layers": sum(isinstance(module, QuantizedLayer) for module in model.modules())}
-
-
-def _warned(case: Case) -> Note:
+    """Prepare the model; it must warn of the class with most weights that stay in float."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = fq.prepare(case.float(), PRESET)
+        model = case.prepare(case.float())
     left = _largest_left(model)
     if left and not any(left in str(one.message) for one in caught):
         raise WrongError(f"prepare leaves weights of {left} in float and does not warn of it")
-    return {"largest left": left} if left else None
+    layers = sum(isinstance(module, QuantizedLayer) for module in model.modules())
+    said = [str(one.message).partition(" (fakequant.summary")[0] for one in caught if one.category is CoverageWarning]
+    return {"layers": layers, "sites": len(fq.site_plan(model).sites), "said": said}
 
 
 def _largest_left(model: nn.Module) -> str | None:
@@ -81,7 +80,7 @@ def _largest_left(model: nn.Module) -> str | None:
 
 def _plain_state_before(case: Case) -> Note:
     state = case.float(seed=1).state_dict()
-    fq.prepare(case.float(), PRESET).load_state_dict(state, strict=True)
+    case.prepare(case.float()).load_state_dict(state, strict=True)
 
 
 def _plain_state_after(case: Case) -> Note:
@@ -100,7 +99,7 @@ def _calibrate(case: Case) -> Note:
         model.load_state_dict(state)
         if runs_first:
             case.outputs(model)
-        found.append(quantizers(case.calibrate(fq.prepare(model, PRESET))))
+        found.append(quantizers(case.calibrate(case.prepare(model))))
     differing = [name for name, one in found[0].items() if not _same_buffers(one, found[1][name])]
     if differing:
         raise WrongError(
@@ -115,11 +114,11 @@ def _same_buffers(one: nn.Module, other: nn.Module) -> bool:
 
 def _coverage(case: Case) -> Note:
     model = case.calibrated()
-    counted = count_products(lambda: run_batch(model, case.batches[0]))
+    counted = count_products(model, lambda: run_batch(model, case.batches[0]))
     left = unquantized(model, case.batches[0])
     note = {
         "share": round(counted.share, 4),
-        "in float": [[name, round(share, 4)] for name, share in counted.largest()],
+        "in float": [[path, name, why, round(share, 4)] for path, name, why, share in counted.largest()],
         "products": sorted({one.name for one in left if one.is_product}),
         "others": sum(not one.is_product for one in left),
     }
@@ -127,7 +126,7 @@ def _coverage(case: Case) -> Note:
     # Attention may compute matrix products within.
     unnamed = counted.kinds() - named - ({PRODUCT} if "attention" in named else set())
     if unnamed:
-        names = ", ".join(name for _, name in counted.in_float if kind_of(name) in unnamed)
+        names = ", ".join(name for _, name, _ in counted.in_float if kind_of(name) in unnamed)
         raise WrongError(f"unquantized names no {', '.join(sorted(unnamed))}: {names}", note)
     return note
 
@@ -227,7 +226,8 @@ def _autocast(case: Case, model: nn.Module) -> Note:
 
 
 def _nvfp4(case: Case) -> Note:
-    outputs, exact = case.outputs(case.prepared(case.float(), "NVFP4")), case.outputs(case.float())
+    model = case.calibrate(fq.prepare(case.float(), "NVFP4"), unseen="float")
+    outputs, exact = case.outputs(model), case.outputs(case.float())
     check_finite(outputs, exact, "NVFP4")
     return {"dB": decibels(outputs, exact)}
 
@@ -287,14 +287,12 @@ def _sensitivity(case: Case) -> Note:
 
 
 STEPS: dict[str, Step] = {
-    "a": Step("`prepare`", _prepare),
-    "v": Step("`prepare` warns of the class with most weights that stay in float", _warned),
+    "a": Step(f'`prepare(model, "{PRESET}", example, target="{TARGET}")`, which names what stays in float', _prepare),
     "o": Step("a plain float state dict, strict, loads after `prepare`", _plain_state_before, _plain_state_in_float),
     "b": Step("`calibrate`; a model fresh from a state dict gets the ranges of one that ran before", _calibrate),
     "p": Step("a plain float state dict, strict, loads after `calibrate`", _plain_state_after, _plain_state_in_float),
     "c": Step("`unquantized` names every kind of product left in float", _coverage, _unquantized_in_float),
     "d": Step("`disabled` has the bits of the float model", _disabled),
-    "e": Step("a step of training gives every parameter its gradient", _train, changes=True),
     "f": Step("`export_onnx`, and `verify_onnx` says exact", _onnx, _onnx_in_float),
     "g": _of_model("`torch.export` gives the same bits", _export),
     "h": _of_model('`torch.compile(fullgraph=True, backend="aot_eager")` gives the same bits', _compile),
@@ -303,10 +301,11 @@ STEPS: dict[str, Step] = {
     "k": _of_model("deepcopy and pickle give the same bits", _copies),
     "l": _of_model("bfloat16 autocast", _autocast),
     "m": Step("NVFP4", _nvfp4),
-    "n": Step('`set_execution(model, "auto")`', _auto, changes=True),
-    "q": _of_model("`model.to(torch.bfloat16)`", _in(torch.bfloat16), changes=True),
-    "r": _of_model("`model.half()`", _in(torch.float16), changes=True),
     "s": _of_model("`torch.jit.trace` gives the same bits", _trace),
     "t": Step("`save_pretrained`, `from_pretrained` give the same bits", _pretrained, _pretrained_in_float),
     "u": Step("`sensitivity`", _sensitivity),
+    "e": Step("a step of training gives every parameter its gradient", _train, changes=True),
+    "n": Step('`set_execution(model, "auto")`', _auto, changes=True),
+    "q": _of_model("`model.to(torch.bfloat16)`", _in(torch.bfloat16), changes=True),
+    "r": _of_model("`model.half()`", _in(torch.float16), changes=True),
 }

@@ -1,4 +1,4 @@
-"""docs/real-models.md: the matrix, what is quantized, and what fails, from the record."""
+"""docs/zoo.md: the matrix, what is quantized, and what fails, from the record."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from .runner import TOO_LONG, Record, cell_of
 from .steps import STEPS
 
 _INTRODUCTION = """\
-# Real models
+# Zoo
 
 {models} architectures of transformers, torchvision, timm and torch with random weights, in tiny configurations, on two
-random batches, in INT8. `make real-models` runs every step with each of them and writes this page. Commit {commit},
-torch {torch}.
+random batches, in INT8, prepared for ONNX Runtime. `make zoo` runs every step with each of
+them, each in a process of its own, and writes this page. Commit {commit}, torch {torch}.
 
-`{ok}` it works, `{ours}` it fails, `{too}` the float model fails there too, `{long}` it took too long, `.` not run.
+`{ok}` it works, `{ours}` it fails, `{too}` torch fails on the float model too, `{long}` it took too long, `.` not run.
 """
 _COVERAGE = """\
 ## What is quantized
 
-The share of multiply-accumulates of which all factors are fake-quantized; what has most of the others, by the class of
-the module that computes them; and how much noise the quantized outputs have, in dB of signal over noise. Random weights
-make the noise of deep convolutional networks mean little.
+The share of multiply-accumulates of which all factors are fake-quantized; how many layers and functions have
+quantizers; and how much noise the quantized outputs have, in dB of signal over noise. Random weights make the noise of
+deep convolutional networks mean little.
 
-| model | share | in float | INT8 | NVFP4 | "auto" against simulated | bfloat16 autocast |
-|---|---|---|---|---|---|---|"""
+| model | share | layers | functions | INT8 | NVFP4 | "auto" against simulated | bfloat16 autocast |
+|---|---|---|---|---|---|---|---|"""
+_LEFT = """\
+## Products in float
+
+The products of which a factor is not quantized, those with most multiply-accumulates first, and at most eight of a
+model. Factors count in the order of the operator's arguments.
+
+| model | module | operator | why | share |
+|---|---|---|---|---|"""
 _LONGEST = 160
 _NOTHING_FAILS = "No step fails that does not fail in float too."
 
@@ -45,6 +53,8 @@ def page(record: Record) -> str:
         long=TOO_LONG,
     )
     coverage = [_COVERAGE, *(row for name in names if (row := _coverage(record, name)))]
+    left = [row for name in names for row in _left(record, name)]
+    coverage += ["", _LEFT, *left] if left else []
     parts = [introduction, *_failures(record, OURS, TOO_LONG), "## Steps\n", *_matrix(record, names), "", *coverage]
     return "\n".join([*parts, "", "## What fails in float too\n", *_causes(record, FLOAT_TOO)]) + "\n"
 
@@ -72,8 +82,18 @@ def _coverage(record: Record, name: str) -> str | None:
     counted = cells.get("c", {}).get("note")
     if counted is None:
         return None
-    in_float = ", ".join(f"{who} {_percent(share)}" for who, share in counted["in float"])
-    return f"| {name} | {_percent(counted['share'])} | {in_float} | {' | '.join(_db(cells, c) for c in 'dmnl')} |"
+    made = cells.get("a", {}).get("note") or {}
+    parts = [name, _percent(counted["share"]), str(made.get("layers", "")), str(made.get("sites", ""))]
+    return f"| {' | '.join([*parts, *(_db(cells, c) for c in 'dmnl')])} |"
+
+
+def _left(record: Record, name: str) -> list[str]:
+    """A row for each product in float."""
+    counted = record["models"][name]["cells"].get("c", {}).get("note") or {"in float": []}
+    return [
+        f"| {name} | `{path or '(model)'}` | {operator} | {why} | {_percent(share)} |"
+        for path, operator, why, share in counted["in float"]
+    ]
 
 
 def _percent(share: float) -> str:

@@ -53,11 +53,11 @@ class Products:
 
     Attributes:
         total: multiply-accumulates of the call.
-        in_float: those with a factor that is not quantized, by the class of the module and the operator.
+        in_float: those with a factor that is not quantized, by the path of the module, the operator and the reason.
     """
 
     total: int = 0
-    in_float: Counter[tuple[str, str]] = field(default_factory=Counter)
+    in_float: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     @property
     def share(self) -> float:
@@ -66,11 +66,11 @@ class Products:
 
     def kinds(self) -> set[str]:
         """The kinds of products with factors in float."""
-        return {kind_of(name) for _, name in self.in_float}
+        return {kind_of(name) for _, name, _ in self.in_float}
 
-    def largest(self, count: int = 3) -> list[tuple[str, float]]:
-        """What has most of them: "class operator", and its share of all multiply-accumulates."""
-        return [(" ".join(who), macs / self.total) for who, macs in self.in_float.most_common(count)]
+    def largest(self, count: int = 8) -> list[tuple[str, str, str, float]]:
+        """What has most of them: path, operator, reason, and its share of all multiply-accumulates."""
+        return [(*who, macs / self.total) for who, macs in self.in_float.most_common(count)]
 
 
 def kind_of(name: str) -> str:
@@ -78,11 +78,11 @@ def kind_of(name: str) -> str:
     return next((kind for part, kind in _KINDS.items() if part in name), PRODUCT)
 
 
-def count_products(call: Callable[[], Any]) -> Products:
+def count_products(model: nn.Module, call: Callable[[], Any]) -> Products:
     """Count the products of one call, on torch's portable paths: recurrence as matrix products, layer by layer."""
-    counter = _Counter()
+    counter = _Counter(model)
     handles = [
-        register_module_forward_pre_hook(lambda module, _: counter.modules.append(module)),
+        register_module_forward_pre_hook(lambda module, _: counter.running.append(module)),
         register_module_forward_hook(counter.leave, always_call=True),
     ]
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -100,14 +100,16 @@ def count_products(call: Callable[[], Any]) -> Products:
 class _Counter(TorchDispatchMode):
     """Sees every operator; the outputs of quantizers carry a mark, which operators that only move values pass on."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found = Products()
-        self.modules: list[nn.Module] = []
+        self.running: list[nn.Module] = []
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.constants = {id(parameter) for parameter in model.parameters()}
 
     def leave(self, module: nn.Module, _: Any, output: Any) -> None:
         """A module has run: what a quantizer returns is quantized."""
-        self.modules.pop()
+        self.running.pop()
         if isinstance(module, Quantizer) and isinstance(output, Tensor):
             output._is_quantized = True  # type: ignore[attr-defined]
 
@@ -118,9 +120,10 @@ class _Counter(TorchDispatchMode):
         if macs:
             self.found.total += macs
             factors = args[_FACTORS.get(name, slice(3 if kind_of(name) == "attention" else 2))]
-            if not all(_is_quantized(x) for x in factors):
-                module = type(self.modules[-1]).__name__ if self.modules else ""
-                self.found.in_float[module, name] += macs
+            left = [self._what(place, x) for place, x in enumerate(factors) if not _is_quantized(x)]
+            if left:
+                path = next((self.paths[module] for module in reversed(self.running) if module in self.paths), "")
+                self.found.in_float[path, name, f"{' and '.join(left)} in float"] += macs
         elif name in _MOVES:
             inputs = [x for x in _flat(args) if x.is_floating_point()]
             if inputs and all(map(_is_quantized, inputs)):
@@ -130,6 +133,11 @@ class _Counter(TorchDispatchMode):
             for x in _flat([output]):
                 x._is_quantized = False  # type: ignore[attr-defined]
         return output
+
+    def _what(self, place: int, factor: Any) -> str:
+        """A factor in words; what is computed from parameters alone counts as an input."""
+        base = factor._base if isinstance(factor, Tensor) and factor._base is not None else factor
+        return f"factor {place + 1} (a parameter)" if id(base) in self.constants else f"factor {place + 1}"
 
     @staticmethod
     def _macs(func: Any, name: str, args: Any, kwargs: Any, output: Any) -> int:

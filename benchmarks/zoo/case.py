@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CalibrationError
 from fakequant.export.verdict import differing_bits
 from fakequant.model.batches import example_arguments, run_batch
-from fakequant.nn import QuantizedLayer
 
 from .architecture import Architecture
 
 PRESET = "INT8"
+TARGET = "onnxruntime"
 
 
 class WrongError(Exception):
@@ -63,38 +62,24 @@ class Case:
     def calibrated(self) -> nn.Module:
         """The model prepared and calibrated, the same object for all steps until `forget`."""
         if self._calibrated is None:
-            self._calibrated = self.prepared(self.float(), PRESET)
+            self._calibrated = self.calibrate(self.prepare(self.float()), unseen="float")
         return self._calibrated
 
     def forget(self) -> None:
         """Have the next step make its calibrated model anew."""
         self._calibrated = None
 
-    def prepared(self, model: nn.Module, preset: str) -> nn.Module:
-        """A model prepared and calibrated; layers that the model never calls stay in float if calibration refuses them.
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """A model prepared for the engine, with the first batch as the example."""
+        return fq.prepare(model, PRESET, self.batches[0], target=TARGET)
 
-        That it refuses them is what step b records. The other steps are run without these layers.
+    def calibrate(self, model: nn.Module, unseen: Any = "error") -> nn.Module:
+        """A prepared model calibrated on the two batches.
+
+        That layers saw no data is what step b records; the other steps leave them in float.
         """
-        try:
-            return self.calibrate(fq.prepare(model, preset))
-        except CalibrationError:
-            model = self.float()
-            config = fq.presets.presets()[preset].with_rule(*(fq.Rule(name) for name in self._never_called(preset)))
-            return self.calibrate(fq.prepare(model, config))
-
-    def calibrate(self, model: nn.Module) -> nn.Module:
-        """A prepared model calibrated on the two batches."""
-        fq.calibrate(model, self.batches, progress=False)
+        fq.calibrate(model, self.batches, progress=False, unseen=unseen)
         return model
-
-    def _never_called(self, preset: str) -> list[str]:
-        prepared = fq.prepare(self.float(), preset)
-        layers = [name for name, module in prepared.named_modules() if isinstance(module, QuantizedLayer)]
-        model, called = self.float(), set()
-        for name in layers:
-            model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
-        self.outputs(model)
-        return [name for name in layers if name not in called]
 
     @torch.no_grad()
     def outputs(self, model: nn.Module, batch: Any = None) -> list[Tensor]:

@@ -33,7 +33,7 @@ def run_architecture(name: str, letters: str, limit: float, command: list[str] |
         limit: seconds for each step; the process is killed after them, and another one does the rest.
         command: starts the process, to which name and letters are added; by default this package's own.
     """
-    command = command or [sys.executable, "-m", "benchmarks.real_models.child"]
+    command = command or [sys.executable, "-m", "benchmarks.zoo.child"]
     found: Cells = {}
     while left := "".join(letter for letter in letters if letter not in found):
         with tempfile.TemporaryFile() as errors:

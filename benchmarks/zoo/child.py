@@ -1,4 +1,4 @@
-"""The steps of one architecture in this process: `python -m benchmarks.real_models.child NAME LETTERS`.
+"""The steps of one architecture in this process: `python -m benchmarks.zoo.child NAME LETTERS`.
 
 Prints one line of JSON for each step. A step that never ends, or that ends the process, costs only itself: the parent
 starts another process for the rest.

@@ -1,1 +1,0 @@
-"""Other people's architectures through every step of the package: `python -m benchmarks.real_models`, by hand."""

@@ -1,0 +1,1 @@
+"""Other people's architectures through every step of the package: `python -m benchmarks.zoo`, by hand."""
