@@ -113,10 +113,11 @@ def test_tied_weights_count_once() -> None:
     assert told(model).startswith("2 modules with 50 % of the parameters")
 
 
-def test_a_weight_that_a_quantized_layer_has_too_is_not_left() -> None:
+def test_a_weight_that_a_quantized_layer_has_too_is_not_counted_as_left_and_its_other_use_is_told() -> None:
     model = nn.Sequential(nn.Linear(6, 6, bias=False), Rows(6, 6))
     model[1].weight = model[0].weight
-    assert told(model) == ""
+    said = "layers share a weight and do not have the same codes of it: 0, and 1 (Rows) uses it in float"
+    assert told(model) == said
 
 
 def test_a_model_without_parameters() -> None:
