@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant import Config, Rule
+from fakequant import Config, Rule, TensorConfig
+from fakequant.errors import ConfigError, SiteError
 from fakequant.functional import fake_quantize
 from fakequant.model.recording import record
 from fakequant.model.sites import apply_sites, plan_sites, site_plan
@@ -27,9 +28,12 @@ import_torchvision()  # transformers imports it for its losses
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+from fakequant.integrations.transformers_attention import name_attention  # noqa: E402
 
 DECODER = ARCHITECTURES["llama"]
-ATTENTION = Config("attention", (Rule("*", input="int8", ops=("sdpa", "matmul"), optional=True),))
+ATTENTION = Config("attention", (Rule("*", input=TensorConfig("int8"), ops=("sdpa", "matmul"), optional=True),))
 FUNCTIONS = [name for name in ARCHITECTURES if name != "gpt_oss"]  # its attention has sinks, and is always eager
 
 
@@ -148,3 +152,69 @@ def test_no_product_of_a_decoder_is_left_in_float(implementation: str) -> None:
     found = {layer.name: layer.state for layer in fq.summary(model).layers}
     function = "scaled_dot_product_attention_0" if implementation == "sdpa" else "matmul_0"
     assert found[f"model.layers.0.self_attn._sites.{function}"] == "ready"
+
+
+def named(implementation: str, rule: Rule) -> tuple[nn.Module, nn.Module]:
+    """A float model, and one whose attention is called as one function with calibrated quantizers."""
+    float_model, inputs = DECODER.make(attn_implementation=implementation), uncached()
+    model: Any = name_attention(deepcopy(float_model))  # type: ignore[type-var]
+    apply_sites(model, plan_sites(model, Config("named", (rule,)), record(model, lambda: model(**inputs))))
+    fq.calibrate(model, [inputs])
+    return float_model, model
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+def test_attention_is_named_as_one_function(implementation: str) -> None:
+    with torch.compiler.set_stance("force_eager"):  # transformers compiles flex attention, which takes seconds
+        float_model, model = named(implementation, Rule("*", input=TensorConfig("int8 per_tensor"), ops=("attention",)))
+        (site,) = site_plan(model).sites
+        assert site.path == "model.layers.0.self_attn._sites.attention_function_0"
+        y, before = output(model, uncached()), output(float_model, uncached())
+        with fq.disabled(model):
+            assert torch.equal(output(model, uncached()), before)
+        held = dict(model.get_submodule(site.path).named_children())
+        original = ALL_ATTENTION_FUNCTIONS[implementation]
+
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+            return original(module, held["query"](query), held["key"](key), held["value"](value), *args, **options)
+
+        # What the float model calls now is the function quantized by hand.
+        ALL_ATTENTION_FUNCTIONS[implementation] = attend
+        try:
+            assert torch.equal(output(float_model, uncached()), y)
+        finally:
+            del ALL_ATTENTION_FUNCTIONS[implementation]
+    assert not torch.equal(y, before)
+    assert ALL_ATTENTION_FUNCTIONS[implementation] is original
+
+
+def test_named_attention_has_one_number_of_heads(tmp_path: Path) -> None:
+    _, model = named("sdpa", Rule("*", input=TensorConfig("int8 per_channel(1)"), ops=("attention",)))
+    site: Any = model.get_submodule("model.layers.0.self_attn._sites.attention_function_0")
+    assert [list(quantizer.scale.shape) for quantizer in site.children()] == [[1, 2, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
+    generate: Any = model.generate
+    cached = generate(**tokens(), max_new_tokens=4, do_sample=False)
+    assert torch.equal(cached, generate(**tokens(), max_new_tokens=4, do_sample=False, use_cache=False))
+    generate(tokens()["input_ids"][:1], max_new_tokens=2, do_sample=False)  # no mask, so that sdpa gets other heads
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    y = output(model, uncached())
+    assert torch.equal(output(compiled, uncached()), y)
+    fq.save(model, tmp_path / "saved")
+    again: Any = fq.load(name_attention(DECODER.make()), tmp_path / "saved")  # type: ignore[type-var]
+    assert torch.equal(output(again, uncached()), y)
+    with pytest.raises(SiteError, match="planned: attention_function\n  called:  none"):
+        output(fq.load(DECODER.make(), tmp_path / "saved"), uncached())
+
+
+def test_another_model_of_the_same_configuration_is_as_before() -> None:
+    model: Any = DECODER.make()
+    other: Any = type(model)(model.config).eval()
+    name_attention(model)
+    assert model.config._attn_implementation == "fakequant_sdpa"
+    assert model.model.layers[0].self_attn.config is model.config is model.model.config
+    assert other.config._attn_implementation == other.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+
+
+def test_eager_attention_needs_no_name() -> None:
+    with pytest.raises(ConfigError, match=r"'eager' of the model is no registered function .* ops=\('matmul',\)"):
+        name_attention(DECODER.make(attn_implementation="eager"))  # type: ignore[type-var]

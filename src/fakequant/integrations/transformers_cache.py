@@ -69,7 +69,7 @@ class FakeQuantCache(DynamicCache):
 def _quantizers(given: Quantizers, what: str) -> Quantizer | list[Quantizer]:
     if isinstance(given, (QuantSpec, str)):
         return Quantizer(given, dynamic=True)
-    quantizers = list(given) if isinstance(given, Iterable) else [given]
+    quantizers: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     for layer, quantizer in enumerate(quantizers):
         if not isinstance(quantizer, Quantizer):
             raise ConfigError(

@@ -134,6 +134,7 @@ _FUNCTIONS = [
     SiteFunction("matmul", _MATMUL, is_product=True),
     *(SiteFunction(name, _ADDED, is_product=True) for name in ("addmm", "baddbmm", "addbmm")),
     SiteFunction("scaled_dot_product_attention", _ATTENTION, is_product=True),
+    SiteFunction("attention_function", _ATTENTION, is_product=True),
     SiteFunction("bilinear", _BILINEAR, is_product=True),
     SiteFunction("einsum", is_product=True, list_position=1),
     SiteFunction("embedding", (Operand("weight", 1, ("weight",)),), is_product=True),
@@ -155,7 +156,7 @@ _SYNONYMS = {
 # Names for rules that stand for several functions, or are shorter.
 _SHORT = {
     "sdpa": ("scaled_dot_product_attention",),
-    "attention": ("scaled_dot_product_attention",),
+    "attention": ("scaled_dot_product_attention", "attention_function"),
     "conv": tuple(f"conv{n}d" for n in (1, 2, 3)),
     "conv_transpose": tuple(f"conv_transpose{n}d" for n in (1, 2, 3)),
     "concat": ("cat",),

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from fakequant.errors import ConfigError, SiteError
 from fakequant.nn.attention_parts import attend_in_parts
 from fakequant.nn.forms import change_class, class_reference, within_wrappers
 from fakequant.nn.quantizer import Mode, Quantizer
-from fakequant.nn.site_functions import CALLED_AS, CalledAs
+from fakequant.nn.site_functions import CALLED_AS, SITE_FUNCTIONS, CalledAs
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
 
@@ -211,6 +211,28 @@ def pause() -> SiteMode | None:
 def resume(mode: SiteMode) -> None:
     """Give an owner its mode back."""
     torch._C._push_on_torch_function_stack(mode)
+
+
+def attention_function(query: Tensor, key: Tensor, value: Tensor, run: Callable[..., Any]) -> Any:
+    """The result of `run(query, key, value)`, called as one function that the owner of the call sees.
+
+    It is for attention that calls no function of torch, or one that cannot be looked into.
+    """
+    mode = pause()
+    if mode is not None:  # not by torch, whose way to a mode the compiler cannot trace
+        try:
+            return mode.__torch_function__(attention_function, (), (query, key, value, run))
+        finally:
+            resume(mode)
+    factors = query, key, value
+    if not torch.compiler.is_compiling() and has_torch_function(factors):
+        return handle_torch_function(attention_function, factors, *factors, run)
+    return run(*factors)
+
+
+CALLED_AS[attention_function] = CalledAs(
+    SITE_FUNCTIONS["attention_function"], SITE_FUNCTIONS["attention_function"].operands
+)
 
 
 def add_sites(module: nn.Module, sites: Sites) -> None:
