@@ -83,6 +83,37 @@ def test_pooling_and_fixed_ranges_of_mobilenet(target: str) -> None:
     assert {operands[: len(names)] for operands in products} == ({names} if names else set())
 
 
+def test_what_reads_a_quantized_result_quantizes_it_no_second_time() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.head(y) + y * y.sin()
+
+    plan, placement = planned(Reads(), "onnxruntime")
+    assert placement.layers["conv"].output is not None
+    assert placement.layers["head"].input is None
+    assert str(plan).splitlines()[0] == "_sites.mul_0: other uint8 per_tensor"
+
+
+def test_a_quantizer_of_two_calls_stays_where_one_reads_what_is_not_quantized() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.head(y) + self.head(y.sin())
+
+    _, placement = planned(Twice(), "onnxruntime")
+    assert placement.layers["conv"].output is not None
+    assert placement.layers["head"].input is not None
+
+
 def test_a_result_is_quantized_in_front_of_a_function_that_no_kernel_fuses() -> None:
     _, placement = planned(import_torchvision().models.mobilenet_v3_small(), "onnxruntime")
     gates = [path for path, rule in placement.layers.items() if path.endswith("fc2") and rule.output is not None]

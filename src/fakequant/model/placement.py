@@ -18,6 +18,8 @@ from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 
 Held = dict[str, SiteQuantizer]
+_NO_NODES = frozenset({"dropout", "contiguous", "detach", "clone"})
+"""Functions that an exported file does not have."""
 
 
 class Flow:
@@ -97,8 +99,13 @@ class _Planner:
         self.given = layers
         self.layers = dict(layers)
         self.candidates = {(one.owner, one.function, one.index): one for one in configs}
-        self.call_of = {one: call for call in reversed(recording.calls) if (one := self._candidate(call)) is not None}
+        self.calls_of: dict[Candidate, list[Call]] = {}
+        for call in recording.calls:
+            if (one := self._candidate(call)) is not None:
+                self.calls_of.setdefault(one, []).append(call)
+        self.call_of = {one: calls[0] for one, calls in self.calls_of.items()}
         self.held: dict[Candidate, Held] = {}
+        self.quantized: set[int] = set()  # values with a quantizer of their own
 
     def _candidate(self, call: Call) -> Candidate | None:
         return None if call.owner is None else self.candidates.get((call.owner, call.function, call.index))
@@ -184,19 +191,25 @@ class _Planner:
             fixed = None if known is None else _fixed_quantizer(self.configs[one].input, known)
             if fixed is not None:
                 self.held.setdefault(one, {})["output"] = fixed
-                self._drop_after(set(call.outputs))
+                self._drop_after(set(call.outputs), self.target.keeps)
 
-    def _drop_after(self, quantized: set[int]) -> None:
-        """Take quantizers away from operands and layers whose input is quantized already."""
+    def _drop_after(self, quantized: set[int], through: frozenset[str]) -> None:
+        """Take quantizers away from operands and layers that read quantized values in all their calls.
+
+        Args:
+            quantized: values whose results have a quantizer.
+            through: functions between a result and what reads it.
+        """
+        self.quantized |= quantized
         for one, held in self.held.items():
-            call = self.call_of[one]
             if one.function not in self.target.shared:
                 for name in one.operands:
-                    if name in held and self.flow.source(call.operands[name], self.target.keeps) in quantized:
+                    values = [call.operands[name] for call in self.calls_of[one]]
+                    if name in held and all(self.flow.source(value, through) in self.quantized for value in values):
                         del held[name]
         for path, rule in self.layers.items():
             values = [v for call in self.flow.calls if call.owner == path for v in list(call.operands.values())[:1]]
-            if values and all(self.flow.source(value, self.target.keeps) in quantized for value in values):
+            if values and all(self.flow.source(value, through) in self.quantized for value in values):
                 self.layers[path] = replace(rule, input=None)
 
     def _share(self) -> None:
@@ -233,8 +246,8 @@ class _Planner:
             if not inside and all(self._is_quantized_after(value, last) for value in last.outputs[:1]):
                 continue
             self._quantize_output(last)
-            if inside:
-                self._drop_after(set(last.outputs[:1]))
+            # `nn.MultiheadAttention` transposes its result; engines move quantizers over that.
+            self._drop_after(set(last.outputs[:1]), self.target.keeps if inside else _NO_NODES)
 
     def _quantize_output(self, call: Call) -> None:
         """Give the result of a call a quantizer: that of its layer, or that of its site."""
