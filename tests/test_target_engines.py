@@ -56,7 +56,8 @@ def prepared(name: str, target: str, config: Any, *, fused: bool = True) -> tupl
     torch.manual_seed(0)
     model, x = MODELS[name]().eval(), IDS if name == "bert" else IMAGE
     if fused and name not in ("vit", "bert"):
-        with warnings.catch_warnings(action="ignore"):  # densenet has norms that follow no product
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # densenet has norms that follow no product
             fq.fuse_batch_norm(model, x)
     fq.prepare(model, config, example=x, target=target)
     fq.calibrate(model, [x])

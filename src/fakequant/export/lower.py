@@ -97,13 +97,9 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
             site.added += computed.get(site.scale, [])
             if site.constant is not None and editor.is_constant(site.x):
                 records.append(_fold(site, site.constant))
-            elif (same := equal.get(_identity(site))) is not None and site.y not in outputs:
-                renamed[site.y] = same.y
-                records.append(replace(same, quantizer=path))
             else:
-                records.append(_express(site, path in dynamic or site.scale in computed))
-                if site.constant is not None:
-                    equal[_identity(site)] = records[-1]
+                records.append(_express_once(site, path in dynamic or site.scale in computed, equal, outputs))
+                renamed[site.y] = records[-1].y
         except ExportError as error:
             raise ExportError(f"{path or 'the model'}: {error}") from error
         nodes += site.nodes
@@ -111,6 +107,19 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
     editor.finish(nodes)
     _import_domains(model)
     return records
+
+
+def _express_once(
+    site: Site, is_dynamic: bool, equal: dict[tuple[Any, ...], SiteRecord], outputs: set[str]
+) -> SiteRecord:
+    """Lower an activation; one that equals an earlier one has its nodes, and none of its own."""
+    same = equal.get(_identity(site))
+    if same is not None and site.y not in outputs:
+        return replace(same, quantizer=site.path)
+    record = _express(site, is_dynamic)
+    if site.constant is not None:
+        equal[_identity(site)] = record
+    return record
 
 
 def _identity(site: Site) -> tuple[Any, ...]:

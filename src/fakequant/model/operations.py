@@ -198,8 +198,9 @@ def _multiplications(node: fx.Node) -> int:
     fixed = all(isinstance(size, int) for factor in factors for size in factor.shape)
     if name in _LOOKUPS or not fixed or not isinstance(node.target, torch._ops.OpOverload):
         return 0
+    target = node.target
     with torch.no_grad():
-        return counted(name, lambda: node.target(*args, **kwargs), factors)[1]  # of fake tensors: only shapes
+        return counted(name, lambda: target(*args, **kwargs), factors)[1]  # of fake tensors: only shapes
 
 
 def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) -> tuple[Any, int]:
