@@ -18,8 +18,8 @@ IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 ALL = sorted(targets())
 
 
-def planned(model: nn.Module, target: str, x: Tensor = IMAGE) -> tuple[SitePlan, Placement]:
-    config = fq.presets.INT8 if target == "tensorrt" else fq.presets.INT8_AFFINE
+def planned(model: nn.Module, target: str, *rules: fq.Rule, x: Tensor = IMAGE) -> tuple[SitePlan, Placement]:
+    config = (fq.presets.INT8 if target == "tensorrt" else fq.presets.INT8_AFFINE).with_rule(*rules)
     recording = record(model.eval(), lambda: model(x))
     placement = place(model, config, recording, find_target(target), config.resolve(model, any_module=True))
     return plan_sites(model, config, recording, placement.sites), placement
@@ -93,6 +93,9 @@ def test_what_reads_a_quantized_result_quantizes_it_no_second_time() -> None:
             y = self.conv(x)
             return self.head(y) + y * y.sin()
 
+    _, placement = planned(Reads(), "onnxruntime", fq.Rule("conv"))  # in float, as is what it returns
+    assert placement.layers["conv"].output is None
+    assert placement.layers["head"].input is not None
     plan, placement = planned(Reads(), "onnxruntime")
     assert placement.layers["conv"].output is not None
     assert placement.layers["head"].input is None

@@ -245,20 +245,23 @@ class _Planner:
             inside = call.function == ATTENTION_LAYER  # whose first products no quantizer of another call reaches
             if not inside and all(self._is_quantized_after(value, last) for value in last.outputs[:1]):
                 continue
-            self._quantize_output(last)
+            if not self._quantize_output(last):
+                continue
             # `nn.MultiheadAttention` transposes its result; engines move quantizers over that.
             self._drop_after(set(last.outputs[:1]), self.target.keeps if inside else _NO_NODES)
 
-    def _quantize_output(self, call: Call) -> None:
-        """Give the result of a call a quantizer: that of its layer, or that of its site."""
+    def _quantize_output(self, call: Call) -> bool:
+        """Give the result of a call the quantizer of its layer or its site; False where a rule leaves that in float."""
         rule = self.given.get(call.owner or "")
         if call.owner in self.layers and rule is not None:
-            now = self.layers[call.owner]
-            self.layers[call.owner] = replace(now, output=now.output or rule.input)
-        elif (at := self._candidate(call)) is not None:
-            config = self.configs[at].output or self.configs[at].input
-            if config is not None:
-                self.held.setdefault(at, {}).setdefault("output", SiteQuantizer(config))
+            output = rule.output or rule.input
+            self.layers[call.owner] = replace(self.layers[call.owner], output=output)
+            return output is not None
+        at = self._candidate(call)
+        config = None if at is None else self.configs[at].output or self.configs[at].input
+        if at is not None and config is not None:
+            self.held.setdefault(at, {}).setdefault("output", SiteQuantizer(config))
+        return config is not None
 
     def _last_of_chain(self, call: Call) -> Call:
         """The last of the calls that are computed as one, from a call on."""
