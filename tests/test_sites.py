@@ -433,3 +433,34 @@ def test_symbolic_traces_are_refused() -> None:
     model = quantized(Loop(), torch.randn(4), rules=only("add"))
     with pytest.raises(SiteError, match=r"torch\.export"):
         torch.fx.symbolic_trace(model)
+
+
+class Masks(nn.Module):
+    """Adds integers before it adds floats, while an export or a trace runs, or where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.layer = False, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.always or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            places = torch.arange(3) + torch.zeros(1, dtype=torch.int64)
+            x = x[places]
+        return x + self.layer(x)
+
+
+def test_calls_without_floats_are_not_counted() -> None:
+    """Models of transformers compute masks in an export alone, and sizes are tensors while torch.jit traces."""
+    x = torch.randn(3, 4)
+    model = fq.prepare(Masks().eval(), "int8", x, target="onnxruntime")
+    fq.calibrate(model, [x])
+    expected = model(x)
+    assert_same_bits([torch.jit.trace(model, (x,))(x), torch.export.export(model, (x,)).module()(x)], [expected] * 2)
+    assert_same_bits([torch.compile(model, fullgraph=True, backend="eager")(x)], [expected])
+    model.always = True
+    assert_same_bits([model(x)], [expected])
+    other = Masks().eval()
+    other.always = True
+    plan = str(site_plan(fq.prepare(other, "int8", x, target="onnxruntime")))
+    assert plan == str(site_plan(model))
+    assert plan.startswith("_sites.add_0: ")

@@ -22,7 +22,7 @@ from fakequant.model.calls import not_compiled
 from fakequant.model.modes import evaluating
 from fakequant.model.operations import counted, is_product
 from fakequant.nn.site_functions import CALLED_AS
-from fakequant.nn.sites import operands_of
+from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.restore import Restore, restore_after, structure_of
 
 
@@ -167,7 +167,11 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         called = CALLED_AS.get(func)
-        name = _name_of(func) if called is None else called.function.name
+        if called is not None and not takes_floats(args, kwargs):
+            called = None  # as in a prepared model, which does not count such calls
+            name = f"{_name_of(func)} without floats"
+        else:
+            name = _name_of(func) if called is None else called.function.name
         arguments = _tensors((args, kwargs))
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
         operands = {} if called is None else operands_of(called, args, kwargs)

@@ -119,6 +119,19 @@ def is_operand(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
 
 
+def takes_floats(args: Any, kwargs: Any) -> bool:
+    """Whether a float tensor is among the arguments of a call, or in their lists.
+
+    Calls without one are not counted: sizes are tensors of integers while torch.jit traces, and models compute masks of
+    integers in an export alone.
+    """
+    for value in (*args, *kwargs.values()):
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        if any(isinstance(one, Tensor) and one.is_floating_point() for one in values):
+            return True
+    return False
+
+
 def operands_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Tensor]:
     """The arguments of a call that a site can quantize, by name."""
     args, kwargs = list(args), dict(kwargs)
@@ -161,7 +174,8 @@ class SiteMode(TorchFunctionMode):
         called = CALLED_AS.get(func)
         if kwargs is None:
             kwargs = {}
-        if called is None or called.function.name not in self.sites.counted:
+        is_counted = called is not None and called.function.name in self.sites.counted and takes_floats(args, kwargs)
+        if called is None or not is_counted:
             # torch's compiler cannot trace the method under any mode: it calls `super()`.
             return (torch.unflatten if func is Tensor.unflatten else func)(*args, **kwargs)
         sites, place = self.sites, self.place
