@@ -55,6 +55,12 @@ def evaluated() -> nn.Module:
     return calibrated().eval()
 
 
+def folded() -> nn.Module:
+    model = fq.qat.fold_batch_norm(prepared(), X)
+    fq.calibrate(model, [X], progress=False)
+    return model
+
+
 def weight_only() -> nn.Module:
     return fq.prepare(plain(), fq.presets.INT8_WEIGHT_ONLY)
 
@@ -103,6 +109,8 @@ CASES = {
     "set_scales fixed": Case(learning, lambda m: fq.qat.set_scales(m, fq.qat.Scales.FIXED), changes=True),
     "set_scales by epoch": Case(learning, lambda m: fq.qat.set_scales(m, fq.qat.Scales.EPOCH), changes=True),
     "freeze_batch_norm": Case(plain, fq.qat.freeze_batch_norm, changes=True),
+    "fold_batch_norm": Case(prepared, lambda m: fq.qat.fold_batch_norm(m, X), changes=True),
+    "merge_batch_norm": Case(folded, fq.qat.merge_batch_norm, changes=True),
     "set_range": Case(lambda: quantizer(learned=False), lambda m: m[0].set_range(_range), changes=True),
     "set_range learned": Case(lambda: quantizer(learned=True), lambda m: m[0].set_range(_range), changes=True),
     "learn": Case(lambda: quantizer(learned=False), lambda m: m[0].learn("lsq_plus"), changes=True),

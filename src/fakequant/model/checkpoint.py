@@ -34,6 +34,7 @@ from fakequant.model.stored_sites import check_sites, restore_sites, site_quanti
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import note_weights, warn_stale_scales
 from fakequant.nn.fast_paths import leave_fast_paths
+from fakequant.nn.folded import FoldedLayer
 from fakequant.nn.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
@@ -207,6 +208,11 @@ def _shared(model: nn.Module) -> dict[str, str]:
 
 def layer_entry(layer: QuantizedLayer) -> LayerEntry:
     """What a manifest says of a layer."""
+    if isinstance(layer, FoldedLayer):
+        raise ConfigError(
+            "batch normalisations are folded while the model trains (fakequant.qat.fold_batch_norm); call "
+            "fakequant.qat.merge_batch_norm(model) first, or keep model.state_dict() to go on training"
+        )
     held = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
     return LayerEntry(
         type(layer).float_class.__name__,

@@ -120,11 +120,11 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     with restore_on_error(restore):
         for norm, layer in pairs.items():
             _fuse(layer, modules[norm])
-            _replace(model, modules[norm], FusedBatchNorm(found.fused[norm], _axes(layer)))
+            replace_module(model, modules[norm], FusedBatchNorm(found.fused[norm], _axes(layer)))
         if run is not None and before is not None:
             _check_outputs(before, run())
     if found.left:
-        warn_user(_left_text(found), FusionWarning)
+        warn_user(left_text(found, "fused"), FusionWarning)
     return model
 
 
@@ -252,7 +252,7 @@ def _scaled(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
     return (grouped * factor.view(groups, 1, -1, *(1 for _ in weight.shape[2:]))).view_as(weight)
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put a module in the place of another one, under all its names."""
     new.train(old.training)
     for parent in model.modules():
@@ -284,8 +284,8 @@ def _check_outputs(before: list[Tensor], after: list[Tensor]) -> None:
             )
 
 
-def _left_text(found: Fusions) -> str:
-    """One line that says which batch normalisations stay, by reason."""
+def left_text(found: Fusions, done: str) -> str:
+    """One line that says which batch normalisations stay, by reason, and how many are done."""
     reasons: dict[str, list[str]] = {}
     for name, why in found.left.items():
         reasons.setdefault(why, []).append(name or "(model)")
@@ -295,4 +295,4 @@ def _left_text(found: Fusions) -> str:
     ]
     count = len(found.left)
     stay = "1 batch normalisation stays" if count == 1 else f"{count} batch normalisations stay"
-    return f"{len(found.fused)} fused, {stay}: {'; '.join(parts)}"
+    return f"{len(found.fused)} {done}, {stay}: {'; '.join(parts)}"

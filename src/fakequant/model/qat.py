@@ -21,6 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from fakequant.distributed import is_data_parallel, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runner
+from fakequant.model.folding import fold_batch_norm as fold_batch_norm
+from fakequant.model.folding import merge_batch_norm as merge_batch_norm
 from fakequant.model.progress import track
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import fresh_weight, note_weight, note_weights, quantized_weights
