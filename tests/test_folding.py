@@ -124,6 +124,16 @@ def test_the_file_has_one_convolution(tmp_path: Path) -> None:
     assert fq.verify_onnx(written.path, model, [x]).exact
 
 
+def test_a_file_before_merging_has_the_scales_of_the_folded_weight(tmp_path: Path) -> None:
+    """They are taken when the file is written; once they were those of the parameter behind it."""
+    onnx = pytest.importorskip("onnx")
+    model, x = network("Conv2d")
+    qat.fold_batch_norm(fq.prepare(model, "int8_weight_only"), x).eval()
+    written = fq.export_onnx(model, x, tmp_path / "model.onnx")
+    assert fq.verify_onnx(written.path, model, [x]).exact
+    assert [node.op_type for node in onnx.load(written.path).graph.node] == ["DequantizeLinear", "Conv", "Relu"]
+
+
 class Branches(nn.Module):
     """Seven normalisations, of which the data flow lets the first be folded."""
 

@@ -280,10 +280,12 @@ def _weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Fix the scales of dynamic weight quantizers for a while, so that the quantized weights are constants."""
     dynamic = [w for w in _active_weights(model) if w.quantizer.dynamic or not w.quantizer.calibrated]
     with restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "dynamic")):
+        # A layer may compute its weight from the parameter of that name, as one with a folded batch normalisation does.
+        plain = {id(w): w.parameter for w in dynamic if w.parameter is not None and w.tensor is w.parameter}
         for weight in dynamic:
-            if weight.parameter is not None:
-                weight.quantizer.freeze(weight.parameter)
-        _freeze_as_called(model, [w.quantizer for w in dynamic if w.parameter is None], args, kwargs)
+            if (parameter := plain.get(id(weight))) is not None:
+                weight.quantizer.freeze(parameter)
+        _freeze_as_called(model, [w.quantizer for w in dynamic if id(w) not in plain], args, kwargs)
         for weight in dynamic:
             weight.quantizer.dynamic = False
         yield
