@@ -15,8 +15,9 @@ from fakequant.model.recording import Call, Recording
 from fakequant.nn.forms import bypasses_class, quantized_class
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer
+from fakequant.nn.site_classes import add_sites, is_shielded, shield
 from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand
-from fakequant.nn.sites import SITES, Site, Sites, add_sites, is_shielded, shield, site_keys, sites_of
+from fakequant.nn.sites import SITES, Site, Sites, site_keys, sites_of
 from fakequant.numerics.qparams import QParams
 
 

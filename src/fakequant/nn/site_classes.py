@@ -1,0 +1,171 @@
+"""The classes of modules that own sites, and of modules that such owners call: see `sites.py`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import new_class
+from typing import Any
+
+import torch
+from torch import nn
+
+from fakequant.errors import ConfigError
+from fakequant.nn.forms import change_class, class_reference, within_wrappers
+from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule, pause, resume
+
+
+def add_sites(module: nn.Module, sites: Sites) -> None:
+    """Make a module the owner of sites, in place."""
+    if type(module).__reduce_ex__ is not object.__reduce_ex__ or type(module).__reduce__ is not object.__reduce__:
+        raise ConfigError(
+            f"{sites.owner or 'the model'}: copies of a {type(module).__name__} would lose the quantizers of its "
+            "functions, because it says itself how it is pickled; leave its functions in float by "
+            f"{float_rule(sites)}"
+        )
+    module.add_module(SITES, sites)
+    _change(module, _owner_class)
+
+
+def shield(module: nn.Module) -> None:
+    """Have the functions of a module not counted as those of the owner that calls it, in place."""
+    _change(module, _shielded_class)
+
+
+def is_shielded(module: nn.Module) -> bool:
+    """Whether `shield` was called for a module."""
+    return getattr(type(module), "swapped_from", (None, ""))[1] == "shielded"
+
+
+def _change(module: nn.Module, make: Callable[[type[Any]], type[Any]]) -> None:
+    made = within_wrappers(type(module), make)
+    assert made is not None, f"{make} makes a class of every class"
+    change_class(module, made)
+
+
+_made: dict[tuple[type[Any], str], type[Any]] = {}
+
+
+def _owner_class(cls: type[Any]) -> type[Any]:
+    inner = cls.forward
+
+    @wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = pause()
+        mode = SiteMode(self._modules[SITES])
+        try:
+            with mode:
+                result = inner(self, *args, **kwargs)
+            mode.finish()
+            return result
+        finally:
+            if outer is not None:
+                resume(outer)
+
+    return _subclass(cls, "owner", forward, _without_sites(cls))
+
+
+def _without_sites(cls: type[Any]) -> dict[str, Any]:
+    """Methods of an owner that give its modules without its sites, as its own `forward` expects them."""
+
+    def named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
+        running = _is_running(self)  # what moves or trains a model needs them all
+        return ((name, child) for name, child in cls.named_children(self) if not (running and name == SITES))
+
+    methods: dict[str, Any] = {"named_children": named_children}
+    if issubclass(cls, nn.ModuleDict):
+        methods |= {
+            "__len__": lambda self: len(_others(self)),
+            "__iter__": lambda self: iter(_others(self)),
+            "keys": lambda self: _others(self).keys(),
+            "items": lambda self: _others(self).items(),
+            "values": lambda self: _others(self).values(),
+        }
+    elif issubclass(cls, (nn.Sequential, nn.ModuleList)):
+
+        def getitem(self: Any, index: Any) -> Any:
+            if not isinstance(index, slice):
+                return cls.__getitem__(self, index)
+            chosen = list(_others(self).items())[index]
+            return cls(OrderedDict(chosen)) if issubclass(cls, nn.Sequential) else cls([module for _, module in chosen])
+
+        methods |= {
+            "__len__": lambda self: len(_others(self)),
+            "__iter__": lambda self: iter(_others(self).values()),
+            "__getitem__": getitem,
+        }
+    return methods
+
+
+def _others(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a container without its sites."""
+    return {name: child for name, child in module._modules.items() if name != SITES and child is not None}
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether the `forward` of an owner is what runs now."""
+    depth = torch._C._len_torch_function_stack()
+    mode = torch._C._get_function_stack_at(depth - 1) if depth else None
+    return isinstance(mode, SiteMode) and mode.sites is module._modules.get(SITES)
+
+
+def _shielded_class(cls: type[Any]) -> type[Any]:
+    inner = cls.forward
+
+    @wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = pause()
+        if outer is None:
+            return inner(self, *args, **kwargs)
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            resume(outer)
+
+    return _subclass(cls, "shielded", forward)
+
+
+def _subclass(
+    cls: type[Any], role: str, forward: Callable[..., Any], methods: dict[str, Any] | None = None
+) -> type[Any]:
+    """A subclass of the same name; hooks of its calls run outside of the owner's mode, too."""
+    if (cls, role) in _made:
+        return _made[cls, role]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = pause()
+        if outer is None:
+            return cls.__call__(self, *args, **kwargs)
+        try:
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            resume(outer)
+
+    values = {
+        "forward": forward,
+        "__call__": call,
+        "__reduce_ex__": _reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "swapped_from": (cls, role),
+        **(methods or {}),
+    }
+    made = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(values))
+    return _made.setdefault((cls, role), made)
+
+
+_MAKERS = {"owner": _owner_class, "shielded": _shielded_class}
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """What pickle and copy store: the class that was swapped, because the subclass has no importable name."""
+    cls, role = type(module).swapped_from  # type: ignore[attr-defined]
+    _, _, *state = object.__reduce_ex__(module, max(int(protocol), 2))
+    return (_new, (role, *class_reference(cls)), *state)
+
+
+def _new(role: str, find: Callable[..., type[Any]], *args: Any) -> nn.Module:
+    made: Any = _MAKERS[role](find(*args))
+    return made.__new__(made)
