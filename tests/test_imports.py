@@ -22,6 +22,7 @@ ROOMS = [
     {"benchmark", "calibration"},
     {"nn"},
     {"model"},
+    {"ptq"},
     {"export"},
     {"ir"},
     {"report"},

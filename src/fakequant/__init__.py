@@ -108,6 +108,7 @@ _MODULES = {
     "compat": "fakequant.compat",
     "ir": "fakequant.ir",
     "nn": "fakequant.nn",
+    "ptq": "fakequant.ptq",
     "presets": "fakequant.model.presets",
     "qat": "fakequant.model.qat",
 }

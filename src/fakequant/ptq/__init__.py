@@ -1,0 +1,11 @@
+"""Accuracy without training: ranges and codes of weights, chosen by the error of what their layers compute.
+
+Every step reads the same sums over a layer's inputs, see `InputSums`. No layer ends with a larger error on the
+calibration data than by rounding to nearest.
+"""
+
+from .improve import STEPS, Improvement, LayerResult, improve
+from .rounding import descend, gptq
+from .sums import InputSums
+
+__all__ = ["STEPS", "Improvement", "InputSums", "LayerResult", "descend", "gptq", "improve"]
