@@ -55,7 +55,7 @@ def test_class_knows_its_name(method):
     ("method", "options", "message"),
     [
         ("entropie", {}, "unknown calibrator 'entropie'; did you mean entropy?"),
-        ("klx", {}, f"unknown calibrator 'klx'; did you mean kl?"),
+        ("klx", {}, "unknown calibrator 'klx'; did you mean kl?"),
         ("max", {"percentile": 99}, "calibrator 'max' has no option 'percentile'; it has no options"),
         ("percentile", {"percent": 99}, "calibrator 'percentile' has no option 'percent'; did you mean percentile?"),
     ],

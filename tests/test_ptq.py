@@ -96,6 +96,12 @@ def test_four_bits_lose_a_quarter_of_what_nearest_loses() -> None:
     assert error(model) < 0.5 * nearest
 
 
+@pytest.mark.parametrize("step", fq.ptq.STEPS)
+def test_every_step_by_itself_loses_less(step: str) -> None:
+    found = fq.ptq.improve(prepared("int3 per_channel(0)"), batches(), [step], progress=False)
+    assert found.left < 0.99
+
+
 LAYERS = {
     "linear": (nn.Linear(6, 4), (2, 3, 6)),
     "conv1d": (nn.Conv1d(4, 6, 3, 2, padding="valid", dilation=2), (2, 4, 9)),

@@ -69,8 +69,8 @@ class Improvement:
         rows = [("layer", "nearest", "chosen", "left")]
         for found in sorted(self.layers, key=lambda found: -found.after):
             share = f"{found.after / found.before:.0%}" if found.before else "-"
-            numbers = (f"{found.before:.2e}", f"{found.after:.2e}", share)
-            rows.append((found.layer or "(model)", *(("-", "-", found.note) if found.note else numbers)))
+            numbers = ("-", "-", found.note) if found.note else (f"{found.before:.2e}", f"{found.after:.2e}", share)
+            rows.append((found.layer or "(model)", numbers[0], numbers[1], numbers[2]))
         widths = [max(len(row[place]) for row in rows) for place in range(3)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]])
@@ -226,10 +226,8 @@ def _choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
     quantizer, parameter = weight.quantizer, weight.parameter
     assert parameter is not None
     float_weight = parameter.detach().clone()
-    bias = getattr(weight.layer, "bias", None)
-    by_bias = "bias" in steps and isinstance(bias, nn.Parameter)
-    moments = fit.about_mean() if by_bias else fit.moments
-    tested = held.about_mean() if by_bias else held.moments
+    bias = weight.layer._parameters.get("bias") if "bias" in steps else None
+    moments, tested = (sums.moments if bias is None else sums.about_mean() for sums in (fit, held))
     plain = quantizer.qparams(float_weight)
     tried = [(plain, quantizer(float_weight))]
     params = (
@@ -238,11 +236,9 @@ def _choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
         else plain
     )
     tried.append((params, _nearest(float_weight, params, quantizer)))
-    if "gptq" in steps:
-        dampings = _DAMPINGS if "descend" in steps else _DAMPINGS[1:2]
-        rounded = [
-            _rounded(float_weight, params, quantizer, moments, damping, "descend" in steps) for damping in dampings
-        ]
+    if "gptq" in steps or "descend" in steps:
+        dampings = _DAMPINGS if {"gptq", "descend"} <= set(steps) else _DAMPINGS[1:2]
+        rounded = [_rounded(float_weight, params, quantizer, moments, damping, steps) for damping in dampings]
         tried.append((params, min(rounded, key=lambda chosen: _loss(float_weight, chosen, tested))))
     losses = [_loss(float_weight, chosen, moments) for _, chosen in tried]
     best = min(range(len(tried)), key=losses.__getitem__)
@@ -250,7 +246,7 @@ def _choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
     before = _loss(float_weight, tried[0][1], fit.moments) / energy
     params, chosen = tried[best]
     _write(name, weight, params, chosen)
-    if by_bias:
+    if bias is not None:
         difference = (float_weight.double() - chosen.double()).reshape(len(fit.mean()), -1, fit.mean().shape[-1])
         bias.data += torch.einsum("gok,gk->go", difference, fit.mean()).reshape(-1).to(bias.dtype)
     return LayerResult(name, before, losses[best] / energy)
@@ -282,17 +278,18 @@ def _nearest(weight: Tensor, params: QParams, quantizer: Any) -> Tensor:
 
 
 def _rounded(
-    weight: Tensor, params: QParams, quantizer: Any, moments: Tensor, damping: float, polished: bool
+    weight: Tensor, params: QParams, quantizer: Any, moments: Tensor, damping: float, steps: tuple[str, ...]
 ) -> Tensor:
     """Codes by GPTQ, and by descent from there, for every group of a convolution by itself."""
     grid = Grid(quantizer.spec, params, weight.shape)
     matrix = weight.reshape(weight.shape[0], -1)
+    nearest_values = _nearest(weight, params, quantizer).reshape(matrix.shape)
     outputs = len(matrix) // len(moments)
     parts = []
     for group, own in enumerate(moments):
         rows = slice(group * outputs, (group + 1) * outputs)
-        chosen = gptq(matrix[rows], own, grid.rows(rows), damping)
-        parts.append(descend(matrix[rows], chosen, own, grid.rows(rows)) if polished else chosen)
+        chosen = gptq(matrix[rows], own, grid.rows(rows), damping) if "gptq" in steps else nearest_values[rows]
+        parts.append(descend(matrix[rows], chosen, own, grid.rows(rows)) if "descend" in steps else chosen)
     return torch.cat(parts).reshape(weight.shape)
 
 
