@@ -4,7 +4,8 @@ Every step reads the same sums over a layer's inputs, see `InputSums`. No layer 
 calibration data than by rounding to nearest.
 """
 
-from .improve import STEPS, Improvement, LayerResult, improve
+from .improve import STEPS, improve
+from .results import Improvement, LayerResult
 from .rounding import descend, gptq
 from .sums import InputSums
 

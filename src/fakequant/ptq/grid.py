@@ -31,17 +31,23 @@ class Grid:
     """
 
     def __init__(self, spec: QuantSpec, params: QParams, shape: torch.Size) -> None:
-        self._spec = spec.replace(granularity=PerChannel(0), scale=ScaleSpec(), rounding=Rounding.NEAREST_EVEN)
+        self._spec = spec.replace(granularity=PerChannel(0, 1), scale=ScaleSpec(), rounding=Rounding.NEAREST_EVEN)
         blocks = spec.granularity.block_shape(shape)
-        self._scale = _of_elements(params.scale, shape, blocks)
-        self._zero_point = None if params.zero_point is None else _of_elements(params.zero_point, shape, blocks)
+        self._scale = of_elements(params.scale, shape, blocks)
+        self._zero_point = None if params.zero_point is None else of_elements(params.zero_point, shape, blocks)
 
     def column(self, index: int, values: Tensor) -> Tensor:
         """The nearest values of a column [out], in the dtype of the given ones."""
-        part = slice(index, index + 1)
-        zero_point = None if self._zero_point is None else self._zero_point[:, part].contiguous()
-        params = QParams(self._scale[:, part].contiguous(), zero_point)
-        return library.fake_quantize(values.float()[:, None], params, self._spec)[:, 0].to(values.dtype)
+        return self._nearest(values[:, None], slice(index, index + 1))[:, 0]
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """The nearest values of a matrix [out, columns], in the dtype of the given ones."""
+        return self._nearest(values, slice(None))
+
+    def _nearest(self, values: Tensor, columns: slice) -> Tensor:
+        zero_point = None if self._zero_point is None else self._zero_point[:, columns].contiguous()
+        params = QParams(self._scale[:, columns].contiguous(), zero_point)
+        return library.fake_quantize(values.float().contiguous(), params, self._spec).to(values.dtype)
 
     def rows(self, part: slice) -> Grid:
         """The grid of some rows of the matrix."""
@@ -52,7 +58,7 @@ class Grid:
         return grid
 
 
-def _of_elements(values: Tensor, shape: torch.Size, blocks: tuple[int, ...]) -> Tensor:
+def of_elements(values: Tensor, shape: torch.Size, blocks: tuple[int, ...]) -> Tensor:
     """One value per element of a matrix [out, columns], from one per group."""
     for axis, (length, block) in enumerate(zip(shape, blocks, strict=True)):
         values = values.repeat_interleave(block, axis).narrow(axis, 0, length)

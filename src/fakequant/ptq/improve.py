@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,72 +11,26 @@ from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import disabled, evaluating
 from fakequant.model.progress import track
 from fakequant.model.ties import tied_weights
-from fakequant.model.weights import note_weight, quantized_weights
+from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
-from fakequant.numerics.qparams import QParams
-from fakequant.ops import library
-from fakequant.ptq.grid import Grid
-from fakequant.ptq.ranges import searched_params
-from fakequant.ptq.rounding import descend, gptq, loss
-from fakequant.ptq.sums import InputSums, has_rows, rows_of
-from fakequant.restore import restore_on_error, state_of
+from fakequant.ptq.layer import choose, write
+from fakequant.ptq.ranges import searched_input
+from fakequant.ptq.results import Improvement, LayerResult
+from fakequant.ptq.stream import Record, Stage, Stream, record
+from fakequant.ptq.sums import InputSums, has_rows, makes_same_rows, rows_of
+from fakequant.restore import restore_after, restore_on_error, state_of
 
-STEPS = ("ranges", "gptq", "descend", "bias")
+STEPS = ("input", "ranges", "gptq", "descend", "drift", "bias")
 """All steps in their order."""
-_NAMED_STEPS = {"best": STEPS, "fast": ("ranges", "gptq", "bias")}
-_DAMPINGS = (0.01, 0.05, 0.2)
-"""Of these, "best" takes the one with the smallest error on the batches that are held back."""
+_NAMED_STEPS = {"best": STEPS, "fast": ("input", "ranges", "gptq", "drift", "bias")}
 _HELD_BACK = 4
-"""Every fourth batch is held back, if there are as many."""
+"""Every fourth batch is held back where a setting is to be chosen, if there are as many."""
 
 Mask = Callable[[Any], Tensor]
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """What a layer lost before and after.
-
-    Attributes:
-        layer: its path.
-        before: the error of its output by rounding to nearest, as a share of the output's energy.
-        after: the same by the chosen ranges and codes.
-        note: why nothing was chosen; "" where something was.
-    """
-
-    layer: str
-    before: float = 0.0
-    after: float = 0.0
-    note: str = ""
-
-
-@dataclass
-class Improvement:
-    """The result of `improve`; prints as a table, the largest remaining error first."""
-
-    layers: list[LayerResult] = field(default_factory=list)
-
-    @property
-    def left(self) -> float:
-        """The share of the errors of rounding to nearest that is left, summed over the layers."""
-        before = sum(found.before for found in self.layers)
-        return sum(found.after for found in self.layers) / before if before else 1.0
-
-    def __str__(self) -> str:
-        rows = [("layer", "nearest", "chosen", "left")]
-        for found in sorted(self.layers, key=lambda found: -found.after):
-            share = f"{found.after / found.before:.0%}" if found.before else "-"
-            numbers = ("-", "-", found.note) if found.note else (f"{found.before:.2e}", f"{found.after:.2e}", share)
-            rows.append((found.layer or "(model)", numbers[0], numbers[1], numbers[2]))
-        widths = [max(len(row[place]) for row in rows) for place in range(3)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]])
-            for row in rows
-        ]
-        return "\n".join([*lines, f"{self.left:.0%} of the error of rounding to nearest is left"])
 
 
 def improve(
@@ -94,12 +48,12 @@ def improve(
     Each layer is chosen for the inputs that the layers before it give with their chosen weights. The chosen values stay
     in the weights, and their scales are fixed, so that saving, exporting and training go on from them.
 
-    The batches run once for every layer, up to that layer: a model with twice the layers takes four times as long.
+    The batches run side by side, three times in all, however many layers there are: see `fakequant.ptq.stream`.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
         batches: what a data loader gives; a few hundred examples. They are kept as a list.
-        steps: "best", "fast" (one damping, no descent), or names of `fakequant.ptq.STEPS`.
+        steps: "best", "fast" (one damping, no descent, no drift), or names of `fakequant.ptq.STEPS`.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
         mask: from a batch to which positions count, bool [n, length]: for batches with padding.
@@ -128,19 +82,27 @@ def improve(
         raise CalibrationError("improve needs batches, and got none")
     weights = _weights(model)
     run = runner(inputs, forward)
-    layers = {path: weight.layer for path, weight in weights.items()}
+    result, shared = Improvement(), {path for tie in tied_weights(model) for path in tie}
+    for path, weight in weights.items():
+        if (note := _why_not(weight, path in shared)) is not None:
+            result.layers.append(LayerResult(path.rpartition(".")[0], note=note))
+    layers = {path: weight.layer for path, weight in weights.items() if _why_not(weight, path in shared) is None}
     with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
-        result, shared = Improvement(), {path for tie in tied_weights(model) for path in tie}
-        for path in track(_in_order(model, weights, run, given[0]), "choosing weights", len(weights), progress):
-            name, weight = path.rpartition(".")[0], weights[path]
-            if (note := _why_not(weight, path in shared)) is not None:
-                result.layers.append(LayerResult(name, note=note))
-                continue
-            sums = _collect(model, layers[path], run, given, mask, name)
-            if sums is None:
-                result.layers.append(LayerResult(name, note="no batch reaches it"))
-                continue
-            result.layers.append(_choose(name, weight, *sums, chosen_steps))
+        recorded = record(model, layers, run, given)
+        collector = _Collector(layers, given, mask, recorded)
+        with _Pass(model, layers, run, given, recorded, float_too="drift" in chosen_steps) as stages:
+            for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
+                name, weight = stage.name.rpartition(".")[0], weights[stage.name]
+                error_left = collector.choose_input(stage) if "input" in chosen_steps else None
+                fit, held = collector.sums(stage, wanted, hold_back="descend" in chosen_steps)
+                choice = choose(name, weight, fit, held, chosen_steps)
+                stages.keep(weight)
+                write(name, weight, choice)
+                if error_left is not None:
+                    choice.result.steps["input"] = error_left
+                result.layers.append(choice.result)
+    missed = [path for path in layers if path not in recorded.order]
+    result.layers += [LayerResult(path.rpartition(".")[0], note="no batch reaches it") for path in missed]
     return result
 
 
@@ -151,6 +113,8 @@ def _checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
         return _NAMED_STEPS[steps]
     if unknown := [step for step in steps if step not in STEPS]:
         raise ConfigError(f"unknown step {unknown[0]!r}{nearest(str(unknown[0]), list(STEPS))}")
+    if "drift" in steps and not {"gptq", "descend"} & set(steps):
+        raise ConfigError('the step "drift" moves what "gptq" and "descend" come close to; add one of them')
     return tuple(step for step in STEPS if step in steps)
 
 
@@ -179,122 +143,144 @@ def _why_not(weight: LayerWeight, shared: bool) -> str | None:
     return None
 
 
-def _in_order(model: nn.Module, weights: dict[str, LayerWeight], run: Forward, batch: Any) -> list[str]:
-    """The paths of the weights' quantizers in the order in which their layers are first called, then the others."""
-    called: dict[str, None] = {}
-    hooks = []
-    for path, weight in weights.items():
-        hooks.append(weight.layer.register_forward_pre_hook(lambda *_, path=path: called.setdefault(path)))
-    try:
-        run(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [*called, *(path for path in weights if path not in called)]
+class _Collector:
+    """What the layers of a model get at their stages, and the sums over it."""
 
+    def __init__(self, layers: Mapping[str, Any], batches: Sequence[Any], mask: Mask | None, recorded: Record) -> None:
+        self._layers, self._batches, self._mask, self._siblings = layers, batches, mask, recorded.siblings
+        self._last: tuple[str, Stage, tuple[InputSums, InputSums]] | None = None
 
-def _collect(
-    model: nn.Module, layer: Any, run: Forward, batches: list[Any], mask: Mask | None, name: str
-) -> tuple[InputSums, InputSums] | None:
-    """The sums of a layer's quantized inputs: of batches to fit, and of those that are held back."""
-    fit, held = InputSums(), InputSums()
-    for number, batch in enumerate(batches):
-        counted = None if mask is None else mask(batch)
-        sums = held if number % _HELD_BACK == _HELD_BACK - 1 else fit
+    def inputs(self, stage: Stage) -> dict[int, list[Tensor]]:
+        """What counts of a layer's inputs, before its quantizer, by the number of the batch."""
+        return {number: [self._counted(call.first, number) for call in calls] for number, calls in stage.calls.items()}
 
-        def see(_: nn.Module, args: tuple[Any, ...], sums: InputSums = sums, counted: Tensor | None = counted) -> None:
-            x = layer.quantized_input(args[0])
-            if counted is not None and counted.shape == x.shape[:-1]:
-                x = x[counted]
-            try:
-                sums.add(rows_of(layer, x.detach()))
-            except CalibrationError as error:
-                raise CalibrationError(f"{name or 'the model'}: {error}") from error
+    def _counted(self, x: Tensor, number: int) -> Tensor:
+        if self._mask is None:
+            return x
+        counted = self._mask(self._batches[number])
+        return x[counted] if counted.shape == x.shape[:-1] else x
 
-        hook = layer.register_forward_pre_hook(see)
+    def choose_input(self, stage: Stage) -> float | None:
+        """Choose the range of a layer's input, with those of the layers that get the same tensor.
+
+        Returns:
+            The share of the output's error by the input that is left; None if nothing is to be chosen.
+        """
+        group = [self._layers[name] for name in self._siblings.get(stage.name, [stage.name])]
+        own = self._layers[stage.name].input_quantizer
+        if own is None or own.dynamic or own.pinned or own.learned is not None or group[0] is not self._layers[stage.name]:
+            return None
+        group = [layer for layer in group if (other := layer.input_quantizer) is not None and other.spec == own.spec]
+        params, before, after = searched_input(group, [x for calls in self.inputs(stage).values() for x in calls])
+        for layer in group:
+            layer.input_quantizer.set_qparams(params)
+        return after / before if before else 1.0
+
+    def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
+        """The sums of a layer's quantized inputs: of batches to fit, and of those that are held back."""
+        if (shared := self._of_sibling(stage)) is not None:
+            return shared
+        layer, fit, held = self._layers[stage.name], InputSums(), InputSums()
+        others = {} if wanted is None else self.inputs(wanted)
         try:
-            run(model, batch)
-        finally:
-            hook.remove()
-    if not fit.count:
-        return (held, held) if held.count else None
-    return fit, held if held.count else fit
+            for place, (number, own) in enumerate(self.inputs(stage).items()):
+                sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
+                for call, x in enumerate(own):
+                    floats = rows_of(layer, others[number][call]) if number in others else None
+                    sums.add(rows_of(layer, layer.quantized_input(x)), floats)
+        except CalibrationError as error:
+            raise CalibrationError(f"{stage.name.rpartition('.')[0] or 'the model'}: {error}") from error
+        self._last = stage.name, stage, (fit, held)
+        return fit, held
+
+    def _of_sibling(self, stage: Stage) -> tuple[InputSums, InputSums] | None:
+        """The sums of the last layer if it got the same tensors and made the same rows of them."""
+        if self._last is None:
+            return None
+        name, last, sums = self._last
+        one, other = self._layers[name], self._layers[stage.name]
+        tensors = [[call.first for calls in of.calls.values() for call in calls] for of in (last, stage)]
+        same = len(tensors[0]) == len(tensors[1]) and all(x is y for x, y in zip(*tensors, strict=True))
+        return sums if same and makes_same_rows(one, other) and _same_quantizer(one, other, tensors[0][0]) else None
 
 
-def _choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: tuple[str, ...]) -> LayerResult:
-    """Choose range, codes and bias of one layer, and write them into it; its error never becomes larger."""
-    quantizer, parameter = weight.quantizer, weight.parameter
-    assert parameter is not None
-    float_weight = parameter.detach().clone()
-    bias = weight.layer._parameters.get("bias") if "bias" in steps else None
-    moments, tested = (sums.moments if bias is None else sums.about_mean() for sums in (fit, held))
-    plain = quantizer.qparams(float_weight)
-    tried = [(plain, quantizer(float_weight))]
-    params = (
-        searched_params(float_weight, quantizer.spec, _importance(weight.layer, moments))
-        if "ranges" in steps
-        else plain
+def _same_quantizer(one: Any, other: Any, x: Tensor) -> bool:
+    first, second = one.input_quantizer, other.input_quantizer
+    if first is None or second is None:
+        return first is second
+    if (first.spec, first.dynamic, first.mode) != (second.spec, second.dynamic, second.mode):
+        return False
+    return first.dynamic or all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(first.qparams(x), second.qparams(x), strict=True)
     )
-    tried.append((params, _nearest(float_weight, params, quantizer)))
-    if "gptq" in steps or "descend" in steps:
-        dampings = _DAMPINGS if {"gptq", "descend"} <= set(steps) else _DAMPINGS[1:2]
-        rounded = [_rounded(float_weight, params, quantizer, moments, damping, steps) for damping in dampings]
-        tried.append((params, min(rounded, key=lambda chosen: _loss(float_weight, chosen, tested))))
-    losses = [_loss(float_weight, chosen, moments) for _, chosen in tried]
-    best = min(range(len(tried)), key=losses.__getitem__)
-    energy = max(_loss(torch.zeros_like(float_weight), float_weight, fit.moments), torch.finfo(torch.float64).tiny)
-    before = _loss(float_weight, tried[0][1], fit.moments) / energy
-    params, chosen = tried[best]
-    _write(name, weight, params, chosen)
-    if bias is not None:
-        difference = (float_weight.double() - chosen.double()).reshape(len(fit.mean()), -1, fit.mean().shape[-1])
-        bias.data += torch.einsum("gok,gk->go", difference, fit.mean()).reshape(-1).to(bias.dtype)
-    return LayerResult(name, before, losses[best] / energy)
 
 
-def _write(name: str, weight: LayerWeight, params: QParams, chosen: Tensor) -> None:
-    """Put chosen values into a weight, with the scales by which its quantizer leaves them as they are."""
-    quantizer, parameter = weight.quantizer, weight.parameter
-    assert parameter is not None
-    parameter.data.copy_(chosen)
-    quantizer.set_qparams(params)
-    if not torch.equal(quantizer(parameter), parameter):
-        raise CalibrationError(
-            f"{name or 'the model'}: its quantizer changes values that it gave, {quantizer.spec} in {parameter.dtype}; "
-            "convert the model to float32 first"
-        )
-    note_weight(weight)
+class _Pass:
+    """The stages of the quantized model, with those of the float model beside it if asked."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Any],
+        run: Forward,
+        batches: Sequence[Any],
+        recorded: Record,
+        *,
+        float_too: bool,
+    ) -> None:
+        self._model = model
+        self._quantized = Stream(model, layers, run, batches, recorded)
+        self._float = Stream(model, layers, run, batches, recorded) if float_too else None
+        self._originals: dict[nn.Parameter, Tensor] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Pass:
+        self._stack.enter_context(self._quantized)
+        if self._float is not None:
+            self._stack.enter_context(self._float)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
+        done: set[str] = set()
+        while (stage := self._quantized.advance()) is not None:
+            wanted = None
+            if self._float is not None:
+                with disabled(self._model), self._float_weights():
+                    wanted = self._float.advance()
+                if wanted is None or _counts(wanted) != _counts(stage):
+                    raise CalibrationError(
+                        f"the float model calls other layers than the quantized one, at {stage.name}; leave out the "
+                        'step "drift"'
+                    )
+                self._originals.clear()  # of the last stage: no batch of the float model calls its layer again
+            if stage.name not in done:  # batches with other orders of calls come to a layer that is chosen
+                done.add(stage.name)
+                yield stage, wanted
+
+    def keep(self, weight: LayerWeight) -> None:
+        """Keep the float values of a layer that is about to change, for the float model's next calls of it."""
+        if self._float is not None:
+            for parameter in (weight.parameter, weight.layer._parameters.get("bias")):
+                if parameter is not None:
+                    self._originals[parameter] = parameter.detach().clone()
+
+    @contextmanager
+    def _float_weights(self) -> Iterator[None]:
+        chosen = {parameter: parameter.data for parameter in self._originals}
+
+        def restore() -> None:
+            for parameter, data in chosen.items():
+                parameter.data = data
+
+        with restore_after(restore):
+            for parameter, data in self._originals.items():
+                parameter.data = data
+            yield
 
 
-def _importance(layer: Any, moments: Tensor) -> Tensor:
-    """The diagonal of the moments in the shape of the weight [out, ...]."""
-    diagonal = moments.diagonal(dim1=1, dim2=2)
-    outputs = layer.weight.shape[0] // len(diagonal)
-    return diagonal.repeat_interleave(outputs, 0).reshape(layer.weight.shape)
-
-
-def _nearest(weight: Tensor, params: QParams, quantizer: Any) -> Tensor:
-    return library.fake_quantize(weight, params, quantizer.spec)
-
-
-def _rounded(
-    weight: Tensor, params: QParams, quantizer: Any, moments: Tensor, damping: float, steps: tuple[str, ...]
-) -> Tensor:
-    """Codes by GPTQ, and by descent from there, for every group of a convolution by itself."""
-    grid = Grid(quantizer.spec, params, weight.shape)
-    matrix = weight.reshape(weight.shape[0], -1)
-    nearest_values = _nearest(weight, params, quantizer).reshape(matrix.shape)
-    outputs = len(matrix) // len(moments)
-    parts = []
-    for group, own in enumerate(moments):
-        rows = slice(group * outputs, (group + 1) * outputs)
-        chosen = gptq(matrix[rows], own, grid.rows(rows), damping) if "gptq" in steps else nearest_values[rows]
-        parts.append(descend(matrix[rows], chosen, own, grid.rows(rows)) if "descend" in steps else chosen)
-    return torch.cat(parts).reshape(weight.shape)
-
-
-def _loss(weight: Tensor, chosen: Tensor, moments: Tensor) -> float:
-    """`loss` over the groups of a convolution."""
-    shape = len(moments), -1, moments.shape[-1]
-    pairs = zip(weight.reshape(shape), chosen.reshape(shape), moments, strict=True)
-    return sum(loss(one, other, own) for one, other, own in pairs)
+def _counts(stage: Stage) -> tuple[str, dict[int, int]]:
+    return stage.name, {number: len(calls) for number, calls in stage.calls.items()}

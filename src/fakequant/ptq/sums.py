@@ -19,10 +19,15 @@ _ROWS = 16_384
 class InputSums:
     """Sums over the rows that a layer multiplies with the rows of its weight matrix.
 
+    The drift of a row is what it would be in the float model, less what it is: earlier layers are quantized.
+
     Attributes:
         moments: the sum of x x^T, float64 [groups, columns, columns].
         total: the sum of x, float64 [groups, columns].
         count: the number of rows of each group.
+        drift: the sum of d x^T, as `moments`; None where no drift was given.
+        drift_moments: the sum of d d^T.
+        drift_total: the sum of d.
 
     >>> sums = InputSums()
     >>> sums.add(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -33,41 +38,79 @@ class InputSums:
 
     def __init__(self) -> None:
         self.moments = self.total = torch.zeros(0)
+        self.drift: Tensor | None = None
+        self.drift_moments = self.drift_total = torch.zeros(0)
         self.count = 0
 
-    def add(self, rows: Tensor) -> None:
+    def add(self, rows: Tensor, wanted: Tensor | None = None) -> None:
         """Add rows [groups, rows, columns].
+
+        Args:
+            rows: what the layer gets.
+            wanted: what it gets in the float model; given for all rows or for none.
 
         Raises:
             CalibrationError: they hold NaN or inf.
         """
-        if not bool(rows.isfinite().all()):
+        if not bool(rows.isfinite().all()) or not (wanted is None or bool(wanted.isfinite().all())):
             raise CalibrationError("an input holds NaN or inf; leave out the batch that makes it")
         if not self.count:
             groups, _, columns = rows.shape
-            self.moments = torch.zeros(groups, columns, columns, dtype=torch.float64, device=rows.device)
-            self.total = torch.zeros(groups, columns, dtype=torch.float64, device=rows.device)
-        for part in rows.float().split(_ROWS, 1):
-            self.moments += part.transpose(1, 2) @ part
-            self.total += part.sum(1, dtype=torch.float64)
+            square = {"dtype": torch.float64, "device": rows.device}
+            self.moments = torch.zeros(groups, columns, columns, **square)
+            self.total = torch.zeros(groups, columns, **square)
+            if wanted is not None:
+                self.drift, self.drift_moments = torch.zeros_like(self.moments), torch.zeros_like(self.moments)
+                self.drift_total = torch.zeros_like(self.total)
+        for start in range(0, rows.shape[1], _ROWS):
+            x = rows[:, start : start + _ROWS].float()
+            self.moments += x.mT @ x
+            self.total += x.sum(1, dtype=torch.float64)
+            if wanted is not None and self.drift is not None:
+                d = wanted[:, start : start + _ROWS].float() - x
+                self.drift += d.mT @ x
+                self.drift_moments += d.mT @ d
+                self.drift_total += d.sum(1, dtype=torch.float64)
         self.count += rows.shape[1]
 
     def merge(self, other: InputSums) -> None:
         """Add what another one saw of the same layer."""
+        if not other.count:
+            return
         if not self.count:
-            self.moments, self.total, self.count = other.moments, other.total, other.count
-        elif other.count:
-            self.moments = self.moments + other.moments
-            self.total = self.total + other.total
-            self.count += other.count
+            vars(self).update(vars(other))
+            return
+        self.moments = self.moments + other.moments
+        self.total = self.total + other.total
+        self.count += other.count
+        if self.drift is not None and other.drift is not None:
+            self.drift = self.drift + other.drift
+            self.drift_moments = self.drift_moments + other.drift_moments
+            self.drift_total = self.drift_total + other.drift_total
 
-    def about_mean(self) -> Tensor:
-        """The moments of x less its mean [groups, columns, columns]: what a bias cannot make good."""
-        return self.moments - self.total[:, :, None] * self.total[:, None, :] / max(self.count, 1)
+    def about_mean(self) -> InputSums:
+        """The sums of x less its mean, and of d less its: what a bias cannot make good."""
+        found = InputSums()
+        found.count, count = self.count, max(self.count, 1)
+        found.total = torch.zeros_like(self.total)
+        found.moments = self.moments - _outer(self.total, self.total) / count
+        if self.drift is not None:
+            found.drift_total = torch.zeros_like(self.total)
+            found.drift = self.drift - _outer(self.drift_total, self.total) / count
+            found.drift_moments = self.drift_moments - _outer(self.drift_total, self.drift_total) / count
+        return found
 
     def mean(self) -> Tensor:
         """The mean of x [groups, columns]."""
         return self.total / max(self.count, 1)
+
+    def wanted_mean(self) -> Tensor:
+        """The mean of x in the float model [groups, columns]."""
+        return self.mean() if self.drift is None else self.mean() + self.drift_total / max(self.count, 1)
+
+
+def _outer(one: Tensor, other: Tensor) -> Tensor:
+    return one[:, :, None] * other[:, None, :]
 
 
 def rows_of(layer: nn.Module, x: Tensor) -> Tensor:
@@ -87,6 +130,20 @@ def has_rows(layer: nn.Module) -> bool:
     return isinstance(layer, tuple(_KINDS)) and not isinstance(layer, _ConvTransposeNd)
 
 
+def makes_same_rows(one: Any, other: Any) -> bool:
+    """Whether two layers with a weight matrix make the same rows of the same input."""
+    kinds = [next(kind for kind in _KINDS if isinstance(layer, kind)) for layer in (one, other)]
+    return kinds[0] is kinds[1] and all(
+        getattr(one, name, None) == getattr(other, name, None)
+        for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    )
+
+
+def product_of(layer: Any, x: Tensor) -> Tensor:
+    """What a layer with a weight matrix gives for an input, by its float weight and without its bias."""
+    return F.linear(x, layer.weight) if isinstance(layer, nn.Linear) else layer._conv_forward(x, layer.weight, None)
+
+
 def _of_linear(layer: nn.Module, x: Tensor) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
@@ -98,14 +155,12 @@ def _of_convolution(layer: Any, x: Tensor) -> Tensor:
     padding: Any = layer.padding
     if layer.padding_mode != "zeros":
         x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
-    channels, columns = x.shape[1] // layer.groups, layer.weight[0].numel()
-    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, channels, *layer.kernel_size)
+    columns = layer.weight[0].numel()
+    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
-    windows = [
-        convolve(part, picks, None, layer.stride, padding, layer.dilation).movedim(1, -1).reshape(-1, columns)
-        for part in x.split(channels, 1)
-    ]
-    return torch.stack(windows)
+    repeated = picks.repeat(layer.groups, *(1 for _ in picks.shape[1:]))
+    windows = convolve(x, repeated, None, layer.stride, padding, layer.dilation, layer.groups)
+    return windows.unflatten(1, (layer.groups, columns)).movedim((1, 2), (0, -1)).reshape(layer.groups, -1, columns)
 
 
 _KINDS: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {nn.Linear: _of_linear, _ConvNd: _of_convolution}

@@ -1,0 +1,1 @@
+"""What accuracy algorithms win back on trained models, by this package and by others."""

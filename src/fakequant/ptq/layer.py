@@ -1,0 +1,143 @@
+"""Choose the ranges, codes and bias of one layer by the error of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import CalibrationError
+from fakequant.model.weights import note_weight
+from fakequant.nn.operands import LayerWeight
+from fakequant.numerics.qparams import QParams
+from fakequant.ops import library
+from fakequant.ptq.grid import Grid
+from fakequant.ptq.problem import Problem
+from fakequant.ptq.ranges import searched_params
+from fakequant.ptq.results import LayerResult
+from fakequant.ptq.rounding import descend, gptq
+from fakequant.ptq.sums import InputSums
+
+
+class Setting(NamedTuple):
+    """How far a solver may trust the sums of few rows."""
+
+    damping: float
+    """Of the moments that GPTQ inverts, as a share of the mean of their diagonal."""
+    ridge: float | None
+    """The same of those by which the target makes good the drift of earlier layers; None: it does not."""
+
+
+_ONE = Setting(0.1, 0.2)
+_MANY = (Setting(0.01, None), Setting(0.05, None), Setting(0.2, None))
+_WITH_DRIFT = (*_MANY, Setting(0.05, 0.1), Setting(0.2, 0.5), Setting(0.5, 1.0))
+
+
+class Choice(NamedTuple):
+    """Values of a weight, the parameters that give them, and what they make of the layer."""
+
+    params: QParams
+    values: Tensor
+    bias: Tensor | None
+    result: LayerResult
+
+
+def choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
+    """The values of one layer's weight that lose least, never more than the nearest ones.
+
+    Args:
+        name: of the layer.
+        weight: in float.
+        fit: sums over the rows by which values are chosen.
+        held: sums over other rows, by which a setting is chosen; empty where there are too few.
+        steps: names of `fakequant.ptq.STEPS`.
+    """
+    quantizer, parameter = weight.quantizer, weight.parameter
+    assert parameter is not None
+    float_weight = parameter.detach().clone()
+    whole = InputSums()
+    whole.merge(fit)
+    whole.merge(held)
+    bias = weight.layer._parameters.get("bias") if "bias" in steps else None
+    plain = Problem(float_weight, whole)
+    solved = plain if bias is None else Problem(float_weight, whole.about_mean())
+    params = quantizer.qparams(float_weight)
+    tried = {"nearest": (params, quantizer(float_weight))}
+    if "ranges" in steps:
+        params = searched_params(float_weight, quantizer.spec, solved.sums.moments)
+        tried["ranges"] = (params, library.fake_quantize(float_weight, params, quantizer.spec))
+    if "gptq" in steps or "descend" in steps:
+        solver = _Solver(Grid(quantizer.spec, params, float_weight.shape), steps)
+        setting = _setting(float_weight, solver, fit, held, centred=bias is not None)
+        for step, values in solver.solve(solved, setting).items():
+            tried[step] = (params, values.reshape(float_weight.shape).to(float_weight.dtype))
+    energy = plain.energy()
+    losses = {step: solved.loss(values) / energy for step, (_, values) in tried.items()}
+    best = min(losses, key=losses.__getitem__)
+    params, values = tried[best]
+    result = LayerResult(
+        name, plain.loss(tried["nearest"][1]) / energy, losses[best], {k: v for k, v in losses.items() if k != "nearest"}
+    )
+    return Choice(params, values, None if bias is None else _bias_change(plain, values), result)
+
+
+class _Solver:
+    def __init__(self, grid: Grid, steps: Sequence[str]) -> None:
+        self._grid, self._steps = grid, steps
+
+    def solve(self, problem: Problem, setting: Setting) -> dict[str, Tensor]:
+        """The values [groups, outputs, columns] after each step."""
+        groups, outputs, _ = problem.weight.shape
+        target = problem.target(setting.ridge)
+        found: dict[str, list[Tensor]] = {}
+        for group in range(groups):
+            rows = self._grid.rows(slice(group * outputs, (group + 1) * outputs))
+            moments, wanted = problem.sums.moments[group], target[group]
+            if "gptq" in self._steps:
+                values = gptq(wanted, moments, rows, setting.damping)
+                found.setdefault("gptq", []).append(values)
+            else:
+                values = rows.nearest(wanted)
+            if "descend" in self._steps:
+                found.setdefault("descend", []).append(descend(wanted, values, moments, rows))
+        return {step: torch.stack(parts) for step, parts in found.items()}
+
+
+def _setting(weight: Tensor, solver: _Solver, fit: InputSums, held: InputSums, *, centred: bool) -> Setting:
+    """The setting with the smallest error on the rows that are held back; without such rows the middle one."""
+    if not held.count or not fit.count:
+        return _ONE
+    seen, tested = (Problem(weight, sums.about_mean() if centred else sums) for sums in (fit, held))
+    settings = _MANY if fit.drift is None else _WITH_DRIFT
+    losses = [tested.loss(list(solver.solve(seen, setting).values())[-1]) for setting in settings]
+    return settings[min(range(len(losses)), key=losses.__getitem__)]
+
+
+def _bias_change(problem: Problem, values: Tensor) -> Tensor:
+    """What the bias must make good: the mean of the wanted output less that of the output."""
+    values = values.double().reshape(problem.weight.shape)
+    wanted = torch.einsum("gok,gk->go", problem.weight, problem.sums.wanted_mean())
+    return (wanted - torch.einsum("gok,gk->go", values, problem.sums.mean())).reshape(-1)
+
+
+def write(name: str, weight: LayerWeight, choice: Choice) -> None:
+    """Put chosen values into a weight, with the scales by which its quantizer leaves them as they are.
+
+    Raises:
+        CalibrationError: it does not, because the weight has a dtype that cannot hold its values.
+    """
+    quantizer, parameter = weight.quantizer, weight.parameter
+    assert parameter is not None
+    parameter.data.copy_(choice.values)
+    quantizer.set_qparams(choice.params)
+    if not torch.equal(quantizer(parameter), parameter):
+        raise CalibrationError(
+            f"{name or 'the model'}: its quantizer changes values that it gave, {quantizer.spec} in {parameter.dtype}; "
+            "convert the model to float32 first"
+        )
+    if choice.bias is not None:
+        bias: Any = weight.layer._parameters["bias"]
+        bias.data += choice.bias.to(bias.dtype)
+    note_weight(weight)

@@ -1,0 +1,90 @@
+"""The error of a layer's output as a function of the values of its weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import CalibrationError
+from fakequant.ptq.sums import InputSums
+
+_LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
+
+
+class Problem:
+    """A weight matrix W, and the sums over the inputs x of its layer.
+
+    The error of values Q is the sum of |W (x + d) - Q x|^2, where d is the drift of x: with E = W - Q,
+    tr(E H E^T) + 2 tr(W R E^T) + tr(W D W^T), H the moments, R the drift, D the moments of the drift. Without a drift
+    only the first term is there.
+
+    Args:
+        weight: float [out, ...], the groups of a convolution one after the other.
+        sums: over the inputs of the layer.
+    """
+
+    def __init__(self, weight: Tensor, sums: InputSums) -> None:
+        self._matrix_shape = len(sums.moments), -1, sums.moments.shape[-1]
+        self.sums = sums
+        self.weight = weight.double().reshape(self._matrix_shape)
+        """[groups, outputs, columns]"""
+        self._pull = None if sums.drift is None else self.weight @ sums.drift
+        self._constant = 0.0
+        if sums.drift is not None:
+            self._constant = _trace(self.weight, sums.drift_moments)
+
+    def loss(self, chosen: Tensor) -> float:
+        """The error of values in the shape of the weight."""
+        error = self.weight - chosen.double().reshape(self._matrix_shape)
+        found = _trace(error, self.sums.moments)
+        if self._pull is None:
+            return found
+        # The terms cancel where the values make good the whole drift: what is below 0 then is rounding.
+        return max(found + 2 * float((self._pull * error).sum()) + self._constant, 0.0)
+
+    def energy(self) -> float:
+        """The sum of squares of the output in the float model."""
+        found = _trace(self.weight, self.sums.moments)
+        if self._pull is not None:
+            found += 2 * float((self._pull * self.weight).sum()) + self._constant
+        return max(found, torch.finfo(torch.float64).tiny)
+
+    def target(self, ridge: float | None) -> Tensor:
+        """The matrix that lowers the error most, [groups, outputs, columns]: W, moved to make good the drift.
+
+        GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) go to it column by column.
+
+        Args:
+            ridge: added to the diagonal of the moments, as a share of its mean; None keeps W.
+        """
+        if ridge is None or self._pull is None:
+            return self.weight
+        factors = torch.stack([damped_factor(own, ridge) for own in self.sums.moments])
+        return self.weight + torch.cholesky_solve(self._pull.mT, factors).mT
+
+
+def damped_factor(moments: Tensor, damping: float) -> Tensor:
+    """The lower Cholesky factor of moments [columns, columns] with a damped diagonal; more damping where it fails.
+
+    Args:
+        moments: float64.
+        damping: added to the diagonal, as a share of its mean; a diagonal value of 0 is replaced by the mean.
+
+    Raises:
+        CalibrationError: the moments are not finite, or not positive semidefinite.
+    """
+    if not bool(moments.isfinite().all()):
+        raise CalibrationError("the sums of inputs are not finite")
+    diagonal = moments.diagonal()
+    mean = diagonal.mean().clamp(min=torch.finfo(torch.float64).tiny)
+    for step in _LADDER:
+        damped = moments.clone()
+        damped.diagonal().add_(step * damping * mean + (diagonal <= 0).double() * mean)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return factor
+    raise CalibrationError("the sums of inputs are not positive semidefinite")
+
+
+def _trace(matrix: Tensor, moments: Tensor) -> float:
+    return float(((matrix @ moments) * matrix).sum())

@@ -1,0 +1,51 @@
+"""What choosing weights by their error gained, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What a layer lost before and after.
+
+    Attributes:
+        layer: its path.
+        before: the error of its output by rounding to nearest, as a share of the output's energy.
+        after: the same by the chosen ranges and codes.
+        steps: the error after each step, by its name; of "input", the share of the input's own error that is left.
+        note: why nothing was chosen; "" where something was.
+    """
+
+    layer: str
+    before: float = 0.0
+    after: float = 0.0
+    steps: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass
+class Improvement:
+    """The result of `improve`; prints as a table, the largest remaining error first."""
+
+    layers: list[LayerResult] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        """The share of the errors of rounding to nearest that is left, summed over the layers."""
+        before = sum(found.before for found in self.layers)
+        return sum(found.after for found in self.layers) / before if before else 1.0
+
+    def __str__(self) -> str:
+        steps = list(dict.fromkeys(step for found in self.layers for step in found.steps))
+        rows = [["layer", "nearest", *steps, "chosen", "left"]]
+        for found in sorted(self.layers, key=lambda found: -found.after):
+            share = found.note or (f"{found.after / found.before:.0%}" if found.before else "-")
+            numbers = [found.before, *(found.steps.get(step) for step in steps), found.after]
+            shown = ["-" if found.note or number is None else f"{number:.2e}" for number in numbers]
+            rows.append([found.layer or "(model)", *shown, share])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]) for row in rows
+        ]
+        return "\n".join([*lines, f"{self.left:.0%} of the error of rounding to nearest is left"])

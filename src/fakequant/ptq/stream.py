@@ -1,0 +1,297 @@
+"""Run a model once over all batches, and stop it before each layer: no blocks to find, no tracing, linear time.
+
+Every batch runs in a thread of its own, and one thread runs at a time. A thread waits before the last call of a layer
+until the others are there too. Then the inputs that the layer gets from all batches are known, the caller changes the
+layer, and the threads go on from where they are.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fakequant.errors import ConfigError
+from fakequant.model.batches import Forward
+from fakequant.restore import restore_after
+
+_MOST_WORKERS = 2048
+"""Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
+_CHECKED = 2  # batches that run side by side and alone before anything is changed
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a layer."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def first(self) -> Any:
+        """The first argument, which is the input of a layer with a weight."""
+        return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+
+
+class Stage(NamedTuple):
+    """A layer before which all batches that reach it have stopped.
+
+    Attributes:
+        name: of the layer, as it was given.
+        calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
+    """
+
+    name: str
+    calls: dict[int, list[Call]]
+
+
+@dataclass
+class Record:
+    """How a model calls its layers.
+
+    Attributes:
+        order: the layers in the order of their last calls.
+        counts: for each batch, how often it calls each layer.
+        siblings: by layer, the layers that get the same tensor as their first argument in the first batch, in order.
+    """
+
+    order: list[str] = field(default_factory=list)
+    counts: list[Counter[str]] = field(default_factory=list)
+    siblings: dict[str, list[str]] = field(default_factory=dict)
+
+
+def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batches: Sequence[Any]) -> Record:
+    """Run all batches once and count the calls of the layers.
+
+    Raises:
+        ConfigError: batches that run side by side give other results than one after the other.
+    """
+    found, outputs = Record(), []
+    last: dict[str, int] = {}
+    readers: dict[int, tuple[Any, list[str]]] = {}  # with the tensor, whose id stays its own as long as it is kept
+    step = 0
+
+    def count(name: str, call: Call) -> None:
+        nonlocal step
+        step += 1
+        last[name] = step
+        found.counts[-1][name] += 1
+        if len(found.counts) == 1:
+            readers.setdefault(id(call.first), (call.first, []))[1].append(name)
+
+    with _watched(layers, count), torch.no_grad():
+        for number, batch in enumerate(batches):
+            found.counts.append(Counter())
+            result = run(model, batch)
+            if number < _CHECKED:
+                outputs.append(result)
+    found.order = sorted(last, key=last.__getitem__)
+    found.siblings = {name: names for _, names in readers.values() for name in names}
+    readers.clear()
+    _check_side_by_side(model, layers, run, batches, found, outputs)
+    return found
+
+
+def _check_side_by_side(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    run: Forward,
+    batches: Sequence[Any],
+    found: Record,
+    outputs: list[Any],
+) -> None:
+    results: dict[int, Any] = {}
+
+    def kept(model: nn.Module, numbered: tuple[int, Any]) -> None:
+        results[numbered[0]] = run(model, numbered[1])
+
+    with Stream(model, layers, kept, list(enumerate(batches[:_CHECKED])), found) as stream:
+        for _ in stream:
+            pass
+    if all(_equal(results[number], output) for number, output in enumerate(outputs)):
+        return
+    with torch.no_grad():
+        if not _equal(run(model, batches[0]), outputs[0]):
+            return  # it draws random numbers: there is nothing to compare
+    raise ConfigError(
+        "the model gives other results when its batches run side by side, so it keeps values of a call in its modules "
+        "or depends on a context of this thread such as autocast; give all examples as one batch, or enter the context "
+        "in forward="
+    )
+
+
+class Stream:
+    """The stages of one run over all batches; a context, because threads wait in it.
+
+    Args:
+        model: what runs; in the mode and with the quantizers that it has at the time.
+        layers: where to stop, by name.
+        run: run(model, batch).
+        batches: all of them stay in memory, with what their forward pass needs at a stage.
+        recorded: of the same model and batches.
+
+    >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
+    >>> layers = {"first": model[0], "second": model[1]}
+    >>> def run(model, batch):
+    ...     return model(batch)
+    >>> with Stream(model, layers, run, batches, record(model, layers, run, batches)) as stream:
+    ...     for stage in stream:
+    ...         print(stage.name, [list(calls[0].args[0].shape) for calls in stage.calls.values()])
+    first [[3, 2], [1, 2]]
+    second [[3, 2], [1, 2]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        run: Forward,
+        batches: Sequence[Any],
+        recorded: Record,
+    ) -> None:
+        self._rank = {name: place for place, name in enumerate(recorded.order)}
+        self._watch = _watched(layers, self._seen)
+        counts = recorded.counts[: len(batches)]
+        self.lanes = [
+            _Lane(number, counted, lambda batch=batch: run(model, batch))
+            for number, (batch, counted) in enumerate(zip(batches, counts, strict=True))
+        ]
+
+    def __enter__(self) -> Stream:
+        self._watch.__enter__()
+        self._threads = torch.get_num_threads()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for lane in self.lanes:
+            lane.end()
+        self._watch.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Stage]:
+        while (stage := self.advance()) is not None:
+            yield stage
+
+    def advance(self) -> Stage | None:
+        """Let all batches run that wait before the layer of the last stage; the next stage, None at the end."""
+        with restore_after(lambda: torch.set_num_threads(self._threads)):
+            torch.set_num_threads(max(1, min(self._threads, _MOST_WORKERS // max(len(self.lanes), 1))))
+            for lane in self.lanes:
+                if lane.may_go:
+                    lane.go()
+        waiting = [lane for lane in self.lanes if lane.at is not None]
+        if not waiting:
+            return None
+        name = self._next(waiting)
+        here = [lane for lane in waiting if lane.at == name]
+        for lane in here:
+            lane.may_go = True
+        return Stage(name, {lane.number: lane.calls.pop(name) for lane in here})
+
+    def _next(self, waiting: list[_Lane]) -> str:
+        """The earliest layer before which all batches wait that will reach it; else the earliest."""
+        names = sorted({lane.at for lane in waiting if lane.at is not None}, key=self._rank.__getitem__)
+        complete = (name for name in names if all(lane.at == name or not lane.reaches(name) for lane in waiting))
+        return next(complete, names[0])
+
+    def _seen(self, name: str, call: Call) -> None:
+        lane = threading.current_thread()
+        if isinstance(lane, _Lane) and lane in self.lanes:
+            lane.see(name, call)
+
+
+class _Ended(BaseException):
+    """Ends the forward pass of a thread that is not needed any more."""
+
+
+class _Lane(threading.Thread):
+    """The forward pass of one batch."""
+
+    def __init__(self, number: int, counted: Counter[str], call: Any) -> None:
+        super().__init__(name=f"batch {number}", daemon=True)
+        self.number, self.may_go = number, True
+        self.at: str | None = None
+        self.calls: dict[str, list[Call]] = {}
+        self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
+        self._error: BaseException | None = None
+        self._is_ended = False
+        self._turn, self._pause = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(self) -> None:
+        try:
+            with torch.no_grad():
+                self._context.run(self._call)
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.at = None
+            self.calls.clear()
+            self._pause.release()
+
+    def go(self) -> None:
+        """Run until the last call of the next layer, or to the end.
+
+        Raises:
+            Exception: what the forward pass raised.
+        """
+        self.may_go, self.at = False, None
+        self.start() if self.ident is None else self._turn.release()
+        self._pause.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def see(self, name: str, call: Call) -> None:
+        """Keep a call of a layer; wait before its last one."""
+        if self._is_ended:
+            raise _Ended
+        self.calls.setdefault(name, []).append(call)
+        self._left[name] -= 1
+        if self._left[name]:
+            return
+        self.at = name
+        self._pause.release()
+        self._turn.acquire()
+        if self._is_ended:
+            raise _Ended
+
+    def reaches(self, name: str) -> bool:
+        """Whether the batch will call a layer again."""
+        return self._left[name] > 0
+
+    def end(self) -> None:
+        """End the forward pass where it is."""
+        self._is_ended = True
+        if self.ident is not None:
+            self._turn.release()
+            self.join()
+
+
+@contextmanager
+def _watched(layers: Mapping[str, nn.Module], see: Any) -> Iterator[None]:
+    """Have all calls of layers seen before they run."""
+    hooks = []
+    try:
+        for name, layer in layers.items():
+            hooks.append(
+                layer.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: see(name, Call(args, kwargs)), with_kwargs=True
+                )
+            )
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    ones, others = tree_leaves(one), tree_leaves(other)
+    tensors = [(x, y) for x, y in zip(ones, others, strict=False) if isinstance(x, Tensor) and isinstance(y, Tensor)]
+    return len(ones) == len(others) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in tensors)

@@ -1,0 +1,147 @@
+"""One run over all batches that stops before each layer."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fakequant.errors import ConfigError
+from fakequant.ptq.stream import Stage, Stream, record
+from tests.support.bits import assert_same_bits
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    return model(batch)
+
+
+class Branching(nn.Module):
+    """Skips a layer for some batches, calls another one several times, and adds an early value at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.skipped, self.loop, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = y = self.first(x)
+        if x.shape[0] > 2:
+            y = self.skipped(y)
+        for _ in range(x.shape[0]):
+            y = self.loop(y).tanh()
+        return self.last(input=y) + early
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows)) for rows in (3, 1, 2, 4)]
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+
+
+def test_a_stage_has_the_calls_of_all_batches_that_reach_its_layer() -> None:
+    model = Branching()
+    layers = layers_of(model)
+    recorded = record(model, layers, run, batches())
+    assert recorded.order == ["first", "skipped", "loop", "last"]
+    assert recorded.siblings["skipped"] == ["skipped"]
+    with Stream(model, layers, run, batches(), recorded) as stream:
+        stages = {stage.name: {number: len(calls) for number, calls in stage.calls.items()} for stage in stream}
+    once = dict.fromkeys(range(4), 1)
+    assert stages == {"first": once, "skipped": {0: 1, 3: 1}, "loop": {0: 3, 1: 1, 2: 2, 3: 4}, "last": once}
+
+
+def test_what_changes_at_a_stage_is_what_later_layers_get() -> None:
+    model, changed = Branching(), Branching()
+    layers, seen = layers_of(model), {}
+    recorded = record(model, layers, run, batches())
+    with Stream(model, layers, run, batches(), recorded) as stream, torch.no_grad():
+        for stage in stream:
+            seen[stage.name] = [calls[-1].first for calls in stage.calls.values()]
+            if stage.name in ("first", "skipped"):
+                layers[stage.name].weight.mul_(0.5)
+                layers_of(changed)[stage.name].weight.mul_(0.5)
+    expected: list[Tensor] = []
+    changed.last.register_forward_pre_hook(lambda _, args, kwargs: expected.append(kwargs["input"]), with_kwargs=True)
+    with torch.no_grad():
+        for batch in batches():
+            changed(batch)
+    for one, other in zip(seen["last"], expected, strict=True):
+        assert_same_bits(one, other)
+
+
+class Remembering(nn.Module):
+    """Keeps a value of its call in itself, as no module should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x
+        return self.second(self.first(x)) + self.kept.sum()
+
+
+def test_a_model_that_mixes_up_its_batches_is_refused() -> None:
+    model = Remembering()
+    with pytest.raises(ConfigError, match="give all examples as one batch"):
+        record(model, layers_of(model), run, batches())
+    assert record(model, layers_of(model), run, batches()[:1]).order == ["first", "second"]
+
+
+class Noisy(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(())
+
+
+def test_a_model_that_draws_random_numbers_is_not() -> None:
+    assert len(record(Noisy(), {}, run, batches()).counts) == 4
+
+
+def test_layers_that_get_one_tensor_are_siblings() -> None:
+    class Siblings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.out = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.q(x) + self.k(x))
+
+    model = Siblings()
+    siblings = record(model, layers_of(model), run, batches()).siblings
+    assert siblings == {"q": ["q", "k"], "k": ["q", "k"], "out": ["out"]}
+
+
+@pytest.mark.parametrize("stages", [0, 1, 3])
+def test_a_stream_that_is_left_ends_its_threads(stages: int) -> None:
+    model, before = Branching(), threading.active_count()
+    recorded = record(model, layers_of(model), run, batches())
+    with Stream(model, layers_of(model), run, batches(), recorded) as stream:
+        for _ in range(stages):
+            assert isinstance(stream.advance(), Stage)
+    assert threading.active_count() == before
+    assert not model.first._forward_pre_hooks
+
+
+def test_an_error_of_a_batch_is_that_of_the_caller() -> None:
+    model, given = Branching(), batches()
+    recorded = record(model, layers_of(model), run, given)
+    model.last.weight = nn.Parameter(torch.zeros(4, 5))
+    before = threading.active_count()
+    with Stream(model, layers_of(model), run, given, recorded) as stream, pytest.raises(RuntimeError, match="4x5|5x4"):
+        for _ in stream:
+            pass
+    assert threading.active_count() == before
+
+
+def test_the_threads_of_torch_are_as_before() -> None:
+    model, before = Branching(), torch.get_num_threads()
+    many = [torch.ones(1, 4)] * 1500  # with two threads of torch each: more than the limit
+    recorded = record(model, layers_of(model), run, many)
+    with Stream(model, layers_of(model), run, many, recorded) as stream:
+        assert sum(1 for _ in stream) == 3
+    assert torch.get_num_threads() == before
