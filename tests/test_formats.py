@@ -125,6 +125,15 @@ def test_bounds_follow_from_the_fields(fmt, largest, smallest_normal):
     assert 2.0**fmt.grid.min_exponent == smallest_normal
 
 
+@pytest.mark.parametrize("name", [name for name, fmt in fq.formats().items() if isinstance(fmt, FloatFormat)])
+def test_a_stored_negative_zero_is_a_zero(name):
+    fmt = fq.formats()[name]
+    stored = fmt.to_storage(torch.tensor([-0.0, 0.0]))
+    zeros = fmt.from_storage(stored, torch.float64)
+    assert zeros.eq(0).all(), "the pattern of a negative zero is NaN where the format has none"
+    assert zeros.signbit().tolist() == [fmt.specials is not Specials.NEGATIVE_ZERO_IS_NAN, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_float_rounding_without_bounds(dtype):
     numbers = torch.tensor([0.0, -0.0, 2.0**-10, 1.5 * 2.0**-9, 17.0, 19.0, -18.0, 464.0, 465.0, 1e30], dtype=dtype)

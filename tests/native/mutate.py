@@ -83,7 +83,7 @@ MUTATIONS = [
         f"{NUMERICS}/reference.py",
         "inside = (b.x > lo) & (b.x < hi)",
         "inside = (b.x >= lo) & (b.x < hi)",
-        "tests/test_reference.py tests/test_learned_gradients.py",
+        "tests/test_plans_learned.py",
     ),
     Mutation(
         "the range of inputs is open at its upper end",
@@ -97,7 +97,7 @@ MUTATIONS = [
         f"{NUMERICS}/reference.py",
         "scale = -scale / (b.scale * b.scale)",
         "scale = scale / (b.scale * b.scale)",
-        "tests/test_reference.py tests/test_learned_gradients.py",
+        "tests/test_plans_learned.py",
     ),
     Mutation(
         "sums keep half of their digits",
@@ -118,7 +118,7 @@ MUTATIONS = [
         f"{NUMERICS}/qparams.py",
         "divide(lo, scale, wide=wide).round()",
         "divide(lo, scale, wide=wide).trunc()",
-        "tests/test_qparams.py",
+        "tests/test_functional.py",
     ),
     Mutation(
         "random words of nine rounds",
