@@ -132,7 +132,7 @@ def test_an_error_of_a_batch_is_that_of_the_caller() -> None:
     recorded = record(model, layers_of(model), run, given)
     model.last.weight = nn.Parameter(torch.zeros(4, 5))
     before = threading.active_count()
-    with Stream(model, layers_of(model), run, given, recorded) as stream, pytest.raises(RuntimeError, match="4x5|5x4"):
+    with Stream(model, layers_of(model), run, given, recorded) as stream, pytest.raises(RuntimeError, match=r"4x5|5x4"):
         for _ in stream:
             pass
     assert threading.active_count() == before

@@ -1,7 +1,7 @@
 """Write docs/accuracy-measured.md: what is left of the error of rounding to nearest, here and by other libraries.
 
-    python -m benchmarks.accuracy                      # everything, and the page
-    python -m benchmarks.accuracy "vision W4"          # cases with one of these texts; writes nothing
+python -m benchmarks.accuracy                      # everything, and the page
+python -m benchmarks.accuracy "vision W4"          # cases with one of these texts; writes nothing
 """
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ class Case:
     def config(self) -> fq.Config:
         """The case as a configuration of this package."""
         kinds = [_LAYERS] if self.only_linear else list(_LAYERS_OF_CNN)
-        return fq.Config(self.name, tuple(fq.Rule(layers=kind, weight=self.weight, input=self.input, optional=True) for kind in kinds))
+        return fq.Config(
+            self.name,
+            tuple(fq.Rule(layers=kind, weight=self.weight, input=self.input, optional=True) for kind in kinds),
+        )
 
 
 CASES = [

@@ -14,8 +14,8 @@ channel: and of convolutions); all else stays in float. Every library gets the s
 figure is the squared error of the model's output on other data as a share of that by rounding to nearest here (`max`
 ranges); the second is accuracy in percent (top 1, or the next byte).
 
-Source of the algorithms: `fakequant.ptq` here; ModelOpt {modelopt}; Brevitas {brevitas}, GPTQ and Qronos with activation
-order and quantized inputs. A library without a case has an empty cell.
+Source of the algorithms: `fakequant.ptq` here; ModelOpt {modelopt}; Brevitas {brevitas}, GPTQ and Qronos with
+activation order and quantized inputs. A library without a case has an empty cell.
 
 """
 

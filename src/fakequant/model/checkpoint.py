@@ -23,6 +23,7 @@ from fakequant.model.manifest import (
     Manifest,
     SitesEntry,
     TensorFile,
+    TransformEntry,
     named_files,
     quantizer_entry,
     read_manifest,
@@ -38,6 +39,7 @@ from fakequant.nn.folded import FoldedLayer
 from fakequant.nn.forms import bypasses_class, own_class, quantized_class
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.restore import state_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -214,10 +216,12 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
             "fakequant.qat.merge_batch_norm(model) first, or keep model.state_dict() to go on training"
         )
     held = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
+    transform = layer.input_transform
     return LayerEntry(
         type(layer).float_class.__name__,
         layer.execution,
         {attribute: quantizer_entry(quantizer) for attribute, quantizer in held.items() if quantizer is not None},
+        None if transform is None else TransformEntry(transform.kind, transform.options()),
     )
 
 
@@ -246,6 +250,7 @@ def check_layers(modules: dict[str, nn.Module], entries: dict[str, LayerEntry]) 
             )
         try:
             quantized.check(modules[name])
+            _make_transform(modules[name], entry)
         except ConfigError as error:
             raise CheckpointError(f"the model's layer {name} cannot be quantized: {error}") from error
 
@@ -265,11 +270,18 @@ def _restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
     attach(layer, {attribute: quantizer.tensor for attribute, quantizer in entry.quantizers.items()}, name)
     if isinstance(layer, QuantizedLayer):
         layer.execution = entry.execution
+        if (transform := _make_transform(layer, entry)) is not None:
+            layer.add_module("_input_transform", transform)
     for attribute, stored in entry.quantizers.items():
         quantizer: Quantizer = getattr(layer, attribute)
         quantizer.mode = stored.mode
         if (learned := stored.make_learned()) is not None:
             quantizer.attach_learned(learned)
+
+
+def _make_transform(layer: nn.Module, entry: LayerEntry) -> InputTransform | None:
+    """The transform of a layer's input, whose buffers the tensors of the checkpoint set."""
+    return None if entry.transform is None else make_transform(entry.transform.kind, layer, **entry.transform.options)
 
 
 def _read(folder: Path) -> tuple[Manifest, bytes]:

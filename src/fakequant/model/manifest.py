@@ -57,12 +57,21 @@ class QuantizerEntry:
 
 
 @dataclass(frozen=True)
+class TransformEntry:
+    """The transform of a layer's input: its kind and its options."""
+
+    kind: str
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
 class LayerEntry:
-    """One layer: its float class by name, and its quantizers by attribute."""
+    """One layer: its float class by name, its quantizers by attribute, and the transform of its input if it has one."""
 
     type: str
     execution: Execution
     quantizers: dict[str, QuantizerEntry]
+    transform: TransformEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -137,11 +146,12 @@ class Manifest:
 
 def layer_values(layer: LayerEntry) -> dict[str, Any]:
     """One layer for JSON."""
-    return {
+    values: dict[str, Any] = {
         "type": layer.type,
         "execution": layer.execution.value,
         "quantizers": {name: _quantizer_values(quantizer) for name, quantizer in layer.quantizers.items()},
     }
+    return values if layer.transform is None else {**values, "transform": vars(layer.transform)}
 
 
 def sites_values(sites: SitesEntry) -> dict[str, Any]:
@@ -308,7 +318,13 @@ def _layer(values: Any, place: str) -> LayerEntry:
         text(kind, f"{place}.type"),
         member(values.get("execution", Execution.SIMULATE.value), f"{place}.execution", Execution),
         mapping_of(held, f"{place}.quantizers", _quantizer),
+        None if values.get("transform") is None else _transform(values["transform"], f"{place}.transform"),
     )
+
+
+def _transform(values: Any, place: str) -> TransformEntry:
+    kind, options = keys_of(values, place, "kind", "options")
+    return TransformEntry(text(kind, f"{place}.kind"), mapping_of(options, f"{place}.options", number))
 
 
 def _sites(values: Any, place: str) -> SitesEntry:

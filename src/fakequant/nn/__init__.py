@@ -13,10 +13,14 @@ from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers, quantizes
 from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform
 
 __all__ = [
     "Add",
+    "BlockHadamard",
+    "ChannelScale",
     "Execution",
+    "InputTransform",
     "Kind",
     "LearnedRange",
     "MatMul",

@@ -106,6 +106,8 @@ class IntegerProduct(ABC):
         if ready.reason is not None or mixes_dtypes(x, other):
             return None
         of_x, of_other = (layer._modules[name] for name in self.quantizers)
+        if (transform := layer._modules.get("_input_transform")) is not None:
+            x = transform(x)
         if not self.fits(x, other, (of_x.spec, of_other.spec)):
             return None
         coded = encode(of_x, x)

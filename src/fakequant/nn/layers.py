@@ -22,9 +22,11 @@ from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, Mat
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import LayerWeight, Operand, Role
 from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.transforms import InputTransform
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
-"""The public properties that hold quantizers, and the attributes and `state_dict` keys behind them."""
+_ATTRIBUTES["input_transform"] = "_input_transform"
+"""The public properties that hold modules, and the attributes and `state_dict` keys behind them."""
 
 
 class QuantizedLayer(nn.Module):
@@ -68,6 +70,11 @@ class QuantizedLayer(nn.Module):
     def output_quantizer(self) -> Quantizer | None:
         """The quantizer of the result, which may be replaced; None, as without a rule for it, leaves it as it is."""
         return self._output_quantizer
+
+    @property
+    def input_transform(self) -> InputTransform | None:
+        """What the first input goes through before its quantizer; the weight holds the inverse. None: nothing."""
+        return cast("InputTransform | None", self._modules.get("_input_transform"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         y = super().__call__(*args, **kwargs)
@@ -146,6 +153,8 @@ class QuantizedLayer(nn.Module):
 
     def quantized_input(self, x: Tensor) -> Tensor:
         """The first input as the operation sees it."""
+        if (transform := self._modules.get("_input_transform")) is not None:
+            x = transform(x)
         quantizer = self._input_quantizer
         return x if quantizer is None else quantizer(x)
 

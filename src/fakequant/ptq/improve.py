@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,15 +19,20 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.layer import choose, write
-from fakequant.ptq.ranges import searched_input
+from fakequant.ptq.ranges import searched_input, whole_range
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import InputSums, has_rows, makes_same_rows, rows_of
+from fakequant.ptq.transforms import rotate, smooth
 from fakequant.restore import restore_after, restore_on_error, state_of
 
-STEPS = ("input", "ranges", "gptq", "descend", "drift", "bias")
+STEPS = ("smooth", "rotate", "input", "ranges", "gptq", "descend", "drift", "bias")
 """All steps in their order."""
-_NAMED_STEPS = {"best": STEPS, "fast": ("input", "ranges", "gptq", "drift", "bias")}
+_NAMED_STEPS = {
+    "best": ("smooth", "input", "ranges", "gptq", "descend", "drift", "bias"),
+    "fast": ("smooth", "input", "ranges", "gptq", "drift", "bias"),
+}
+_TRANSFORMS = {"smooth": smooth, "rotate": rotate}
 _HELD_BACK = 4
 """Every fourth batch is held back where a setting is to be chosen, if there are as many."""
 
@@ -93,14 +99,12 @@ def improve(
         with _Pass(model, layers, run, given, recorded, float_too="drift" in chosen_steps) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
                 name, weight = stage.name.rpartition(".")[0], weights[stage.name]
-                error_left = collector.choose_input(stage) if "input" in chosen_steps else None
+                left = collector.choose_input(stage, chosen_steps)
                 fit, held = collector.sums(stage, wanted, hold_back="descend" in chosen_steps)
                 choice = choose(name, weight, fit, held, chosen_steps)
                 stages.keep(weight)
                 write(name, weight, choice)
-                if error_left is not None:
-                    choice.result.steps["input"] = error_left
-                result.layers.append(choice.result)
+                result.layers.append(replace(choice.result, steps={**left, **choice.result.steps}))
     missed = [path for path in layers if path not in recorded.order]
     result.layers += [LayerResult(path.rpartition(".")[0], note="no batch reaches it") for path in missed]
     return result
@@ -160,21 +164,32 @@ class _Collector:
         counted = self._mask(self._batches[number])
         return x[counted] if counted.shape == x.shape[:-1] else x
 
-    def choose_input(self, stage: Stage) -> float | None:
-        """Choose the range of a layer's input, with those of the layers that get the same tensor.
+    def choose_input(self, stage: Stage, steps: Sequence[str]) -> dict[str, float]:
+        """Choose a transform and the range of a layer's input, for all layers that get the same tensor.
 
         Returns:
-            The share of the output's error by the input that is left; None if nothing is to be chosen.
+            By step, the share of the error of the layers' outputs that is left after it.
         """
         group = [self._layers[name] for name in self._siblings.get(stage.name, [stage.name])]
         own = self._layers[stage.name].input_quantizer
-        if own is None or own.dynamic or own.pinned or own.learned is not None or group[0] is not self._layers[stage.name]:
-            return None
-        group = [layer for layer in group if (other := layer.input_quantizer) is not None and other.spec == own.spec]
-        params, before, after = searched_input(group, [x for calls in self.inputs(stage).values() for x in calls])
-        for layer in group:
-            layer.input_quantizer.set_qparams(params)
-        return after / before if before else 1.0
+        if own is None or own.pinned or own.learned is not None or group[0] is not self._layers[stage.name]:
+            return {}
+        group = [layer for layer in group if _takes_same_input(layer, group[0])]
+        inputs, left = [x for calls in self.inputs(stage).values() for x in calls], dict[str, float]()
+        for step, transform in _TRANSFORMS.items():
+            if step in steps and group[0].input_transform is None:
+                chosen = transform(group, inputs)
+                left[step] = chosen.after / chosen.before if chosen.before else 1.0
+                if chosen.transform is not None:
+                    inputs = [chosen.transform(x) for x in inputs]
+                    for layer in group if not own.dynamic else ():
+                        layer.input_quantizer.set_range(whole_range(inputs, own))
+        if "input" in steps and not own.dynamic:
+            params, before, after = searched_input(group, inputs)
+            for layer in group:
+                layer.input_quantizer.set_qparams(params)
+            left["input"] = after / before if before else 1.0
+        return left
 
     def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
         """The sums of a layer's quantized inputs: of batches to fit, and of those that are held back."""
@@ -186,7 +201,7 @@ class _Collector:
             for place, (number, own) in enumerate(self.inputs(stage).items()):
                 sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
                 for call, x in enumerate(own):
-                    floats = rows_of(layer, others[number][call]) if number in others else None
+                    floats = rows_of(layer, _transformed(layer, others[number][call])) if number in others else None
                     sums.add(rows_of(layer, layer.quantized_input(x)), floats)
         except CalibrationError as error:
             raise CalibrationError(f"{stage.name.rpartition('.')[0] or 'the model'}: {error}") from error
@@ -201,7 +216,30 @@ class _Collector:
         one, other = self._layers[name], self._layers[stage.name]
         tensors = [[call.first for calls in of.calls.values() for call in calls] for of in (last, stage)]
         same = len(tensors[0]) == len(tensors[1]) and all(x is y for x, y in zip(*tensors, strict=True))
-        return sums if same and makes_same_rows(one, other) and _same_quantizer(one, other, tensors[0][0]) else None
+        alike = same and makes_same_rows(one, other) and _same_transform(one, other)
+        return sums if alike and _same_quantizer(one, other, tensors[0][0]) else None
+
+
+def _transformed(layer: Any, x: Tensor) -> Tensor:
+    return x if layer.input_transform is None else layer.input_transform(x)
+
+
+def _takes_same_input(one: Any, other: Any) -> bool:
+    """Whether two layers with the same input tensor can have one transform and one range for it."""
+    first, second = one.input_quantizer, other.input_quantizer
+    return (
+        first is not None
+        and (first.spec, first.dynamic, first.pinned) == (second.spec, second.dynamic, second.pinned)
+        and first.learned is None
+        and makes_same_rows(one, other)
+    )
+
+
+def _same_transform(one: Any, other: Any) -> bool:
+    first, second = one.input_transform, other.input_transform
+    if first is None or second is None:
+        return first is second
+    return type(first) is type(second) and all(map(torch.equal, first.buffers(), second.buffers()))
 
 
 def _same_quantizer(one: Any, other: Any, x: Tensor) -> bool:

@@ -78,7 +78,10 @@ def choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, step
     best = min(losses, key=losses.__getitem__)
     params, values = tried[best]
     result = LayerResult(
-        name, plain.loss(tried["nearest"][1]) / energy, losses[best], {k: v for k, v in losses.items() if k != "nearest"}
+        name,
+        plain.loss(tried["nearest"][1]) / energy,
+        losses[best],
+        {k: v for k, v in losses.items() if k != "nearest"},
     )
     return Choice(params, values, None if bias is None else _bias_change(plain, values), result)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.granularity import block_axes, blocked
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec
@@ -16,8 +17,8 @@ from fakequant.ptq.grid import of_elements
 from fakequant.ptq.sums import product_of
 
 _FACTORS = (*torch.linspace(1.0, 0.5, 26).tolist(), 1.25, 1.5)
-"""Multiples of a group's largest weight that are tried as the end of its range. With 1.5 that weight becomes the value 4
-of float4_e2m1fn in place of 6, whose neighbours are nearer (arXiv 2512.02010)."""
+"""Multiples of a group's largest weight that are tried as the end of its range. With 1.5 that weight becomes the value
+4 of float4_e2m1fn in place of 6; the neighbours of 4 are nearer (arXiv 2512.02010)."""
 _INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31).tolist())
 _SAMPLED = 4
 """Batches by which the range of an input is chosen."""
@@ -63,6 +64,12 @@ def _per_group(values: Tensor, spec: QuantSpec) -> Tensor:
     return blocked(values, blocks).sum(axes) if axes else values
 
 
+def whole_range(inputs: Sequence[Tensor], quantizer: Quantizer) -> Range:
+    """The smallest range that holds all inputs of a quantizer."""
+    seen = [library.measure(x, quantizer.spec.granularity) for x in inputs]
+    return Range(torch.stack([found.lo for found in seen]).amin(0), torch.stack([found.hi for found in seen]).amax(0))
+
+
 def searched_input(layers: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[QParams, float, float]:
     """The parameters of an input's quantizer with which the outputs of its layers have the smallest error.
 
@@ -74,9 +81,7 @@ def searched_input(layers: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[QPa
         The parameters, the error with those that the first layer's quantizer has, and with those found.
     """
     spec = layers[0].input_quantizer.spec
-    seen = [library.measure(x, spec.granularity) for x in inputs]
-    lo = torch.stack([found.lo for found in seen]).amin(0)
-    hi = torch.stack([found.hi for found in seen]).amax(0)
+    lo, hi = whole_range(inputs, layers[0].input_quantizer)
     choices = [layers[0].input_quantizer.qparams(inputs[0])]
     choices += [choose_qparams(Range(lo * factor, hi * factor), spec) for factor in _INPUT_FACTORS]
     sample = inputs[:: max(1, len(inputs) // _SAMPLED)]
@@ -88,4 +93,4 @@ def searched_input(layers: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[QPa
 def _output_error(layer: Any, spec: QuantSpec, params: QParams, inputs: Sequence[Tensor]) -> float:
     """The sum of squared errors of the output that quantizing the input makes."""
     errors = (library.fake_quantize(x, params, spec) - x for x in inputs)
-    return sum(float(product_of(layer, error).double().square().sum()) for error in errors)
+    return sum(float(product_of(layer, layer.weight, error).double().square().sum()) for error in errors)

@@ -13,7 +13,8 @@ class LayerResult:
         layer: its path.
         before: the error of its output by rounding to nearest, as a share of the output's energy.
         after: the same by the chosen ranges and codes.
-        steps: the error after each step, by its name; of "input", the share of the input's own error that is left.
+        steps: the error after each step, by its name; of "smooth", "rotate" and "input", the share that is left of
+            the error that these look at, where the layer was the first one of those that get its input.
         note: why nothing was chosen; "" where something was.
     """
 

@@ -139,9 +139,9 @@ def makes_same_rows(one: Any, other: Any) -> bool:
     )
 
 
-def product_of(layer: Any, x: Tensor) -> Tensor:
-    """What a layer with a weight matrix gives for an input, by its float weight and without its bias."""
-    return F.linear(x, layer.weight) if isinstance(layer, nn.Linear) else layer._conv_forward(x, layer.weight, None)
+def product_of(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """What a layer with a weight matrix gives for an input and another weight, without its bias."""
+    return F.linear(x, weight) if isinstance(layer, nn.Linear) else layer._conv_forward(x, weight, None)
 
 
 def _of_linear(layer: nn.Module, x: Tensor) -> Tensor:

@@ -1,0 +1,148 @@
+"""Transforms of a layer's input before its quantizer, whose inverse is in the weight: the float function stays."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.errors import ConfigError, nearest
+
+
+class InputTransform(nn.Module, ABC):
+    """T in Q(T(x)) Q(W T^-1)^T, a submodule of a quantized layer; a new kind is a subclass with a name.
+
+    The arguments of a kind, besides the layer, are whole numbers: a checkpoint holds them and the buffers.
+    """
+
+    kind: ClassVar[str]
+    _kinds: ClassVar[dict[str, type[InputTransform]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        InputTransform._kinds[cls.kind] = cls
+
+    @classmethod
+    @abstractmethod
+    def of(cls, layer: Any, **options: int) -> InputTransform:
+        """A transform that fits a layer and changes nothing yet, or whose buffers a checkpoint sets.
+
+        Raises:
+            ConfigError: none of this kind and with these options fits the layer.
+        """
+
+    def options(self) -> dict[str, int]:
+        """The arguments of `of`, besides the layer."""
+        return {}
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """The transformed input of the layer."""
+
+    @abstractmethod
+    def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
+        """A weight of the layer that computes with the transformed input what the given one does with the plain one."""
+
+
+class ChannelScale(InputTransform):
+    """The input times one factor per channel: it moves large channels into the weight (SmoothQuant, arXiv 2211.10438).
+
+    >>> layer = nn.Linear(2, 1)
+    >>> scale = ChannelScale.of(layer)
+    >>> scale.scale = torch.tensor([0.5, 4.0])
+    >>> scale(torch.tensor([[10.0, 1.0]]))
+    tensor([[5., 4.]])
+    """
+
+    kind = "channel_scale"
+    scale: Tensor
+
+    def __init__(self, channels: int, axis: int) -> None:
+        super().__init__()
+        self._shape = (channels,) + (1,) * (-axis - 1)
+        self.register_buffer("scale", torch.ones(channels))
+
+    @classmethod
+    def of(cls, layer: Any, **options: int) -> ChannelScale:
+        groups = getattr(layer, "groups", 1)
+        scale = cls(layer.weight.shape[1] * groups, -(layer.weight.dim() - 1))
+        return scale.to(layer.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.view(self._shape).to(x.dtype)
+
+    def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
+        groups = getattr(layer, "groups", 1)
+        parts = weight.reshape(groups, -1, weight.shape[1], weight[0, 0].numel())
+        return (parts / self.scale.reshape(groups, 1, -1, 1).to(weight.dtype)).reshape(weight.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.scale.numel()} channels"
+
+
+class BlockHadamard(InputTransform):
+    """Blocks of the last axis times a Hadamard matrix, which spreads a large value (QuaRot, arXiv 2404.00456).
+
+    >>> rotation = BlockHadamard.of(nn.Linear(4, 1), block=2)
+    >>> rotation(torch.tensor([[2.0, 0.0, 1.0, 1.0]])).round(decimals=3)
+    tensor([[1.4140, 1.4140, 1.4140, 0.0000]])
+    """
+
+    kind = "block_hadamard"
+    matrix: Tensor
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.register_buffer("matrix", hadamard(block))
+
+    @classmethod
+    def of(cls, layer: Any, *, block: int = 0, **options: int) -> BlockHadamard:
+        features = layer.weight.shape[1]
+        if layer.weight.dim() != 2 or block < 2 or block & (block - 1) or features % block:
+            raise ConfigError(
+                f"blocks of {block} do not divide the {features} features of a {type(layer).__name__} into rotations; "
+                "give a power of two that divides them, for a linear layer"
+            )
+        return cls(block).to(layer.weight.device)
+
+    def options(self) -> dict[str, int]:
+        return {"block": self.matrix.shape[0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unflatten(-1, (-1, self.matrix.shape[0])) @ self.matrix.to(x.dtype)).flatten(-2)
+
+    def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
+        return self(weight)  # the matrix is orthogonal
+
+    def extra_repr(self) -> str:
+        return f"blocks of {self.matrix.shape[0]}"
+
+
+def hadamard(size: int) -> Tensor:
+    """The orthogonal matrix of +1 and -1 over the root of a power of two, by Sylvester's construction.
+
+    >>> (hadamard(4) * 2).int().tolist()
+    [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
+    """
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
+
+
+def make_transform(kind: str, layer: Any, **options: int) -> InputTransform:
+    """A transform by its name.
+
+    Raises:
+        ConfigError: an unknown name or option, or one that does not fit the layer.
+    """
+    cls = InputTransform._kinds.get(kind)
+    if cls is None:
+        raise ConfigError(f"unknown transform {kind!r}{nearest(kind, [*InputTransform._kinds])}")
+    known = {*inspect.signature(cls.of).parameters} - {"layer", "options"}
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(f"the transform {kind!r} has no option {unknown[0]!r}")
+    return cls.of(layer, **options)

@@ -1,0 +1,217 @@
+"""Transforms of inputs: the float function stays, and files, copies and compilers keep them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import CheckpointError, ConfigError
+from fakequant.model.modes import disabled
+from fakequant.nn import BlockHadamard, ChannelScale, InputTransform
+from fakequant.nn.transforms import make_transform
+from fakequant.ptq.transforms import rotate, smooth
+from tests.support.bits import assert_same_bits
+
+LAYERS = {
+    "linear": (nn.Linear(32, 6), (5, 32)),
+    "conv1d": (nn.Conv1d(4, 6, 3), (2, 4, 9)),
+    "conv2d groups": (nn.Conv2d(8, 6, 3, groups=2, padding=1), (2, 8, 5, 5)),
+    "depthwise": (nn.Conv2d(4, 4, 3, groups=4), (2, 4, 5, 5)),
+}
+
+
+def transformed(name: str, kind: str) -> tuple[Any, Tensor]:
+    """A quantized layer whose input is transformed, and an input."""
+    torch.manual_seed(0)
+    layer, shape = LAYERS[name]
+    model = fq.prepare(nn.Sequential(copy.deepcopy(layer)), "int8")
+    x = torch.randn(shape)
+    fq.calibrate(model, [x], progress=False)
+    with torch.no_grad():
+        transform = make_transform(kind, model[0], **({"block": 16} if kind == "block_hadamard" else {}))
+        if isinstance(transform, ChannelScale):
+            transform.scale.copy_(torch.rand(transform.scale.shape) + 0.5)
+        model[0].weight.copy_(transform.into_weight(model[0], model[0].weight))
+    model[0].input_transform = transform
+    fq.calibrate(model, [x], progress=False)
+    return model, x
+
+
+KINDS = [(name, "channel_scale") for name in LAYERS] + [("linear", "block_hadamard")]
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_the_float_function_stays(name: str, kind: str) -> None:
+    model, x = transformed(name, kind)
+    with disabled(model):
+        torch.testing.assert_close(model(x), LAYERS[name][0](x), rtol=1e-5, atol=1e-6)
+    own = model[0].quantized_input(x)
+    assert_same_bits(own, model[0].input_quantizer(model[0].input_transform(x)))
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_copies_files_and_compilers_keep_it(name: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, x = transformed(name, kind)
+    y = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same_bits(other(x), y)
+    loaded = fq.load(nn.Sequential(copy.deepcopy(LAYERS[name][0])), fq.save(model, tmp_path / "saved"))
+    assert_same_bits(loaded(x), y)
+    exported = torch.export.export(model, (x,)).module()
+    assert_same_bits(exported(x), y)
+    assert_same_bits(torch.compile(model, backend="aot_eager", fullgraph=True)(x), y)
+    fq.export_onnx(model, x, tmp_path / "model.onnx")
+    assert fq.verify_onnx(tmp_path / "model.onnx", model, [x]).exact
+
+
+def test_integer_execution_encodes_the_transformed_input() -> None:
+    model, x = transformed("linear", "channel_scale")
+    fq.set_execution(model, "integer")
+    codes, params = model[0].input_quantizer.codes(model[0].input_transform(x))
+    weight = model[0].quantized_weight()
+    wanted = torch.nn.functional.linear(codes.float() * params.scale, weight, model[0].bias)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_kind_is_one_class(tmp_path: Path) -> None:
+    class Negated(InputTransform):
+        kind = "negated"
+
+        @classmethod
+        def of(cls, layer: Any, **options: int) -> Negated:
+            return cls()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return -x
+
+        def into_weight(self, layer: Any, weight: Tensor) -> Tensor:
+            return -weight
+
+    try:
+        model, x = transformed("linear", "negated")
+        loaded = fq.load(nn.Sequential(nn.Linear(32, 6)), fq.save(model, tmp_path))
+        assert_same_bits(loaded(x), model(x))
+    finally:
+        del InputTransform._kinds["negated"]
+    with pytest.raises(CheckpointError, match="unknown transform 'negated'"):
+        fq.load(nn.Sequential(nn.Linear(32, 6)), tmp_path)
+
+
+def test_what_fits_no_layer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="blocks of 64 do not divide the 32 features"):
+        make_transform("block_hadamard", LAYERS["linear"][0], block=64)
+    with pytest.raises(ConfigError, match="blocks of 2 do not divide"):
+        make_transform("block_hadamard", LAYERS["conv1d"][0], block=2)
+    with pytest.raises(ConfigError, match="unknown transform 'channel_scales'; did you mean channel_scale"):
+        make_transform("channel_scales", LAYERS["linear"][0])
+    with pytest.raises(ConfigError, match="has no option 'blocks'"):
+        make_transform("block_hadamard", LAYERS["linear"][0], blocks=2)
+
+
+def outliers(size: float = 100.0) -> list[Tensor]:
+    """Inputs [rows, 64] with three channels that are larger."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.ones(64)
+    scale[[3, 20, 41]] = size
+    return [torch.randn(64, 64, generator=generator) * scale for _ in range(4)]
+
+
+def with_outliers(input: str, size: float = 100.0) -> Any:
+    torch.manual_seed(0)
+    net = nn.Linear(64, 32)
+    with torch.no_grad():
+        net.weight[:, [3, 20, 41]] /= size  # as in trained models: what is large matters no more than the rest
+    config = fq.Config("test", (fq.Rule(weight="int8 per_channel(0)", input=input),))
+    model = fq.prepare(nn.Sequential(net), config)
+    fq.calibrate(model, outliers(size), progress=False)
+    return model
+
+
+def test_smoothing_takes_away_what_outliers_cost() -> None:
+    model = with_outliers("int8")
+    found = smooth([model[0]], outliers())
+    assert isinstance(model[0].input_transform, ChannelScale)
+    assert found.after < 0.01 * found.before
+
+
+def test_rotations_spread_outliers() -> None:
+    model = with_outliers("int4 per_token dynamic", 10.0)
+    found = rotate([model[0]], outliers(10.0))
+    assert isinstance(model[0].input_transform, BlockHadamard)
+    assert found.after < 0.5 * found.before
+
+
+def test_what_does_not_help_is_not_done() -> None:
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(64, 32)), "int8")
+    inputs = [torch.rand(64, 64) * 2 - 1 for _ in range(4)]
+    fq.calibrate(model, inputs, progress=False)
+    before = model[0].weight.clone()
+    for transform in (smooth, rotate):
+        found = transform([model[0]], inputs)
+        assert found.transform is None
+        assert found.before == found.after
+    assert model[0].input_transform is None
+    assert_same_bits(model[0].weight, before)
+
+
+class Block(nn.Module):
+    """A feed-forward block whose inputs have outlier channels, with siblings that read one tensor."""
+
+    def __init__(self, size: float = 100.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(64)
+        self.up, self.gate, self.down = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        with torch.no_grad():
+            self.norm.weight[[3, 20, 41]] *= size
+            for layer in (self.up, self.gate):
+                layer.weight[:, [3, 20, 41]] /= size
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.down(torch.nn.functional.gelu(self.gate(x)) * self.up(x))
+
+
+def agreement(model: nn.Module) -> float:
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        return 100 * float((model(x).argmax(-1) == Block()(x).argmax(-1)).float().mean())
+
+
+def test_int8_of_a_block_with_outlier_channels_is_as_good_as_without() -> None:
+    given = [torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    found = []
+    for size, steps in ((1.0, None), (100.0, None), (100.0, "fast")):
+        model = fq.prepare(Block(size), "int8")
+        fq.calibrate(model, given, progress=False)
+        if steps is not None:
+            result = fq.ptq.improve(model, given, steps, progress=False)
+            assert {layer.layer: layer.after < 1e-3 for layer in result.layers} == dict.fromkeys(
+                ("up", "gate", "down"), True
+            )
+        found.append(agreement(model))
+    plain, spoilt, improved = found
+    assert spoilt < plain - 50
+    assert improved > plain - 0.5
+    assert type(model.up.input_transform) is ChannelScale
+    assert_same_bits(model.up.input_transform.scale, model.gate.input_transform.scale)
+    assert_same_bits(model.up.input_quantizer.scale, model.gate.input_quantizer.scale)
+
+
+def test_smoothing_alone_lowers_the_error_of_the_model() -> None:
+    given = [torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    model = fq.prepare(Block(), "int8")
+    fq.calibrate(model, given, progress=False)
+    before = agreement(model)
+    fq.ptq.improve(model, given, ["smooth"], progress=False)
+    assert agreement(model) > before + 50
