@@ -51,6 +51,7 @@ NAMES = [
     "register_calibrator",
     "register_format",
     "register_granularity",
+    "report",
     "save",
     "sensitivity",
     "set_execution",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from dataclasses import fields
+import sys
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -13,15 +15,20 @@ import pytest
 import torch
 from torch import nn
 
-from fakequant import ir
+import fakequant as fq
 from fakequant.calibration import make_calibrator
-from fakequant.errors import OutputError
+from fakequant.errors import ConfigError, OutputError
 from fakequant.model import presets
 from fakequant.model.prepare import prepare
 from fakequant.report import (
     Accuracy,
+    Channels,
+    Clip,
     Distribution,
+    Improved,
+    Layer,
     NodeCheck,
+    Point,
     ReportData,
     Section,
     Size,
@@ -29,11 +36,17 @@ from fakequant.report import (
     accuracy_cells,
     distributions,
     environment,
+    from_json,
     layers_left,
     render,
+    report_pair,
     sizes,
+    to_json,
+    with_advice,
     write_report,
 )
+from fakequant.report.charts import frontier
+from fakequant.report.layers import blocks
 
 _VOID = {"meta", "br", "img", "path", "use", "hr", "link", "input"}
 
@@ -76,21 +89,35 @@ class _Page(HTMLParser):
         return " ".join(self.text)
 
 
-def _graph() -> str:
-    graph = ir.Graph("<i>")
-    graph.outputs = [graph.add("ReLU", graph.add_input("<x>", ir.IRType.Float32, (2,)))]
-    return ir.to_svg(graph)
-
-
 def full() -> ReportData:
     return ReportData(
         "A <b>bold</b> model & more",
         summary=("Measured on <i>these</i> data.",),
         metric='accuracy "top-1", %',
         accuracy=[Accuracy("float32", "", 98.5), Accuracy("INT8<u>", "mse", 98.25, "a <note>")],
-        sqnr={"INT8": {"head._input_quantizer": 38.4, r"<b>$\frac{$": 12.5, "exact": math.inf, "bad": -math.inf}},
+        layers=[
+            Layer("<b>stem", "Linear", "int8 per_tensor", "int8 per_channel(0)", 12.5, 38.4, 41.0, 100, 104, 400),
+            *(
+                Layer(f"body.{i}.{n}", "Lin<u>", "int8", "int4", 40.0 + i, 50.0, 30.0, 10, 9, 40)
+                for i in (0, 1)
+                for n in "ab"
+            ),
+            Layer("exact", "<i>matmul", "int8", alone=math.inf),
+            Layer("lost", "Linear", alone=-math.inf),
+            Layer("never", "Linear"),
+        ],
+        channels=[Channels('<b>"w', [-1.0, -0.5], [1.0, 0.5], 2, 1.5)],
+        improvement=[Improved("<b>stem", 1e-2, 1e-3), Improved("head", 0.0, 0.0, "nearest: a <note>")],
+        curve=[Point("INT<u>8", 8.25, 98.0), Point("INT4", 4.5, 97.0), Point("worse", 6.0, 90.0)],
         distributions=[
-            Distribution('<b>"$y$._input', [0.0, 1.0, 2.0], [5, 0], {"max": (0.0, 2.0), "<i>mse": (-1.0, 1.0)}),
+            Distribution(
+                '<b>"y, input',
+                [0.0, 1.0, 2.0],
+                [5, 0],
+                {"max": (0.0, 2.0), "<i>mse": (-1.0, 1.0)},
+                clips={"<i>mse": Clip(0.25, 12.0)},
+                whole=20.0,
+            ),
             Distribution("w", [-1.0, 0.0, 1.0], [2**40, 1], {}, groups=32),
         ],
         sizes=[Size("model.onnx", 1000, 3980), Size("empty<file>", 0), Size("unknown", 5)],
@@ -101,7 +128,6 @@ def full() -> ReportData:
             Verification("nothing.onnx", []),
             Verification("edited.onnx", [NodeCheck("d", "int4", 10, 0, "changed <since> the export")]),
         ],
-        graphs={"<b>INT8": _graph()},
         environment={"torch <x>": "2"},
     )
 
@@ -118,7 +144,8 @@ def test_page_is_well_formed_and_has_every_section_in_order(page: str) -> None:
 def test_page_needs_nothing_from_outside(page: str) -> None:
     parsed = _Page(page)
     assert "://" not in page
-    assert not {"script", "link", "img", "iframe", "object"} & set(parsed.tags)
+    assert not {"link", "img", "iframe", "object"} & set(parsed.tags)
+    assert not [name for name, _ in parsed.attributes if name in ("src", "onclick")]
     targets = [value for name, value in parsed.attributes if name in ("href", "src", "xlink:href")]
     assert targets
     assert all(value.startswith("#") for value in targets)
@@ -132,15 +159,16 @@ def test_every_reference_inside_the_page_has_its_target(page: str) -> None:
     targets |= set(re.findall(r"url\(#([^)]+)\)", page))
     identifiers = {value for name, value in parsed.attributes if name == "id"}
     assert targets <= identifiers
-    numbered = [name for name in identifiers if re.search(r"_\d+$", name)]
-    assert numbered == [], "matplotlib's own names would occur once per plot"
+    ids = [value for name, value in parsed.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
 
 
 def test_names_are_escaped(page: str) -> None:
     parsed = _Page(page)
-    assert not {"b", "i", "u", "note", "agree", "lambda", "file", "x"} & set(parsed.tags)
+    assert not {"u", "note", "agree", "lambda", "file", "x"} & set(parsed.tags)
+    assert page.count("<b>") == page.count("</b>") == 4, "the figures of the tiles"
     labels = [value for name, value in parsed.attributes if name == "aria-label"]
-    assert 'distribution of <b>"$y$._input with the chosen ranges' in labels
+    assert 'distribution of <b>"y, input with the chosen ranges' in labels
     for text in ("A <b>bold</b> model & more", "INT8<u>", "a <note>", "<lambda>: softmax", "a<b>", "empty<file>"):
         assert text in parsed.words
 
@@ -150,6 +178,8 @@ def test_figures_of_every_section_are_shown(page: str) -> None:
     for text in ("98.50", "98.25", "-0.25", 'accuracy "top-1", %', "1,000", "3.98", "No operation."):
         assert text in words, text
     assert "32 groups together" in words
+    assert "clips 25.00% of the values, 12.0 dB" in words
+    assert "10% of the error of rounding to nearest is left." in words
     assert page.count("<svg") == 4
 
 
@@ -194,12 +224,11 @@ def test_exact_means_compared_and_equal(nodes: list[NodeCheck], exact: bool) -> 
     ("part", "section"),
     [
         ("accuracy", Section.ACCURACY),
-        ("sqnr", Section.SQNR),
+        ("layers", Section.LAYERS),
         ("distributions", Section.RANGES),
         ("sizes", Section.SIZES),
         ("left", Section.LEFT),
         ("verifications", Section.VERIFICATION),
-        ("graphs", Section.GRAPH),
         ("environment", Section.ENVIRONMENT),
     ],
     ids=str,
@@ -207,6 +236,7 @@ def test_exact_means_compared_and_equal(nodes: list[NodeCheck], exact: bool) -> 
 def test_a_missing_part_is_said_with_its_reason(part: str, section: Section) -> None:
     values = {f.name: getattr(full(), f.name) for f in fields(ReportData)}
     values[part] = type(values[part])()
+    values["channels"] = []
     parsed = _Page(render(ReportData(**{**values, "missing": {section: "because <so>."}})))
     assert parsed.words.count("Missing:") == 1
     assert "Missing: because <so>." in parsed.words
@@ -215,32 +245,152 @@ def test_a_missing_part_is_said_with_its_reason(part: str, section: Section) -> 
 
 def test_an_empty_report_says_all_is_missing() -> None:
     parsed = _Page(render(ReportData("Nothing")))
-    assert parsed.words.count("Missing: This run did not measure it.") == len(Section)
+    assert parsed.words.count("Missing: This run did not measure it.") == 7, "all but the two optional sections"
 
 
-def test_without_matplotlib_the_numbers_are_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fakequant.report.page.find_spec", lambda name: None)
-    page = render(full())
+def test_pages_need_no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert render(full()).count("<svg") == 4
+
+
+def test_results_are_read_back(page: str) -> None:
+    again = from_json(to_json(full()))
+    assert json.loads(to_json(full()), parse_constant=pytest.fail)["layers"][5]["alone"] == "inf"
+    assert re.sub(r"Written .*? by", "", render(again)) == re.sub(r"Written .*? by", "", page)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"fakequant_report": 9}', '{"fakequant_report": 1, "layers": 5}'])
+def test_a_damaged_file_of_results_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(OutputError, match=r"results\.json holds no results of a report"):
+        report_pair(tmp_path, tmp_path, tmp_path / "both.html")
+    with pytest.raises(OutputError, match=r"there is no .*absent\.json; give the folder"):
+        report_pair(tmp_path / "absent.html", tmp_path, tmp_path / "both.html")
+
+
+def test_layers_are_folded_by_the_blocks_that_repeat(page: str) -> None:
+    assert blocks(["0", "2", "a.0.x", "a.0.y", "a.1.x", "b.c"]) == dict.fromkeys(["0", "2", "a.1.x", "b.c"], "") | {
+        "a.0.x": "a.0",
+        "a.0.y": "a.0",
+    }
+    assert re.findall(r"<summary><code>(.*?)</code>", page) == ["body.0", "body.1"]
+    rows = page[page.index('id="rows"') :]
+    places = [rows.index(name) for name in ("&lt;b&gt;stem", ">body.0.a", ">body.1.b", ">exact", ">lost", ">never")]
+    assert places == sorted(places), "network order"
+
+
+def test_the_ten_worst_are_above(page: str) -> None:
+    many = [Layer(f"l{index:02}", "Linear", alone=50.0 - index) for index in range(20)]
+    page = render(ReportData("x", layers=many))
+    worst = page[page.index("The 10 worst") : page.index('id="rows"')]
+    assert re.findall(r"<code>(l\d\d)</code>", worst) == [f"l{index}" for index in range(19, 9, -1)]
+
+
+def test_tiles_say_metric_size_exactness_and_worst_layer() -> None:
+    data = ReportData(
+        "x",
+        accuracy=[Accuracy("float32", "", 90.0), Accuracy("INT8", "mse", 80.0)],
+        layers=[Layer("a", "Linear", weight="int8", alone=9.0, elements=1000, bytes=1000, float_bytes=4000)],
+        verifications=[Verification("model.onnx", [NodeCheck("a", "int8", 1000, 0)], runtime="ONNX Runtime")],
+    )
+    words = _Page(render(with_advice(data, "int4"))).words
+    for text in (
+        "80.00 -10.00 against float32; INT8 mse",
+        "1 kB 4 kB in float: 4.00 times smaller, 8.00 bits per weight",
+        "exact all 1 quantizers, 1,000 values, bit for bit in ONNX Runtime",
+        "9.0 dB with this layer alone quantized",
+        'model = fq.prepare(float_model, "int4", skip=["a"])',
+    ):
+        assert text in words, text
+
+
+GOOD = Layer("good", "Linear", weight="int8", alone=50.0)
+CUT = Distribution(
+    "good, input", [0.0, 1.0], [1], {"chosen": (0.0, 0.5)}, clips={"chosen": Clip(0.1, 10.0)}, whole=20.0
+)
+SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("x", 15.0), ("y", 16.0))]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"verifications": [Verification("f", [NodeCheck("a", "", 5, 1)])]}, "f differs from the model"),
+        ({"layers": [GOOD], "distributions": [CUT]}, "The range of good, input cuts off values that matter"),
+        ({"layers": [*SOME[:1], GOOD]}, "x hurts most, by far: leave it in float"),
+        ({"layers": SOME}, "Several layers hurt, first x: choose the weights by the error of their layers"),
+        ({"layers": SOME, "improvement": [Improved("x", 1.0, 0.5)]}, "Several layers hurt, first x: fine-tune"),
+        ({"layers": [GOOD]}, "Nothing stands out: export the model and verify the file"),
+        ({"verifications": [Verification("f", [NodeCheck("a", "", 5, 0)])]}, "Nothing stands out: the file is ready"),
+        ({"next": "as given"}, "as given"),
+    ],
+)
+def test_the_next_step_follows_from_the_measurements(values: dict, said: str) -> None:
+    assert with_advice(ReportData("x", **values)).next.startswith(said)
+
+
+def test_the_frontier_leaves_out_what_others_beat() -> None:
+    assert [point.label for point in frontier(full().curve)] == ["INT4", "INT<u>8"]
+    assert frontier([Point("a", 4.0, math.nan)]) == []
+
+
+def test_an_interrupted_job_says_so() -> None:
+    assert "Not finished: calibrating." in _Page(render(ReportData("x", unfinished="calibrating."))).words
+
+
+def test_two_runs_are_side_by_side(tmp_path: Path) -> None:
+    other = replace(full(), title="other", layers=[replace(full().layers[0], alone=20.0), Layer("new", "Linear")])
+    for name, data in (("a", full()), ("b", other)):
+        (tmp_path / f"{name}.json").write_text(to_json(data))
+    page = report_pair(tmp_path / "a.html", tmp_path / "b.html", tmp_path / "both.html").read_text()
     words = _Page(page).words
-    assert page.count("<svg") == len(full().graphs)
-    assert "pip install fakequant[report]" in words
-    assert "38.4" in words
-    assert "<i>mse" in words
+    assert "12.5 20.0 +7.5" in re.sub(r"\s+", " ", words)
+    assert "not quantized; float x float" in words
+    assert "A: A <b>bold</b> model & more" in words
 
 
-def test_plots_leave_no_global_state() -> None:
-    import matplotlib
+class _Blocks(nn.Module):
+    """Layers that are made in another order than they run in."""
 
-    before = dict(matplotlib.rcParams)
-    render(full())
-    assert dict(matplotlib.rcParams) == before
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.stem = nn.Linear(8, 3), nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.stem(x)))
 
 
-def test_plots_are_the_same_in_every_run(page: str) -> None:
-    def drawn(text: str) -> list[str]:
-        return re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+def test_a_report_of_a_model_is_one_call(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batches = prepare(_Blocks(), presets.INT8), [torch.randn(16, 6) for _ in range(3)]
+    batches[0][0, 0] = 40.0
+    fq.calibrate(model, batches, method="percentile", percentile=99.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    path = fq.report(model, iter(batches), tmp_path / "r.html", lambda net: float(net(batches[1]).sum()))
+    found = from_json((tmp_path / "r.json").read_text())
+    assert path == tmp_path / "r.html"
+    assert [layer.name for layer in found.layers] == ["stem", "head"], "in the order in which they run"
+    assert [layer.alone for layer in found.layers] == [
+        {s.layer: s.value for s in fq.sensitivity(model, batches[:1])}[name] for name in ("stem", "head")
+    ]
+    ratios = fq.layer_sqnr(model, batches)
+    assert found.layers[0].input_sqnr == ratios["stem._input_quantizer"]
+    assert found.layers[0].weight_sqnr == pytest.approx(ratios["stem._weight_quantizer"], rel=1e-12)
+    assert (found.layers[0].bytes, found.layers[0].float_bytes) == (48 + 8 * 4, 48 * 4)
+    assert [row.format for row in found.accuracy] == ["float", "quantized"]
+    clip = found.distributions[0].clips["chosen"]
+    assert 0.0 < clip.share < 0.02
+    assert clip.sqnr == pytest.approx(ratios["stem._input_quantizer"], abs=0.3), "by the histogram alone"
+    assert found.distributions[0].whole > clip.sqnr + 1
+    assert found.next.startswith("The range of stem, input")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
-    assert drawn(page) == drawn(render(full()))
+
+def test_a_report_needs_a_prepared_model_and_batches(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a report needs a prepared model"):
+        fq.report(nn.Linear(2, 2), [torch.ones(1, 2)], tmp_path / "r.html")
+    with pytest.raises(ConfigError, match="the batches held no examples"):
+        fq.report(prepare(nn.Sequential(nn.Linear(2, 2)), presets.INT8_WEIGHT_ONLY), [], tmp_path / "r.html")
 
 
 def test_written_file_is_the_page_and_replaces_the_old_one(tmp_path: Path) -> None:

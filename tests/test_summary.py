@@ -25,7 +25,7 @@ def test_layers_that_are_never_called_are_marked_and_not_counted() -> None:
     model = fq.prepare(Reads(), "int8_per_token")
     found = fq.summary(model, torch.ones(2, 8))
     assert [layer.state for layer in found.layers] == ["never called", "ready", "never called"]
-    assert (found.bytes_float, found.bytes_quantized) == (3 * 256, 2 * 256 + 64)
+    assert (found.bytes_float, found.bytes_quantized) == (3 * 256, 2 * 256 + 64 + 8 * 4)
     text = str(found)
     assert (
         "read is never called with this example: the model uses its weight in float\n"
@@ -38,7 +38,7 @@ def test_layers_that_are_never_called_are_marked_and_not_counted() -> None:
 def test_without_an_example_nothing_is_said_of_calls() -> None:
     found = fq.summary(fq.prepare(Reads(), "int8_per_token"))
     assert [layer.state for layer in found.layers] == ["ready"] * 3
-    assert found.bytes_quantized == 3 * 64
+    assert found.bytes_quantized == 3 * (64 + 8 * 4), "codes and a float32 scale for each channel"
 
 
 def test_a_model_that_is_not_calibrated_yet_is_looked_at_too() -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fakequant.model.sites import site_plan
     from fakequant.model.state import float_state_dict
     from fakequant.model.summary import summary
+    from fakequant.report.of_model import report
 
 __all__ = [
     "Arithmetic",
@@ -94,6 +95,7 @@ __all__ = [
     "register_calibrator",
     "register_format",
     "register_granularity",
+    "report",
     "save",
     "sensitivity",
     "set_execution",
@@ -111,6 +113,7 @@ _MODULES = {
     "ptq": "fakequant.ptq",
     "presets": "fakequant.model.presets",
     "qat": "fakequant.model.qat",
+    "report": "fakequant.report",
 }
 _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),

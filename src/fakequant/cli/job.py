@@ -21,8 +21,7 @@ from fakequant.errors import ConfigError, ExportError, GraphError, VerificationE
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.style import Style
 from fakequant.files import write_whole
-from fakequant.ir import capture, to_svg, to_text
-from fakequant.model.analysis import layer_sqnr
+from fakequant.ir import capture, to_text
 from fakequant.model.batches import run_batch
 from fakequant.model.calibrate import calibrate
 from fakequant.model.checkpoint import load, save
@@ -38,11 +37,13 @@ from fakequant.report import (
     Accuracy,
     ReportData,
     Section,
-    distributions,
     environment,
     layers_left,
+    measure,
     sizes,
     verification,
+    with_advice,
+    with_ranges,
     write_report,
 )
 from fakequant.report.terminal import print_report
@@ -171,25 +172,28 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
     except ExportError as error:
         refusal = error
         progress.missing[Section.VERIFICATION] = f"The model was not exported: {error}"
-    graphs = _write_graph(model, example, config.name, folder / GRAPH, progress)
+    has_graph = _write_graph(model, example, folder / GRAPH)
+    measured = measure(model, recipe.calibration_batches())
     files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
     data = ReportData(
         f"{job.recipe.stem}, quantized to {config.name}",
         summary=(
             f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated with {job.method}.",
             *_execution_lines(job, model),
+            *has_graph,
         ),
         metric="evaluate(model)",
         accuracy=progress.accuracy,
-        sqnr={config.name: layer_sqnr(model, recipe.calibration_batches())},
-        distributions=distributions(progress.calibrators),
+        layers=measured.layers,
+        distributions=with_ranges(measured.distributions, progress.calibrators),
+        channels=measured.channels,
         sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),
         left=layers_left({config.name: model}, example),
         verifications=[] if check is None else [verification(ONNX, check)],
-        graphs=graphs,
         environment=environment(),
         missing=progress.missing,
     )
+    data = with_advice(data, job.preset)
     write_report(folder / REPORT, data)
     print_report(progress.console, data)
     return _Written(data, [*files, REPORT], refusal, check is None or check.exact)
@@ -205,16 +209,15 @@ def _execution_lines(job: Job, model: nn.Module) -> list[str]:
     return [f"Measured with integer execution in {len(integer)} of {len(layers)} layers.", *simulated]
 
 
-def _write_graph(model: nn.Module, example: Any, name: str, path: Path, progress: _Progress) -> dict[str, str]:
-    """Write a model's graph as text and return its picture by name; empty if the model cannot be captured."""
+def _write_graph(model: nn.Module, example: Any, path: Path) -> list[str]:
+    """Write a model's graph as text; returns a line for the report."""
     try:
         with evaluating(model):
             graph = capture(model, example)
     except GraphError as error:
-        progress.missing[Section.GRAPH] = f"The model could not be captured: {error}"
-        return {}
+        return [f"The graph is missing, because the model could not be captured: {error}"]
     write_whole(path, to_text(graph).encode())
-    return {name: to_svg(graph)}
+    return [f"{path.name} lists every operation of the graph; Netron shows that of {ONNX}."]
 
 
 def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:

@@ -33,7 +33,6 @@ from fakequant.demo.digits import (
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.files import writable_folder, write_whole
 from fakequant.model import presets, qat
-from fakequant.model.analysis import layer_sqnr
 from fakequant.model.calibrate import calibrate
 from fakequant.model.checkpoint import save
 from fakequant.model.config import Config, Rule, TensorConfig
@@ -41,12 +40,13 @@ from fakequant.model.prepare import prepare
 from fakequant.report import (
     Accuracy,
     ReportData,
-    distributions,
     environment,
     layers_left,
-    pictures,
+    measure,
     sizes,
     verification,
+    with_advice,
+    with_ranges,
     write_report,
 )
 
@@ -196,26 +196,30 @@ def report_data(
     """Collect the content of the report."""
     batches = training.images.split(128)
     example = training.images[:2]
-    return ReportData(
-        "Handwritten digits, quantized",
-        summary=(
-            f"A small residual network, trained on {len(training.digits)} of scikit-learn's handwritten digits, and "
-            f"measured on {len(measured.held_out.digits)} held-out ones.",
-            "Ranges, fine-tuning and the choice of the exported INT8 model come from training images alone: of the "
-            f"calibrators, {int8.exported} has the smallest loss there.",
-        ),
-        metric="held-out digits right, %",
-        accuracy=measured.rows,
-        sqnr={name: layer_sqnr(model, batches, progress=False) for name, model in models.items()},
-        distributions=distributions(int8.calibrators),
-        sizes=sizes(
-            {f"{name}.onnx": model.path for name, model in published.items()},
-            {f"{name}.onnx": model.export.float_bytes for name, model in published.items()},
-        ),
-        left=layers_left(models, example),
-        verifications=[verification(f"{name}.onnx", model.check) for name, model in published.items()],
-        graphs=pictures(models, example),
-        environment=environment(),
+    exported = measure(models["int8"], batches, progress=False)
+    return with_advice(
+        ReportData(
+            "Handwritten digits, quantized",
+            summary=(
+                f"A small residual network, trained on {len(training.digits)} of scikit-learn's handwritten digits, "
+                f"and measured on {len(measured.held_out.digits)} held-out ones.",
+                "Ranges, fine-tuning and the choice of the exported INT8 model come from training images alone: of the "
+                f"calibrators, {int8.exported} has the smallest loss there.",
+                "Layers, distributions and the next step are those of the exported INT8 model.",
+            ),
+            metric="held-out digits right, %",
+            accuracy=measured.rows,
+            layers=exported.layers,
+            distributions=with_ranges(exported.distributions, int8.calibrators),
+            channels=exported.channels,
+            sizes=sizes(
+                {f"{name}.onnx": model.path for name, model in published.items()},
+                {f"{name}.onnx": model.export.float_bytes for name, model in published.items()},
+            ),
+            left=layers_left(models, example),
+            verifications=[verification(f"{name}.onnx", model.check) for name, model in published.items()],
+            environment=environment(),
+        )
     )
 
 

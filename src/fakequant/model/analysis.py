@@ -30,16 +30,20 @@ _NO_BATCHES = "the batches held no examples; give a list or a loader that can be
 
 
 @dataclass
-class _Power:
+class Power:
+    """The power of a signal and of its error, summed over batches."""
+
     signal: float = 0.0
     noise: float = 0.0
 
     def add(self, exact: Tensor, approximate: Tensor) -> None:
+        """Add a tensor and its approximation."""
         exact = exact.detach().double()
         self.signal += exact.square().sum().item()
         self.noise += (approximate.detach().double() - exact).square().sum().item()
 
     def decibels(self) -> float:
+        """Signal over noise: inf without noise."""
         if self.noise == 0.0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
@@ -70,7 +74,7 @@ def layer_sqnr(
     refuse_tensor(batches, "layer_sqnr")
     warn_stale_scales(model)
     found = quantizers(model)
-    power = {name: _Power() for name in found}
+    power = {name: Power() for name in found}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
         return lambda _, inputs, output: power[name].add(inputs[0], output)
@@ -161,7 +165,7 @@ def _output_sqnr(
     model: nn.Module, batches: Iterable[Any], held: dict[str, list[Quantizer]], run: Forward, progress: bool | None
 ) -> dict[str, float]:
     """The signal-to-noise ratio of the outputs with the quantizers of one layer on, by layer."""
-    power, kept = {name: _Power() for name in held}, ReusedOutputs(model)
+    power, kept = {name: Power() for name in held}, ReusedOutputs(model)
     batches_seen = measured = 0
     total = len(batches) if isinstance(batches, Sized) else None
     with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():

@@ -35,7 +35,7 @@ def set_execution(model: Model, execution: Execution | str, pattern: str = "*") 
     layer  type    input            weight               execution  state
     -----  ------  ---------------  -------------------  ---------  --------------
     0      Linear  int8 per_tensor  int8 per_channel(0)  integer    not calibrated
-    weights: 80 bytes in float, 32 quantized
+    weights: 80 bytes in float, 48 quantized (16 bits per weight)
     """
     execution = as_execution(execution)
     found = {

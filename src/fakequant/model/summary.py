@@ -14,6 +14,7 @@ from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.calls import layers_called, weight_readers
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.operations import Operation, unquantized
+from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
@@ -53,12 +54,21 @@ class Summary:
     parameters: int = 0
     bytes_float: int = 0
     bytes_quantized: int = 0
+    """With quantized weights as codes and scales."""
+    bits_per_weight: float = 0.0
+    """Of the quantized weights, codes and scales; 0.0 if there are none."""
 
     @property
     def header(self) -> tuple[str, ...]:
         """The names of the columns; of outputs there is one if any is quantized."""
         outputs = ("output",) if any("_output_quantizer" in layer.quantizers for layer in self.layers) else ()
         return ("layer", "type", "input", "weight", *outputs, "execution", "state")
+
+    @property
+    def size(self) -> str:
+        """The size of the weights, in a line."""
+        per_weight = f" ({self.bits_per_weight:.4g} bits per weight)" if self.bits_per_weight else ""
+        return f"weights: {self.bytes_float:,} bytes in float, {self.bytes_quantized:,} quantized{per_weight}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows of the table, one per layer, as text."""
@@ -79,7 +89,7 @@ class Summary:
             for layer in self.layers
             if layer.why_never_called is not None
         ]
-        lines.append(f"weights: {self.bytes_float:,} bytes in float, {self.bytes_quantized:,} quantized")
+        lines.append(self.size)
         if self.left is not None:
             products = [operation for operation in self.left if operation.is_product]
             lines.append(f"left in float: {len(products)} products, {len(self.left) - len(products)} other operations")
@@ -100,7 +110,7 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     layer  type    input            weight               execution  state
     -----  ------  ---------------  -------------------  ---------  --------------
     0      Linear  int8 per_tensor  int8 per_channel(0)  simulate   not calibrated
-    weights: 80 bytes in float, 32 quantized
+    weights: 80 bytes in float, 48 quantized (16 bits per weight)
     """
     warn_stale_scales(model)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
@@ -149,24 +159,30 @@ def _joined(texts: list[str]) -> str:
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in Counter(texts).items())
 
 
-def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tuple[int, int]:
-    """Bytes of all parameters as they are, and with quantized weights as codes; tied ones count once.
+def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tuple[int, int, float]:
+    """Bytes of all parameters as they are, and with quantized weights as codes and scales; their bits per weight.
+
+    Tied weights count once.
 
     Args:
         model: a prepared model.
         unused: layers whose quantizers are not used, so that their weights stay in float.
     """
     bits = {
-        parameter: weight.quantizer.spec.format.bits
+        parameter: found
         for weight in quantized_weights(model).values()
         if weight.layer not in unused
         and weight.quantizer.mode is Mode.QUANTIZE
         # Not its value: a computed one is no parameter, and may change when it is read.
         and (parameter := weight.parameter) is not None
+        and (found := weight_bits(weight)) is not None
     }
     now = sum(p.numel() * p.element_size() for p in model.parameters())
-    coded = sum(p.numel() * bits.get(p, 8 * p.element_size()) for p in model.parameters())
-    return now, coded // 8
+    left = sum(p.numel() * p.element_size() for p in model.parameters() if p not in bits)
+    together = WeightBits(0, 0, 0)
+    for found in bits.values():
+        together = together.plus(found)
+    return now, left + -(-(together.codes + together.scales) // 8), together.per_weight
 
 
 def _site_summary(name: str, site: Site) -> LayerSummary:

@@ -1,22 +1,46 @@
-"""Reports: one HTML file that shows the effect of quantization on a model."""
+"""Reports: one HTML file that shows the effect of quantization on a model.
 
-from fakequant.report.collect import distributions, environment, layers_left, pictures, sizes, verification
+The package can be called: `fakequant.report(model, batches, path)` is `of_model.report`, whose name it shares.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from fakequant.report.advice import with_advice
+from fakequant.report.collect import environment, improved, layers_left, sizes, verification
 from fakequant.report.data import (
     Accuracy,
+    Channels,
+    Clip,
     Distribution,
+    Improved,
+    Layer,
     NodeCheck,
+    Point,
     ReportData,
     Section,
     Size,
     Verification,
     accuracy_cells,
 )
+from fakequant.report.histograms import distributions, with_ranges
+from fakequant.report.measure import Measured, measure
+from fakequant.report.of_model import report, report_pair
 from fakequant.report.page import render, write_report
+from fakequant.report.saved import RESULTS, from_json, read_results, to_json, write_results
 
 __all__ = [
+    "RESULTS",
     "Accuracy",
+    "Channels",
+    "Clip",
     "Distribution",
+    "Improved",
+    "Layer",
+    "Measured",
     "NodeCheck",
+    "Point",
     "ReportData",
     "Section",
     "Size",
@@ -24,10 +48,29 @@ __all__ = [
     "accuracy_cells",
     "distributions",
     "environment",
+    "from_json",
+    "improved",
     "layers_left",
-    "pictures",
+    "measure",
+    "read_results",
     "render",
+    "report",
+    "report_pair",
     "sizes",
+    "to_json",
     "verification",
+    "with_advice",
+    "with_ranges",
     "write_report",
+    "write_results",
 ]
+
+
+class _Callable(ModuleType):
+    """A module that is called as its function `report`: import binds `fakequant.report` to the module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return report(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

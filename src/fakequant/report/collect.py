@@ -13,59 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant.calibration import Calibrator
 from fakequant.export import VerifyReport
-from fakequant.export.verdict import WITHOUT_OPTIMISATIONS
-from fakequant.ir import capture, to_svg
-from fakequant.model.modes import evaluating
+from fakequant.export.verdict import WITHOUT_OPTIMISATIONS, OutputRow
 from fakequant.model.operations import unquantized
 from fakequant.ops.dispatch import backends
-from fakequant.report.data import Distribution, NodeCheck, Size, Verification
+from fakequant.ptq.results import Improvement
+from fakequant.report.data import Improved, NodeCheck, Size, Verification
 
 _PACKAGES = (
     *("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors"),
     *("matplotlib", "rich", "typer", "scikit-learn", "triton"),
 )
 _COMPILERS = ("c++", "g++", "clang++", "cl")
-
-
-def distributions(calibrators: Mapping[str, Mapping[str, Calibrator]], *, bins: int = 96) -> list[Distribution]:
-    """Return the histogram and the chosen ranges of every quantizer.
-
-    Args:
-        calibrators: the results of `fakequant.calibrate`, by method. The counts of a quantizer come from the first
-            method that keeps a histogram; a quantizer without any histogram is left out.
-        bins: the number of bars in the plot.
-    """
-    names = dict.fromkeys(name for by_name in calibrators.values() for name in by_name)
-    collected = []
-    for name in names:
-        own = {method: by_name[name] for method, by_name in calibrators.items() if name in by_name}
-        distribution = _distribution(name, own, bins)
-        if distribution is not None:
-            collected.append(distribution)
-    return collected
-
-
-def _distribution(name: str, calibrators: Mapping[str, Calibrator], bins: int) -> Distribution | None:
-    histogram = next((h for c in calibrators.values() if (h := c.histogram()) is not None), None)
-    if histogram is None:
-        return None
-    lowest, highest = histogram.range.lo.min().double().item(), histogram.range.hi.max().double().item()
-    if lowest == highest:
-        return None
-    edges, counts = histogram.line()
-    centres = ((edges[:, 1:] + edges[:, :-1]) / 2).clamp(lowest, highest)
-    index = ((centres - lowest) * (bins / (highest - lowest))).long().clamp(0, bins - 1)
-    total = torch.zeros(bins, dtype=torch.int64).scatter_add_(0, index.reshape(-1).cpu(), counts.reshape(-1).cpu())
-    ranges = {method: c.compute_range() for method, c in calibrators.items()}
-    return Distribution(
-        name,
-        torch.linspace(lowest, highest, bins + 1, dtype=torch.float64).tolist(),
-        total.tolist(),
-        {method: (r.lo.min().item(), r.hi.max().item()) for method, r in ranges.items()},
-        histogram.counts.shape[0],
-    )
 
 
 def layers_left(models: Mapping[str, nn.Module], example: Any) -> dict[str, list[str]]:
@@ -79,20 +38,6 @@ def layers_left(models: Mapping[str, nn.Module], example: Any) -> dict[str, list
         name: [str(op) for op in sorted(unquantized(model, example), key=lambda op: not op.is_product)]
         for name, model in models.items()
     }
-
-
-def pictures(models: Mapping[str, nn.Module], example: Any) -> dict[str, str]:
-    """Draw the graphs of models in eval mode as SVG images.
-
-    Args:
-        models: the models by the name that the report shows.
-        example: an input, a tuple or a dict of inputs, with which the models are captured.
-    """
-    images = {}
-    for name, model in models.items():
-        with evaluating(model):
-            images[name] = to_svg(capture(model, example))
-    return images
 
 
 def sizes(files: Mapping[str, Path], float_bytes: Mapping[str, int]) -> list[Size]:
@@ -155,11 +100,37 @@ def verification(title: str, report: VerifyReport) -> Verification:
         for row in report.rows
     ]
     nodes += [NodeCheck(name, "", 0, 0, "belongs to no quantizer of the file") for name in report.uncovered]
-    notes = [f"Compared in {report.runtime} on {report.batches} batches: {report.inputs}.", *report.not_run]
-    notes += [f"The model's outputs against torch: {row}." for row in report.outputs]
-    notes += [f"Changed by ONNX Runtime's default optimisations: {row}." for row in report.optimised]
+    batches = "1 batch" if report.batches == 1 else f"{report.batches} batches"
+    source = "of calibration" if report.inputs == "given" else f"of {report.inputs}"
+    notes = [f"Compared in {report.runtime} on {batches} {source}.", *report.not_run]
+    notes += [f"Against torch: {_output(row)}" for row in report.outputs]
+    notes += [f"By ONNX Runtime's default optimisations: {_output(row)}" for row in report.optimised]
     if report.optimised_error is not None:
         notes.append(
             f"ONNX Runtime fails with its default optimisations: {report.optimised_error}; {WITHOUT_OPTIMISATIONS}"
         )
     return Verification(title, nodes, notes, report.runtime)
+
+
+def _output(row: OutputRow) -> str:
+    """What is said of one output of the model, in a sentence.
+
+    Sums in another order round to another step, so that outputs may differ where every quantizer is exact.
+    """
+    if not row.differing:
+        return f"{row.name} has the same bits in all {row.elements:,} values."
+    size = (
+        f"by at most {row.max_abs:.3g}" if row.steps is None else f"by at most {row.steps:.2g} of a quantization step"
+    )
+    same = ""
+    if row.rows:
+        same = f"; the largest value is at the same place in {row.same_argmax:,} of {row.rows:,} rows"
+    return (
+        f"{row.differing:,} of {row.elements:,} values of {row.name} differ, {size}, for sums in another order{same}."
+    )
+
+
+def improved(found: Improvement) -> list[Improved]:
+    """Convert the result of `fakequant.ptq.improve` for a report; the largest remaining error comes first."""
+    rows = [Improved(one.layer, one.before, one.after, one.note) for one in found.layers]
+    return sorted(rows, key=lambda row: -row.after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,13 +12,18 @@ class Section(Enum):
     """The sections of a report, in order; the value is the heading."""
 
     ACCURACY = "Accuracy"
-    SQNR = "Signal-to-noise ratio by layer"
+    LAYERS = "Layers"
     RANGES = "Distributions and chosen ranges"
+    IMPROVEMENT = "Weights chosen by their error"
+    CURVE = "Metric over bits per weight"
     SIZES = "Sizes"
     LEFT = "Left in float"
     VERIFICATION = "Verification"
-    GRAPH = "Graph"
     ENVIRONMENT = "Environment"
+
+
+OPTIONAL = {Section.IMPROVEMENT, Section.CURVE}
+"""Sections that a page leaves out if they are empty."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,67 @@ def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, s
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """The values of one tensor and the ranges that calibrators chose for it.
+class Layer:
+    """One quantized layer, or one function with quantizers.
 
     Args:
-        name: the quantizer.
+        name: its path in the model.
+        type: the class of the layer, or the function.
+        input: how its inputs are quantized; "" for float.
+        weight: how its weights are quantized; "" for float or no weight.
+        alone: the signal-to-noise ratio in dB of the model's output with only this layer quantized; None if it was not
+            measured.
+        input_sqnr: the ratio of its quantized inputs in dB, that of the worst of several.
+        weight_sqnr: the same of its weights.
+        elements: the number of quantized weights.
+        bytes: their codes and scales.
+        float_bytes: the same weights in float.
+    """
+
+    name: str
+    type: str
+    input: str = ""
+    weight: str = ""
+    alone: float | None = None
+    input_sqnr: float | None = None
+    weight_sqnr: float | None = None
+    elements: int = 0
+    bytes: int = 0
+    float_bytes: int = 0
+
+    @property
+    def worst(self) -> float:
+        """The measure by which layers are compared: `alone`, else the lower of the other ratios; inf without any."""
+        if self.alone is not None:
+            return self.alone
+        return min((v for v in (self.input_sqnr, self.weight_sqnr) if v is not None), default=math.inf)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What a range does to the values of a tensor.
+
+    Args:
+        share: the share of the values that lie outside.
+        sqnr: signal over all noise of this range in dB, clipping and rounding together.
+    """
+
+    share: float
+    sqnr: float
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The values of one tensor and the ranges that were chosen for it.
+
+    Args:
+        name: the layer and the operand, such as "head, input".
         edges: the edges of the bins [bins + 1], ascending, in units of the tensor.
         counts: the number of values in each bin [bins].
         ranges: lowest and highest value of the chosen range, by calibrator.
         groups: the number of groups (channels, blocks). The counts are the sum of all groups, a range is the widest.
+        clips: what each range costs, by calibrator, where it is known.
+        whole: the signal-to-noise ratio in dB if the range held all values, where it is known.
     """
 
     name: str
@@ -69,6 +127,45 @@ class Distribution:
     counts: Sequence[int]
     ranges: Mapping[str, tuple[float, float]]
     groups: int = 1
+    clips: Mapping[str, Clip] = field(default_factory=dict)
+    whole: float | None = None
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The smallest and the largest weight of every output channel; neighbours are joined where there are many.
+
+    Args:
+        name: the layer.
+        lowest, highest: one value for each channel or for each few neighbours.
+        channels: the number of channels.
+        spread: the largest magnitude of a channel over the median of them.
+    """
+
+    name: str
+    lowest: Sequence[float]
+    highest: Sequence[float]
+    channels: int
+    spread: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """A quantized form of a model: its name, its bits per weight, and its metric (larger is better)."""
+
+    label: str
+    bits: float
+    metric: float
+
+
+@dataclass(frozen=True)
+class Improved:
+    """What `fakequant.ptq.improve` gained in a layer: the error before and after, or why nothing was chosen."""
+
+    layer: str
+    before: float
+    after: float
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,13 +227,18 @@ class ReportData:
         summary: sentences below the heading: the model, the data and the steps.
         metric: the name of the metric in `accuracy`, for example "accuracy on held-out digits, %".
         accuracy: measurements; the first is the float model, the baseline of the others.
-        sqnr: signal-to-noise ratio of every quantizer in dB, by model and quantizer name.
-        distributions: the histograms of calibration.
+        layers: the quantized layers in the order in which they run.
+        distributions: the histograms of inputs.
+        channels: the weights of layers by channel.
+        improvement: what choosing weights by their error gained, by layer.
+        curve: forms of the model to compare, see `Point`.
         sizes: the sizes of files and weights.
         left: operations that compute in float, by model; an empty list means none.
         verifications: the comparisons of the exported models.
-        graphs: the captured graphs as SVG images, by the name that the report shows.
         environment: versions and machine.
+        next: what to do next, in one sentence.
+        code: the lines of code for it.
+        unfinished: the step that a running or interrupted job has reached; "" for a complete report.
         missing: the reason for each empty section.
     """
 
@@ -144,11 +246,16 @@ class ReportData:
     summary: Sequence[str] = ()
     metric: str = "accuracy"
     accuracy: Sequence[Accuracy] = ()
-    sqnr: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    layers: Sequence[Layer] = ()
     distributions: Sequence[Distribution] = ()
+    channels: Sequence[Channels] = ()
+    improvement: Sequence[Improved] = ()
+    curve: Sequence[Point] = ()
     sizes: Sequence[Size] = ()
     left: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verifications: Sequence[Verification] = ()
-    graphs: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    next: str = ""
+    code: str = ""
+    unfinished: str = ""
     missing: Mapping[Section, str] = field(default_factory=dict)

@@ -1,0 +1,214 @@
+"""Measure the layers of a calibrated model for a report, in one pass over the batches and one of the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.calibration import Calibrator, make_calibrator
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.analysis import Power, sensitivity
+from fakequant.model.batches import Forward, refuse_tensor, runner
+from fakequant.model.execution import simulated
+from fakequant.model.modes import evaluating
+from fakequant.model.paths import layer_of
+from fakequant.model.progress import track
+from fakequant.model.sizes import WeightBits, weight_bits
+from fakequant.model.summary import LayerSummary, summary
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Kind, Quantizer, quantizers
+from fakequant.numerics.granularity import PerChannel
+from fakequant.numerics.qparams import QParams
+from fakequant.report.data import Channels, Distribution, Layer
+from fakequant.report.histograms import distribution_of, readable
+from fakequant.restore import restore_after, state_of
+
+_POINTS = 48
+"""Points of a picture of the channels of a weight."""
+
+
+@dataclass
+class Measured:
+    """What `measure` found: the layers in the order in which they run, and pictures of their tensors."""
+
+    layers: list[Layer] = field(default_factory=list)
+    distributions: list[Distribution] = field(default_factory=list)
+    channels: list[Channels] = field(default_factory=list)
+
+
+@dataclass
+class _Watched:
+    """What one quantizer saw."""
+
+    quantizer: Quantizer
+    power: Power = field(default_factory=Power)
+    counts: Calibrator = field(default_factory=lambda: make_calibrator("percentile", "int8"))
+    weight: Tensor | None = None
+
+    def see(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        x = args[0].detach()
+        if self.quantizer.kind is Kind.WEIGHT:
+            if self.weight is None:  # it is the same for all batches
+                self.weight = x
+                self.power.add(x, output)
+            return
+        self.power.add(x, output)
+        if bool(x.isfinite().all()):
+            self.counts.observe(x)
+
+
+def measure(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    alone: bool = True,
+    progress: bool | None = None,
+) -> Measured:
+    """Measure every quantizer on all batches, and every layer alone on the first batch.
+
+    Args:
+        model: a calibrated model.
+        batches: as for `calibrate`.
+        forward: called as forward(model, batch).
+        alone: whether to quantize each layer alone, too, which takes about half a run of the model for each layer.
+        progress: whether to show a progress bar; by default on a terminal.
+
+    Raises:
+        ConfigError: there is no batch, or the model has no quantizers.
+    """
+    refuse_tensor(batches, "report")
+    run = forward or runner(None)
+    watched = {name: _Watched(quantizer) for name, quantizer in quantizers(model).items()}
+    if not watched:
+        raise ConfigError("a report needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
+    described = {layer.name: layer for layer in summary(model).layers}
+    order: dict[str, None] = {}
+    with restore_after(state_of([model])), simulated(model):
+        for name, one in watched.items():
+            one.quantizer.register_forward_hook(one.see)
+            one.quantizer.register_forward_pre_hook(_notes(order, layer_of(name)))
+        first = _run_all(model, batches, run, progress)
+    ordered = [*order, *(name for name in described if name not in order)]
+    values = _alone(model, first, run, progress) if alone else {}
+    bits = _bits(model)
+    return Measured(
+        [_layer(described[name], watched, values.get(name), bits.get(name)) for name in ordered if name in described],
+        _distributions(watched, ordered),
+        [
+            _channels(name, one)
+            for layer in ordered
+            for name, one in watched.items()
+            if layer_of(name) == layer and one.weight is not None and one.weight.dim() >= 2
+        ],
+    )
+
+
+def _notes(order: dict[str, None], layer: str) -> Callable[..., None]:
+    return lambda *_: order.setdefault(layer)
+
+
+def _run_all(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool | None) -> Any:
+    """Run all batches and return the first."""
+    first, count = None, 0
+    with evaluating(model), torch.no_grad():
+        for batch in track(batches, "measuring", None, progress):
+            first = batch if not count else first
+            count += 1
+            run(model, batch)
+    if not count:
+        raise ConfigError("the batches held no examples; give a list or a loader that can be iterated again")
+    return first
+
+
+def _alone(model: nn.Module, batch: Any, run: Forward, progress: bool | None) -> dict[str, float]:
+    found = sensitivity(model, [batch], forward=run, progress=progress)
+    return {one.layer: one.value for one in found}
+
+
+def _bits(model: nn.Module) -> dict[str, tuple[WeightBits, int]]:
+    """The bits of the quantized weights of each layer, and their bytes in float."""
+    found: dict[str, tuple[WeightBits, int]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLayer):
+            for weight in layer.weights():
+                if (bits := weight_bits(weight)) is not None and weight.parameter is not None:
+                    before, size = found.get(name, (WeightBits(0, 0, 0), 0))
+                    found[name] = before.plus(bits), size + bits.elements * weight.parameter.element_size()
+    return found
+
+
+def _layer(
+    described: LayerSummary,
+    watched: dict[str, _Watched],
+    alone: float | None,
+    sized: tuple[WeightBits, int] | None,
+) -> Layer:
+    own = [one for name, one in watched.items() if layer_of(name) == described.name]
+
+    def lowest(kind: Kind) -> float | None:
+        ratios = [one.power.decibels() for one in own if one.quantizer.kind is kind and one.power.signal]
+        return min(ratios, default=None)
+
+    def specs(kind: Kind) -> str:
+        texts = [
+            f"{o.quantizer.spec}{' dynamic' if o.quantizer.dynamic else ''}" for o in own if o.quantizer.kind is kind
+        ]
+        return ", ".join(dict.fromkeys(texts))
+
+    bits, float_bytes = sized or (WeightBits(0, 0, 0), 0)
+    return Layer(
+        described.name or "(model)",
+        described.type,
+        specs(Kind.INPUT),
+        specs(Kind.WEIGHT),
+        alone,
+        lowest(Kind.INPUT),
+        lowest(Kind.WEIGHT),
+        bits.elements,
+        (bits.codes + bits.scales + 7) // 8,
+        float_bytes,
+    )
+
+
+def _distributions(watched: dict[str, _Watched], ordered: list[str]) -> list[Distribution]:
+    found = []
+    for layer in ordered:
+        for name, one in watched.items():
+            if layer_of(name) != layer or one.quantizer.kind is Kind.WEIGHT:
+                continue
+            histogram = one.counts.histogram() if one.counts.observed else None
+            if histogram is not None:
+                shown = distribution_of(readable(name), histogram, {}, one.quantizer.spec, _params(one.quantizer))
+                found += [] if shown is None else [shown]
+    return found
+
+
+def _params(quantizer: Quantizer) -> QParams | None:
+    """The parameters of an input whose range is fixed and one for the tensor, else None."""
+    if quantizer.dynamic or quantizer.scale is None or quantizer.scale.numel() != 1:
+        return None
+    zero_point = quantizer.zero_point
+    return QParams(quantizer.scale.reshape(1).cpu(), None if zero_point is None else zero_point.reshape(1).cpu())
+
+
+def _channels(name: str, one: _Watched) -> Channels:
+    if one.weight is None:
+        raise CalibrationError(f"{name} saw no weight")
+    granularity = one.quantizer.spec.granularity
+    axis = granularity.axes[0] if isinstance(granularity, PerChannel) else 0
+    rows = one.weight.float().movedim(axis, 0).flatten(1)
+    lowest, highest = rows.amin(1), rows.amax(1)
+    largest = torch.maximum(-lowest, highest)
+    step = -(-len(rows) // _POINTS)
+    return Channels(
+        layer_of(name) or "(model)",
+        [part.min().item() for part in lowest.split(step)],
+        [part.max().item() for part in highest.split(step)],
+        len(rows),
+        (largest.max() / largest.median().clamp(min=torch.finfo(torch.float32).tiny)).item(),
+    )

@@ -1,0 +1,112 @@
+"""The report of a model in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fakequant.export import VerifyReport
+from fakequant.files import writable_file
+from fakequant.model.analysis import Metric
+from fakequant.model.batches import Forward, Inputs, runner
+from fakequant.model.modes import disabled, evaluating
+from fakequant.ptq.results import Improvement
+from fakequant.report.advice import with_advice
+from fakequant.report.collect import environment, improved, verification
+from fakequant.report.data import Accuracy, ReportData, Section
+from fakequant.report.measure import measure
+from fakequant.report.page import write_page, write_report
+from fakequant.report.pair import render_pair
+from fakequant.report.saved import read_results, write_results
+
+
+def report(
+    model: nn.Module,
+    batches: Iterable[Any],
+    path: str | os.PathLike[str],
+    metric: Metric | None = None,
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    results: Iterable[VerifyReport | Improvement] = (),
+) -> Path:
+    """Measure a model and write its report as one HTML file, and the figures as JSON beside it.
+
+    Each layer is also measured alone, on the first batch; this takes about half a run of the model for each layer.
+
+    Args:
+        model: a calibrated model.
+        batches, inputs, forward: as for `calibrate`, passed over once.
+        path: the HTML file; the figures get the same name with the ending .json.
+        metric: called as metric(model), larger is better; measured in float and quantized.
+        results: what `verify_onnx` and `fakequant.ptq.improve` returned for this model, to show it too.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: the model has no quantizers, or there is no batch.
+        CalibrationError: an input is not calibrated.
+        OutputError: the file cannot be written; raised before the work.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> used = calibrate(model, [torch.ones(1, 4)])
+    >>> with TemporaryDirectory() as folder:
+    ...     page = report(model, [torch.ones(1, 4)], f"{folder}/report.html").read_text()
+    >>> "worst layer" in page
+    True
+    """
+    target = writable_file(path)
+    measured = measure(model, batches, forward=runner(inputs, forward))
+    given = list(results)
+    missing = {
+        Section.SIZES: "Only files are listed here; the first screen has the size of the weights.",
+        Section.LEFT: "fq.unquantized(model, example) lists the operations.",
+    }
+    data = ReportData(
+        type(model).__name__,
+        metric=_name(metric),
+        accuracy=[] if metric is None else _accuracy(model, metric),
+        layers=measured.layers,
+        distributions=measured.distributions,
+        channels=measured.channels,
+        improvement=[row for found in given if isinstance(found, Improvement) for row in improved(found)],
+        verifications=[verification(Path(f.path).name, f) for f in given if isinstance(f, VerifyReport)],
+        environment=environment(),
+        missing=missing,
+    )
+    data = with_advice(data)
+    write_results(target.with_suffix(".json"), data)
+    return write_report(target, data)
+
+
+def _name(metric: Metric | None) -> str:
+    name = getattr(metric, "__name__", "<none>")
+    return "metric(model)" if name.startswith("<") else name
+
+
+def _accuracy(model: nn.Module, metric: Metric) -> list[Accuracy]:
+    with evaluating(model), torch.no_grad():
+        with disabled(model):
+            before = metric(model)
+        return [Accuracy("float", "", before), Accuracy("quantized", "", metric(model))]
+
+
+def report_pair(first: str | os.PathLike[str], second: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
+    """Write a page with two runs side by side.
+
+    Args:
+        first, second: pages that `report` wrote, or folders of `fakequant quantize`.
+        path: the HTML file.
+
+    Raises:
+        OutputError: one of them cannot be read, or the page cannot be written.
+    """
+    target = writable_file(path)
+    return write_page(target, render_pair(read_results(Path(first)), read_results(Path(second))))

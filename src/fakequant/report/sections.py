@@ -1,0 +1,190 @@
+"""The sections of a page; each gives HTML, or "" if it has nothing to show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+
+from fakequant.model.html import html_table
+from fakequant.report import charts
+from fakequant.report.advice import cut
+from fakequant.report.data import Channels, Distribution, ReportData, Section, Size, Verification, accuracy_cells
+from fakequant.report.histograms import CHOSEN, readable
+from fakequant.report.layers import WORST, layer_tables
+
+
+def _accuracy(data: ReportData) -> str:
+    if not data.accuracy:
+        return ""
+    header = ("format", "method", data.metric, f"change against {data.accuracy[0].format}", "")
+    return table(header, accuracy_cells(data.accuracy), numbers=(2, 3))
+
+
+def _layers(data: ReportData) -> str:
+    return layer_tables(data.layers) if data.layers else ""
+
+
+def _ranges(data: ReportData) -> str:
+    if not data.distributions and not data.channels:
+        return ""
+    ratio = {layer.name: layer.worst for layer in data.layers}
+    figures = [(_place(shown.name, ratio), _distribution(shown)) for shown in data.distributions]
+    figures += [(ratio.get(shown.name, 0.0), _channels(shown)) for shown in data.channels]
+    ordered = [figure for _, figure in sorted(figures, key=lambda pair: pair[0])]
+    first = 2 * WORST
+    parts = [
+        "<p>Values of inputs in the batches, counted on a logarithmic scale, and weights by output channel; those of "
+        "the worst layers first. Values outside a range are clipped to it; values inside are rounded.</p>",
+        f'<div class="grid">{"".join(ordered[:first])}</div>',
+    ]
+    if rest := ordered[first:]:
+        parts.append(f'<details><summary>{len(rest)} more</summary><div class="grid">{"".join(rest)}</div></details>')
+    return "".join(parts)
+
+
+def _place(name: str, ratio: dict[str, float]) -> float:
+    return ratio.get(name.rpartition(", ")[0], 0.0)
+
+
+def _distribution(shown: Distribution) -> str:
+    together = f' <span class="soft">{shown.groups} groups together, widest range</span>' if shown.groups > 1 else ""
+    lines = []
+    for index, (method, (low, high)) in enumerate(shown.ranges.items()):
+        ends = f"±{high:.4g}" if low == -high else f"{low:.4g} to {high:.4g}"
+        clip = shown.clips.get(method)
+        cost = f": clips {_share(clip.share)}, {clip.sqnr:.1f} dB" if clip else ""
+        flag = (
+            f' <span class="bad">the whole range would give {shown.whole:.1f} dB</span>'
+            if (method == CHOSEN and cut(shown))
+            else ""
+        )
+        lines.append(f"<p>{charts.legend(index)}{escape(method)} {ends}{cost}{flag}</p>")
+    caption = f"<figcaption><code>{escape(shown.name)}</code>{together}</figcaption>"
+    return f"<figure>{caption}{charts.histogram(shown)}{''.join(lines)}</figure>"
+
+
+def _share(share: float) -> str:
+    return "nothing" if not share else f"{share:.2%} of the values" if share >= 0.0001 else "under 0.01 % of the values"
+
+
+def _channels(shown: Channels) -> str:
+    note = f"{shown.channels} channels; the largest is {shown.spread:.3g} times the median"
+    return (
+        f"<figure><figcaption><code>{escape(shown.name)}</code>, weight</figcaption>{charts.channels(shown)}"
+        f"<p>{note}</p></figure>"
+    )
+
+
+def _improvement(data: ReportData) -> str:
+    if not data.improvement:
+        return ""
+    before, after = (sum(getattr(one, name) for one in data.improvement) for name in ("before", "after"))
+    left = f"{after / before:.0%} of the error of rounding to nearest is left." if before else ""
+    rows = [
+        (one.layer or "(model)", "-", "-", one.note)
+        if one.note
+        else (
+            one.layer or "(model)",
+            f"{one.before:.2e}",
+            f"{one.after:.2e}",
+            f"{one.after / one.before:.0%} left" if one.before else "",
+        )
+        for one in data.improvement
+    ]
+    header = ("layer", "error by rounding to nearest", "as chosen", "")
+    shown = table(header, rows, numbers=(1, 2))
+    return f"<p>{left}</p>" + (
+        shown if len(rows) <= WORST else f"<details><summary>by layer</summary>{shown}</details>"
+    )
+
+
+def _curve(data: ReportData) -> str:
+    if not data.curve:
+        return ""
+    best = {point.label for point in charts.frontier(data.curve)}
+    rows = [
+        (point.label, f"{point.bits:.2f}", f"{point.metric:.6g}", "best for its bits" if point.label in best else "")
+        for point in data.curve
+    ]
+    shown = table(("form", "bits per weight", data.metric, ""), rows, numbers=(1, 2))
+    return charts.curve(data.curve, data.metric) + shown
+
+
+def _sizes(data: ReportData) -> str:
+    def ratio(size: Size) -> str:
+        return f"{size.float_bytes / size.bytes:.2f}" if size.float_bytes and size.bytes else ""
+
+    rows = [
+        (size.name, f"{size.bytes:,}", "" if size.float_bytes is None else f"{size.float_bytes:,}", ratio(size))
+        for size in data.sizes
+    ]
+    return table(("what", "bytes", "bytes in float32", "times smaller"), rows, numbers=(1, 2, 3)) if rows else ""
+
+
+def _left(data: ReportData) -> str:
+    parts = []
+    for model, operations in data.left.items():
+        items = "".join(f"<li><code>{escape(operation)}</code></li>" for operation in operations)
+        shown = f"<ul>{items}</ul>" if items else "<p>No operation.</p>"
+        if len(operations) > WORST:
+            shown = f"<details><summary>{len(operations)} operations</summary>{shown}</details>"
+        parts.append(f"<h3>{escape(model)}</h3>{shown}")
+    return "".join(parts)
+
+
+def _verification(data: ReportData) -> str:
+    return "".join(_verified_model(verification) for verification in data.verifications)
+
+
+def _verified_model(verification: Verification) -> str:
+    differing = sum(node.differing for node in verification.nodes)
+    elements = sum(node.elements for node in verification.nodes)
+    if verification.exact:
+        said = f'<p class="good">Exact: 0 of {elements:,} compared elements differ.</p>'
+    elif verification.nodes:
+        faults = sum(bool(node.fault) for node in verification.nodes)
+        said = (
+            f'<p class="bad">Not exact: {differing:,} of {elements:,} compared elements differ, '
+            f"and {faults} quantizers have another fault.</p>"
+        )
+    else:
+        said = '<p class="bad">Nothing was compared.</p>'
+    rows = [
+        (readable(node.name), node.spec, f"{node.elements:,}", f"{node.differing:,}", node.fault)
+        for node in verification.nodes
+    ]
+    shown = table(("quantizer", "specification", "elements", "differing", ""), rows, numbers=(2, 3)) if rows else ""
+    if len(rows) > WORST and verification.exact:
+        shown = f"<details><summary>{len(rows)} quantizers</summary>{shown}</details>"
+    return f"<h3>{escape(verification.title)}</h3>{said}{paragraphs(verification.notes)}{shown}"
+
+
+def _environment(data: ReportData) -> str:
+    if not data.environment:
+        return ""
+    shown = table(("what", "value"), list(data.environment.items()))
+    return f"<details><summary>{len(data.environment)} values</summary>{shown}</details>"
+
+
+def paragraphs(sentences: Iterable[str], kind: str = "") -> str:
+    """Each sentence as a paragraph, escaped."""
+    opening = f'<p class="{kind}">' if kind else "<p>"
+    return "".join(f"{opening}{escape(sentence)}</p>" for sentence in sentences)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
+    """A table that scrolls in itself where the page is narrow."""
+    return f'<div class="wide">{html_table(header, rows, numbers=numbers)}</div>'
+
+
+SECTIONS: dict[Section, Callable[[ReportData], str]] = {
+    Section.ACCURACY: _accuracy,
+    Section.LAYERS: _layers,
+    Section.RANGES: _ranges,
+    Section.IMPROVEMENT: _improvement,
+    Section.CURVE: _curve,
+    Section.SIZES: _sizes,
+    Section.LEFT: _left,
+    Section.VERIFICATION: _verification,
+    Section.ENVIRONMENT: _environment,
+}
