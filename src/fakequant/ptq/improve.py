@@ -34,7 +34,7 @@ _NAMED_STEPS = {
 }
 _TRANSFORMS = {"smooth": smooth, "rotate": rotate}
 _HELD_BACK = 4
-"""Every fourth batch is held back where a setting is to be chosen, if there are as many."""
+"""Every fourth batch is held back where a setting is chosen, if there are as many."""
 
 Mask = Callable[[Any], Tensor]
 
