@@ -30,7 +30,7 @@ class WeightBits(NamedTuple):
 def spec_bits(spec: QuantSpec, shape: tuple[int, ...]) -> WeightBits:
     """The bits of a tensor of a shape by a specification.
 
-    >>> spec_bits(QuantSpec("int4 per_block(-1:32)"), (64, 256)).per_weight  # a float32 scale for every 32 codes
+    >>> spec_bits(QuantSpec.parse("int4 per_block(-1:32)"), (64, 256)).per_weight  # a float32 scale for every 32 codes
     5.0
     """
     elements, groups = prod(shape), spec.granularity.group_shape(shape)

@@ -1,0 +1,157 @@
+"""The pages in a browser: what fits, sorts and filters, with scripts and without. Needs Chromium."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from fakequant.report import (
+    Accuracy,
+    Channels,
+    Clip,
+    Distribution,
+    Layer,
+    NodeCheck,
+    Point,
+    ReportData,
+    Verification,
+    to_json,
+    write_report,
+)
+from fakequant.report.of_model import report_pair
+
+BROWSER = os.environ.get("FAKEQUANT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium; FAKEQUANT_CHROMIUM can name one")
+
+# The page lies in a frame of a given width; what is measured of it becomes the text of the page around it.
+AROUND = """<body style="margin:0">
+<iframe id="f" src="{page}" {sandbox} style="width:{width}px;height:900px;border:0"></iframe>
+<script>
+f.onload = () => {{
+  const page = f.contentDocument, root = page.documentElement, shown = row => row.checkVisibility();
+  const rows = selector => [...page.querySelectorAll(selector)].filter(shown).map(row => row.cells[0].textContent);
+  const colour = getComputedStyle(page.body).backgroundColor;
+  const found = {{ wide: root.scrollWidth, fits: root.clientWidth, dark: colour, all: rows("#rows tbody tr").length,
+    tools: !!page.querySelector(".tools"), tiles: page.querySelectorAll(".tile").length,
+    next: page.querySelector(".next") && page.querySelector(".next").getBoundingClientRect().top }};
+  page.querySelectorAll("details").forEach(one => {{ one.open = true; }});
+  found.open = rows("#rows tbody tr").length; found.stillfits = root.scrollWidth;
+  if (found.tools) {{
+    const search = page.querySelector(".tools input");
+    search.value = "BODY.1"; search.dispatchEvent(new Event("input"));
+    found.filtered = rows("#rows tbody tr");
+    search.value = ""; search.dispatchEvent(new Event("input"));
+    const th = page.querySelector("#rows th:nth-child(4) button");
+    th.click(); found.worst = rows("#rows + div tbody tr").slice(0, 3);
+    page.querySelector("#rows + div th:nth-child(4) button").click();
+    found.best = rows("#rows + div tbody tr").slice(0, 3);
+    page.querySelector(".tools button").click(); found.back = rows("#rows tbody tr");
+  }}
+  document.body.textContent = JSON.stringify(found);
+}};
+</script></body>"""
+
+
+def data(layers: int = 100) -> ReportData:
+    inside = [
+        Layer(
+            f"body.{at // 4}.{'qkvo'[at % 4]}", "Linear", "int8 per_tensor", "int8 per_channel(0)", 20.0 + at % 37, 30.0
+        )
+        for at in range(layers)
+    ]
+    shown = [
+        Distribution(
+            f"{one.name}, input",
+            [i / 64 for i in range(65)],
+            [(7 * i) ** 2 for i in range(64)],
+            {"chosen": (0.0, 0.7)},
+            clips={"chosen": Clip(0.01, 20.0)},
+            whole=30.0,
+        )
+        for one in inside
+    ]
+    return ReportData(
+        "A model with a rather long name that has to be wrapped somewhere",
+        metric="accuracy, %",
+        accuracy=[Accuracy("float32", "", 90.0), Accuracy("INT8", "mse", 89.9, "a note that is rather long, too")],
+        layers=[Layer("stem", "Conv2d", "", "int8"), *inside, Layer("exact", "add", "int8", float("inf"))],
+        distributions=shown,
+        channels=[Channels(one.name, [-1.0] * 48, [1.0] * 48, 384, 1.5) for one in inside],
+        curve=[Point("INT8", 8.1, 89.0), Point("INT4", 4.5, 80.0)],
+        verifications=[Verification("m.onnx", [NodeCheck(f"{o.name}._input_quantizer", "", 10, 0) for o in inside])],
+        next="Do something.",
+        code="x = 1  # a line that is longer than a telephone is wide, so that it must scroll in itself",
+    )  # fmt: skip
+
+
+def measured(folder: Path, page: str, width: int = 1280, sandbox: str = "", *options: str) -> dict:
+    (folder / "around.html").write_text(AROUND.format(page=page, width=width, sandbox=sandbox))
+    command = [
+        str(BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+        *options,
+    ]
+    command += [f"--window-size={max(width, 600)},1000", "--virtual-time-budget=4000", "--dump-dom"]
+    command += [f"--user-data-dir={folder / 'profile'}", (folder / "around.html").as_uri()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    body = re.search(r"<body[^>]*>(\{.*\})</body>", ran.stdout, flags=re.DOTALL)
+    assert body, ran.stdout[-2000:] + ran.stderr[-2000:]
+    return json.loads(unescape(body.group(1)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pages")
+    write_report(made / "page.html", data())
+    for name in "ab":
+        (made / f"{name}.json").write_text(to_json(data(12)))
+    report_pair(made / "a.html", made / "b.html", made / "pair.html")
+    return made
+
+
+def test_a_page_of_a_hundred_layers_is_small(folder: Path) -> None:
+    assert (folder / "page.html").stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_layers_sort_and_filter(folder: Path, width: int) -> None:
+    found = measured(folder, "page.html", width)
+    assert found["wide"] == found["fits"] == found["stillfits"] == width, "nothing is cut off or scrolls the page"
+    assert (found["tiles"], found["tools"]) == (4, True)
+    assert found["next"] < 800, "on the first screen"
+    assert (found["all"], found["open"]) == (2, 102), "blocks are folded"
+    assert found["filtered"] == [f"body.{n}.{k}" for n in (1, *range(10, 20)) for k in "qkvo"]
+    if width > 640:
+        assert found["worst"] == ["body.0.q", "body.9.k", "body.18.v"], "20 dB, three times"
+        assert found["best"][0] == "body.9.q", "56 dB"
+        assert found["back"][:2] == ["stem", "body.0.q"]
+
+
+def test_a_page_reads_without_scripts(folder: Path) -> None:
+    found = measured(folder, "page.html", 390, 'sandbox="allow-same-origin"')
+    assert (found["tools"], found["tiles"]) == (False, 4)
+    assert (found["all"], found["open"], found["wide"]) == (2, 102, 390)
+
+
+def test_a_page_is_dark_where_the_reader_wants_that(folder: Path) -> None:
+    for scheme, colour in (("0", "rgb(13, 17, 23)"), ("1", "rgb(255, 255, 255)")):
+        found = measured(folder, "page.html", 1280, "", f"--blink-settings=preferredColorScheme={scheme}")
+        assert found["dark"] == colour
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_two_runs_fit_side_by_side(folder: Path, width: int) -> None:
+    found = measured(folder, "pair.html", width)
+    assert (found["wide"], found["tiles"], found["open"]) == (width, 8, 14)
