@@ -4,9 +4,10 @@ Every step reads the same sums over a layer's inputs, see `InputSums`. No layer 
 calibration data than by rounding to nearest.
 """
 
+from .adaround import adaround
 from .improve import STEPS, improve
 from .results import Improvement, LayerResult
 from .rounding import descend, gptq
 from .sums import InputSums
 
-__all__ = ["STEPS", "Improvement", "InputSums", "LayerResult", "descend", "gptq", "improve"]
+__all__ = ["STEPS", "Improvement", "InputSums", "LayerResult", "adaround", "descend", "gptq", "improve"]

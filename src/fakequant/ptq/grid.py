@@ -11,6 +11,8 @@ from fakequant.numerics.scales import ScaleSpec
 from fakequant.numerics.spec import QuantSpec, Rounding
 from fakequant.ops import library
 
+_BITS = 33  # steps of a bisection over all float32 numbers
+
 
 class Grid:
     """The values of a weight [out, ...] by fixed parameters, as a matrix [out, columns].
@@ -44,6 +46,31 @@ class Grid:
         """The nearest values of a matrix [out, columns], in the dtype of the given ones."""
         return self._nearest(values, slice(None))
 
+    def neighbours(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The values at or just below and at or just above those of a matrix [out, columns].
+
+        They are found by bisection over float32 numbers with the operator, so that every format has them. Both are the
+        same where a value is one of the grid, or lies outside of its range.
+
+        >>> from fakequant.functional import choose_qparams
+        >>> weight = torch.tensor([[0.3, -0.7], [1.0, 5.0]])
+        >>> grid = Grid(QuantSpec("int3"), choose_qparams(weight[:1], "int2"), weight.shape)
+        >>> [part.mul(10).round().tolist() for part in grid.neighbours(weight)]
+        [[[0.0, -7.0], [7.0, 21.0]], [[7.0, -7.0], [14.0, 21.0]]]
+        """
+        exact = values.float()
+        near = self.nearest(exact)
+        rises = near < exact
+        end = torch.where(rises, torch.finfo(torch.float32).max, torch.finfo(torch.float32).min)
+        first, last = _order(exact), _order(end)  # numbers of the same value as the given ones, and of another one
+        for _ in range(_BITS):
+            middle = torch.div(first + last, 2, rounding_mode="floor")
+            same = self.nearest(_in_order(middle)) == near
+            first, last = torch.where(same, middle, first), torch.where(same, last, middle)
+        other = torch.where(near == exact, near, self.nearest(_in_order(last)))
+        pair = torch.where(rises, near, other), torch.where(rises, other, near)
+        return pair[0].to(values.dtype), pair[1].to(values.dtype)
+
     def _nearest(self, values: Tensor, columns: slice) -> Tensor:
         zero_point = None if self._zero_point is None else self._zero_point[:, columns].contiguous()
         params = QParams(self._scale[:, columns].contiguous(), zero_point)
@@ -63,3 +90,14 @@ def of_elements(values: Tensor, shape: torch.Size, blocks: tuple[int, ...]) -> T
     for axis, (length, block) in enumerate(zip(shape, blocks, strict=True)):
         values = values.repeat_interleave(block, axis).narrow(axis, 0, length)
     return values.reshape(shape[0], -1)
+
+
+def _order(values: Tensor) -> Tensor:
+    """The places of float32 numbers in their order, int64; both zeros have place 0."""
+    bits = values.view(torch.int32).to(torch.int64)
+    return torch.where(bits < 0, -(2**31) - bits, bits)
+
+
+def _in_order(places: Tensor) -> Tensor:
+    """The float32 numbers of places."""
+    return torch.where(places < 0, -(2**31) - places, places).to(torch.int32).view(torch.float32)

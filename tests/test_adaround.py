@@ -1,0 +1,110 @@
+"""Rounding up or down that is learned for a whole matrix, and the values of a grid beside others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fakequant as fq
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.ops import library
+from fakequant.ptq import adaround, descend, gptq
+from fakequant.ptq.grid import Grid
+from tests.support.bits import assert_same_bits
+
+FORMATS = {
+    "int4 channel": "int4 per_channel(0)",
+    "int3 group": "int3 per_block(-1:8,pad)",
+    "uint4 asymmetric": fq.QuantSpec("uint4", fq.PerBlock({-1: 8}, pad=True), symmetric=False),
+    "fp8": "float8_e4m3fn per_channel(0)",
+    "mxfp4": "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor",
+    "nvfp4": "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
+    "nf4 tiles": "nf4 per_block(0:4,-1:8,pad)",
+    "int8 tensor": "int8",
+}
+OUT, COLUMNS = 6, 20
+
+
+def problem(name: str) -> tuple[Tensor, Tensor, Grid, fq.QuantSpec, fq.QParams]:
+    generator = torch.Generator().manual_seed(0)
+    spec = FORMATS[name] if isinstance(FORMATS[name], fq.QuantSpec) else fq.QuantSpec.parse(str(FORMATS[name]))
+    spec = spec.replace(granularity=spec.granularity.remap_axes({0: 0, -1: 1}))
+    weight = torch.randn(OUT, COLUMNS, generator=generator)
+    x = torch.randn(300, COLUMNS, generator=generator).double()
+    x = x @ torch.randn(COLUMNS, COLUMNS, generator=generator).double()
+    params = fq.choose_qparams(weight, spec)
+    return weight, x.T @ x, Grid(spec, params, weight.shape), spec, params
+
+
+def losses(values: Tensor, target: Tensor, moments: Tensor) -> Tensor:
+    error = (values - target).double()
+    return ((error @ moments) * error).sum(1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_row_is_worse_and_values_are_those_of_the_grid(name: str) -> None:
+    weight, moments, grid, spec, params = problem(name)
+    nearest = grid.nearest(weight)
+    found = adaround(weight, moments, grid, nearest, 200)
+    assert_same_bits(library.fake_quantize(found, params, spec), found)
+    before, after = losses(nearest, weight, moments), losses(found, weight, moments)
+    assert bool((after <= before).all())
+    assert float(after.sum()) < 0.9 * float(before.sum())
+    assert_same_bits(adaround(weight, moments, grid, nearest, 200), found)
+
+
+def test_it_goes_on_from_other_solutions() -> None:
+    weight, moments, grid, _, _ = problem("int4 channel")
+    start = descend(weight, gptq(weight, moments, grid), moments, grid)
+    low, high = grid.neighbours(weight)
+    assert bool(((start < low) | (start > high)).any())  # values that are neither rounded up nor down
+    found = adaround(weight, moments, grid, start)
+    assert bool((losses(found, weight, moments) <= losses(start, weight, moments)).all())
+    assert float(losses(found, weight, moments).sum()) < float(losses(start, weight, moments).sum())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_neighbours_are_the_values_on_both_sides(name: str) -> None:
+    weight, _, grid, spec, params = problem(name)
+    values = torch.cat([weight * 1.2, weight, weight * 1e-3, weight * 0])[:OUT].clone()
+    values[0, :3] = torch.tensor([1e30, -1e30, 1e-40])
+    low, high = grid.neighbours(values)
+    # Every value of an element's grid, by the operator for a dense row of numbers.
+    reach = torch.cat([torch.linspace(-4, 4, 40_001), torch.linspace(-0.04, 0.04, 40_001)])
+    for row in range(OUT):
+        for column in range(COLUMNS):
+            one = grid.rows(slice(row, row + 1))
+            one._scale = one._scale[:, column : column + 1].expand(1, len(reach)).contiguous()
+            if one._zero_point is not None:
+                one._zero_point = one._zero_point[:, column : column + 1].expand(1, len(reach)).contiguous()
+            every = one.nearest(reach[None])[0].unique()
+            value = values[row, column]
+            below, above = every[every <= value], every[every >= value]
+            inside = len(below) and len(above)
+            assert low[row, column] == (below[-1] if inside else every[0 if not len(below) else -1])
+            assert high[row, column] == (above[0] if inside else every[0 if not len(below) else -1])
+    assert_same_bits(library.fake_quantize(low, params, spec), low)
+    assert_same_bits(library.fake_quantize(high, params, spec), high)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_of_the_grid_are_their_own_neighbours(name: str) -> None:
+    weight, _, grid, _, _ = problem(name)
+    nearest = grid.nearest(weight)
+    for side in grid.neighbours(nearest):
+        assert torch.equal(side, nearest)
+
+
+def test_a_row_that_nothing_excites_keeps_its_start() -> None:
+    weight, _, grid, _, _ = problem("int4 channel")
+    start = grid.nearest(weight)
+    assert_same_bits(adaround(weight, torch.zeros(COLUMNS, COLUMNS, dtype=torch.float64), grid, start, 20), start)
+
+
+def test_what_is_refused() -> None:
+    weight, moments, grid, _, _ = problem("int4 channel")
+    with pytest.raises(CalibrationError, match="sums of inputs are not finite"):
+        adaround(weight, moments * torch.nan, grid, weight)
+    with pytest.raises(ConfigError, match="iterations=0: adaround needs at least one"):
+        adaround(weight, moments, grid, weight, 0)
