@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from fakequant.distributed import is_data_parallel, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runner
+from fakequant.model.distillation import Distillation as Distillation
 from fakequant.model.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.folding import merge_batch_norm as merge_batch_norm
 from fakequant.model.progress import track
@@ -192,7 +193,7 @@ class Options:
     progress: bool | None = None
 
 
-def finetune(
+def finetune(  # noqa: PLR0913  all but the first five by name
     model: nn.Module,
     batches: Iterable[Any],
     loss: Loss | None,
@@ -201,6 +202,7 @@ def finetune(
     *,
     targets: str = "labels",
     inputs: Inputs | None = None,
+    teacher: nn.Module | Literal["self"] | Distillation | None = None,
 ) -> list[float]:
     """Fine-tune a calibrated model with fake quantization in its graph.
 
@@ -216,6 +218,8 @@ def finetune(
         options: scales, batch normalisation, optimizer, callback.
         targets: the key of the targets in mappings.
         inputs: which part of a batch the model gets, as for `calibrate`; by default all of it without the targets.
+        teacher: a float model whose outputs count as much as the targets; "self" is this model with its quantizers off.
+            `Distillation` has the other choices.
 
     Returns:
         The mean loss of every epoch.
@@ -234,6 +238,9 @@ def finetune(
     options = options or Options()
     if not quantizers(model):
         raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
+    distillation = teacher if isinstance(teacher, Distillation) or teacher is None else Distillation(teacher)
+    if distillation is not None:
+        distillation.check(model)
     with restore_on_error(attributes_of(model.modules(), "training")):
         set_scales(model, options.scales, options.method, **options.method_options)
         optimizer = options.optimizer([p for p in model.parameters() if p.requires_grad])
@@ -244,7 +251,7 @@ def finetune(
                 freeze_batch_norm(model)
             if epoch and options.scales is Scales.EPOCH:
                 set_scales(model, options.scales)
-            measure = partial(_loss, model, loss=loss, targets=targets, inputs=inputs)
+            measure = partial(_loss, model, loss=loss, targets=targets, inputs=inputs, distillation=distillation)
             history.append(_epoch(batches, measure, optimizer, (schedule, epoch, options.progress)))
             if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
                 break
@@ -253,28 +260,49 @@ def finetune(
     return history
 
 
-def _loss(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, inputs: Inputs | None) -> Tensor:
+def _loss(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None,
+    targets: str,
+    inputs: Inputs | None,
+    distillation: Distillation | None,
+) -> Tensor:
     """The loss of one batch."""
+    wanted = None if loss is None else _targets(batch, targets)
+    forward = partial(_outputs, batch=batch, loss=loss, targets=targets, inputs=inputs)
+    outputs, distance = (forward(model), None) if distillation is None else distillation.student(model, forward)
+    value = _own_loss(outputs) if loss is None else loss(outputs, wanted)
+    if distillation is None or distance is None:
+        return value
+    return (1 - distillation.weight) * value + distillation.weight * distance
+
+
+def _outputs(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, inputs: Inputs | None) -> Any:
+    """What a model returns for a batch; without a loss it gets the targets too."""
     if loss is None:
-        return _own_loss(model, batch, inputs)
-    wanted = _targets(batch, targets)
+        return _with_targets(model, batch, inputs)
     if inputs is not None:
-        return loss(runner(inputs)(model, batch), wanted)
+        return runner(inputs)(model, batch)
     if isinstance(batch, Mapping):
-        return loss(run_batch(model, {key: x for key, x in batch.items() if key != targets}), wanted)
-    return loss(run_batch(model, tuple(batch[:-1]), known=len(batch) - 1), wanted)
+        return run_batch(model, {key: x for key, x in batch.items() if key != targets})
+    return run_batch(model, tuple(batch[:-1]), known=len(batch) - 1)
 
 
-def _own_loss(model: nn.Module, batch: Any, inputs: Inputs | None) -> Tensor:
-    """The loss that a model computes itself."""
+def _with_targets(model: nn.Module, batch: Any, inputs: Inputs | None) -> Any:
     try:
-        outputs = runner(inputs)(model, batch)
+        return runner(inputs)(model, batch)
     except AmbiguousBatchError as error:
         raise ConfigError(
             "with loss=None the model needs its targets as an argument, and a tuple does not say which item is which "
             'argument; give dicts of arguments, such as {"input_ids": ..., "labels": ...}, or a function that makes '
             "them of a batch as inputs="
         ) from error
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    """The loss that a model computes itself."""
     value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if not isinstance(value, Tensor):
         raise ConfigError(

@@ -1,0 +1,137 @@
+"""Train a quantized model towards what a float model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.errors import ConfigError, nearest
+from fakequant.model.modes import disabled, evaluating
+from fakequant.model.outputs import float_tensors
+from fakequant.restore import restore_after
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What a model learns from a teacher, and how much that counts.
+
+    The loss is (1 - weight) times the user's loss plus weight times the distance from the teacher. That is the
+    Kullback-Leibler divergence of the softmax of the logits, or with `features` the mean squared error of the outputs
+    of these modules, summed over them.
+
+    Args:
+        teacher: a module that takes the same batches; "self" is the trained model with its quantizers off. That takes
+            no memory, and its weights move with the training. It computes in eval mode and without gradients.
+        weight: above 0 to 1.
+        temperature: by which logits are divided; the divergence is multiplied by its square, so that gradients keep
+            their size (Hinton et al., arXiv 1503.02531).
+        features: names of modules that the model and the teacher both have.
+        logits: finds the logits in what a model returns; by default the only tensor, or `outputs.logits`.
+        axis: of the classes in the logits.
+
+    Raises:
+        ConfigError: a weight, temperature or teacher out of these.
+
+    >>> Distillation("self", weight=0.9, temperature=2.0).weight
+    0.9
+    """
+
+    teacher: nn.Module | Literal["self"] = "self"
+    weight: float = 0.5
+    temperature: float = 1.0
+    features: tuple[str, ...] = ()
+    logits: Callable[[Any], Tensor] | None = None
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.teacher, nn.Module) or self.teacher == "self"):
+            raise ConfigError(f'the teacher must be a module, or "self" for the model itself, got {self.teacher!r}')
+        if not 0 < self.weight <= 1:
+            raise ConfigError(f"Distillation(weight={self.weight}): must be above 0 and at most 1")
+        if not self.temperature > 0:
+            raise ConfigError(f"Distillation(temperature={self.temperature}): must be positive")
+        if isinstance(self.features, str):
+            raise ConfigError(f"Distillation(features={self.features!r}): give a tuple, such as ({self.features!r},)")
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError where the model or the teacher lacks a module of `features`."""
+        for role, module in (("model", model), ("teacher", self._teacher_of(model))):
+            names = [name for name, _ in module.named_modules() if name]
+            for feature in self.features:
+                if feature not in names:
+                    raise ConfigError(f"the {role} has no module {feature!r} for features={nearest(feature, names)}")
+
+    def student(self, model: nn.Module, forward: Callable[[nn.Module], Any]) -> tuple[Any, Tensor]:
+        """The outputs of the trained model, and its distance from the teacher.
+
+        Args:
+            model: the one that is trained.
+            forward: calls a model with the batch.
+        """
+        outputs, own = self._run(model, forward)
+        teacher = self._teacher_of(model)
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.no_grad())
+            contexts.enter_context(evaluating(teacher))
+            if teacher is model:
+                contexts.enter_context(disabled(model))
+            _, wanted = self._run(teacher, forward)
+        for x, y, name in zip(own, wanted, self.features or ("the logits",), strict=True):
+            if x.shape != y.shape:
+                raise ConfigError(f"{name}: the model gives {list(x.shape)}, and its teacher {list(y.shape)}")
+        if self.features:
+            return outputs, torch.stack([F.mse_loss(x, y.to(x.dtype)) for x, y in zip(own, wanted, strict=True)]).sum()
+        return outputs, self._divergence(own[0], wanted[0])
+
+    def _teacher_of(self, model: nn.Module) -> nn.Module:
+        return self.teacher if isinstance(self.teacher, nn.Module) else model
+
+    def _run(self, model: nn.Module, forward: Callable[[nn.Module], Any]) -> tuple[Any, list[Tensor]]:
+        """The outputs of a model, and the tensors that are compared."""
+        with _seen(model, self.features) as seen:
+            outputs = forward(model)
+        if not self.features:
+            return outputs, [(self.logits or _logits)(outputs)]
+        if missing := [name for name in self.features if name not in seen]:
+            raise ConfigError(f"features: no tensor came out of {missing[0]} in this batch")
+        return outputs, [seen[name] for name in self.features]
+
+    def _divergence(self, own: Tensor, wanted: Tensor) -> Tensor:
+        student = F.log_softmax(own.float() / self.temperature, self.axis)
+        teacher = F.log_softmax(wanted.float() / self.temperature, self.axis)
+        each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(self.axis)
+        return each.mean() * self.temperature**2
+
+
+def _logits(outputs: Any) -> Tensor:
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    tensors = [found] if isinstance(found, Tensor) else float_tensors(outputs)
+    if len(tensors) != 1:
+        raise ConfigError(
+            f"an output of type {type(outputs).__name__} holds {len(tensors)} float tensors, and distillation needs "
+            "one; give a function of the output as Distillation(logits=...), or names of modules as features="
+        )
+    return tensors[0]
+
+
+@contextmanager
+def _seen(model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, Tensor]]:
+    """The first float tensor that each named module returns in its last call."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Any) -> None:
+        if tensors := float_tensors(output):
+            found[name] = tensors[0]
+
+    hooks: list[Any] = []
+    with restore_after(lambda: [hook.remove() for hook in hooks]):
+        for name in names:
+            module = model.get_submodule(name)
+            hooks.append(module.register_forward_hook(lambda _, __, output, name=name: keep(name, output)))
+        yield found
