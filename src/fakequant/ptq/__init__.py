@@ -5,9 +5,20 @@ calibration data than by rounding to nearest.
 """
 
 from .adaround import adaround
+from .corrections import reestimate_batch_norm
 from .improve import STEPS, improve
 from .results import Improvement, LayerResult
 from .rounding import descend, gptq
 from .sums import InputSums
 
-__all__ = ["STEPS", "Improvement", "InputSums", "LayerResult", "adaround", "descend", "gptq", "improve"]
+__all__ = [
+    "STEPS",
+    "Improvement",
+    "InputSums",
+    "LayerResult",
+    "adaround",
+    "descend",
+    "gptq",
+    "improve",
+    "reestimate_batch_norm",
+]
