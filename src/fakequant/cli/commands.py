@@ -45,6 +45,22 @@ app = typer.Typer(
 RecipeFile = Annotated[Path, typer.Argument(help="a Python file that defines model() and calibration_batches()")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from fakequant.version import __version__
+
+        Console().print(Text(f"fakequant {__version__}"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and stop")
+    ] = False,
+) -> None: ...
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="folder for the report and the models")] = Path("demo-output"),
@@ -72,12 +88,42 @@ def quantize(  # noqa: PLR0913  the command's options
     unseen: Annotated[
         str, typer.Option(help="how to treat layers that no batch reaches: error, float or siblings")
     ] = "error",
+    improve: Annotated[
+        str | None, typer.Option(help="choose weights by the error of their layers: best, or fast, which takes less")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="print tables of layers, and tracebacks of failing batches")
+    ] = False,
 ) -> None:
-    """Quantize the model of a recipe: calibrate, fine-tune, save, export, verify and report."""
+    """Quantize the model of a recipe: calibrate, improve, fine-tune, save, export, verify and report."""
     from fakequant.cli.job import Job, run
 
-    job = Job(recipe, preset, method, out, train, compare, static, style, execution, unseen)
-    run(job, Console())
+    job = Job(recipe, preset, method, out, train, compare, static, style, execution, unseen, improve, verbose)
+    run(job, Console(quiet=quiet))
+
+
+@app.command()
+def init(
+    recipe: Annotated[Path, typer.Argument(help="the file to write")] = Path("recipe.py"),
+) -> None:
+    """Write a recipe to edit; it runs as it is."""
+    from fakequant.cli.starter import write_starter
+
+    write_starter(recipe)
+    Console(soft_wrap=True).print(
+        Text(f"Written: {recipe}. Edit what is marked EDIT, then: fakequant quantize {recipe} --out quantized")
+    )
+
+
+@app.command()
+def presets() -> None:
+    """List the presets: bits per weight, and what is quantized."""
+    from fakequant.cli.inspection import preset_lines
+
+    console = Console(soft_wrap=True)
+    console.print(Text("\n".join(preset_lines())))
+    console.print(Text("Bits per weight count the scales of a layer of 4,096 by 4,096."))
 
 
 @app.command()

@@ -11,6 +11,11 @@ from fakequant.export.packages import require
 from fakequant.export.record import read
 from fakequant.export.verify import load_exported
 from fakequant.model.manifest import MANIFEST, read_manifest
+from fakequant.model.presets import ALIASES, presets
+from fakequant.model.sizes import spec_bits
+
+_SIDE = 4096
+"""The side of the square layer for which presets count their bits."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +97,25 @@ def _inspect_onnx(path: Path) -> Inspection:
         ("quantizer", "kind", "specification", "in ONNX"),
         rows,
     )
+
+
+def preset_lines() -> list[str]:
+    """Describe every preset in one line: name, bits per weight with its scales, what is quantized, other names.
+
+    >>> print(*preset_lines()[:2], sep="\\n")
+    preset            bits per weight  what is quantized
+    INT8                         8.01  weights int8 per_channel(0), inputs int8 per_tensor; also W8A8
+    """
+    lines = [f"{'preset':16}  {'bits per weight':>15}  what is quantized"]
+    for name, config in presets().items():
+        rule = config.rules[0]
+        if rule.weight is None:
+            continue
+        bits = spec_bits(rule.weight.spec, (_SIDE, _SIDE)).per_weight
+        same = rule.input is not None and rule.input.spec == rule.weight.spec
+        inputs = "inputs stay in float" if rule.input is None else f"inputs {rule.input}"
+        what = f"weights and inputs {rule.input}" if same else f"weights {rule.weight}, {inputs}"
+        names = [alias for alias, target in ALIASES.items() if target == name]
+        names += [config.name] if config.name != name else []
+        lines.append(f"{name:16}  {bits:15.3g}  {what}" + (f"; also {', '.join(names)}" if names else ""))
+    return lines

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.text import Text
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fakequant.calibration import Calibrator, calibrators
+from fakequant.cli.batches import NamedBatches
 from fakequant.cli.generation import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.recipe import Recipe, load_recipe
+from fakequant.cli.steps import Steps
 from fakequant.errors import ConfigError, ExportError, GraphError, VerificationError, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.style import Style
@@ -33,6 +35,7 @@ from fakequant.model.presets import find_preset
 from fakequant.model.summary import summary
 from fakequant.model.unseen import check_unseen
 from fakequant.nn import Execution, cached_weights
+from fakequant.ptq import improve
 from fakequant.report import (
     Accuracy,
     ReportData,
@@ -47,6 +50,8 @@ from fakequant.report import (
     write_report,
 )
 from fakequant.report.terminal import print_report
+
+_IMPROVE = ("best", "fast")
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Job:
         execution: how layers compute while they are measured: "simulate", "auto" or "integer", see `set_execution`.
             The checkpoint keeps it; it does not change the exported file.
         unseen: how to treat layers that no batch reaches, see `calibrate`.
+        improve: the steps of `fakequant.ptq.improve` after calibration, "best" or "fast"; None for none.
+        verbose: whether to print tables of all layers, and the traceback if the model fails on a batch.
     """
 
     recipe: Path
@@ -77,6 +84,8 @@ class Job:
     style: str = "portable"
     execution: str = "simulate"
     unseen: str = "error"
+    improve: str | None = None
+    verbose: bool = False
 
 
 @dataclass
@@ -84,7 +93,10 @@ class _Progress:
     """The results so far; the report shows them even if a later step fails."""
 
     recipe: Recipe
-    console: Console
+    job: Job
+    steps: Steps
+    noted: NamedBatches = field(default_factory=NamedBatches)
+    remarks: list[str] = field(default_factory=list)
     accuracy: list[Accuracy] = field(default_factory=list)
     calibrators: dict[str, dict[str, Calibrator]] = field(default_factory=dict)
     missing: dict[Section, str] = field(default_factory=dict)
@@ -92,12 +104,19 @@ class _Progress:
     def measure(self, model: nn.Module, format: str, method: str) -> None:
         """Add the metric of a model, if the recipe defines one."""
         if not self.recipe.offers("evaluate"):
-            self.missing[Section.ACCURACY] = f"{self.recipe.path.name} does not define evaluate(model)."
             return
         with evaluating(model), cached_weights(model), torch.no_grad():
             value = self.recipe.evaluate(model)
         self.accuracy.append(Accuracy(format, method, value))
-        self.console.print(Text(f"{format} {method}: {value:.6g}"))
+        self.steps.note(f"{format} {method}: {value:.6g}")
+
+    def batches(self) -> Iterable[Any]:
+        """The calibration batches, from the first."""
+        return self.noted.of(self.recipe.calibration_batches())
+
+    def named(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which the error of a batch names the batch; not if the traceback is wanted."""
+        return nullcontext() if self.job.verbose else self.noted.failures_named(model)
 
 
 @dataclass(frozen=True)
@@ -138,10 +157,13 @@ def run(job: Job, console: Console) -> ReportData:
     Style.parse(job.style)
     as_execution(job.execution)
     check_unseen(job.unseen)
+    if job.improve not in (None, *_IMPROVE):
+        raise ConfigError(f"unknown steps {job.improve!r} of --improve{nearest(str(job.improve), _IMPROVE)}")
     state = f"nothing was written; the files in {job.out} are unchanged"
     try:
         with results_folder(job.out) as out:
-            progress = _Progress(load_recipe(job.recipe), console)
+            recipe = load_recipe(job.recipe)
+            progress = _Progress(recipe, job, Steps(console, _number_of_steps(job, recipe)))
             model = quantized_model(job, config, progress)
             with staged(out) as folder:
                 written = _write(job, config, progress, model, folder)
@@ -149,7 +171,7 @@ def run(job: Job, console: Console) -> ReportData:
                 publish(folder, out)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted: {state}") from None
-    console.print(Text(f"Written: {', '.join(str(out / name) for name in written.names)}"))
+    progress.steps.note(f"Written: {', '.join(str(out / name) for name in written.names)}")
     if written.refusal is not None:
         raise written.refusal
     if not written.exact:
@@ -157,46 +179,63 @@ def run(job: Job, console: Console) -> ReportData:
     return written.data
 
 
+def _number_of_steps(job: Job, recipe: Recipe) -> int:
+    optional = (recipe.offers("evaluate"), job.improve is not None, job.train and recipe.offers("train"))
+    return 6 + sum(optional)
+
+
 def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, folder: Path) -> _Written:
     """Save, export, verify and report a model."""
-    recipe = progress.recipe
-    save(model, folder / CHECKPOINT)
-    example = example_of(model, recipe.first_batch())
-    refusal: ExportError | None = None
+    steps, example = progress.steps, example_of(model, progress.recipe.first_batch())
+    with steps.step("saving the checkpoint"):
+        save(model, folder / CHECKPOINT)
+    export, check, refusal = _exported(job, progress, model, example, folder)
+    with steps.step("measuring layers"), progress.named(model):
+        measured = measure(model, progress.batches())
+    with steps.step("writing the report"):
+        has_graph = _write_graph(model, example, folder / GRAPH)
+        files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
+        data = ReportData(
+            f"{job.recipe.stem}, quantized to {config.name}",
+            summary=(
+                f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated with {job.method}.",
+                *progress.remarks,
+                *_execution_lines(job, model),
+                *has_graph,
+            ),
+            metric="evaluate(model)",
+            accuracy=progress.accuracy,
+            layers=measured.layers,
+            distributions=with_ranges(measured.distributions, progress.calibrators),
+            channels=measured.channels,
+            sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),
+            left=layers_left({config.name: model}, example),
+            verifications=[] if check is None else [verification(ONNX, check)],
+            environment=environment(),
+            missing=progress.missing,
+        )
+        data = with_advice(data, job.preset)
+        write_report(folder / REPORT, data)
+    print_report(steps.console, data)
+    return _Written(data, [*files, REPORT], refusal, check is None or check.exact)
+
+
+def _exported(
+    job: Job, progress: _Progress, model: nn.Module, example: Any, folder: Path
+) -> tuple[ExportReport | None, VerifyReport | None, ExportError | None]:
+    """Export and verify a model; an error of the export is returned."""
     export: ExportReport | None = None
-    check: VerifyReport | None = None
     try:
         dynamic_shapes = None if job.static else dynamic_batch(example)
-        export = export_onnx(model, example, folder / ONNX, dynamic_shapes=dynamic_shapes, style=job.style)
-        check = verify_onnx(folder / ONNX, model, fitting(recipe.calibration_batches(), example, dynamic_shapes))
+        with progress.steps.step("exporting to ONNX"):
+            export = export_onnx(model, example, folder / ONNX, dynamic_shapes=dynamic_shapes, style=job.style)
+        with progress.steps.step("verifying bit for bit"):
+            batches = fitting(progress.recipe.calibration_batches(), example, dynamic_shapes)
+            return export, verify_onnx(folder / ONNX, model, batches), None
     except ExportError as error:
-        refusal = error
+        progress.steps.begun += export is None  # the verification that does not happen
         progress.missing[Section.VERIFICATION] = f"The model was not exported: {error}"
-    has_graph = _write_graph(model, example, folder / GRAPH)
-    measured = measure(model, recipe.calibration_batches())
-    files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
-    data = ReportData(
-        f"{job.recipe.stem}, quantized to {config.name}",
-        summary=(
-            f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated with {job.method}.",
-            *_execution_lines(job, model),
-            *has_graph,
-        ),
-        metric="evaluate(model)",
-        accuracy=progress.accuracy,
-        layers=measured.layers,
-        distributions=with_ranges(measured.distributions, progress.calibrators),
-        channels=measured.channels,
-        sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),
-        left=layers_left({config.name: model}, example),
-        verifications=[] if check is None else [verification(ONNX, check)],
-        environment=environment(),
-        missing=progress.missing,
-    )
-    data = with_advice(data, job.preset)
-    write_report(folder / REPORT, data)
-    print_report(progress.console, data)
-    return _Written(data, [*files, REPORT], refusal, check is None or check.exact)
+        return export, None, error
 
 
 def _execution_lines(job: Job, model: nn.Module) -> list[str]:
@@ -221,23 +260,40 @@ def _write_graph(model: nn.Module, example: Any, path: Path) -> list[str]:
 
 
 def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
-    """Prepare, calibrate and fine-tune the recipe's model, and measure it after every step."""
-    recipe = progress.recipe
+    """Prepare, calibrate, improve and fine-tune the recipe's model, and measure it after every step."""
+    recipe, steps = progress.recipe, progress.steps
     model = recipe.model()
-    progress.measure(model, "float32", "")
-    set_execution(prepare(model, config), job.execution)
-    for method in calibrators():
-        if job.compare and method != job.method:
-            other = copy.deepcopy(model)
-            progress.calibrators[method] = calibrate(other, recipe.calibration_batches(), method, unseen=job.unseen)
-            progress.measure(other, config.name, method)
-    chosen = calibrate(model, recipe.calibration_batches(), job.method, unseen=job.unseen)
-    progress.calibrators = {job.method: chosen} | progress.calibrators
-    progress.measure(model, config.name, job.method)
+    if recipe.offers("evaluate"):
+        with steps.step("measuring float32"):
+            progress.measure(model, "float32", "")
+    with steps.step("calibrating"):
+        set_execution(prepare(model, config), job.execution)
+        _calibrate(job, config, progress, model)
+    if job.improve is not None:
+        with steps.step("choosing weights"), progress.named(model):
+            found = improve(model, progress.batches(), job.improve)
+            *table, last = str(found).splitlines()
+            progress.remarks.append(f"Weights chosen by {job.improve} steps: {last}.")
+            steps.note("\n".join([*table, last]) if job.verbose else last)
+            progress.measure(model, config.name, f"{job.method}, then improved")
     if job.train and recipe.offers("train"):
-        recipe.train(model)
-        progress.measure(model, config.name, f"{job.method}, then fine-tuned")
+        with steps.step("fine-tuning"):
+            recipe.train(model)
+            progress.measure(model, config.name, f"{job.method}, then fine-tuned")
     return model.eval()
+
+
+def _calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
+    """Calibrate a model with the chosen method; copies of it with the others too, where they are compared."""
+    if not progress.recipe.offers("evaluate"):
+        progress.missing[Section.ACCURACY] = f"{progress.recipe.path.name} does not define evaluate(model)."
+    methods = [method for method in calibrators() if job.compare and method != job.method]
+    copies = {method: copy.deepcopy(model) for method in methods} | {job.method: model}
+    for method, own in copies.items():
+        with progress.named(own):
+            progress.calibrators[method] = calibrate(own, progress.batches(), method, unseen=job.unseen)
+        progress.measure(own, config.name, method)
+    progress.calibrators = {job.method: progress.calibrators.pop(job.method)} | progress.calibrators
 
 
 def example_of(model: nn.Module, batch: Any) -> Any:

@@ -1,0 +1,187 @@
+"""What the command line tells while it works: steps with times, counts, and the batch that failed."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import runpy
+from collections.abc import Sized
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from fakequant.cli.batches import NamedBatches
+from fakequant.cli.commands import app
+from fakequant.cli.inspection import preset_lines
+from fakequant.cli.steps import Steps
+from fakequant.errors import RecipeError
+from fakequant.model import progress
+from fakequant.model.config import TensorConfig
+from fakequant.model.presets import presets
+from fakequant.model.sizes import spec_bits
+from fakequant.version import __version__
+from tests.support.recipes import EVALUATE, RECIPE, TRAIN
+
+WRONG = RECIPE.replace("torch.randn(4, 6, generator=generator)", "torch.randn(4, 6 + 3 * (_ == 1))")
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def written() -> tuple[Steps, io.StringIO]:
+    out = io.StringIO()
+    return Steps(Console(file=out, width=80), 2), out
+
+
+def test_a_step_is_one_line_with_its_time(written) -> None:
+    steps, out = written
+    with steps.step("exporting"):
+        assert out.getvalue() == "[1/2] exporting ..."
+    assert re.fullmatch(r"\[1/2\] exporting \.\.\. \d+\.\d s\n", out.getvalue())
+
+
+def test_notes_and_counts_have_lines_of_their_own(written, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "COUNT_EVERY", 0.0)
+    steps, out = written
+    with steps.step("calibrating"):
+        assert list(progress.track([1, 2, 3], "observing", 3)) == [1, 2, 3]
+        steps.note("value: 1\x1b")
+    lines = out.getvalue().splitlines()
+    assert lines[:4] == ["[1/2] calibrating ...", "observing: 1 of 3", "observing: 2 of 3", r"value: 1\x1b"]
+    assert re.fullmatch(r"\[1/2\] calibrating \.\.\. [\d.]+ s", lines[4])
+    assert list(progress.track([1, 2], "observing", None)) == [1, 2]
+    assert out.getvalue().splitlines() == lines, "nothing is counted outside a step"
+
+
+def test_a_failing_step_has_no_time(written) -> None:
+    steps, out = written
+    with pytest.raises(ZeroDivisionError), steps.step("exporting"):
+        _ = 1 / 0
+    assert out.getvalue() == "[1/2] exporting ...\n"
+
+
+def test_quantize_tells_every_step(recipe, tmp_path: Path) -> None:
+    path = recipe(RECIPE + EVALUATE + TRAIN)
+    result = invoke("quantize", path, "--out", tmp_path / "out", "--improve", "fast", "-v")
+    assert result.exit_code == 0, result.output
+    told = re.findall(r"^\[(\d)/9\] (.*) \.\.\. [\d.]+ s$", result.stdout, flags=re.MULTILINE)
+    assert [int(number) for number, _ in told] == list(range(1, 10))
+    assert [what for _, what in told][:4] == ["measuring float32", "calibrating", "choosing weights", "fine-tuning"]
+    assert "nearest  " in result.stdout, "the table of layers"
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert re.search(r"Weights chosen by fast steps: \d+% of the error of rounding to nearest is left\.", page)
+    assert "entropy, then improved" in page
+
+
+def test_quiet_prints_errors_only(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke("quantize", recipe(WRONG), "--out", tmp_path / "out", "--method", "max", "-q")
+    assert result.exit_code == 1
+    assert result.output.startswith("error: batch 2")
+    consoles = []
+    monkeypatch.setattr("fakequant.cli.job.run", lambda job, console: consoles.append(console))
+    invoke("quantize", "recipe.py", "--out", tmp_path / "out", "-q")
+    invoke("quantize", "recipe.py", "--out", tmp_path / "out")
+    assert [console.quiet for console in consoles] == [True, False]
+
+
+def test_unknown_steps_are_found_before_the_recipe_runs(tmp_path: Path) -> None:
+    result = invoke("quantize", tmp_path / "absent.py", "--out", tmp_path / "out", "--improve", "bset")
+    assert "error: unknown steps 'bset' of --improve; did you mean best?" in result.output
+
+
+def test_a_failing_batch_is_named(recipe, tmp_path: Path) -> None:
+    result = invoke("quantize", recipe(WRONG), "--out", tmp_path / "out", "--method", "max")
+    assert result.exit_code == 1
+    line = result.stderr.strip()
+    assert line.startswith(
+        "error: batch 2 of calibration_batches(), tensors of shape [4, 9], [4], failed in layer 0 (Linear): "
+        "RuntimeError: "
+    )
+    assert line.endswith("correct the batch or the model (-v shows the traceback)")
+    verbose = invoke("quantize", recipe(WRONG), "--out", tmp_path / "out", "--method", "max", "-v")
+    assert isinstance(verbose.exception, RuntimeError)
+
+
+def test_an_error_while_a_batch_is_made_stays_as_it_is() -> None:
+    def batches():
+        yield torch.ones(1)
+        raise KeyError("missing file")
+
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> None:
+            raise KeyError("in the batch")
+
+    def leave_early() -> None:
+        for _ in noted.of([1, 2]):
+            break
+        raise KeyError("after the batches")
+
+    def fail_inside() -> None:
+        for batch in noted.of([1, 2]):
+            model(batch)
+
+    noted, model = NamedBatches(), Failing()
+    with pytest.raises(KeyError), noted.failures_named(model):
+        list(noted.of(batches()))
+    with pytest.raises(KeyError), noted.failures_named(model):
+        leave_early()
+    with pytest.raises(RecipeError, match=r"^batch 1 of .*, a int, failed in Failing: KeyError"):  # noqa: SIM117
+        with noted.failures_named(model):
+            fail_inside()
+
+
+def test_batches_keep_their_length() -> None:
+    noted = NamedBatches()
+    listed = noted.of([1, 2])
+    assert isinstance(listed, Sized)
+    assert len(listed) == 2
+    assert not isinstance(noted.of(iter([1, 2])), Sized)
+
+
+def test_version() -> None:
+    assert invoke("--version").output == f"fakequant {__version__}\n"
+
+
+def test_presets_are_listed_with_bits() -> None:
+    result = invoke("presets")
+    assert result.exit_code == 0
+    lines = {line.split()[0]: line for line in preset_lines()[1:]}
+    assert set(lines) == set(presets())
+    assert all(line in result.stdout for line in lines.values())
+    assert "4.25  weights int4 per_block(-1:128,pad), inputs stay in float; also W4A16, W4A16_G128" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "bits"),
+    [
+        ("int8", (4, 6), 24 * 8 + 32),
+        ("int8 per_channel(0)", (4, 6), 24 * 8 + 4 * 32),
+        ("uint4 per_channel(0)", (4, 6), 24 * 4 + 4 * 32 + 4 * 4),
+        ("int4 per_block(-1:4,pad)", (4, 6), 24 * 4 + 8 * 32),
+        ("float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor", (2, 32), 64 * 4 + 4 * 8 + 32),
+        ("float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor", (2, 32), 64 * 4 + 2 * 8),
+    ],
+)
+def test_stored_bits_count_scales_and_zero_points(spec: str, shape: tuple[int, ...], bits: int) -> None:
+    found = spec_bits(TensorConfig.parse(spec).spec, shape)
+    assert found.codes + found.scales == bits
+    assert found.per_weight == bits / math.prod(shape)
+
+
+def test_init_writes_a_recipe_that_runs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    result = invoke("init", path)
+    assert f"fakequant quantize {path} --out quantized" in result.stdout
+    functions = runpy.run_path(str(path))
+    for batch in functions["calibration_batches"]():
+        functions["model"]()(batch)
+    again = invoke("init", path)
+    assert again.exit_code == 1
+    assert "mine.py exists; give another name, or remove it first" in again.output
