@@ -21,13 +21,13 @@ from fakequant.restore import restore_after, structure_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-# What may be asked of a tensor without reading its values. A result that holds a tensor counts as reading it.
-_METADATA = frozenset(
+METADATA = frozenset(
     """
     __get__ size dim ndimension stride numel nelement is_contiguous is_floating_point is_complex element_size
     storage_offset get_device __len__
     """.split()  # noqa: SIM905
 )
+"""What may be asked of a tensor without reading its values. A result that holds a tensor counts as reading it."""
 
 
 @dataclass
@@ -161,7 +161,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        shape_only = getattr(func, "__name__", "") in _METADATA
+        shape_only = getattr(func, "__name__", "") in METADATA
         if shape_only and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             return result
         for leaf in tree_leaves((args, kwargs)):

@@ -6,6 +6,7 @@ calibration data than by rounding to nearest.
 
 from .adaround import adaround
 from .corrections import reestimate_batch_norm
+from .equalize import Equalization, EqualizedPair, equalize
 from .improve import STEPS, improve
 from .results import Improvement, LayerResult
 from .rounding import descend, gptq
@@ -13,11 +14,14 @@ from .sums import InputSums
 
 __all__ = [
     "STEPS",
+    "Equalization",
+    "EqualizedPair",
     "Improvement",
     "InputSums",
     "LayerResult",
     "adaround",
     "descend",
+    "equalize",
     "gptq",
     "improve",
     "reestimate_batch_norm",
