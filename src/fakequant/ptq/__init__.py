@@ -5,6 +5,7 @@ calibration data than by rounding to nearest.
 """
 
 from .adaround import adaround
+from .allocation import Allocation, Score, Scores, scores, verify
 from .corrections import reestimate_batch_norm
 from .equalize import Equalization, EqualizedPair, equalize
 from .improve import STEPS, improve
@@ -14,15 +15,20 @@ from .sums import InputSums
 
 __all__ = [
     "STEPS",
+    "Allocation",
     "Equalization",
     "EqualizedPair",
     "Improvement",
     "InputSums",
     "LayerResult",
+    "Score",
+    "Scores",
     "adaround",
     "descend",
     "equalize",
     "gptq",
     "improve",
     "reestimate_batch_norm",
+    "scores",
+    "verify",
 ]

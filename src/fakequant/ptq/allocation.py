@@ -1,0 +1,364 @@
+"""A format for each layer under a budget: what each choice costs in the output, and the best mix for every size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.calibrate import calibrate
+from fakequant.model.config import Config, Rule
+from fakequant.model.modes import disabled, evaluating
+from fakequant.model.prepare import prepare
+from fakequant.model.presets import find_preset
+from fakequant.model.progress import track
+from fakequant.model.sizes import spec_bits
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.ops import library
+from fakequant.ptq.stream import record
+from fakequant.ptq.sums import has_rows, product_of
+
+_PROBES = 16
+"""Random directions of the output, for each batch."""
+_UNITS = 20_000
+"""Steps in which sizes are counted where they have no larger common divisor: 0.005 % of the largest size."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a choice costs one layer.
+
+    Attributes:
+        loss: the squared error that it alone makes in the model's output, as a share of the output's energy.
+        bits: of the weight with its scales.
+    """
+
+    loss: float
+    bits: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A choice for each layer.
+
+    Attributes:
+        choices: the name of a preset by layer.
+        loss: the predicted error of the model's output, as a share of its energy.
+        bits: of all weights with their scales.
+        weights: how many weights these are.
+        measured: the error of the model's output with these choices, as a share of its energy; None until `verify`.
+    """
+
+    choices: Mapping[str, str]
+    loss: float
+    bits: int
+    weights: int
+    measured: float | None = None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """With scales."""
+        return self.bits / self.weights
+
+    def config(self) -> Config:
+        """The choices as a configuration for `fakequant.prepare`; other layers stay in float."""
+        name = f"mixed, {self.bits_per_weight:.2f} bits"
+        return Config(name, tuple(_rule(layer, choice) for layer, choice in self.choices.items()))
+
+
+def _rule(layer: str, choice: str) -> Rule:
+    preset: Any = find_preset(choice)  # a rule takes it in place of its input, see `Rule`
+    return Rule(layer, preset)
+
+
+@dataclass
+class Scores:
+    """The scores of all layers and choices; prints as a table.
+
+    Attributes:
+        layers: scores by layer and choice.
+        weights: how many weights each layer has.
+        ties: layers that get one choice, because they read the same tensor.
+        arriving: by layer and choice, the error that arrives in random directions of the output [samples].
+    """
+
+    layers: dict[str, dict[str, Score]]
+    weights: dict[str, int]
+    ties: list[list[str]]
+    arriving: dict[tuple[str, str], Tensor] = field(repr=False)
+
+    def predict(self, choices: Mapping[str, str]) -> Allocation:
+        """A mix with its predicted loss, which counts how errors of different layers add up or cancel."""
+        loss = torch.stack([self.arriving[layer, name] for layer, name in choices.items()]).sum(0).square().mean()
+        bits = sum(self.layers[layer][name].bits for layer, name in choices.items())
+        return Allocation(choices, float(loss), bits, sum(self.weights[layer] for layer in choices))
+
+    def curve(self) -> list[Allocation]:
+        """The best mix for every size, from the smallest to the largest; none is larger and worse than another.
+
+        Mixes are chosen by the sum of the scores, and what they cost together is predicted then. The choice is the
+        multiple-choice knapsack, solved exactly by dynamic programming over sizes: they are counted in
+        their common divisor, or in 0.005 % of the largest size, rounded up, where that is more.
+        """
+        groups = [(group, self._of_group(group)) for group in self.ties]
+        largest = sum(max(score.bits for score in own.values()) for _, own in groups)
+        unit = max(gcd(*(score.bits for _, own in groups for score in own.values())), -(-largest // _UNITS))
+        sizes = [{name: -(-score.bits // unit) for name, score in own.items()} for _, own in groups]
+        capacity = sum(max(own.values()) for own in sizes)
+        best = torch.full((capacity + 1,), torch.inf, dtype=torch.float64)
+        best[0] = 0.0
+        taken = []
+        for (_, own), size in zip(groups, sizes, strict=True):
+            tried = torch.stack([_shifted(best, size[name]) + score.loss for name, score in own.items()])
+            best, chosen = tried.min(0)
+            taken.append(chosen)
+        found, least = [], float("inf")
+        for place in torch.nonzero(best.isfinite()).flatten().tolist():
+            if float(best[place]) < least:
+                least = float(best[place])
+                found.append(self._traced(place, groups, sizes, taken))
+        kept: list[Allocation] = []
+        for point in found:
+            if not kept or point.loss < kept[-1].loss:
+                kept.append(point)
+        return kept
+
+    def allocate(
+        self, *, bits: float | None = None, size: float | None = None, loss: float | None = None
+    ) -> Allocation:
+        """The best mix within a budget.
+
+        Args:
+            bits: at most so many bits per weight, with scales.
+            size: at most so many bytes of weights.
+            loss: the smallest size with at most this loss.
+
+        Raises:
+            ConfigError: not exactly one budget, or none of the mixes fits it (names the nearest).
+        """
+        if sum(budget is not None for budget in (bits, size, loss)) != 1:
+            raise ConfigError("give one budget: bits= per weight, size= in bytes, or loss=")
+        curve = self.curve()
+        if loss is not None:
+            fitting = [point for point in curve if point.loss <= loss][:1]
+            nearest = f"the smallest loss is {curve[-1].loss:.3g}"
+        else:
+            most = bits * curve[0].weights if bits is not None else 8 * (size or 0.0)
+            fitting = [point for point in curve if point.bits <= most][-1:]
+            nearest = (
+                f"the smallest mix has {curve[0].bits_per_weight:.3f} bits per weight, {curve[0].bits / 8:.0f} bytes"
+            )
+        if not fitting:
+            raise ConfigError(f"no mix of these choices fits the budget: {nearest}; give other choices or more room")
+        return fitting[0]
+
+    def _of_group(self, group: Sequence[str]) -> dict[str, Score]:
+        """The scores of layers that get one choice."""
+        names = [name for name in self.layers[group[0]] if all(name in self.layers[layer] for layer in group)]
+        return {
+            name: Score(
+                sum(self.layers[layer][name].loss for layer in group),
+                sum(self.layers[layer][name].bits for layer in group),
+            )
+            for name in names
+        }
+
+    def _traced(self, place: int, groups: Any, sizes: list[dict[str, int]], taken: list[Tensor]) -> Allocation:
+        """The mix that led to a place of the last table."""
+        choices: dict[str, str] = {}
+        for (group, own), size, chosen in zip(reversed(groups), reversed(sizes), reversed(taken), strict=True):
+            name = list(own)[int(chosen[place])]
+            choices |= dict.fromkeys(group, name)
+            place -= size[name]
+        return self.predict({layer: choices[layer] for layer in self.layers})
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(name for own in self.layers.values() for name in own))
+        rows = [["layer", "weights", *names]]
+        for layer, own in self.layers.items():
+            losses = [f"{own[name].loss:.2e}" if name in own else "-" for name in names]
+            rows.append([layer, f"{self.weights[layer]:,}", *losses])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def scores(
+    model: nn.Module,
+    batches: Iterable[Any],
+    choices: Sequence[str] = ("INT8", "INT4_GROUP32"),
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    progress: bool | None = None,
+) -> Scores:
+    """Measure what every choice costs every layer, each alone, in the output of the model.
+
+    The error that a choice makes in a layer's output is multiplied with the gradient of random directions of the
+    model's output: the mean of squares estimates the squared error that arrives there (Hutchinson's estimator).
+
+    Args:
+        model: in float; it stays as it is.
+        batches: what a data loader gives; a few are enough.
+        choices: names of presets.
+        inputs: which part of a batch the model gets, as for `calibrate`.
+        forward: called as forward(model, batch) instead of the model.
+        progress: whether to show a progress bar; by default on a terminal.
+
+    Raises:
+        ConfigError: an unknown preset, or a model without linear layers and convolutions.
+        CalibrationError: no batches.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> found = scores(model, [torch.randn(16, 32)], ["INT8_WEIGHT_ONLY", "INT4_GROUP32"])
+    >>> found.allocate(bits=6).choices
+    {'0': 'INT4_GROUP32', '2': 'INT8_WEIGHT_ONLY'}
+    """
+    refuse_tensor(batches, "scores")
+    given, run = list(batches), runner(inputs, forward)
+    if not given:
+        raise CalibrationError("scores needs batches, and got none")
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if has_rows(layer)}
+    if not layers:
+        raise ConfigError("the model has no linear layers and no convolutions to choose formats for")
+    quantized = {name: _prepared(model, name, given, inputs, forward) for name in choices}
+    parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in choices}
+    energy = 0.0
+    with evaluating(model):
+        recorded = record(model, layers, run, given[:1])
+        for number, batch in enumerate(track(given, "scoring layers", len(given), progress)):
+            energy += _add_errors(model, layers, quantized, lambda b=batch: run(model, b), parts, number)
+    # The mean of squares over all samples and directions times their number for one direction is the error's energy.
+    arriving = {
+        key: torch.cat(values) * (len(torch.cat(values)) / _PROBES / energy) ** 0.5 for key, values in parts.items()
+    }
+    reached = [layer for layer in layers if layer in recorded.siblings]
+    found: dict[str, dict[str, Score]] = {layer: {} for layer in reached}
+    for layer in reached:
+        for name, twin in quantized.items():
+            quantizer = getattr(twin.get_submodule(layer), "weight_quantizer", None)
+            if quantizer is not None:
+                bits = spec_bits(quantizer.spec, tuple(layers[layer].weight.shape))
+                found[layer][name] = Score(float(arriving[layer, name].square().mean()), bits.codes + bits.scales)
+    ties = list({tuple(group): list(dict.fromkeys(group)) for group in recorded.siblings.values()}.values())
+    return Scores(found, {layer: layers[layer].weight.numel() for layer in reached}, ties, arriving)
+
+
+def _prepared(model: nn.Module, choice: str, batches: list[Any], inputs: Any, forward: Any) -> nn.Module:
+    """A quantized copy of a model, calibrated and in eval mode."""
+    config = find_preset(choice)
+    twin = prepare(copy.deepcopy(model), config.with_rule(*_left_in_float(model)))
+    calibrate(twin, batches, inputs=inputs, forward=forward, progress=False)
+    return twin.eval()
+
+
+def _left_in_float(model: nn.Module) -> list[Rule]:
+    """Leave in float what the scores do not speak of, purposely, so that nothing warns of it."""
+    kinds = {type(module).__name__ for module in model.modules() if not has_rows(module)}
+    return [Rule("*", layers=tuple(sorted(kinds)), optional=True)] if kinds else []
+
+
+def _add_errors(
+    model: nn.Module,
+    layers: Mapping[str, Any],
+    quantized: Mapping[str, nn.Module],
+    call: Callable[[], Any],
+    parts: dict[tuple[str, str], list[Tensor]],
+    seed: int,
+) -> float:
+    """Add the errors of one batch that arrive in random directions of its output; returns the output's energy."""
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, args, y, name=name: calls.append((name, args[0].detach(), y)))
+        for name, layer in layers.items()
+    ]
+    try:
+        with torch.enable_grad():
+            result = [leaf for leaf in tree_leaves(call()) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    outputs, examples = [y for _, _, y in calls], len(result[0]) if result[0].dim() else 1
+    random = torch.Generator().manual_seed(seed)
+    errors = [
+        {choice: _error(twin.get_submodule(name), x) for choice, twin in quantized.items()} for name, x, _ in calls
+    ]
+    for _ in range(_PROBES):
+        signs = [
+            torch.randint(0, 2, leaf.shape, generator=random).to(leaf.device, leaf.dtype) * 2 - 1 for leaf in result
+        ]
+        gradients = torch.autograd.grad(result, outputs, signs, retain_graph=True, allow_unused=True)
+        found = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
+        for (name, _, _), own, gradient in zip(calls, errors, gradients, strict=True):
+            for choice, error in own.items() if gradient is not None else ():
+                found[name, choice] += _by_example((gradient * error).double(), examples)
+        for key, values in found.items():
+            parts[key].append(values)
+    return sum(float(leaf.detach().double().square().sum()) for leaf in result)
+
+
+def _by_example(values: Tensor, examples: int) -> Tensor:
+    """Sums over each example; one sum in the first place where the first axis does not hold the examples."""
+    if values.numel() % examples == 0:
+        return values.reshape(examples, -1).sum(1).cpu()
+    return torch.cat([values.sum()[None], values.new_zeros(examples - 1)]).cpu()
+
+
+@torch.no_grad()
+def _error(layer: nn.Module, x: Tensor) -> Tensor:
+    """What quantizing a layer changes in its output for a float input; 0 where it is not quantized."""
+    if not isinstance(layer, QuantizedLayer) or layer.weight_quantizer is None:
+        return torch.zeros(())
+    weight = library.fake_quantize(
+        layer.weight, layer.weight_quantizer.qparams(layer.weight), layer.weight_quantizer.spec
+    )
+    return product_of(layer, weight, layer.quantized_input(x)) - product_of(layer, layer.weight, x)
+
+
+def _shifted(values: Tensor, places: int) -> Tensor:
+    return torch.cat([torch.full((places,), torch.inf, dtype=values.dtype), values[: len(values) - places]])
+
+
+@torch.no_grad()
+def verify(
+    model: nn.Module,
+    batches: Iterable[Any],
+    allocations: Iterable[Allocation],
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+) -> list[Allocation]:
+    """The allocations with the measured error of the output of a model with their choices.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: to calibrate and to measure on.
+        allocations: such as points of `Scores.curve`.
+        inputs: which part of a batch the model gets.
+        forward: called as forward(model, batch) instead of the model.
+    """
+    given, run, found = list(batches), runner(inputs, forward), []
+    for allocation in allocations:
+        twin = prepare(copy.deepcopy(model), allocation.config().with_rule(*_left_in_float(model)))
+        calibrate(twin, given, inputs=inputs, forward=forward, progress=False)
+        lost = energy = 0.0
+        with evaluating(twin):
+            for batch in given:
+                outputs = run(twin, batch)
+                with disabled(twin):
+                    wanted = run(twin, batch)
+                pairs = zip(tree_leaves(outputs), tree_leaves(wanted), strict=True)
+                for y, right in ((y, right) for y, right in pairs if isinstance(y, Tensor) and y.is_floating_point()):
+                    lost += float((y - right).double().square().sum())
+                    energy += float(right.double().square().sum())
+        found.append(Allocation(**{**vars(allocation), "measured": lost / energy}))
+    return found

@@ -1,0 +1,142 @@
+"""A format for each layer under a budget."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.ptq import Allocation, Score, Scores
+from tests.support.bits import assert_same_bits
+
+CHOICES = ["INT8_WEIGHT_ONLY", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY"]
+
+
+class Net(nn.Module):
+    """Convolutions, siblings that read one tensor, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.left, self.right = nn.Conv2d(3, 16, 3), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.twice, self.head = nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(1)[:, :64].relu()
+        x = self.left(x).tanh() + self.right(x)
+        return self.head(self.twice(self.twice(x).relu()))
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(16, 3, 4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def found() -> Scores:
+    return fq.ptq.scores(Net(), batches(), CHOICES, progress=False)
+
+
+def test_every_layer_that_is_reached_has_scores(found: Scores) -> None:
+    assert list(found.layers) == ["stem", "left", "right", "twice", "head"]
+    assert sorted(map(sorted, found.ties)) == [["head"], ["left", "right"], ["stem"], ["twice"]]
+    for own in found.layers.values():
+        assert list(own) == CHOICES
+        assert own["INT8_WEIGHT_ONLY"].loss < 0.1 * own["INT4_GROUP32"].loss
+    assert found.layers["left"]["INT4_GROUP32"].bits == 64 * 64 * 5  # 4 and a float32 scale for every 32
+    assert "head" in str(found)
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    fq.ptq.scores(model, batches()[:1], CHOICES[:1], progress=False)
+    assert type(model.head) is nn.Linear
+    assert not model.head._forward_hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name], name)
+
+
+def ranks(values: list[Any]) -> Tensor:
+    return torch.tensor(values).argsort().argsort().double()
+
+
+def test_the_order_of_random_mixes_is_predicted(found: Scores) -> None:
+    draw = random.Random(0)
+    mixes = []
+    for _ in range(12):
+        chosen = [(group, draw.choice(CHOICES)) for group in found.ties]
+        mixes.append(found.predict({layer: name for group, name in chosen for layer in group}))
+    measured = fq.ptq.verify(Net(), batches(), mixes)
+    assert (
+        float(
+            torch.corrcoef(torch.stack([ranks([m.loss for m in measured]), ranks([m.measured for m in measured])]))[
+                0, 1
+            ]
+        )
+        > 0.9
+    )
+    for mix in measured:
+        assert 0.5 < mix.loss / (mix.measured or 0.0) < 2
+
+
+def test_the_curve_is_that_of_all_mixes() -> None:
+    """Additive losses: every layer's error arrives in a direction of its own."""
+    draw = random.Random(1)
+    layers = {
+        str(place): {name: Score(draw.random(), draw.randrange(1, 30) * 8) for name in "abc"} for place in range(5)
+    }
+    arriving = {}
+    for place, (layer, own) in enumerate(layers.items()):
+        for name, score in own.items():
+            direction = torch.zeros(5, dtype=torch.float64)
+            direction[place] = (5 * score.loss) ** 0.5
+            arriving[layer, name] = direction
+    scores = Scores(layers, dict.fromkeys(layers, 10), [[layer] for layer in layers], arriving)
+    every = [scores.predict(dict(zip(layers, names, strict=True))) for names in itertools.product("abc", repeat=5)]
+    best = []
+    for point in sorted(every, key=lambda point: (point.bits, point.loss)):
+        if not best or point.loss < best[-1].loss - 1e-12:
+            best.append(point)
+    curve = scores.curve()
+    assert [point.bits for point in curve] == [point.bits for point in best]
+    assert [round(point.loss, 9) for point in curve] == [round(point.loss, 9) for point in best]
+
+
+def test_a_budget_is_kept_and_its_configuration_prepares_the_model(found: Scores) -> None:
+    for chosen in (found.allocate(bits=6.5), found.allocate(size=found.allocate(bits=6.5).bits / 8)):
+        assert chosen.bits_per_weight <= 6.5
+        assert chosen.choices["left"] == chosen.choices["right"]
+        model = fq.prepare(Net(), chosen.config())
+        for layer, choice in chosen.choices.items():
+            preset = fq.presets.find_preset(choice)
+            assert model.get_submodule(layer).weight_quantizer.spec.format == preset.rules[0].weight.spec.format
+    smallest = found.allocate(loss=1.0)
+    assert smallest.bits == found.curve()[0].bits
+    assert isinstance(smallest, Allocation)
+
+
+def test_what_is_refused(found: Scores) -> None:
+    with pytest.raises(ConfigError, match="give one budget"):
+        found.allocate()
+    with pytest.raises(ConfigError, match="give one budget"):
+        found.allocate(bits=4, size=100)
+    with pytest.raises(
+        ConfigError, match=r"the smallest mix has 4\.\d+ bits per weight, \d+ bytes; give other choices"
+    ):
+        found.allocate(bits=2)
+    with pytest.raises(ConfigError, match="the smallest loss is"):
+        found.allocate(loss=0.0)
+    with pytest.raises(ConfigError, match="unknown preset 'INT9'"):
+        fq.ptq.scores(Net(), batches(), ["INT9"])
+    with pytest.raises(ConfigError, match="no linear layers and no convolutions"):
+        fq.ptq.scores(nn.ReLU(), batches())
+    with pytest.raises(CalibrationError, match="scores needs batches"):
+        fq.ptq.scores(Net(), [])
