@@ -203,7 +203,13 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Result]:
 def test_quantize_writes_checkpoint_model_and_report(done: tuple[Path, Path, Result]) -> None:
     _, out, result = done
     assert result.exit_code == 0, result.output
-    assert {path.name for path in out.iterdir()} == {"checkpoint", "model.onnx", "graph.txt", "report.html"}
+    assert {path.name for path in out.iterdir()} == {
+        "checkpoint",
+        "model.onnx",
+        "graph.txt",
+        "report.html",
+        "results.json",
+    }
     page = (out / "report.html").read_text()
     for text in ("float32", "entropy", "mse", "percentile", "max, then fine-tuned", "Exact: 0 of", "<svg"):
         assert text in page

@@ -24,6 +24,7 @@ from fakequant.model import progress
 from fakequant.model.config import TensorConfig
 from fakequant.model.presets import presets
 from fakequant.model.sizes import spec_bits
+from fakequant.report import read_results
 from fakequant.version import __version__
 from tests.support.recipes import EVALUATE, RECIPE, TRAIN
 
@@ -78,6 +79,18 @@ def test_quantize_tells_every_step(recipe, tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     assert re.search(r"Weights chosen by fast steps: \d+% of the error of rounding to nearest is left\.", page)
     assert "entropy, then improved" in page
+    assert "Weights chosen by their error" in page, "layer by layer"
+    assert "keep the chosen values" in page
+    out = tmp_path / "out"
+    assert {row.layer for row in read_results(out).improvement} == {"0", "2"}
+    assert invoke("report", out, out, "--out", tmp_path / "both.html").exit_code == 0
+    assert "B: tiny, quantized to INT8" in (tmp_path / "both.html").read_text()
+    assert invoke("report", out, "--out", tmp_path / "one.html").exit_code == 0
+    assert "worst layer" in (tmp_path / "one.html").read_text()
+    refused = invoke("report", tmp_path, out, "--out", tmp_path / "none.html")
+    assert refused.exit_code == 1
+    assert "there is no" in refused.stderr
+    assert not (tmp_path / "none.html").exists()
 
 
 def test_quiet_prints_errors_only(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ def test_figures_of_every_section_are_shown(page: str) -> None:
     assert "32 groups together" in words
     assert "clips 25.00% of the values, 12.0 dB" in words
     assert "10% of the error of rounding to nearest is left." in words
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 6, "with two lines of legends"
 
 
 def test_verdicts_of_verification(page: str) -> None:
@@ -250,7 +250,7 @@ def test_an_empty_report_says_all_is_missing() -> None:
 
 def test_pages_need_no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert render(full()).count("<svg") == 4
+    assert render(full()).count("<svg") == 6
 
 
 def test_results_are_read_back(page: str) -> None:
@@ -304,10 +304,22 @@ def test_tiles_say_metric_size_exactness_and_worst_layer() -> None:
         assert text in words, text
 
 
+def test_the_tile_is_of_the_reported_model() -> None:
+    assert "49.90 -0.10 against float32; INT8" in _Page(render(ReportData("x", accuracy=LOST, reported=1))).words
+    assert "40.00 -10.00 against float32; INT2" in _Page(render(ReportData("x", accuracy=LOST))).words
+
+
+def test_a_page_says_what_ratios_mean_after_weights_were_chosen() -> None:
+    data = ReportData("x", layers=[GOOD])
+    assert "keep the chosen values" not in render(data)
+    assert "keep the chosen values" in render(replace(data, improvement=[Improved("good", 1.0, 0.5)]))
+
+
 GOOD = Layer("good", "Linear", weight="int8", alone=50.0)
 CUT = Distribution(
     "good, input", [0.0, 1.0], [1], {"chosen": (0.0, 0.5)}, clips={"chosen": Clip(0.1, 10.0)}, whole=20.0
 )
+LOST = [Accuracy(name, "", value) for name, value in (("float32", 50.0), ("INT8", 49.9), ("INT2", 40.0))]
 SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("x", 15.0), ("y", 16.0))]
 
 
@@ -321,6 +333,8 @@ SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("
         ({"layers": SOME, "improvement": [Improved("x", 1.0, 0.5)]}, "Several layers hurt, first x: fine-tune"),
         ({"layers": [GOOD]}, "Nothing stands out: export the model and verify the file"),
         ({"verifications": [Verification("f", [NodeCheck("a", "", 5, 0)])]}, "Nothing stands out: the file is ready"),
+        ({"layers": [GOOD], "accuracy": LOST}, "The metric lost 20.0%, though no layer alone hurts much: choose the"),
+        ({"layers": [GOOD], "accuracy": LOST, "reported": 1}, "Nothing stands out: export the model"),
         ({"next": "as given"}, "as given"),
     ],
 )

@@ -14,9 +14,10 @@ import fakequant as fq
 from fakequant import ir
 from fakequant.cli.generation import GRAPH, ONNX, REPORT, publish, staged
 from fakequant.cli.job import Job, run
+from fakequant.report import RESULTS
 
 Values = set[float | None]
-FILES = (ONNX, GRAPH, REPORT)
+FILES = (ONNX, GRAPH, REPORT, RESULTS)
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,19 @@ def inspect(
 
 
 @app.command()
+def report(
+    first: Annotated[Path, typer.Argument(help="a folder of `fakequant quantize`, or a page of fakequant.report")],
+    second: Annotated[Path | None, typer.Argument(help="another one, to set both side by side")] = None,
+    out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+) -> None:
+    """Set two runs side by side on one page, or write the page of one run anew from its figures."""
+    from fakequant.report import read_results, report_pair, write_report
+
+    page = write_report(out, read_results(first)) if second is None else report_pair(first, second, out)
+    Console(soft_wrap=True).print(Text(f"Written: {page}"))
+
+
+@app.command()
 def verify(
     onnx_file: Annotated[Path, typer.Argument(help="a file written by export_onnx")],
     recipe: Annotated[Path | None, typer.Option(help="recipe of the model, to compare weights and outputs")] = None,

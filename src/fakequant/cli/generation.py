@@ -27,9 +27,10 @@ from fakequant.files import (
     write_whole,
 )
 from fakequant.model.manifest import MANIFEST, named_files
+from fakequant.report.saved import RESULTS
 
 CHECKPOINT, ONNX, REPORT, GRAPH = "checkpoint", "model.onnx", "report.html", "graph.txt"
-PARTS = (f"{CHECKPOINT}/{MANIFEST}", ONNX, GRAPH, REPORT)
+PARTS = (f"{CHECKPOINT}/{MANIFEST}", ONNX, GRAPH, REPORT, RESULTS)
 """Paths in the folder of the files of one run. The manifest names the tensor files, whose names hash their content."""
 
 _CURRENT = ".fakequant-current"

@@ -37,10 +37,13 @@ from fakequant.model.unseen import check_unseen
 from fakequant.nn import Execution, cached_weights
 from fakequant.ptq import improve
 from fakequant.report import (
+    RESULTS,
     Accuracy,
+    Improved,
     ReportData,
     Section,
     environment,
+    improved,
     layers_left,
     measure,
     sizes,
@@ -48,6 +51,7 @@ from fakequant.report import (
     with_advice,
     with_ranges,
     write_report,
+    write_results,
 )
 from fakequant.report.terminal import print_report
 
@@ -99,6 +103,7 @@ class _Progress:
     remarks: list[str] = field(default_factory=list)
     accuracy: list[Accuracy] = field(default_factory=list)
     calibrators: dict[str, dict[str, Calibrator]] = field(default_factory=dict)
+    improvement: list[Improved] = field(default_factory=list)
     missing: dict[Section, str] = field(default_factory=dict)
 
     def measure(self, model: nn.Module, format: str, method: str) -> None:
@@ -208,6 +213,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             layers=measured.layers,
             distributions=with_ranges(measured.distributions, progress.calibrators),
             channels=measured.channels,
+            improvement=progress.improvement,
             sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),
             left=layers_left({config.name: model}, example),
             verifications=[] if check is None else [verification(ONNX, check)],
@@ -216,8 +222,9 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
         )
         data = with_advice(data, job.preset)
         write_report(folder / REPORT, data)
+        write_results(folder / RESULTS, data)
     print_report(steps.console, data)
-    return _Written(data, [*files, REPORT], refusal, check is None or check.exact)
+    return _Written(data, [*files, REPORT, RESULTS], refusal, check is None or check.exact)
 
 
 def _exported(
@@ -273,6 +280,7 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
         with steps.step("choosing weights"), progress.named(model):
             found = improve(model, progress.batches(), job.improve)
             *table, last = str(found).splitlines()
+            progress.improvement = improved(found)
             progress.remarks.append(f"Weights chosen by {job.improve} steps: {last}.")
             steps.note("\n".join([*table, last]) if job.verbose else last)
             progress.measure(model, config.name, f"{job.method}, then improved")

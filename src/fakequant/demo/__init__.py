@@ -115,7 +115,7 @@ def finetuned(model: nn.Module, config: Config, training: Split, epochs: int, me
     measured.add(tuned, config.name, "mse")
     schedule = qat.Schedule(LEARNING_RATE, epochs)
     qat.finetune(tuned, AugmentedBatches(training, SEED + 1), loss, schedule)
-    measured.add(tuned, config.name, FINETUNED, f"{schedule.epochs} epochs of QAT")
+    measured.add(tuned, config.name, FINETUNED, f"{schedule.epochs} epoch{'' if schedule.epochs == 1 else 's'} of QAT")
     return tuned
 
 
@@ -209,6 +209,7 @@ def report_data(
             ),
             metric="held-out digits right, %",
             accuracy=measured.rows,
+            reported=_row_of(measured.rows, int8.exported),
             layers=exported.layers,
             distributions=with_ranges(exported.distributions, int8.calibrators),
             channels=exported.channels,
@@ -221,6 +222,11 @@ def report_data(
             environment=environment(),
         )
     )
+
+
+def _row_of(rows: list[Accuracy], method: str) -> int:
+    """The measurement of the exported INT8 model."""
+    return next(at for at, row in enumerate(rows) if (row.format, row.method) == ("INT8", method))
 
 
 def results(data: ReportData, exported: str, published: Mapping[str, Published]) -> dict[str, Any]:

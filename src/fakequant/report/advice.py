@@ -11,6 +11,8 @@ from fakequant.report.layers import FAIR
 
 _GAP = 6.0
 """A layer stands out whose ratio is this many dB below the next: half the amplitude."""
+FAIR_LOSS, BAD_LOSS = 0.01, 0.05
+"""Shares of the float model's metric: up to the first a loss is small, above the second it is large."""
 _WORTH = 1.0
 """Decibels that another range must gain before it is recommended."""
 
@@ -51,9 +53,12 @@ def _advice(data: ReportData, preset: str) -> tuple[str, str]:
             'used = fq.recalibrate(model, method="max")  # needs no second pass over the data',
         )
     worst = ranked(data)
-    if worst and worst[0].worst < FAIR:
+    if worst and (worst[0].worst < FAIR or data.lost > BAD_LOSS):
         standing = len(worst) < 2 or worst[1].worst - worst[0].worst >= _GAP
-        if standing:
+        several = f"Several layers hurt, first {worst[0].name}"
+        if worst[0].worst >= FAIR:
+            several = f"The metric lost {data.lost:.1%}, though no layer alone hurts much"
+        elif standing:
             return (
                 f"{worst[0].name} hurts most, by far: leave it in float, and measure again.",
                 f'model = fq.prepare(float_model, "{preset}", skip=["{worst[0].name}"])\n'
@@ -61,11 +66,11 @@ def _advice(data: ReportData, preset: str) -> tuple[str, str]:
             )
         if not data.improvement and any(layer.weight for layer in worst[:5]):
             return (
-                f"Several layers hurt, first {worst[0].name}: choose the weights by the error of their layers.",
+                f"{several}: choose the weights by the error of their layers.",
                 "print(fq.ptq.improve(model, batches))",
             )
         return (
-            f"Several layers hurt, first {worst[0].name}: fine-tune, or take a preset with more bits or finer scales.",
+            f"{several}: fine-tune, or take a preset with more bits or finer scales.",
             "history = fq.qat.finetune(model, batches, loss, fq.qat.Schedule(original_lr=0.1, original_epochs=90))",
         )
     if not data.verifications:

@@ -227,6 +227,7 @@ class ReportData:
         summary: sentences below the heading: the model, the data and the steps.
         metric: the name of the metric in `accuracy`, for example "accuracy on held-out digits, %".
         accuracy: measurements; the first is the float model, the baseline of the others.
+        reported: which of them is of the model that the report is about; the last by default.
         layers: the quantized layers in the order in which they run.
         distributions: the histograms of inputs.
         channels: the weights of layers by channel.
@@ -246,6 +247,7 @@ class ReportData:
     summary: Sequence[str] = ()
     metric: str = "accuracy"
     accuracy: Sequence[Accuracy] = ()
+    reported: int = -1
     layers: Sequence[Layer] = ()
     distributions: Sequence[Distribution] = ()
     channels: Sequence[Channels] = ()
@@ -259,3 +261,11 @@ class ReportData:
     code: str = ""
     unfinished: str = ""
     missing: Mapping[Section, str] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> float:
+        """The share of the float model's metric that the reported model lost; 0.0 if it is not measured."""
+        if len(self.accuracy) < 2 or not self.accuracy[0].value:
+            return 0.0
+        first = self.accuracy[0].value
+        return (first - self.accuracy[self.reported].value) / abs(first)

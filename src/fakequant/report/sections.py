@@ -21,7 +21,13 @@ def _accuracy(data: ReportData) -> str:
 
 
 def _layers(data: ReportData) -> str:
-    return layer_tables(data.layers) if data.layers else ""
+    if not data.layers:
+        return ""
+    kept = (
+        "<p>Weights were chosen by the error of their layers and keep the chosen values, so that only what was done "
+        "later is noise of weights here.</p>"
+    )
+    return (kept if data.improvement else "") + layer_tables(data.layers)
 
 
 def _ranges(data: ReportData) -> str:

@@ -53,8 +53,9 @@ figure { margin: 0; break-inside: avoid; min-width: 0; } figcaption { font-size:
 figure p { font-size: .8rem; margin: .1rem 0; } svg { display: block; width: 100%; height: auto; overflow: visible; }
 .axis { display: flex; justify-content: space-between; font-size: .75rem; color: var(--soft); }
 .curve { max-width: 40rem; } .curve text { font-size: 11px; fill: currentColor; }
-.key { display: inline-block; width: 1.2em; border-top: 2px solid; vertical-align: middle; margin-right: .3em; }
-@media (max-width: 640px) { body { padding: 1rem .8rem 3rem; } .layers thead { display: none; }
+.key { display: inline-block; width: 22px; height: 4px; vertical-align: middle; margin-right: .3em; }
+@media (max-width: 640px) { .wide th, .wide td { padding-right: .5rem; font-size: .8rem; }
+  body { padding: 1rem .8rem 3rem; } .layers thead { display: none; }
   .layers, .layers tbody, .layers tr, .layers th, .layers td { display: block; width: auto !important; border: 0;
   text-align: left !important; padding: 0; }
   .layers tr { display: flex; flex-wrap: wrap; gap: 0 .8rem; border-bottom: 1px solid var(--line);

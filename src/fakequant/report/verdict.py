@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from fakequant.report.advice import ranked
+from fakequant.report.advice import BAD_LOSS, FAIR_LOSS, ranked
 from fakequant.report.data import ReportData, accuracy_cells
 from fakequant.report.layers import decibels, grade
 
@@ -28,12 +28,10 @@ def _tile(what: str, figure: str, note: str, kind: str = "") -> str:
 def _metric(data: ReportData) -> str:
     if not data.accuracy:
         return _tile("metric", "not measured", "give evaluate(model) in the recipe, or metric=")
-    last = accuracy_cells(data.accuracy)[-1]
+    last = accuracy_cells(data.accuracy)[data.reported]
     if len(data.accuracy) < 2:
         return _tile(data.metric, escape(last[2]), f"{last[0]} {last[1]}".strip())
-    first, value = data.accuracy[0].value, data.accuracy[-1].value
-    lost = (first - value) / abs(first) if first else 0.0
-    kind = "good" if lost <= 0.01 else "fair" if lost <= 0.05 else "bad"
+    kind = "good" if data.lost <= FAIR_LOSS else "fair" if data.lost <= BAD_LOSS else "bad"
     note = f"{last[3]} against {data.accuracy[0].format}; {last[0]} {last[1]}".strip()
     return _tile(data.metric, escape(last[2]), note, kind)
 
