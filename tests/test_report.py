@@ -352,13 +352,16 @@ def test_an_interrupted_job_says_so() -> None:
 
 
 def test_two_runs_are_side_by_side(tmp_path: Path) -> None:
-    other = replace(full(), title="other", layers=[replace(full().layers[0], alone=20.0), Layer("new", "Linear")])
+    first, second = full().layers[:2]
+    changed = [replace(first, alone=20.0), replace(second, alone=None, weight_sqnr=40.0), Layer("new", "Linear")]
+    other = replace(full(), title="other", layers=changed)
     for name, data in (("a", full()), ("b", other)):
         (tmp_path / f"{name}.json").write_text(to_json(data))
     page = report_pair(tmp_path / "a.html", tmp_path / "b.html", tmp_path / "both.html").read_text()
     words = _Page(page).words
     assert "12.5 20.0 +7.5" in re.sub(r"\s+", " ", words)
     assert "not quantized; float x float" in words
+    assert "30.0 40.0 +10.0" in re.sub(r"\s+", " ", words), "of own tensors, because one run measured no other"
     assert "A: A <b>bold</b> model & more" in words
 
 

@@ -70,7 +70,7 @@ def _advice(data: ReportData, preset: str) -> tuple[str, str]:
                 "print(fq.ptq.improve(model, batches))",
             )
         return (
-            f"{several}: fine-tune, or take a preset with more bits or finer scales.",
+            f"{several}: fine-tune, or fine-tune longer, or take a preset with more bits or finer scales.",
             "history = fq.qat.finetune(model, batches, loss, fq.qat.Schedule(original_lr=0.1, original_epochs=90))",
         )
     if not data.verifications:

@@ -66,6 +66,7 @@ def report(
     measured = measure(model, batches, forward=runner(inputs, forward))
     given = list(results)
     missing = {
+        Section.ACCURACY: "Give metric= to fakequant.report: a function of the model, larger is better.",
         Section.SIZES: "Only files are listed here; the first screen has the size of the weights.",
         Section.LEFT: "fq.unquantized(model, example) lists the operations.",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 from fakequant.report.data import Layer, ReportData, accuracy_cells
@@ -68,7 +69,7 @@ def _layers(first: Sequence[Layer], second: Sequence[Layer]) -> str:
 
 
 def _row(layer: Layer, one: Layer | None, two: Layer | None) -> str:
-    ratios = [None if found is None else found.worst for found in (one, two)]
+    ratios = _alike(one, two)
     specs = "; ".join(
         "not quantized" if f is None else f"{f.input or 'float'} x {f.weight or 'float'}" for f in (one, two)
     )
@@ -81,3 +82,10 @@ def _row(layer: Layer, one: Layer | None, two: Layer | None) -> str:
         f"<tr><th scope=row><code>{escape(layer.name)}</code></th><td>{escape(layer.type)}</td><td>{escape(specs)}</td>"
         f"{measured(ratios[0])}{measured(ratios[1])}{change}</tr>"
     )
+
+
+def _alike(one: Layer | None, two: Layer | None) -> list[float | None]:
+    """The ratios of a layer in both runs by one measure: alone only if both runs measured that."""
+    if one is not None and two is not None and (one.alone is None or two.alone is None):
+        one, two = replace(one, alone=None), replace(two, alone=None)
+    return [None if found is None else found.worst for found in (one, two)]
