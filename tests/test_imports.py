@@ -26,6 +26,7 @@ ROOMS = [
     {"export"},
     {"ir"},
     {"report"},
+    {"plot"},
     {"compat", "integrations"},
     {"demo"},
     {"cli"},

@@ -110,6 +110,7 @@ _MODULES = {
     "compat": "fakequant.compat",
     "ir": "fakequant.ir",
     "nn": "fakequant.nn",
+    "plot": "fakequant.plot",
     "ptq": "fakequant.ptq",
     "presets": "fakequant.model.presets",
     "qat": "fakequant.model.qat",

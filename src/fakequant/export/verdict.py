@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakequant.model.html import html_result
+
 WITHOUT_OPTIMISATIONS = (
     "it runs with SessionOptions.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL, as it did here"
 )
 
 _NAMED = 5
+_HEADER = ("quantizer", "specification", "kind", "elements", "differing", "")
 _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -192,20 +195,26 @@ class VerifyReport:
         return {**values, "exact": self.exact, "differing": self.differing}
 
     def __str__(self) -> str:
-        header = ("quantizer", "specification", "kind", "elements", "differing", "")
-        table = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+        table = [_HEADER, *(_cells(row) for row in self.rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(_HEADER))]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
         lines.insert(1, "  ".join("-" * width for width in widths[:-1]))
+        return "\n".join([*lines, *self._lines()])
+
+    def _repr_html_(self) -> str:
+        return html_result(_HEADER, [_cells(row) for row in self.rows], self._lines(), numbers=(3, 4))
+
+    def _lines(self) -> list[str]:
+        """What is said below the table."""
         verdict = "exact" if self.exact else f"NOT exact: {self.differing:,} elements differ"
-        lines.append(f"{self.path}: {verdict} in {self.runtime}; {self.batches} batches: {self.inputs}")
+        lines = [f"{self.path}: {verdict} in {self.runtime}; {self.batches} batches: {self.inputs}"]
         lines += self.faults
         lines += self.not_run
         lines += [f"against torch, {row}" for row in self.outputs]
         lines += [f"with ONNX Runtime's optimisations, {row}" for row in self.optimised]
         if self.optimised_error is not None:
             lines.append(f"with ONNX Runtime's optimisations: {self.optimised_error}; {WITHOUT_OPTIMISATIONS}")
-        return "\n".join(lines)
+        return lines
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.execution import simulated
+from fakequant.model.html import html_result
 from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.outputs import float_tensors
 from fakequant.model.progress import track
@@ -104,6 +105,35 @@ class Sensitivity:
     change: float
 
 
+class Sensitivities(list[Sensitivity]):
+    """What `sensitivity` found, the worst layer first; prints as a table.
+
+    Attributes:
+        in_decibels: whether the values are dB of signal to quantization noise, the default metric.
+    """
+
+    in_decibels: bool = True
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The names of the columns, with the unit of the values."""
+        return ("layer", "dB alone") if self.in_decibels else ("layer", "metric alone", "change")
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The rows of the table, one per layer, as text."""
+        if self.in_decibels:
+            return [(s.layer or "(model)", "exact" if s.value == math.inf else f"{s.value:.1f}") for s in self]
+        return [(s.layer or "(model)", f"{s.value:.6g}", f"{s.change:+.3g}") for s in self]
+
+    def __repr__(self) -> str:
+        rows = [self.header, *self.rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+    def _repr_html_(self) -> str:
+        return html_result(self.header, self.rows(), numbers=range(1, len(self.header)))
+
+
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],
@@ -112,7 +142,7 @@ def sensitivity(
     inputs: Inputs | None = None,
     forward: Forward | None = None,
     progress: bool | None = None,
-) -> list[Sensitivity]:
+) -> Sensitivities:
     """How much every layer hurts: the model is measured with only that layer quantized. The worst comes first.
 
     The quantized layer computes as its `execution` says. By the default metric, what of a pass is as in the float model
@@ -126,8 +156,8 @@ def sensitivity(
             of the model's outputs, against those of the float model.
 
     Returns:
-        For every quantized layer the metric with only that layer quantized (`value`), and its difference from that of
-        the float model (`change`; by the default metric the same number).
+        A list that prints as a table: for every quantized layer the metric with only that layer quantized (`value`),
+        and its difference from that of the float model (`change`; by the default metric the same number).
 
     Raises:
         ConfigError: the model has no quantized layers, the batches are one tensor, or, by the default metric, there was
@@ -158,7 +188,9 @@ def sensitivity(
             with modes(model, lambda _, q, own=own: Mode.QUANTIZE if q in own else Mode.OFF):
                 values[name] = metric(model)
     found = [Sensitivity(name, value, value - baseline) for name, value in values.items()]
-    return sorted(found, key=lambda s: s.value)
+    result = Sensitivities(sorted(found, key=lambda s: s.value))
+    result.in_decibels = metric is None
+    return result
 
 
 def _output_sqnr(

@@ -29,3 +29,16 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers:
 def html_lines(lines: Iterable[str]) -> str:
     """Each line as a paragraph, escaped."""
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def html_result(
+    header: Sequence[str], rows: Iterable[Sequence[str]], lines: Iterable[str] = (), *, numbers: Sequence[int] = ()
+) -> str:
+    """A result for a notebook: a table that scrolls in itself, then lines.
+
+    >>> html_result(["a"], [], ["b"]).endswith("</div><p>b</p>")
+    True
+    """
+    return f'<div style="max-height:32em;overflow:auto">{html_table(header, rows, numbers=numbers)}</div>' + html_lines(
+        lines
+    )

@@ -12,6 +12,7 @@ from torch import nn
 
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.calls import layers_called, weight_readers
+from fakequant.model.html import html_result
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.operations import Operation, unquantized
 from fakequant.model.sizes import WeightBits, weight_bits
@@ -79,7 +80,14 @@ class Summary:
         widths = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        lines += [
+        return "\n".join([*lines, *self._lines()])
+
+    def _repr_html_(self) -> str:
+        return html_result(self.header, self.rows(), self._lines())
+
+    def _lines(self) -> list[str]:
+        """What is said below the table."""
+        lines = [
             f"{layer.name or '(model)'} is simulated: {layer.why_simulated}"
             for layer in self.layers
             if layer.why_simulated
@@ -94,7 +102,7 @@ class Summary:
             products = [operation for operation in self.left if operation.is_product]
             lines.append(f"left in float: {len(products)} products, {len(self.left) - len(products)} other operations")
             lines += [f"  {operation}" for operation in (*products, *(o for o in self.left if not o.is_product))]
-        return "\n".join(lines)
+        return lines
 
 
 def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fakequant.model.html import html_result
+
 
 @dataclass(frozen=True)
 class LayerResult:
@@ -38,6 +40,23 @@ class Improvement:
         return sum(found.after for found in self.layers) / before if before else 1.0
 
     def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]) for row in rows
+        ]
+        return "\n".join([*lines, self._last_line])
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._rows()
+        return html_result(header, rows, [self._last_line], numbers=range(1, len(header) - 1))
+
+    @property
+    def _last_line(self) -> str:
+        return f"{self.left:.0%} of the error of rounding to nearest is left"
+
+    def _rows(self) -> list[list[str]]:
+        """The header and the rows of the table, the largest remaining error first."""
         steps = list(dict.fromkeys(step for found in self.layers for step in found.steps))
         rows = [["layer", "nearest", *steps, "chosen", "left"]]
         for found in sorted(self.layers, key=lambda found: -found.after):
@@ -45,8 +64,4 @@ class Improvement:
             numbers = [found.before, *(found.steps.get(step) for step in steps), found.after]
             shown = ["-" if found.note or number is None else f"{number:.2e}" for number in numbers]
             rows.append([found.layer or "(model)", *shown, share])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]) for row in rows
-        ]
-        return "\n".join([*lines, f"{self.left:.0%} of the error of rounding to nearest is left"])
+        return rows
