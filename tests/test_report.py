@@ -320,6 +320,7 @@ CUT = Distribution(
     "good, input", [0.0, 1.0], [1], {"chosen": (0.0, 0.5)}, clips={"chosen": Clip(0.1, 10.0)}, whole=20.0
 )
 LOST = [Accuracy(name, "", value) for name, value in (("float32", 50.0), ("INT8", 49.9), ("INT2", 40.0))]
+FINE = replace(CUT, clips={"chosen": Clip(0.1, 40.0)}, whole=45.0)
 SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("x", 15.0), ("y", 16.0))]
 
 
@@ -328,6 +329,7 @@ SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("
     [
         ({"verifications": [Verification("f", [NodeCheck("a", "", 5, 1)])]}, "f differs from the model"),
         ({"layers": [GOOD], "distributions": [CUT]}, "The range of good, input cuts off values that matter"),
+        ({"layers": [GOOD], "distributions": [FINE]}, "Nothing stands out: export"),
         ({"layers": [*SOME[:1], GOOD]}, "x hurts most, by far: leave it in float"),
         ({"layers": SOME}, "Several layers hurt, first x: choose the weights by the error of their layers"),
         ({"layers": SOME, "improvement": [Improved("x", 1.0, 0.5)]}, "Several layers hurt, first x: fine-tune"),
@@ -340,6 +342,12 @@ SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("
 )
 def test_the_next_step_follows_from_the_measurements(values: dict, said: str) -> None:
     assert with_advice(ReportData("x", **values)).next.startswith(said)
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(math.inf, True), (40.0, False)])
+def test_a_weight_on_its_codes_is_not_taken_for_free(ratio: float, said: bool) -> None:
+    words = _Page(render(ReportData("x", layers=[replace(GOOD, weight_sqnr=ratio)]))).words
+    assert ("The error against the weights before that is in none of these columns." in words) is said
 
 
 def test_the_frontier_leaves_out_what_others_beat() -> None:

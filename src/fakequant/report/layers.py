@@ -29,6 +29,11 @@ def layer_tables(layers: Sequence[Layer]) -> str:
         f'<span class="bad">Below {BAD:g} dB</span>, <span class="fair">below {FAIR:g} dB</span>, '
         '<span class="good">above</span>.</p>'
     ]
+    if any(layer.weight_sqnr == math.inf for layer in layers):
+        parts.append(
+            "<p>A weight that reads <em>exact</em> already has the values of its codes, as after "
+            "<code>fq.ptq.improve</code>. The error against the weights before that is in none of these columns.</p>"
+        )
     if len(layers) > WORST:
         parts += [f"<h3>The {len(worst)} worst</h3>", layer_table(worst, total), "<h3>All, in network order</h3>"]
     return "".join(parts) + f'<div id="rows">{folded(layers, lambda some: layer_table(some, total))}</div>'

@@ -70,13 +70,13 @@ def _distribution(shown: Distribution) -> str:
 
 
 def _share(share: float) -> str:
-    return "nothing" if not share else f"{share:.2%} of the values" if share >= 0.0001 else "under 0.01 % of the values"
+    return "nothing" if not share else f"{share:.2%} of the values" if share >= 0.0001 else "under 0.01% of the values"
 
 
 def _channels(shown: Channels) -> str:
     note = f"{shown.channels} channels; the largest is {shown.spread:.3g} times the median"
     return (
-        f"<figure><figcaption><code>{escape(shown.name)}</code>, weight</figcaption>{charts.channels(shown)}"
+        f"<figure><figcaption><code>{escape(shown.name)}, weight</code></figcaption>{charts.channels(shown)}"
         f"<p>{note}</p></figure>"
     )
 

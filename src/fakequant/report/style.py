@@ -70,6 +70,7 @@ figure p { font-size: .8rem; margin: .1rem 0; } svg { display: block; width: 100
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --line: #bbb; --zebra: #fff;
   --good: #116329; --fair: #7a5200; --bad: #b42318; --bar: #0072b2; --mark: #d55e00; }
   body { max-width: none; padding: 0; font-size: 10pt; } nav, .tools { display: none; } h2, h3 { break-after: avoid; }
+  #rows details::details-content { content-visibility: visible; block-size: auto; }
   tr, .tile, figure { break-inside: avoid; } pre { white-space: pre-wrap; } .wide { overflow: visible; } }
 """
 
