@@ -60,7 +60,7 @@ def histogram(
     refuse_tensor(batches, "histogram")
     held = quantizers(model)
     if quantizer not in held:
-        raise ConfigError(f"the model has no quantizer {quantizer!r}{nearest(quantizer, held)}")
+        raise ConfigError(f"the model has no quantizer {quantizer!r}{nearest(quantizer, list(held))}")
     counts = make_calibrator("percentile", "int8")
     if (weight := quantized_weights(model).get(quantizer)) is not None:
         counts.observe(fresh_weight(weight, quantizer).detach())
