@@ -6,14 +6,17 @@ calibration data than by rounding to nearest.
 
 from .adaround import adaround
 from .allocation import Allocation, Score, Scores, scores, verify
+from .blocks import find_blocks, reconstruct
 from .corrections import reestimate_batch_norm
 from .equalize import Equalization, EqualizedPair, equalize
 from .improve import STEPS, improve
+from .reconstruction import PRESETS, Preset, reconstruct_block
 from .results import Improvement, LayerResult
 from .rounding import descend, gptq
 from .sums import InputSums
 
 __all__ = [
+    "PRESETS",
     "STEPS",
     "Allocation",
     "Equalization",
@@ -21,13 +24,17 @@ __all__ = [
     "Improvement",
     "InputSums",
     "LayerResult",
+    "Preset",
     "Score",
     "Scores",
     "adaround",
     "descend",
     "equalize",
+    "find_blocks",
     "gptq",
     "improve",
+    "reconstruct",
+    "reconstruct_block",
     "reestimate_batch_norm",
     "scores",
     "verify",

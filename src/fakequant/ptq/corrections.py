@@ -68,7 +68,7 @@ def reestimate_batch_norm(
 
 
 def _norms(model: nn.Module) -> dict[str, nn.Module]:
-    norms = {
+    norms: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
