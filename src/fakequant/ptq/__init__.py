@@ -9,6 +9,7 @@ from .allocation import Allocation, Score, Scores, scores, verify
 from .blocks import find_blocks, reconstruct
 from .corrections import reestimate_batch_norm
 from .equalize import Equalization, EqualizedPair, equalize
+from .fold_scales import FoldedScale, FoldedScales, fold_scales
 from .improve import STEPS, improve
 from .reconstruction import PRESETS, Preset, reconstruct_block
 from .results import Improvement, LayerResult
@@ -21,6 +22,8 @@ __all__ = [
     "Allocation",
     "Equalization",
     "EqualizedPair",
+    "FoldedScale",
+    "FoldedScales",
     "Improvement",
     "InputSums",
     "LayerResult",
@@ -31,6 +34,7 @@ __all__ = [
     "descend",
     "equalize",
     "find_blocks",
+    "fold_scales",
     "gptq",
     "improve",
     "reconstruct",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -16,19 +16,17 @@ from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
-from fakequant.model.modes import evaluating
-from fakequant.model.outputs import float_tensors
 from fakequant.model.prepare import prepare
 from fakequant.nn.quantizer import is_as_made, quantizers
 from fakequant.ptq.channels import along_inputs, has_matrix, input_channels, of_inputs
 from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
+from fakequant.ptq.output_check import OutputCheck
 from fakequant.restore import restore_on_error, state_of
 
 _ROUNDS, _SETTLED = 20, 0.05
 """A scale changes the ranges of the next pair, so pairs take turns until no factor is further than 5 % from 1."""
 _BOUND = 2.0**8
 """The largest factor: more would make the activations of nearly dead channels huge."""
-_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -149,58 +147,6 @@ def prepared_copy(model: nn.Module, batch: Any, config: Config | str, call: Forw
             raise ConfigError("the config quantizes no layer of the model; give the one that prepare will get")
         calibrate(quantized, [batch], forward=call, progress=False, unseen="float")
     return quantized
-
-
-class OutputCheck:
-    """Whether a model still gives the output that it gave.
-
-    Args:
-        model: it runs in eval mode, without gradients.
-        run: runs it.
-
-    Raises:
-        ConfigError: two runs give different outputs, or an output holds NaN or inf.
-    """
-
-    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
-        self._model, self._run = model, run
-        self._wanted = self._outputs()
-        if not all(bool(x.isfinite().all()) for x in self._wanted):
-            raise ConfigError("an output of the model holds NaN or inf for this batch; give another batch")
-        if (found := self.difference()) > _TOLERANCE:
-            raise ConfigError(
-                f"two runs of the model differ by {found:.1e} of the output, so that a change of its weights cannot be "
-                "checked; fix the random numbers that it draws, for example in forward="
-            )
-
-    def run(self) -> Any:
-        """The model's result."""
-        with evaluating(self._model), torch.no_grad():
-            return self._run()
-
-    def difference(self, run: Callable[[], Any] | None = None, model: nn.Module | None = None) -> float:
-        """The norm of what differs in an output, as a share of the norm of the first ones: the largest; inf for NaN.
-
-        Args:
-            run: by default that of the model.
-            model: the one that it runs.
-        """
-        largest = 0.0
-        for old, new in zip(self._wanted, self._outputs(run, model), strict=True):
-            change = float((new.double() - old.double()).norm())
-            size = float(old.double().norm())
-            share = change / size if size else (0.0 if change == 0 else float("inf"))
-            largest = max(largest, share if share == share else float("inf"))
-        return largest
-
-    def why_not(self) -> str | None:
-        """Why the model cannot stay as it is now, or None."""
-        found = self.difference()
-        return None if found <= _TOLERANCE else f"the model's output would change by {found:.1e} of its size"
-
-    def _outputs(self, run: Callable[[], Any] | None = None, model: nn.Module | None = None) -> list[Tensor]:
-        with evaluating(model or self._model), torch.no_grad():
-            return [tensor.clone() for tensor in float_tensors((run or self._run)())]
 
 
 class _Pair(NamedTuple):

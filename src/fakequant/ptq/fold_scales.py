@@ -1,0 +1,203 @@
+"""Channel scales of inputs, put into the normalisations before them: then they cost no operation at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.distributed import refuse_sharded
+from fakequant.errors import ConfigError
+from fakequant.model.batches import Forward, Inputs, runner
+from fakequant.model.modes import disabled
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.nn.transforms import ChannelScale
+from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
+from fakequant.ptq.output_check import OutputCheck
+from fakequant.restore import restore_on_error, state_of
+
+
+@dataclass(frozen=True)
+class FoldedScale:
+    """What happened to the scale of a layer's input.
+
+    Attributes:
+        layer: the path of the layer.
+        into: the path of the module that holds the scale now; "" where the layer keeps it.
+        note: why the layer keeps it; "" where it does not.
+    """
+
+    layer: str
+    into: str = ""
+    note: str = ""
+
+
+@dataclass
+class FoldedScales:
+    """The result of `fold_scales`; prints as a table."""
+
+    layers: list[FoldedScale] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [["layer", "its scale"]]
+        rows += [[of.layer or "(model)", f"stays: {of.note}" if of.note else f"into {of.into}"] for of in self.layers]
+        width = max(len(row[0]) for row in rows)
+        return "\n".join(f"{layer:{width}}  {what}" for layer, what in rows)
+
+
+def fold_scales(
+    model: nn.Module, batch: Any, *, inputs: Inputs | None = None, forward: Forward | None = None
+) -> FoldedScales:
+    """Put the channel scales of inputs into the weight and bias of the normalisations before them, in place.
+
+    One run finds which module makes the input of which layers, by the identity of tensors. All readers of its output
+    must have the same scale. A run checks that the float function of the model stays; a scale whose fold changes it
+    stays where it is. Ranges and codes stay as they are.
+
+    Args:
+        model: prepared, with channel scales such as `fakequant.ptq.improve` chooses.
+        batch: what a data loader gives.
+        inputs: which part of the batch the model gets, as for `calibrate`.
+        forward: called as forward(model, batch) instead of the model.
+
+    Raises:
+        ConfigError: a float or sharded model, or one whose output is not the same in a second run, or is not finite.
+        The model is unchanged after any error or interrupt.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))
+    >>> with torch.no_grad():
+    ...     model[0].weight[3] *= 100
+    ...     model[1].weight[:, 3] /= 100
+    >>> batches = [torch.randn(64, 16) for _ in range(4)]
+    >>> model = prepare(model, "int8")
+    >>> used = calibrate(model, batches, progress=False)
+    >>> found = fq.ptq.improve(model, batches, ["smooth"], progress=False)
+    >>> print(fold_scales(model, batches[0]))
+    layer  its scale
+    1      into 0
+    """
+    if not quantizers(model):
+        raise ConfigError("fold_scales takes a prepared model, whose layers have scales of their inputs")
+    refuse_sharded(model, "fold the scales of inputs in")
+    layers = {
+        module: name
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLayer) and isinstance(module.input_transform, ChannelScale)
+    }
+    if not layers:
+        return FoldedScales()
+    call = runner(inputs, forward)
+
+    def run() -> Any:
+        with disabled(model):
+            return call(model, batch)
+
+    outputs = OutputCheck(model, run)
+    makers = {module: name for name, module in model.named_modules() if _weight(module) is not None}
+    found = find_neighbors(model, {*makers}, {*layers}, outputs.run)
+    groups, notes = _groups(found, makers, shared_parameters(model))
+    with restore_on_error(state_of([*layers, *makers])):
+        notes |= _fold(groups, outputs)
+    into = {layer: makers[group.maker] for group in groups for layer in group.layers if layer not in notes}
+    for layer in layers:
+        if layer not in into:
+            notes.setdefault(layer, "no normalisation makes its input")
+    return FoldedScales([FoldedScale(name, into.get(m, ""), notes.get(m, "")) for m, name in layers.items()])
+
+
+class _Group(NamedTuple):
+    maker: nn.Module
+    layers: list[Any]
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    """The factor per channel of a normalisation in float, whatever its class."""
+    weight = module._parameters.get("weight")
+    is_vector = weight is not None and weight.dim() == 1 and not isinstance(module, QuantizedLayer)
+    return weight if is_vector else None
+
+
+def _groups(
+    found: Neighbors, makers: dict[nn.Module, str], shared: set[nn.Parameter]
+) -> tuple[list[_Group], dict[nn.Module, str]]:
+    groups, notes = list[_Group](), dict[nn.Module, str]()
+    for maker, readers in found.readers.items():
+        why = _why_not(maker, readers, found, shared)
+        if why is None:
+            groups.append(_Group(maker, readers))
+        else:
+            notes |= dict.fromkeys(readers, f"{makers[maker]}: {why}")
+    return groups, notes
+
+
+def _why_not(maker: nn.Module, readers: Sequence[Any], found: Neighbors, shared: set[nn.Parameter]) -> str | None:
+    held = [p for p in maker._parameters.values() if p is not None]
+    scales = [reader.input_transform.scale for reader in readers]
+    if not shared.isdisjoint(held):
+        return "modules share its weight"
+    if maker in found.elsewhere:
+        return "something else reads its output too"
+    if any(found.calls[module] != 1 for module in (maker, *readers)):
+        return "it or the layer is called several times"
+    if not is_as_made(maker):
+        return "it has hooks or a forward of its own"
+    if any(p.shape != scales[0].shape for p in held):
+        return "it has other channels"
+    if not all(torch.equal(scale, scales[0]) for scale in scales):
+        return "its readers have different scales"
+    return None
+
+
+def _times(weight: Tensor, scale: Tensor) -> Tensor:
+    return weight * scale
+
+
+def _plus_one_times(weight: Tensor, scale: Tensor) -> Tensor:
+    return (1 + weight) * scale - 1
+
+
+_FORMS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (_times, _plus_one_times)
+"""What normalisations multiply by: their weight, or 1 + weight."""
+
+
+def _fold(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, str]:
+    """Fold all scales, or those that keep the model's function; why the others stay, by layer."""
+    restore = state_of([module for group in groups for module in (group.maker, *group.layers)])
+    for group in groups:
+        _put(group, _times)
+    if not groups or outputs.why_not() is None:
+        return {}
+    restore()
+    notes = dict[nn.Module, str]()
+    for group in groups:
+        back = state_of([group.maker, *group.layers])
+        why = None
+        for form in _FORMS:
+            _put(group, form)
+            reason = outputs.why_not()
+            if reason is None:
+                break
+            why = why or reason
+            back()
+        else:
+            notes |= dict.fromkeys(group.layers, str(why))
+    return notes
+
+
+def _put(group: _Group, form: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Put the scale of a group's layers into their maker; in float64, rounded once."""
+    scale = group.layers[0].input_transform.scale.double()
+    weight, bias = group.maker._parameters["weight"], group.maker._parameters.get("bias")
+    assert weight is not None
+    with torch.no_grad():
+        weight.copy_(form(weight.double(), scale.to(weight.device)))
+        if bias is not None:
+            bias.copy_(bias.double() * scale.to(bias.device))
+    for layer in group.layers:
+        del layer._modules["_input_transform"]
