@@ -275,6 +275,37 @@ def test_what_is_left_at_nearest_is_listed_with_the_reason() -> None:
     assert "head" in str(found)
 
 
+def test_a_weight_that_a_float_layer_shares_stays() -> None:
+    config = fq.Config("test", (fq.Rule("head", weight="int4 per_channel(0)"),))
+    model = fq.prepare(Tied(), config)
+    before = model.table.weight.detach().clone()
+    found = fq.ptq.improve(model, [torch.tensor([[1, 2, 3]])], progress=False)
+    assert [layer.note for layer in found.layers] == ["nearest: layers share its weight"]
+    assert_same_bits(model.table.weight, before)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+def test_a_layer_that_is_called_twice_is_chosen_for_all_its_inputs() -> None:
+    given = [torch.randn(32, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    model = fq.prepare(Twice(), fq.Config("test", (fq.Rule(weight="int3 per_channel(0)"),)))
+    with torch.no_grad():
+        wanted = Twice()(given[0])
+        before = (model(given[0]) - wanted).square().mean()
+        found = fq.ptq.improve(model, given, progress=False)
+        assert (model(given[0]) - wanted).square().mean() < before
+    assert [layer.layer for layer in found.layers] == ["layer"]
+    assert found.layers[0].after < found.layers[0].before
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [

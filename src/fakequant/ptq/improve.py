@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,7 +15,6 @@ from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.progress import track
-from fakequant.model.ties import tied_weights
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
@@ -88,11 +88,10 @@ def improve(
         raise CalibrationError("improve needs batches, and got none")
     weights = _weights(model)
     run = runner(inputs, forward)
-    result, shared = Improvement(), {path for tie in tied_weights(model) for path in tie}
-    for path, weight in weights.items():
-        if (note := _why_not(weight, path in shared)) is not None:
-            result.layers.append(LayerResult(path.rpartition(".")[0], note=note))
-    layers = {path: weight.layer for path, weight in weights.items() if _why_not(weight, path in shared) is None}
+    result, shared = Improvement(), _shared_parameters(model)
+    notes = {path: _why_not(weight, shared) for path, weight in weights.items()}
+    result.layers += [LayerResult(path.rpartition(".")[0], note=note) for path, note in notes.items() if note]
+    layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
     with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
         collector = _Collector(layers, given, mask, recorded)
@@ -134,13 +133,21 @@ def _weights(model: nn.Module) -> dict[str, LayerWeight]:
     return weights
 
 
-def _why_not(weight: LayerWeight, shared: bool) -> str | None:
+def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that several modules hold, quantized or not."""
+    holders = Counter(
+        parameter for module in model.modules() for parameter in module._parameters.values() if parameter is not None
+    )
+    return {parameter for parameter, count in holders.items() if count > 1}
+
+
+def _why_not(weight: LayerWeight, shared: set[nn.Parameter]) -> str | None:
     """Why nothing is chosen for a weight, or None."""
     if not has_rows(weight.layer):
         return f"nearest: a {type(weight.layer).__name__} has no weight matrix"
     if weight.parameter is None:
         return "nearest: its weight is computed"
-    if shared:
+    if weight.parameter in shared:
         return "nearest: layers share its weight"
     if weight.quantizer.learned is not None or weight.quantizer.dynamic:
         return "nearest: its range is not fixed"
