@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo docs wheel clean
+.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo accuracy docs wheel clean
 
 setup: $(STAMP)
 
@@ -79,6 +79,10 @@ bars: setup
 # their names. What the record has for this commit is not run again.
 zoo: setup
 	$(BIN)/python -m benchmarks.zoo $(if $(ONLY),--only $(ONLY))
+
+# What accuracy algorithms win back, here and in other libraries, on models that it trains: about 25 minutes.
+accuracy: setup $(PEERS)
+	$(BIN)/python -m benchmarks.accuracy $(ONLY)
 
 docs: setup
 	$(BIN)/python docs/generate.py
