@@ -7,6 +7,7 @@ calibration data than by rounding to nearest.
 from .adaround import adaround
 from .allocation import Allocation, Score, Scores, scores, verify
 from .blocks import find_blocks, reconstruct
+from .compare import Compared, Comparison, Ways, compare
 from .corrections import reestimate_batch_norm
 from .equalize import Equalization, EqualizedPair, equalize
 from .fold_scales import FoldedScale, FoldedScales, fold_scales
@@ -20,6 +21,8 @@ __all__ = [
     "PRESETS",
     "STEPS",
     "Allocation",
+    "Compared",
+    "Comparison",
     "Equalization",
     "EqualizedPair",
     "FoldedScale",
@@ -30,7 +33,9 @@ __all__ = [
     "Preset",
     "Score",
     "Scores",
+    "Ways",
     "adaround",
+    "compare",
     "descend",
     "equalize",
     "find_blocks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
 
@@ -16,13 +16,14 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule
-from fakequant.model.modes import disabled, evaluating
+from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
 from fakequant.model.sizes import spec_bits
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.ops import library
+from fakequant.ptq.compare import output_error
 from fakequant.ptq.stream import record
 from fakequant.ptq.sums import has_rows, product_of
 
@@ -350,15 +351,5 @@ def verify(
     for allocation in allocations:
         twin = prepare(copy.deepcopy(model), allocation.config().with_rule(*_left_in_float(model)))
         calibrate(twin, given, inputs=inputs, forward=forward, progress=False)
-        lost = energy = 0.0
-        with evaluating(twin):
-            for batch in given:
-                outputs = run(twin, batch)
-                with disabled(twin):
-                    wanted = run(twin, batch)
-                pairs = zip(tree_leaves(outputs), tree_leaves(wanted), strict=True)
-                for y, right in ((y, right) for y, right in pairs if isinstance(y, Tensor) and y.is_floating_point()):
-                    lost += float((y - right).double().square().sum())
-                    energy += float(right.double().square().sum())
-        found.append(Allocation(**{**vars(allocation), "measured": lost / energy}))
+        found.append(replace(allocation, measured=output_error(twin, model, given, run)))
     return found
