@@ -180,6 +180,36 @@ def verify(
 
 
 @app.command()
+def compare(
+    recipe: RecipeFile,
+    preset: Annotated[list[str] | None, typer.Option(help="a preset; repeat the option for several")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="a method of calibration; repeat for several")] = None,
+    improve: Annotated[list[str] | None, typer.Option(help="none, fast or best; repeat for several")] = None,
+    out: Annotated[Path | None, typer.Option(help="a file of JSON lines; rows that it holds are not run again")] = None,
+) -> None:
+    """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
+    from fakequant.cli.advice import compare as compare_ways
+    from fakequant.ptq.compare import USUAL_WAYS, Ways
+
+    steps = [None if step == "none" else step for step in improve] if improve else USUAL_WAYS.steps
+    ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
+    Console(soft_wrap=True).print(Text(str(compare_ways(recipe, ways, out))))
+
+
+@app.command()
+def search(
+    recipe: RecipeFile,
+    bits: Annotated[float, typer.Option(help="at most so many bits per weight, with scales")],
+    preset: Annotated[list[str] | None, typer.Option(help="a preset to choose from; repeat for several")] = None,
+) -> None:
+    """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
+    from fakequant.cli.advice import search as search_mix
+
+    for line in search_mix(recipe, preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32"), bits):
+        Console(soft_wrap=True).print(Text(line))
+
+
+@app.command()
 def bench(
     elements: Annotated[
         list[int] | None,

@@ -1,0 +1,73 @@
+"""The commands `compare` and `search`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fakequant as fq
+from fakequant.cli.commands import app
+
+RECIPE = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+def calibration_batches():
+    return [torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_compare_prints_the_best_first_and_goes_on(recipe: Path, tmp_path: Path) -> None:
+    arguments = [
+        "compare",
+        recipe,
+        "--preset",
+        "MXFP4",
+        "--preset",
+        "w8a8",
+        "--improve",
+        "none",
+        "--out",
+        tmp_path / "rows",
+    ]
+    first = run(*arguments)
+    assert [line.split()[0] for line in first.splitlines()] == ["preset", "INT8", "MXFP4"]
+    assert run(*arguments) == first  # with its seconds: nothing ran again
+
+
+def test_search_prints_a_preset_for_each_layer(recipe: Path) -> None:
+    lines = run("search", recipe, "--bits", 6).splitlines()
+    chosen = dict(line.split() for line in lines[:2])
+    assert set(chosen) == {"0", "2"}
+    assert float(lines[2].split()[0]) <= 6
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    fq.prepare(model, fq.Config("mixed", ()), rules=chosen)
+    assert model(torch.ones(1, 64)).shape == (1, 8)
+    assert f"rules={chosen}" in lines[3]
+
+
+def test_a_budget_that_nothing_fits_is_one_line(recipe: Path) -> None:
+    result = CliRunner().invoke(app, ["search", str(recipe), "--bits", "2"])
+    assert result.exit_code == 1
+    assert "no mix of these choices fits the budget" in result.stderr
