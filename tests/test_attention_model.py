@@ -85,8 +85,8 @@ def test_summary(made: nn.Module) -> None:
     assert "left in float: 0 products" in table
     weights = sum(p.numel() for p in made.parameters() if p.dim() == 2)
     others = sum(p.numel() for p in made.parameters()) - weights
-    # The scales are buffers.
-    assert fq.summary(made).bytes_quantized == weights + 4 * others
+    scales = sum(p.shape[0] for p in made.parameters() if p.dim() == 2)  # one of four bytes for each output channel
+    assert fq.summary(made).bytes_quantized == weights + 4 * others + 4 * scales
 
 
 def test_analysis(made: nn.Module) -> None:

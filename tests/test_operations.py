@@ -230,7 +230,8 @@ def test_summary_counts_bytes_and_states() -> None:
     float_bytes = sum(p.numel() * 4 for p in model.parameters())
     weights = sum(layer.weight.numel() for layer in (model.stem, model.branch, model.up, model.head))
     assert found.bytes_float == float_bytes
-    assert found.bytes_quantized == float_bytes - weights * 4 + weights // 2
+    scales = model.stem.out_channels + model.branch.out_channels + model.up.weight.shape[1] + model.head.out_features
+    assert found.bytes_quantized == float_bytes - weights * 4 + weights // 2 + scales * 4
     assert all(layer.calibrated for layer in found.layers)
     assert "left in float" not in str(found)
 
@@ -239,7 +240,7 @@ def test_bytes_of_half_precision_and_tied_weights() -> None:
     tied = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).half()
     tied[1].weight = tied[0].weight
     found = summary(prepare(tied, presets.INT4_WEIGHT_ONLY))
-    assert (found.bytes_float, found.bytes_quantized) == (128, 32)
+    assert (found.bytes_float, found.bytes_quantized) == (128, 32 + 8 * 4)  # eight scales in float32
 
 
 @pytest.mark.parametrize("bias", [True, False])

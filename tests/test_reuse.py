@@ -8,7 +8,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.demo.digits import Net
 from fakequant.demo.text import Transformer
-from fakequant.model.analysis import _Power
+from fakequant.model.analysis import Power
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.nn import Add, Mode, QuantizedLayer
 from tests.support.bits import assert_same_bits
@@ -68,7 +68,7 @@ def by_whole_passes(model, batches):
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer):
             continue
-        power = _Power()
+        power = Power()
         for batch in batches:
             x = batch[0] if isinstance(batch, tuple) else batch
             with fq.disabled(model):

@@ -77,6 +77,8 @@ def brevitas(case: Case, algorithm: str) -> Run:
             with calibration_mode(quantized), torch.no_grad():
                 for batch in batches:
                     quantized(batch)
+        with torch.no_grad():
+            quantized.eval()(batches[0])  # takes the scales of the weights
         if algorithm != "nearest":
             with _brevitas_mode(algorithm)(quantized) as mode, torch.no_grad():
                 for _ in range(mode.num_layers):
@@ -100,12 +102,14 @@ def _brevitas_mode(algorithm: str) -> Any:
 
 
 def _brevitas_weight(case: Case) -> Any:
+    from brevitas.inject.enum import ScalingImplType
     from brevitas.quant import Int8WeightPerChannelFloat
     from brevitas_examples.common.generative.quantizers import IntWeightSymmetricGroupQuant
 
     bits = int(case.name[1])
     if "groups" not in case.name:
-        return Int8WeightPerChannelFloat.let(bit_width=bits)
+        # A scale that is a parameter: GPTQ reads single columns, whose own statistics would give a scale without error.
+        return Int8WeightPerChannelFloat.let(bit_width=bits, scaling_impl_type=ScalingImplType.PARAMETER_FROM_STATS)
     return IntWeightSymmetricGroupQuant.let(bit_width=bits, group_size=int(case.name.rsplit(" ", 1)[1]))
 
 
