@@ -136,6 +136,7 @@ def test_a_trial_without_memory_decides_nothing(fail, monkeypatch):
         fail()
 
     products.linear_unavailable.cache_clear()
+    monkeypatch.setattr(products, "_multiplies_slowly", lambda device_type: False)
     monkeypatch.setattr(torch, "_int_mm", without_memory)
     with pytest.raises(RuntimeError, match="memory"):
         products.linear_unavailable("cpu")

@@ -66,10 +66,23 @@ def expected(layer, x, other):
     return reference.matmul(factor(layer._input_quantizer, x), factor(layer._other_quantizer, other))
 
 
-@pytest.fixture(params=["integers", "float"])
+@pytest.fixture(params=["integers", "float", "parts"])
 def way(request, monkeypatch):
-    """Matrices one by one as integers, or all at once in float where the sums are exact there."""
-    monkeypatch.setattr(products, "_SMALL", 0 if request.param == "integers" else 2**19)
+    """Matrices one by one as integers or in parts in float, or all at once in float where the sums are exact there."""
+    monkeypatch.setattr(products, "_SMALL", 2**19 if request.param == "float" else 0)
+    monkeypatch.setattr(products, "_multiplies_slowly", lambda device_type: request.param == "parts")
+
+
+@pytest.mark.parametrize("inner", [0, 1, 511, 512, 513, 1537])
+@pytest.mark.parametrize("slow", [True, False], ids=["parts", "integers"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_largest_codes_sum_exactly(inner, slow, autocast, monkeypatch):
+    monkeypatch.setattr(products, "_multiplies_slowly", lambda device_type: slow)
+    a = torch.randint(240, 256, (17, inner)).to(torch.uint8)
+    b = torch.randint(112, 128, (9, inner)).to(torch.int8)
+    a[0], b[0], b[1] = 255, 127, -128
+    with torch.autocast("cpu", enabled=autocast):
+        assert torch.equal(products._int_mm(a, b.t()), (a.long() @ b.t().long()).int())
 
 
 @pytest.mark.usefixtures("way")
@@ -132,6 +145,7 @@ def test_whole_blocks_of_codes_are_multiplied_where_they_lie(monkeypatch):
         assert [left.data_ptr() == given[-1][0], right.data_ptr() == given[-1][1]] == stay, name
 
 
+@pytest.mark.usefixtures("way")
 def test_sums_that_float32_does_not_hold():
     model, _ = prepared("uint8 per_tensor symmetric", "uint8 per_tensor symmetric")
     for inner in (258, 259, 1031):
