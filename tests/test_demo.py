@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_everything_is_written(done: tuple[Path, dict[str, Any]]) -> None:
 def test_results_have_the_documented_keys(done: tuple[Path, dict[str, Any]]) -> None:
     _, results = done
     assert set(results) == {"accuracy", "percent", "exported_method", "models", "environment", "by_codes", "seconds"}
-    tuned = {f"int{bits}_{state}" for bits in (2, 4) for state in ("calibrated", "finetuned")}
+    tuned = {f"int{bits}_{state}" for bits in (2, 4) for state in ("calibrated", "improved", "finetuned")}
     assert set(results["percent"]) == {"float32", "int8_best", "int8_exported", "int8_by_codes", "fp8"} | tuned
     keys = {"file", "bytes", "elements", "differing", "exact", "export", "verification"}
     assert {name: set(model) for name, model in results["models"].items()} == {"int8": keys, "int4": keys}
@@ -77,7 +78,9 @@ def test_integer_products_read_every_image_alike(done: tuple[Path, dict[str, Any
     assert len(products) == 5
     assert all(layer.why_simulated() is None for layer in products)
     assert (again.differing, again.images) == (found["differing"], 599)
-    assert digits.percent_right(coded, held_out) == results["percent"]["int8_by_codes"]
+    assert digits.percent_right(coded, digits.in_versions(held_out)) == pytest.approx(
+        results["percent"]["int8_by_codes"], abs=1e-9
+    )
 
 
 def test_a_digit_read_otherwise_is_a_tie_only_if_its_logits_are() -> None:
@@ -102,7 +105,22 @@ def test_checkpoints_restore_the_measured_models(done: tuple[Path, dict[str, Any
     _, held_out = digits.load_digits()
     for name, key in (("int8", "int8_exported"), ("int4", "int4_finetuned")):
         model = fq.load(digits.Net(), out / f"{name}-checkpoint").eval()
-        assert digits.percent_right(model, held_out) == results["percent"][key]
+        found = digits.percent_right(model, digits.in_versions(held_out))
+        assert found == pytest.approx(results["percent"][key], abs=1e-9)
+
+
+def test_a_margin_counts_images_and_not_their_versions() -> None:
+    wanted = torch.ones(digits.VERSIONS * 100, dtype=torch.bool)
+    found = wanted.clone().view(digits.VERSIONS, 100)
+    found[:, :10] = False
+    changes = [-1.0] * 10 + [0.0] * 90
+    assert digits.margin(found.flatten(), wanted) == pytest.approx(196 * statistics.stdev(changes) / 10)
+    assert digits.margin(wanted, wanted) == 0
+
+
+def test_two_bits_are_won_back_without_training(done: tuple[Path, dict[str, Any]]) -> None:
+    percent = done[1]["percent"]
+    assert percent["int2_improved"] > percent["int2_calibrated"] + 10
 
 
 def test_report_has_every_section(done: tuple[Path, dict[str, Any]]) -> None:

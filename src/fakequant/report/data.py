@@ -35,25 +35,29 @@ class Accuracy:
         method: the calibrator, or another step such as fine-tuning.
         value: the metric; larger is better.
         note: a remark on this row.
+        margin: half the width of the 95 % interval of the change from the first row; None if it is not known.
     """
 
     format: str
     method: str
     value: float
     note: str = ""
+    margin: float | None = None
 
 
 def accuracy_cells(rows: Sequence[Accuracy]) -> list[tuple[str, str, str, str, str]]:
     """Format measurements as rows: format, method, value, change from the first row, note.
 
-    >>> accuracy_cells([Accuracy("float32", "", 98.5), Accuracy("INT8", "mse", 98.0)])[1]
-    ('INT8', 'mse', '98.00', '-0.50', '')
+    >>> accuracy_cells([Accuracy("float32", "", 98.5), Accuracy("INT8", "mse", 98.0, margin=0.3)])[1]
+    ('INT8', 'mse', '98.00', '-0.50 ± 0.30', '')
     """
     # Percentages get two decimals; shares from 0 to 1 and losses get four.
     decimals = 2 if any(abs(row.value) >= 10 for row in rows) else 4
     cells = []
     for index, row in enumerate(rows):
         change = f"{row.value - rows[0].value:+.{decimals}f}" if index else ""
+        if index and row.margin is not None:
+            change += f" ± {row.margin:.{decimals}f}"
         cells.append((row.format, row.method, f"{row.value:.{decimals}f}", change, row.note))
     return cells
 
