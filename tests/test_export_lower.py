@@ -68,7 +68,8 @@ CASES = [
     for format in cases.FORMATS
     for granularity in cases.GRANULARITIES
     for arithmetic in (fq.Arithmetic.DIVIDE, fq.Arithmetic.RECIPROCAL)
-    if format not in NOT_IN_ONNX and (arithmetic is fq.Arithmetic.DIVIDE or format in WITH_RECIPROCAL)
+    if format not in NOT_IN_ONNX
+    if arithmetic is fq.Arithmetic.DIVIDE or (format in WITH_RECIPROCAL and granularity in FEW)
     if format not in ALIKE or granularity in FEW
 ] + [
     Case(format, granularity, fq.Arithmetic.DIVIDE, dtype)
@@ -118,7 +119,7 @@ WEIGHTS = [
         (fq.Arithmetic.DIVIDE, torch.float16),
     )
     if format not in NOT_IN_ONNX
-    if format not in ALIKE or (granularity in FEW and arithmetic is fq.Arithmetic.DIVIDE and dtype is torch.float32)
+    if granularity in FEW or (format not in ALIKE and arithmetic is fq.Arithmetic.DIVIDE and dtype is torch.float32)
 ]
 
 

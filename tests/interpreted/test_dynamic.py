@@ -31,7 +31,7 @@ def assert_dynamic(backend, x, spec, label):
 def compare(name, dtype, each):
     """A format on every granularity, with every arithmetic and scale; gradients and layouts in turn.
 
-    Without `each` on every eighth granularity, with arithmetics and scales in turn.
+    Without `each` on every sixteenth granularity, with arithmetics and scales in turn.
     """
     turn = FORMATS.index(name) + list(DTYPES.values()).index(dtype)
     for label, where in RUNS.items():
@@ -39,7 +39,7 @@ def compare(name, dtype, each):
             continue
         chosen = list(specs(name, where.granularity))
         turn += 1
-        if not each and turn % 8:
+        if not each and turn % 16:
             continue
         # Of specifications without their number, a step that meets all of them in turn.
         for spec in chosen if each else [chosen[7 * (turn // 4) % len(chosen)]]:

@@ -17,12 +17,12 @@ from tests.support.matrix import each_format_once, full, in_turn, sweep
 def compare(name, dtype, each):
     """A format on every granularity, with every arithmetic and gradient; layouts and sizes of programs in turn.
 
-    Without `each` on every eighth granularity, with arithmetics and gradients in turn.
+    Without `each` on every sixteenth granularity, with arithmetics and gradients in turn.
     """
     case, turn = FORMATS[name], list(FORMATS).index(name) + list(DTYPES.values()).index(dtype)
     for where_name, where in GRANULARITIES.items():
         turn += 1
-        if not each and turn % 8:
+        if not each and turn % 16:
             continue
         arithmetics, gradients = case.arithmetics(), MASKED
         if not each:
@@ -38,7 +38,7 @@ def compare(name, dtype, each):
                 spec = case.spec(where.granularity, arithmetic, gradient=gradient)
                 assert backend.unsupported(x, spec, codes=False) is None
                 assert_values(backend, (x, numbers.params), spec, where_name)
-            if (each or turn % 24 == 0) and backend.unsupported(x, spec, codes=True) is None:
+            if (each or turn % 48 == 0) and backend.unsupported(x, spec, codes=True) is None:
                 assert_codes(backend, (x, numbers.params), spec, where_name)
 
 
