@@ -17,6 +17,7 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.paths import layer_of
+from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.model.unseen import Unseen, check_unseen, leave_in_float, observed
 from fakequant.model.weights import fresh_weight, note_weight, quantized_weights
@@ -38,6 +39,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     pattern: str = "*",
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    mask: Mask | None = None,
     progress: bool | None = None,
     unseen: str = "error",
     group: Any = None,
@@ -64,6 +66,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             of items, such as slice(2), as positional arguments; or a function of the batch, which returns a tuple of
             arguments, a dict of keyword arguments, or one argument.
         forward: called as forward(model, batch) instead of the model.
+        mask: which tokens count, where batches have padding: a function from a batch to a bool tensor [batch, tokens],
+            or the key of a dict batch, such as "attention_mask". A `CalibrationWarning` names inputs of other shapes.
         progress: whether to show a progress bar; by default on a terminal.
         unseen: what becomes of layers that need data, and that no batch reached: "error"; "float" leaves them in float,
             which one `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the
@@ -82,9 +86,9 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     Raises:
         CalibrationError: a batch with NaN or inf (names the quantizer), layers that saw no data (names them all, says
             why, and what to do), another process that failed, or a model without quantizers.
-        ConfigError: an unknown method or option, a pattern that matches no layer with a static quantizer, processes
-            that calibrate different models or by a method that does not merge ("moving_average"), or a tuple whose
-            last item may be labels or an optional argument.
+        ConfigError: an unknown method or option, a pattern that matches no layer with a static quantizer, a mask of
+            another kind, processes that calibrate different models or by a method that does not merge
+            ("moving_average"), or a tuple whose last item may be labels or an optional argument.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> loader = [(torch.ones(2, 4), "label"), (torch.full((2, 4), 2.54), "label")]
@@ -101,7 +105,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             return make_calibrator(method, found[name].spec, **options)
         return make_calibrator(weight_method, found[name].spec, **(weight_options or {}))
 
-    job = _Job(model, found, pattern, runner(inputs, forward), make)
+    job = _Job(model, found, pattern, runner(inputs, forward), make, Positions(mask))
     processes = processes_of(model, group)
     with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
         shared = processes is not None and processes.size() > 1
@@ -262,6 +266,7 @@ class _Job:
     run: Forward
     make: Callable[[str], Calibrator]
     """A fresh calibrator for the quantizer of a name."""
+    positions: Positions
     last: list[Any] = field(default_factory=list)
     """The last batch of this process, if it had one."""
     called: set[str] = field(default_factory=set)
@@ -294,12 +299,15 @@ class _Job:
     def _show(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> None:
         model = self._inner()
         total = len(batches) if isinstance(batches, Sized) else None
-        for batch in track(batches, "calibrating", total, progress):
-            self.run(model, batch)
-            self.last, self.batches = [batch], self.batches + 1
-            # One process of several may not stop alone: a sharded model is called by all of them.
-            if not self.inputs and not shared and all(observed(weight.quantizer) for weight in self.weights.values()):
-                break
+        with self.positions.observing(self.model, self.inputs) as tell:
+            for batch in track(batches, "calibrating", total, progress):
+                tell(batch)
+                self.run(model, batch)
+                self.last, self.batches = [batch], self.batches + 1
+                # One process of several may not stop alone: a sharded model is called by all of them.
+                if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):
+                    break
+        self.positions.say_whole()
 
     def _inner(self) -> nn.Module:
         """The model without a wrapper whose call waits for all processes: their numbers of batches may differ."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.modes import disabled, evaluating
+from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
@@ -35,8 +36,6 @@ _NAMED_STEPS = {
 _TRANSFORMS = {"smooth": smooth, "rotate": rotate}
 _HELD_BACK = 4
 """Every fourth batch is held back where a setting is chosen, if there are as many."""
-
-Mask = Callable[[Any], Tensor]
 
 
 def improve(
@@ -62,7 +61,7 @@ def improve(
         steps: "best", "fast" (one damping, no descent, no drift), or names of `fakequant.ptq.STEPS`.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
-        mask: from a batch to which positions count, bool [n, length]: for batches with padding.
+        mask: which tokens count, where batches have padding, as for `calibrate`.
         progress: whether to show a progress bar; by default on a terminal.
 
     Returns:
@@ -87,14 +86,14 @@ def improve(
     if not given:
         raise CalibrationError("improve needs batches, and got none")
     weights = _weights(model)
-    run = runner(inputs, forward)
+    run, masked = runner(inputs, forward), Positions(mask)
     result, shared = Improvement(), _shared_parameters(model)
     notes = {path: _why_not(weight, shared) for path, weight in weights.items()}
     result.layers += [LayerResult(path.rpartition(".")[0], note=note) for path, note in notes.items() if note]
     layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
     with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
-        collector = _Collector(layers, given, mask, recorded)
+        collector = _Collector(layers, given, masked, recorded)
         with _Pass(model, layers, run, given, recorded, float_too="drift" in chosen_steps) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
                 name, weight = stage.name.rpartition(".")[0], weights[stage.name]
@@ -104,6 +103,7 @@ def improve(
                 stages.keep(weight)
                 write(name, weight, choice)
                 result.layers.append(replace(choice.result, steps={**left, **choice.result.steps}))
+        masked.say_whole()
     missed = [path for path in layers if path not in recorded.order]
     result.layers += [LayerResult(path.rpartition(".")[0], note="no batch reaches it") for path in missed]
     return result
@@ -157,19 +157,18 @@ def _why_not(weight: LayerWeight, shared: set[nn.Parameter]) -> str | None:
 class _Collector:
     """What the layers of a model get at their stages, and the sums over it."""
 
-    def __init__(self, layers: Mapping[str, Any], batches: Sequence[Any], mask: Mask | None, recorded: Record) -> None:
-        self._layers, self._batches, self._mask, self._siblings = layers, batches, mask, recorded.siblings
+    def __init__(self, layers: Mapping[str, Any], batches: Sequence[Any], mask: Positions, recorded: Record) -> None:
+        self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
+        self._counts = [mask.of(batch) for batch in batches]
         self._last: tuple[str, Stage, tuple[InputSums, InputSums]] | None = None
 
     def inputs(self, stage: Stage) -> dict[int, list[Tensor]]:
         """What counts of a layer's inputs, before its quantizer, by the number of the batch."""
-        return {number: [self._counted(call.first, number) for call in calls] for number, calls in stage.calls.items()}
-
-    def _counted(self, x: Tensor, number: int) -> Tensor:
-        if self._mask is None:
-            return x
-        counted = self._mask(self._batches[number])
-        return x[counted] if counted.shape == x.shape[:-1] else x
+        name, layer = stage.name, self._layers[stage.name]
+        return {
+            number: [self._mask.counted(name, layer, call.first, self._counts[number]) for call in calls]
+            for number, calls in stage.calls.items()
+        }
 
     def choose_input(self, stage: Stage, steps: Sequence[str]) -> dict[str, float]:
         """Choose a transform and the range of a layer's input, for all layers that get the same tensor.
@@ -182,7 +181,9 @@ class _Collector:
         if own is None or own.pinned or own.learned is not None or group[0] is not self._layers[stage.name]:
             return {}
         group = [layer for layer in group if _takes_same_input(layer, group[0])]
-        inputs, left = [x for calls in self.inputs(stage).values() for x in calls], dict[str, float]()
+        inputs, left = [x for calls in self.inputs(stage).values() for x in calls if x.numel()], dict[str, float]()
+        if not inputs:
+            return {}
         for step, transform in _TRANSFORMS.items():
             if step in steps and group[0].input_transform is None:
                 chosen = transform(group, inputs)
