@@ -13,6 +13,8 @@ from fakequant.model import presets
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
+from fakequant.model.sizes import weight_bits
+from fakequant.model.weights import quantized_weights
 from fakequant.nn import MatMul, QuantizedLayer, quantizers, quantizes
 from tests.support.bits import assert_same_bits
 from tests.support.layer_cases import CASES
@@ -39,10 +41,67 @@ def test_the_names() -> None:
 
 @pytest.mark.parametrize("name", BLOCKS + WEIGHT_ONLY)
 def test_activations_are_dynamic_or_float_and_weights_static(name: str) -> None:
-    (rule, _) = ALL[name].rules
+    rule = ALL[name].rules[0]
     assert rule.weight is not None
     assert not rule.weight.dynamic
     assert rule.input is None if name in WEIGHT_ONLY else rule.input is not None and rule.input.dynamic
+
+
+FOUR_BITS = [*WEIGHT_ONLY, "INT4_WEIGHT_ONLY"]
+ROWS = "int8 per_channel(0)"
+
+
+class Language(nn.Module):
+    """A table of embeddings and one in bags, a layer, and a head that may have the weight of the table."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.table, self.bags = nn.Embedding(48, 16), nn.EmbeddingBag(8, 16)
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 48, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+
+def specs(model: nn.Module) -> dict[str, str]:
+    return {name.split(".")[0]: str(quantizer.spec) for name, quantizer in quantizers(model).items()}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_embeddings_have_8_bits_where_4_bit_weights_are_all_that_is_quantized(name: str) -> None:
+    weight = str(ALL[name].rules[0].weight)
+    table = ROWS if name in FOUR_BITS else weight
+    found = {name: spec for name, spec in specs(prepare(Language(tied=False), ALL[name])).items() if name != "body"}
+    wanted = {"table": table, "bags": table, "head": weight}
+    assert {name: spec.split(" dynamic")[0] for name, spec in found.items() if name in wanted} == wanted
+
+
+def test_a_head_follows_the_table_whose_weight_it_has() -> None:
+    assert specs(prepare(Language(tied=True), "INT4_GROUP32"))["head"] == ROWS
+    own = specs(prepare(Language(tied=True), "INT4_GROUP32", rules={"head": "INT8"}))
+    assert own["head"] == "int8 per_channel(0)"
+    fewer = ALL["INT4_GROUP32"].with_rule(Rule(layers="Embedding", weight="int4 per_block(-1:32,pad)", tied=True))
+    assert set(specs(prepare(Language(tied=True), fewer)).values()) == {"int4 per_block(-1:32,pad)", ROWS}
+    assert specs(prepare(Language(tied=True), fewer))["head"] == "int4 per_block(-1:32,pad)"
+    floats = prepare(Language(tied=True), ALL["INT4_GROUP32"].with_rule(Rule(layers="Embedding"), Rule("head")))
+    assert set(specs(floats)) == {"bags", "body"}
+    assert Config.from_dict(ALL["INT4_GROUP32"].to_dict()) == ALL["INT4_GROUP32"]
+
+
+def test_a_preset_for_some_layers_keeps_their_embeddings_at_8_bits() -> None:
+    model = nn.Sequential(Language(tied=False), Language(tied=False))
+    found = {
+        name: str(q.spec) for name, q in quantizers(prepare(model, "INT8_WEIGHT_ONLY", rules={"1*": "w4a16"})).items()
+    }
+    assert found["1.table._weight_quantizer"] == ROWS
+    assert found["1.body._weight_quantizer"] == "int4 per_block(-1:128,pad)"
+    assert found["0.body._weight_quantizer"] == ROWS
+
+
+def test_sizes_count_embeddings_at_8_bits() -> None:
+    model = prepare(Language(tied=False), "INT4_GROUP32")
+    found = {path.split(".")[0]: weight_bits(weight) for path, weight in quantized_weights(model).items()}
+    assert found["table"] == (48 * 16, 48 * 16 * 8, 48 * 32)
+    assert found["head"] == (48 * 16, 48 * 16 * 4, 48 * 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

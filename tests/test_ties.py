@@ -46,7 +46,7 @@ def trained(model: nn.Module, name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", TIED)
-@pytest.mark.parametrize("preset", ["INT8", "FP8_BLOCK", "NVFP4"])
+@pytest.mark.parametrize("preset", ["INT8", "FP8_BLOCK", "NVFP4", "INT4_GROUP32"])
 def test_tied_layers_have_the_same_codes(name: str, preset: str, tmp_path: Path) -> None:
     inputs = ARCHITECTURES[name].inputs()
     with warnings.catch_warnings(action="error", category=CoverageWarning):

@@ -115,6 +115,8 @@ def preset_lines() -> list[str]:
         same = rule.input is not None and rule.input.spec == rule.weight.spec
         inputs = "inputs stay in float" if rule.input is None else f"inputs {rule.input}"
         what = f"weights and inputs {rule.input}" if same else f"weights {rule.weight}, {inputs}"
+        tables = [rule.weight for rule in config.rules[1:] if rule.weight is not None]
+        what += "".join(f", embeddings {weight}" for weight in tables)
         names = [alias for alias, target in ALIASES.items() if target == name]
         names += [config.name] if config.name != name else []
         lines.append(f"{name:16}  {bits:15.3g}  {what}" + (f"; also {', '.join(names)}" if names else ""))

@@ -68,8 +68,8 @@ class Rule:
 
     Args:
         pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
-        input: how inputs are quantized; None leaves them in float. A preset stands for all that it says of layers:
-            `Rule("head", presets.INT8_WEIGHT_ONLY)`.
+        input: how inputs are quantized; None leaves them in float. A preset stands for what it says of layers of all
+            kinds: `Rule("head", presets.INT8_WEIGHT_ONLY)`.
         weight: how the weight is quantized; None leaves it in float.
         layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
             can be quantized. A subclass that inherits all that computes is matched by the name of its base, too.
@@ -80,6 +80,8 @@ class Rule:
         optional: whether the rule may match nothing.
         execution: how products are computed: "simulate", "auto" or "integer", see `fakequant.nn.Execution`.
         output: how results are quantized; None, as in all presets, leaves them as they are.
+        tied: whether layers of earlier rules that share a weight with one of these layers follow this rule, as the head
+            of a language model that has the weight of its embedding.
 
     One rule serves layers of all kinds, so `PerChannel` and `PerBlock` name two axes by their role. Axis 0 of a weight
     means its output channels. Axis -1 means the axis that the layer's product sums over: of convolutions the input
@@ -96,6 +98,7 @@ class Rule:
     execution: Execution = Execution.SIMULATE
     ops: tuple[str, ...] = ()
     output: TensorConfig | None = None
+    tied: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.input, Config):  # a preset in its place
@@ -158,6 +161,7 @@ class Rule:
             "optional": self.optional,
             "execution": self.execution.value,
             "output": None if self.output is None else self.output.to_text(),
+            "tied": self.tied,
         }
 
     @classmethod
@@ -225,7 +229,21 @@ class Config:
             if not matched and not rule.optional and not (other and _matches_module(rule, names)):
                 raise ConfigError(_nothing_matched(rule, candidates))
             held.update(dict.fromkeys(matched, rule))
-        return held
+        return held | self._followers(held, candidates)
+
+    def _followers(self, held: dict[str, Rule], candidates: dict[str, nn.Module]) -> dict[str, Rule]:
+        """The layers that follow the rule of a layer with which they share a weight."""
+        leading = [name for name, rule in held.items() if rule.tied]
+        if not leading:
+            return {}
+        place = {id(rule): number for number, rule in enumerate(self.rules)}
+        leaders = {parameter: held[name] for name in leading for parameter in weights_of(candidates[name])}
+        found: dict[str, Rule] = {}
+        for name, rule in held.items():
+            for parameter in weights_of(candidates[name]):
+                if parameter in leaders and place[id(rule)] < place[id(leaders[parameter])]:
+                    found[name] = leaders[parameter]
+        return found
 
     def left_on_purpose(self, model: nn.Module) -> set[nn.Module]:
         """The modules of which the last rule that matches says that they stay in float."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -115,7 +116,13 @@ def _with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Co
     if isinstance(skip, str):
         raise ConfigError(f"skip takes a list of patterns, got {skip!r}; write skip=[{skip!r}]")
     presets: dict[str, Any] = {pattern: find_preset(of) if isinstance(of, str) else of for pattern, of in rules.items()}
-    added = [*(Rule(pattern) for pattern in skip), *(Rule(pattern, preset) for pattern, preset in presets.items())]
+    added = [Rule(pattern) for pattern in skip]
+    for pattern, preset in presets.items():
+        added.append(Rule(pattern, preset))
+        kinds = preset.layer_rules if isinstance(preset, Config) else ()
+        added += [
+            replace(rule, pattern=pattern, optional=True) for rule in kinds if rule.layers and rule.pattern == "*"
+        ]
     return config.with_rule(*added) if added else config
 
 

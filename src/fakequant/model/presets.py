@@ -4,6 +4,10 @@ Weights are quantized per output channel, activations per tensor unless the name
 axis that the layer's product sums over; a last block may be smaller. Max pooling stays in float: it only picks values
 that the next quantizer sees anyway.
 
+Presets of 4-bit weights with activations in float keep the tables of embeddings at 8 bits, one scale per row, and with
+them layers that share such a table: no sum evens out the errors of a row. The table of a sentence encoder, quantized
+alone, left a cosine of 0.99702 to the float embeddings at 4 bits, and 0.99999 at 8 bits.
+
 Sources: OCP Microscaling Formats 1.0, table 1 and section 6.3 (MX); NVIDIA TensorRT Model Optimizer (NVFP4);
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.14314, section 3 (NF4).
 """
@@ -14,11 +18,19 @@ from fakequant.errors import ConfigError, nearest
 from fakequant.model.config import Config, Rule, TensorConfig
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)
+_TABLES_AT_8_BITS = Rule(
+    layers=("Embedding", "EmbeddingBag"), weight=TensorConfig("int8 per_channel(0)"), optional=True, tied=True
+)
 
 
 def _preset(name: str, *, weight: str, input: str | None = None, dynamic: bool = False) -> Config:
     activations = None if input is None else TensorConfig(input, dynamic)
     return Config(name, (Rule("*", activations, TensorConfig(weight)), _MAX_POOLING_IN_FLOAT))
+
+
+def _four_bits(name: str, weight: str) -> Config:
+    """Weights of 4 bits and activations in float; tables of embeddings have 8 bits."""
+    return Config(name, (Rule("*", weight=TensorConfig(weight)), _TABLES_AT_8_BITS, _MAX_POOLING_IN_FLOAT))
 
 
 def _mx(name: str, format: str) -> Config:
@@ -44,8 +56,8 @@ INT8_WEIGHT_ONLY = _preset("INT8_WEIGHT_ONLY", weight="int8 per_channel(0)")
 INT4 = _preset("INT4", weight="int4 per_channel(0)", input="uint4")
 """W4A4 with asymmetric activations: needs fine-tuning."""
 
-INT4_WEIGHT_ONLY = _preset("INT4_WEIGHT_ONLY", weight="int4 per_channel(0)")
-"""W4: activations stay in float."""
+INT4_WEIGHT_ONLY = _four_bits("INT4_WEIGHT_ONLY", "int4 per_channel(0)")
+"""W4: activations stay in float, embeddings have 8 bits."""
 
 FP8 = _preset("FP8", weight="float8_e4m3fn per_channel(0)", input="float8_e4m3fn")
 """W8A8 in FP8 E4M3."""
@@ -87,20 +99,20 @@ MXINT8 = _mx("MXINT8", "int8_narrow")
 NVFP4 = _preset("NVFP4", weight=_NVFP4, input=_NVFP4, dynamic=True)
 """W4A4 in NVFP4: FP4 in blocks of 16 under E4M3 scales under a float32 scale of the tensor; needs fine-tuning."""
 
-NVFP4_WEIGHT_ONLY = _preset("NVFP4_WEIGHT_ONLY", weight=_NVFP4)
-"""W4 in NVFP4: activations stay in float."""
+NVFP4_WEIGHT_ONLY = _four_bits("NVFP4_WEIGHT_ONLY", _NVFP4)
+"""W4 in NVFP4: activations stay in float, embeddings have 8 bits."""
 
-INT4_GROUP32 = _preset("INT4_GROUP32", weight="int4 per_block(-1:32,pad)")
-"""W4 in groups of 32 inputs: activations stay in float."""
+INT4_GROUP32 = _four_bits("INT4_GROUP32", "int4 per_block(-1:32,pad)")
+"""W4 in groups of 32 inputs: activations stay in float, embeddings have 8 bits."""
 
-INT4_GROUP64 = _preset("INT4_GROUP64", weight="int4 per_block(-1:64,pad)")
-"""W4 in groups of 64 inputs: activations stay in float."""
+INT4_GROUP64 = _four_bits("INT4_GROUP64", "int4 per_block(-1:64,pad)")
+"""W4 in groups of 64 inputs: activations stay in float, embeddings have 8 bits."""
 
-INT4_GROUP128 = _preset("INT4_GROUP128", weight="int4 per_block(-1:128,pad)")
-"""W4 in groups of 128 inputs, as AWQ and GPTQ store it: activations stay in float."""
+INT4_GROUP128 = _four_bits("INT4_GROUP128", "int4 per_block(-1:128,pad)")
+"""W4 in groups of 128 inputs, as AWQ and GPTQ store it: activations stay in float, embeddings have 8 bits."""
 
-NF4_WEIGHT_ONLY = _preset("NF4_WEIGHT_ONLY", weight="nf4 per_block(-1:64,pad)")
-"""W4 in NF4, blocks of 64: activations stay in float."""
+NF4_WEIGHT_ONLY = _four_bits("NF4_WEIGHT_ONLY", "nf4 per_block(-1:64,pad)")
+"""W4 in NF4, blocks of 64: activations stay in float, embeddings have 8 bits."""
 
 
 def presets() -> dict[str, Config]:
