@@ -130,6 +130,9 @@ def _weights(model: nn.Module) -> dict[str, LayerWeight]:
             f"{len(missing)} input quantizers are not calibrated, the first is {missing[0]}; call "
             "fakequant.calibrate(model, batches) first"
         )
+    for path, weight in weights.items():
+        if weight.parameter is not None and not bool(weight.parameter.isfinite().all()):
+            raise CalibrationError(f"{path.rpartition('.')[0] or 'the model'}: its weight holds NaN or inf")
     return weights
 
 

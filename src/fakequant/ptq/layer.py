@@ -53,7 +53,17 @@ def choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, step
         fit: sums over the rows by which values are chosen.
         held: sums over other rows, by which a setting is chosen; empty where there are too few.
         steps: names of `fakequant.ptq.STEPS`.
+
+    Raises:
+        CalibrationError: the sums have no solution (names the layer).
     """
+    try:
+        return _chosen(name, weight, fit, held, steps)
+    except CalibrationError as error:
+        raise CalibrationError(f"{name or 'the model'}: {error}") from error
+
+
+def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
     quantizer, parameter = weight.quantizer, weight.parameter
     assert parameter is not None
     float_weight = parameter.detach().clone()

@@ -14,6 +14,8 @@ from fakequant.errors import CalibrationError, ConfigError
 
 _ROWS = 16_384
 """Rows that are multiplied at a time: float32 products of them, added in float64."""
+_NOISE = 1e-6
+"""The share of a mean square below which a variance is what the rounding of float32 products leaves."""
 
 
 class InputSums:
@@ -89,14 +91,18 @@ class InputSums:
             self.drift_total = self.drift_total + other.drift_total
 
     def about_mean(self) -> InputSums:
-        """The sums of x less its mean, and of d less its: what a bias cannot make good."""
+        """The sums of x less its mean, and of d less its: what a bias cannot make good. Constant columns have none."""
         found = InputSums()
         found.count, count = self.count, max(self.count, 1)
         found.total = torch.zeros_like(self.total)
         found.moments = self.moments - _outer(self.total, self.total) / count
+        # A column that is constant has no moments: what is left of them may make the matrix indefinite.
+        squares = self.moments.diagonal(dim1=1, dim2=2)
+        varies = (found.moments.diagonal(dim1=1, dim2=2) > _NOISE * squares).double()
+        found.moments *= _outer(varies, varies)
         if self.drift is not None:
             found.drift_total = torch.zeros_like(self.total)
-            found.drift = self.drift - _outer(self.drift_total, self.total) / count
+            found.drift = (self.drift - _outer(self.drift_total, self.total) / count) * varies[:, None, :]
             found.drift_moments = self.drift_moments - _outer(self.drift_total, self.drift_total) / count
         return found
 
