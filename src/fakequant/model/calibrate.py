@@ -20,7 +20,7 @@ from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.model.unseen import Unseen, check_unseen, leave_in_float, observed
-from fakequant.model.weights import fresh_weight, note_weight, quantized_weights
+from fakequant.model.weights import fresh_weight, holds_codes, note_weight, quantized_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
 from fakequant.numerics.qparams import Range
@@ -49,7 +49,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
 
     The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
     match run quantized where they have ranges, and in integers where `set_execution` says so. Later layers are
-    calibrated on what they get from earlier ones.
+    calibrated on what they get from earlier ones. A weight that its quantizer leaves as it is, as after
+    `fakequant.ptq.improve`, keeps its range, because no other range is nearer and each would change its codes.
 
     Args:
         model: a prepared model.
@@ -128,10 +129,12 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         leave_in_float(modules)
         for name, layer in owners.items():
             setattr(layer, name.rpartition(".")[2], None)
+        weights = quantized_weights(model)
         for name, range in ranges.items():
-            found[name].set_range(range)
+            if name not in weights or not holds_codes(weights[name]):
+                found[name].set_range(range)
             found[name].collected = calibrators[name] if found[name].kind is Kind.INPUT else None
-        for name, weight in quantized_weights(model).items():
+        for name, weight in weights.items():
             if name in ranges:
                 note_weight(weight)
     return {name: calibrator for name, calibrator in calibrators.items() if name in ranges}

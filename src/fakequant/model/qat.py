@@ -26,7 +26,7 @@ from fakequant.model.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.folding import merge_batch_norm as merge_batch_norm
 from fakequant.model.progress import track
 from fakequant.model.ties import share_learned
-from fakequant.model.weights import fresh_weight, note_weight, note_weights, quantized_weights
+from fakequant.model.weights import fresh_weight, holds_codes, note_weight, note_weights, quantized_weights
 from fakequant.nn.quantizer import quantizers
 from fakequant.restore import attributes_of, restore_on_error, state_of
 
@@ -77,7 +77,8 @@ class Scales(Enum):
     FIXED = "fixed"
     """Never: those found by calibration stay, as NVIDIA advises; what was learned is fixed."""
     EPOCH = "epoch"
-    """Those of weights are taken from the weights anew at the start of every epoch."""
+    """Those of weights are taken from the weights anew at the start of every epoch. The first one starts with the codes
+    that `fakequant.ptq` chose."""
     LEARNED = "learned"
     """At every step, by gradient: LSQ or another method, see `Quantizer.learn`."""
 
@@ -147,7 +148,7 @@ def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
         quantizer = weight.quantizer
         if quantizer.dynamic:
             continue
-        if anew:
+        if anew and not holds_codes(weight):  # chosen codes are where training starts
             quantizer.reset()
         if not quantizer.calibrated:
             quantizer.freeze(whole(fresh_weight(weight, name)))

@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fakequant.distributed import is_sharded
-from fakequant.errors import CalibrationError, StaleScaleWarning, warn_user
+from fakequant.errors import CalibrationError, ShapeError, StaleScaleWarning, warn_user
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join, layer_of
 from fakequant.nn.layers import QuantizedLayer
@@ -25,6 +25,8 @@ _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
 _TOLERATED = 0.1
 """Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
 _NAMED = 8
+_CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes to which a model with chosen values may have been converted for a while."""
 
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
@@ -79,6 +81,33 @@ def fresh_weight(weight: LayerWeight, name: str) -> Tensor:
 
 def _weight_hooks(weight: LayerWeight) -> list[Any]:
     return [hook for hook in weight.owner._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
+
+
+def holds_codes(weight: LayerWeight) -> bool:
+    """Whether a weight has the values that its quantizer gives, as after `fakequant.ptq.improve`: no range is nearer.
+
+    Its codes are then what was chosen, and a range taken anew would change them. A conversion of the model to another
+    dtype rounds the values, and what the quantizer gives is rounded likewise.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), "int4_weight_only")
+    >>> used = calibrate(model)
+    >>> weight = quantized_weights(model)["0._weight_quantizer"]
+    >>> holds_codes(weight)
+    False
+    >>> weight.parameter.data = weight.quantizer(weight.parameter.data)
+    >>> holds_codes(weight)
+    True
+    """
+    quantizer, parameter = weight.quantizer, weight.parameter
+    if quantizer is None or parameter is None or quantizer.dynamic or not quantizer.calibrated or is_sharded(parameter):
+        return False
+    with torch.no_grad():
+        try:
+            values = library.fake_quantize(parameter, quantizer.qparams(parameter), quantizer.spec)
+        except ShapeError:  # the weight changed its shape
+            return False
+        dtypes = (parameter.dtype, *_CONVERTED)
+        return any(torch.equal(values.to(dtype).to(parameter.dtype), parameter) for dtype in dtypes)
 
 
 def note_weight(weight: LayerWeight) -> None:
