@@ -302,14 +302,15 @@ class _Job:
     def _show(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> None:
         model = self._inner()
         total = len(batches) if isinstance(batches, Sized) else None
-        with self.positions.observing(self.model, self.inputs) as tell:
-            for batch in track(batches, "calibrating", total, progress):
-                tell(batch)
-                self.run(model, batch)
-                self.last, self.batches = [batch], self.batches + 1
-                # One process of several may not stop alone: a sharded model is called by all of them.
-                if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):
-                    break
+        restore = self.positions.observe_through(self.model, self.inputs)
+        for batch in track(batches, "calibrating", total, progress):
+            self.positions.enter(batch)
+            self.run(model, batch)
+            self.last, self.batches = [batch], self.batches + 1
+            # One process of several may not stop alone: a sharded model is called by all of them.
+            if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):
+                break
+        restore()  # after an error `calibrate` does it
         self.positions.say_whole()
 
     def _inner(self) -> nn.Module:

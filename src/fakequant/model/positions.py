@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from fakequant.model.paths import layer_of
 from fakequant.nn.layers import SpatialLayer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.granularity import Granularity
-from fakequant.restore import attributes_of, restore_after
+from fakequant.restore import Restore, attributes_of
 
 Mask = str | Callable[[Any], Tensor]
 """Which tokens of a batch count, bool or 0 and 1 [batch, tokens]: a function of the batch, or a key of a dict batch."""
@@ -43,6 +42,8 @@ class Positions:
         self._masked: set[str] = set()
         self._whole: dict[str, tuple[int, ...]] = {}
         self._shape: tuple[int, ...] = ()
+        self.present: Tensor | None = None
+        """The mask of the present batch; None if all tokens count."""
 
     def of(self, batch: Any) -> Tensor | None:
         """The mask of a batch, bool [batch, tokens]; None if all tokens count.
@@ -93,28 +94,26 @@ class Positions:
             self._whole[name] = tuple(x.shape)
         return x
 
-    @contextmanager
-    def observing(self, model: nn.Module, inputs: Mapping[str, Quantizer]) -> Iterator[Callable[[Any], None]]:
-        """A context in which the calibrators of input quantizers see what counts; a function tells the next batch.
+    def observe_through(self, model: nn.Module, inputs: Mapping[str, Quantizer]) -> Restore:
+        """Have the calibrators of input quantizers see what counts of the batch that `enter` got last.
 
         Args:
             model: that the quantizers are in.
             inputs: quantizers by path, each with its calibrator.
+
+        Returns:
+            A function that gives the quantizers their own calibrators back.
         """
-        current: list[Tensor | None] = [None]
+        restore = attributes_of(inputs.values(), "calibrator")
+        for name, quantizer in inputs.items() if self._mask is not None else ():
+            layer: Any = model.get_submodule(layer_of(name))
+            show: Any = _Counting(self, name, layer, quantizer)
+            quantizer.calibrator = show
+        return restore
 
-        def tell(batch: Any) -> None:
-            current[0] = self.of(batch)
-
-        if self._mask is None:
-            yield tell
-            return
-        with restore_after(attributes_of(inputs.values(), "calibrator")):
-            for name, quantizer in inputs.items():
-                layer: Any = model.get_submodule(layer_of(name))
-                show: Any = _Counting(self, current, name, layer, quantizer)
-                quantizer.calibrator = show
-            yield tell
+    def enter(self, batch: Any) -> None:
+        """Make a batch the present one."""
+        self.present = self.of(batch)
 
     def say_whole(self) -> None:
         """Warn once about inputs of other shapes, whose padding counts.
@@ -142,10 +141,8 @@ class Positions:
 class _Counting:
     """Shows a calibrator what counts of each tensor."""
 
-    def __init__(
-        self, positions: Positions, current: list[Tensor | None], name: str, layer: nn.Module, quantizer: Quantizer
-    ) -> None:
-        self._positions, self._current, self._name, self._layer = positions, current, name, layer
+    def __init__(self, positions: Positions, name: str, layer: nn.Module, quantizer: Quantizer) -> None:
+        self._positions, self._name, self._layer = positions, name, layer
         self._granularity, self._calibrator = quantizer.spec.granularity, quantizer.calibrator
 
     @property
@@ -154,7 +151,8 @@ class _Counting:
 
     def observe(self, x: Tensor) -> None:
         if self._calibrator is not None:
-            shown = self._positions.counted(self._name, self._layer, x, self._current[0], self._granularity)
+            positions = self._positions
+            shown = positions.counted(self._name, self._layer, x, positions.present, self._granularity)
             self._calibrator.observe(shown)
 
 
