@@ -33,11 +33,12 @@ from fakequant.model.prepare import attach
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.stored_sites import check_sites, restore_sites, site_quantizers, sites_entry
 from fakequant.model.ties import share_learned
-from fakequant.model.weights import note_weights, warn_stale_scales
+from fakequant.model.weights import note_weights, warn_stale_scales, weights_of
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.folded import FoldedLayer
 from fakequant.nn.forms import bypasses_class, own_class, quantized_class
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.layers import QuantizedLayer, QuantLinear
+from fakequant.nn.low_rank import LowRank
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.restore import state_of
@@ -222,6 +223,7 @@ def layer_entry(layer: QuantizedLayer) -> LayerEntry:
         layer.execution,
         {attribute: quantizer_entry(quantizer) for attribute, quantizer in held.items() if quantizer is not None},
         None if transform is None else TransformEntry(transform.kind, transform.options()),
+        0 if layer.low_rank is None else layer.low_rank.rank,
     )
 
 
@@ -251,8 +253,15 @@ def check_layers(modules: dict[str, nn.Module], entries: dict[str, LayerEntry]) 
         try:
             quantized.check(modules[name])
             _make_transform(modules[name], entry)
+            _check_low_rank(modules[name], quantized, entry.low_rank)
         except ConfigError as error:
             raise CheckpointError(f"the model's layer {name} cannot be quantized: {error}") from error
+
+
+def _check_low_rank(layer: nn.Module, quantized: type[QuantizedLayer], rank: int) -> None:
+    weights = weights_of(layer)
+    if rank and not (issubclass(quantized, QuantLinear) and weights and rank <= min(weights[0].shape)):
+        raise ConfigError(f"a product of rank {rank} beside its weight does not fit it")
 
 
 def restore_layers(model: nn.Module, entries: Mapping[str, LayerEntry], sites: SitesEntry) -> None:
@@ -272,6 +281,8 @@ def _restore_layer(layer: nn.Module, entry: LayerEntry, name: str) -> None:
         layer.execution = entry.execution
         if (transform := _make_transform(layer, entry)) is not None:
             layer.add_module("_input_transform", transform)
+        if entry.low_rank:
+            layer.add_module("_low_rank", LowRank.of(layer, entry.low_rank))
     for attribute, stored in entry.quantizers.items():
         quantizer: Quantizer = getattr(layer, attribute)
         quantizer.mode = stored.mode

@@ -66,12 +66,14 @@ class TransformEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One layer: its float class by name, its quantizers by attribute, and the transform of its input if it has one."""
+    """One layer: its float class by name, its quantizers by attribute, the transform of its input if it has one, and
+    the rank of what it adds to its output, or 0."""
 
     type: str
     execution: Execution
     quantizers: dict[str, QuantizerEntry]
     transform: TransformEntry | None = None
+    low_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ def layer_values(layer: LayerEntry) -> dict[str, Any]:
         "execution": layer.execution.value,
         "quantizers": {name: _quantizer_values(quantizer) for name, quantizer in layer.quantizers.items()},
     }
-    return values if layer.transform is None else {**values, "transform": vars(layer.transform)}
+    if layer.transform is not None:
+        values["transform"] = vars(layer.transform)
+    return {**values, "low_rank": layer.low_rank} if layer.low_rank else values
 
 
 def sites_values(sites: SitesEntry) -> dict[str, Any]:
@@ -319,6 +323,7 @@ def _layer(values: Any, place: str) -> LayerEntry:
         member(values.get("execution", Execution.SIMULATE.value), f"{place}.execution", Execution),
         mapping_of(held, f"{place}.quantizers", _quantizer),
         None if values.get("transform") is None else _transform(values["transform"], f"{place}.transform"),
+        number(values.get("low_rank", 0), f"{place}.low_rank"),
     )
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fakequant.model.paths import join
+from fakequant.nn.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a prepared model without its quantizers: the float model loads it with `strict=True`.
+
+    Weights with a product of low rank beside them (`fakequant.ptq.low_rank`) have it added.
 
     The other way round, a prepared model loads a state dict of the float model by `load_state_dict`, with `strict=True`
     too: its quantizers keep their ranges.
@@ -24,6 +28,11 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, Quantizer)
     ]
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantLinear) and module.low_rank is not None:
+            weight = module.weight.detach()
+            state[join(name, "weight")] = weight + module.low_rank.product().to(weight.dtype)
+            paths.append(join(name, "_low_rank."))
     metadata = getattr(state, "_metadata", {})
     for names, end in ((state, ""), (metadata, ".")):
         for name in [name for name in names if f"{name}{end}".startswith(tuple(paths))]:

@@ -18,7 +18,7 @@ from fakequant.model.operations import Operation, unquantized
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.sites import Site
 
@@ -186,10 +186,13 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
         and (found := weight_bits(weight)) is not None
     }
     now = sum(p.numel() * p.element_size() for p in model.parameters())
-    left = sum(p.numel() * p.element_size() for p in model.parameters() if p not in bits)
+    branches = [layer.low_rank for layer in model.modules() if isinstance(layer, QuantLinear) and layer.low_rank]
+    beside = {parameter for branch in branches for parameter in branch.parameters()}
+    left = sum(p.numel() * p.element_size() for p in model.parameters() if p not in bits and p not in beside)
     together = WeightBits(0, 0, 0)
     for found in bits.values():
         together = together.plus(found)
+    together = together.plus(WeightBits(0, 0, sum(branch.bits for branch in branches)))
     return now, left + -(-(together.codes + together.scales) // 8), together.per_weight
 
 
@@ -216,12 +219,15 @@ def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | Non
         for attribute in layer.operands(layer)
         if (quantizer := getattr(layer, attribute)) is not None
     }
+    texts = {key: _shown(value) for key, value in held.items()}
+    if layer.low_rank is not None and "_weight_quantizer" in texts:
+        texts["_weight_quantizer"] += f" + {layer.low_rank.extra_repr()}"
     told = layer.execution is not Execution.SIMULATE
     why = layer.why_simulated() if told else None
     return LayerSummary(
         name,
         type(layer).float_class.__name__,
-        {key: _shown(value) for key, value in held.items()},
+        texts,
         not any(quantizer.needs_calibration for quantizer in held.values()),
         bool(layer.weights()),
         "integer" if told and why is None else "simulate",

@@ -20,12 +20,14 @@ from fakequant.nn.elementwise import Add, MatMul
 from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.low_rank import LowRank
 from fakequant.nn.operands import LayerWeight, Operand, Role
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.transforms import InputTransform
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 _ATTRIBUTES["input_transform"] = "_input_transform"
+_ATTRIBUTES["low_rank"] = "_low_rank"
 """The public properties that hold modules, and the attributes and `state_dict` keys behind them."""
 
 
@@ -75,6 +77,11 @@ class QuantizedLayer(nn.Module):
     def input_transform(self) -> InputTransform | None:
         """What the first input goes through before its quantizer; the weight holds the inverse. None: nothing."""
         return cast("InputTransform | None", self._modules.get("_input_transform"))
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """What is added to the output for what quantizing the weight loses; None: nothing."""
+        return cast("LowRank | None", self._modules.get("_low_rank"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         y = super().__call__(*args, **kwargs)
@@ -262,11 +269,13 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, Proxy):
             return as_leaf(self, input)
+        y = None
         if self.execution is not Execution.SIMULATE:  # asked here, because a computed weight is computed when read
             y = self.integer_product(input, self.weight, self.bias)
-            if y is not None:
-                return y
-        return F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
+        if y is None:
+            y = F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
+        branch = self._modules.get("_low_rank")
+        return y if branch is None else y + branch(input)
 
 
 class SpatialLayer(QuantizedLayer):

@@ -12,6 +12,7 @@ from .corrections import reestimate_batch_norm
 from .equalize import Equalization, EqualizedPair, equalize
 from .fold_scales import FoldedScale, FoldedScales, fold_scales
 from .improve import STEPS, improve
+from .low_rank import low_rank
 from .reconstruction import PRESETS, Preset, reconstruct_block
 from .results import Improvement, LayerResult
 from .rounding import descend, gptq
@@ -42,6 +43,7 @@ __all__ = [
     "fold_scales",
     "gptq",
     "improve",
+    "low_rank",
     "reconstruct",
     "reconstruct_block",
     "reestimate_batch_norm",
