@@ -52,11 +52,16 @@ class restore_on_error:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            try:
-                self._restore()
-            except BaseException:
-                self._restore()
-                raise
+            surely(self._restore)
+
+
+def surely(restore: Restore) -> None:
+    """Run a function that can run twice; if it is interrupted, it runs again from its start."""
+    try:
+        restore()
+    except BaseException:
+        restore()
+        raise
 
 
 def attributes_of(objects: Iterable[object], *names: str) -> Restore:

@@ -25,6 +25,9 @@ from tests.support.interrupts import Case, failures, failures_by_signals, lines_
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
 TARGETS = torch.zeros(2, 2)
+IMPROVED_BY = [torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+SOME_STEPS = ["smooth", "gptq", "drift", "bias"]
+PER_TENSOR = fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),))
 
 
 def plain() -> nn.Module:
@@ -63,6 +66,29 @@ def folded() -> nn.Module:
 
 def weight_only() -> nn.Module:
     return fq.prepare(plain(), fq.presets.INT8_WEIGHT_ONLY)
+
+
+def uneven() -> nn.Module:
+    """A float model with channels and features of different sizes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    with torch.no_grad():
+        model[0].weight[1] *= 50
+        model[1].weight[:, 1] /= 50
+        model[1].weight[3] *= 50
+    return model
+
+
+def four_bits() -> nn.Module:
+    model = fq.prepare(uneven(), fq.Config("4 bits", (fq.Rule(input="int4", weight="int4 per_channel(0)"),)))
+    fq.calibrate(model, IMPROVED_BY, progress=False)
+    return model
+
+
+def smoothed() -> nn.Module:
+    model = four_bits()
+    fq.ptq.improve(model, IMPROVED_BY, ["smooth"], progress=False)
+    return model
 
 
 _range = fq.Range(torch.tensor([-3.0]), torch.tensor([1.0]))
@@ -119,6 +145,15 @@ CASES = {
     "ptq.low_rank": Case(weight_only, lambda m: fq.ptq.low_rank(m, [X], 1, progress=False), changes=True),
     "load": Case(plain, lambda m: fq.load(m, _saved), changes=True),
     "finetune": Case(calibrated, finetune, changes=True, trains=True),
+    "improve": Case(four_bits, lambda m: fq.ptq.improve(m, IMPROVED_BY, SOME_STEPS, progress=False), changes=True),
+    "improve by best": Case(four_bits, lambda m: fq.ptq.improve(m, IMPROVED_BY, progress=False), changes=True),
+    "improve from a checkpoint": Case(
+        four_bits,
+        lambda m: fq.ptq.improve(m, IMPROVED_BY, "fast", checkpoint=Path(_folder.name) / "improve", progress=False),
+        changes=True,
+    ),
+    "equalize": Case(uneven, lambda m: fq.ptq.equalize(m, X, PER_TENSOR), changes=True),
+    "fold_scales": Case(smoothed, lambda m: fq.ptq.fold_scales(m, X), changes=True),
     "sensitivity": Case(calibrated, lambda m: fq.sensitivity(m, [X], progress=False)),
     "sensitivity by a metric": Case(
         evaluated, lambda m: fq.sensitivity(m, [], lambda m: m(X).sum().item(), progress=False)

@@ -35,6 +35,8 @@ def disabled(model: nn.Module) -> Any:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """A context in which every module is in eval mode; each module's own mode comes back."""
-    with restore_after(attributes_of(model.modules(), "training")):
+    # Not those in eval mode: an interrupt may end this after an outer context, see `restore_on_error`.
+    training = [module for module in model.modules() if module.training]
+    with restore_after(attributes_of(training, "training")):
         model.eval()
         yield

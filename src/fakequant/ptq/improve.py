@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +20,15 @@ from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
+from fakequant.numerics.qparams import QParams, choose_qparams
+from fakequant.ptq.finished import Finished, InputChoice, run_of
 from fakequant.ptq.layer import choose, write
 from fakequant.ptq.ranges import searched_input, whole_range
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import InputSums, has_rows, makes_same_rows, rows_of
-from fakequant.ptq.transforms import rotate, smooth
-from fakequant.restore import restore_after, restore_on_error, state_of
+from fakequant.ptq.transforms import put, rotate, smooth
+from fakequant.restore import restore_on_error, state_of
 
 STEPS = ("smooth", "rotate", "input", "ranges", "gptq", "descend", "drift", "bias")
 """All steps in their order."""
@@ -38,7 +41,7 @@ _HELD_BACK = 4
 """Every fourth batch is held back where a setting is chosen, if there are as many."""
 
 
-def improve(
+def improve(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any],
     steps: str | Sequence[str] = "best",
@@ -46,6 +49,7 @@ def improve(
     inputs: Inputs | None = None,
     forward: Forward | None = None,
     mask: Mask | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Improvement:
     """Lower the error that quantized weights make, without training: ranges, codes and biases, layer after layer.
@@ -62,6 +66,8 @@ def improve(
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
         mask: which tokens count, where batches have padding, as for `calibrate`.
+        checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
+            so that only the other layers are chosen; the result is the same to the bit.
         progress: whether to show a progress bar; by default on a terminal.
 
     Returns:
@@ -71,6 +77,7 @@ def improve(
     Raises:
         ConfigError: an unknown step, or a model without quantized weights.
         CalibrationError: an input that holds NaN or inf (names the layer), or inputs that are not calibrated.
+        CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
         The model is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -91,18 +98,28 @@ def improve(
     notes = {path: _why_not(weight, shared) for path, weight in weights.items()}
     result.layers += [LayerResult(path.rpartition(".")[0], note=note) for path, note in notes.items() if note]
     layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
+    masks = [] if mask is None else [masked.of(batch) for batch in given]
+    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
     with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
         collector = _Collector(layers, given, masked, recorded)
         with _Pass(model, layers, run, given, recorded, float_too="drift" in chosen_steps) as stages:
-            for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
+            found = track(stages, "choosing weights", len(recorded.order), progress)
+            for number, (stage, wanted) in enumerate(found):
                 name, weight = stage.name.rpartition(".")[0], weights[stage.name]
-                left = collector.choose_input(stage, chosen_steps)
-                fit, held = collector.sums(stage, wanted, hold_back="descend" in chosen_steps)
-                choice = choose(name, weight, fit, held, chosen_steps)
+                known = finished.get(number, stage.name, weight.layer)
+                if known is not None:
+                    own, choice = known
+                    collector.put_input(stage, own)
+                else:
+                    own = collector.choose_input(stage, chosen_steps)
+                    fit, held = collector.sums(stage, wanted, hold_back="descend" in chosen_steps)
+                    choice = choose(name, weight, fit, held, chosen_steps)
                 stages.keep(weight)
                 write(name, weight, choice)
-                result.layers.append(replace(choice.result, steps={**left, **choice.result.steps}))
+                if known is None:
+                    finished.put(number, stage.name, own, choice)
+                result.layers.append(replace(choice.result, steps={**own.left, **choice.result.steps}))
         masked.say_whole()
     missed = [path for path in layers if path not in recorded.order]
     result.layers += [LayerResult(path.rpartition(".")[0], note="no batch reaches it") for path in missed]
@@ -173,34 +190,47 @@ class _Collector:
             for number, calls in stage.calls.items()
         }
 
-    def choose_input(self, stage: Stage, steps: Sequence[str]) -> dict[str, float]:
-        """Choose a transform and the range of a layer's input, for all layers that get the same tensor.
+    def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
+        """Choose a transform and the range of a layer's input, for all layers that get the same tensor."""
+        group = self._same_input(stage)
+        if not group:
+            return InputChoice(None, None, {})
+        own, transform = group[0].input_quantizer, None
+        inputs = [x for calls in self.inputs(stage).values() for x in calls if x.numel()]
+        if not inputs:
+            return InputChoice(None, None, {})
+        left, params = dict[str, float](), None
+        for step, find in _TRANSFORMS.items():
+            if step in steps and group[0].input_transform is None:
+                chosen = find(group, inputs)
+                left[step] = chosen.after / chosen.before if chosen.before else 1.0
+                if chosen.transform is not None:
+                    transform = chosen.transform
+                    inputs = [transform(x) for x in inputs]
+                    if not own.dynamic:
+                        params = choose_qparams(whole_range(inputs, own), own.spec)
+                        _set_params(group, params)
+        if "input" in steps and not own.dynamic:
+            params, before, after = searched_input(group, inputs)
+            _set_params(group, params)
+            left["input"] = after / before if before else 1.0
+        return InputChoice(transform, params, left)
 
-        Returns:
-            By step, the share of the error of the layers' outputs that is left after it.
-        """
+    def put_input(self, stage: Stage, chosen: InputChoice) -> None:
+        """Give the layers of a stage what was chosen for their input."""
+        group = self._same_input(stage)
+        if chosen.transform is not None:
+            put(group, chosen.transform)
+        if chosen.params is not None:
+            _set_params(group, chosen.params)
+
+    def _same_input(self, stage: Stage) -> list[Any]:
+        """The layers whose input is chosen at a stage: none if it is not, or was chosen at an earlier one."""
         group = [self._layers[name] for name in self._siblings.get(stage.name, [stage.name])]
         own = self._layers[stage.name].input_quantizer
         if own is None or own.pinned or own.learned is not None or group[0] is not self._layers[stage.name]:
-            return {}
-        group = [layer for layer in group if _takes_same_input(layer, group[0])]
-        inputs, left = [x for calls in self.inputs(stage).values() for x in calls if x.numel()], dict[str, float]()
-        if not inputs:
-            return {}
-        for step, transform in _TRANSFORMS.items():
-            if step in steps and group[0].input_transform is None:
-                chosen = transform(group, inputs)
-                left[step] = chosen.after / chosen.before if chosen.before else 1.0
-                if chosen.transform is not None:
-                    inputs = [chosen.transform(x) for x in inputs]
-                    for layer in group if not own.dynamic else ():
-                        layer.input_quantizer.set_range(whole_range(inputs, own))
-        if "input" in steps and not own.dynamic:
-            params, before, after = searched_input(group, inputs)
-            for layer in group:
-                layer.input_quantizer.set_qparams(params)
-            left["input"] = after / before if before else 1.0
-        return left
+            return []
+        return [layer for layer in group if _takes_same_input(layer, group[0])]
 
     def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
         """The sums of a layer's quantized inputs: of batches to fit, and of those that are held back."""
@@ -229,6 +259,11 @@ class _Collector:
         same = len(tensors[0]) == len(tensors[1]) and all(x is y for x, y in zip(*tensors, strict=True))
         alike = same and makes_same_rows(one, other) and _same_transform(one, other)
         return sums if alike and _same_quantizer(one, other, tensors[0][0]) else None
+
+
+def _set_params(layers: Iterable[Any], params: QParams) -> None:
+    for layer in layers:
+        layer.input_quantizer.set_qparams(params)
 
 
 def _transformed(layer: Any, x: Tensor) -> Tensor:
@@ -298,7 +333,7 @@ class _Pass:
         while (stage := self._quantized.advance()) is not None:
             wanted = None
             if self._float is not None:
-                with disabled(self._model), self._float_weights():
+                with disabled(self._model), _Exchanged(self._originals):
                     wanted = self._float.advance()
                 if wanted is None or _counts(wanted) != _counts(stage):
                     raise CalibrationError(
@@ -317,18 +352,23 @@ class _Pass:
                 if parameter is not None:
                     self._originals[parameter] = parameter.detach().clone()
 
-    @contextmanager
-    def _float_weights(self) -> Iterator[None]:
-        chosen = {parameter: parameter.data for parameter in self._originals}
 
-        def restore() -> None:
-            for parameter, data in chosen.items():
-                parameter.data = data
+class _Exchanged:
+    """A context in which parameters have other values.
 
-        with restore_after(restore):
-            for parameter, data in self._originals.items():
-                parameter.data = data
-            yield
+    A class, because an interrupt may end a generator after the context that gives the model its first values back.
+    """
+
+    def __init__(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        self._values, self._own = values, {parameter: parameter.data for parameter in values}
+
+    def __enter__(self) -> None:
+        for parameter, data in self._values.items():
+            parameter.data = data
+
+    def __exit__(self, *_: object) -> None:
+        for parameter, data in self._own.items():
+            parameter.data = data
 
 
 def _counts(stage: Stage) -> tuple[str, dict[int, int]]:

@@ -7,12 +7,13 @@ layer, and the threads go on from where they are.
 
 from __future__ import annotations
 
+import _thread
 import contextvars
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward
-from fakequant.restore import restore_after
+from fakequant.restore import restore_after, surely
 
 _MOST_WORKERS = 2048
 """Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
@@ -157,7 +158,7 @@ class Stream:
         recorded: Record,
     ) -> None:
         self._rank = {name: place for place, name in enumerate(recorded.order)}
-        self._watch = _watched(layers, self._seen)
+        self._layers, self._stack = layers, ExitStack()
         counts = recorded.counts[: len(batches)]
         self.lanes = [
             _Lane(number, counted, lambda batch=batch: run(model, batch))
@@ -165,14 +166,17 @@ class Stream:
         ]
 
     def __enter__(self) -> Stream:
-        self._watch.__enter__()
         self._threads = torch.get_num_threads()
+        self._stack.enter_context(_watched(self._layers, self._seen))
         return self
 
     def __exit__(self, *error: Any) -> None:
+        surely(self._end)
+
+    def _end(self) -> None:
         for lane in self.lanes:
             lane.end()
-        self._watch.__exit__(*error)
+        self._stack.close()
 
     def __iter__(self) -> Iterator[Stage]:
         while (stage := self.advance()) is not None:
@@ -201,8 +205,8 @@ class Stream:
         return next(complete, names[0])
 
     def _seen(self, name: str, call: Call) -> None:
-        lane = threading.current_thread()
-        if isinstance(lane, _Lane) and lane in self.lanes:
+        lane = _LANE.get()
+        if lane in self.lanes:
             lane.see(name, call)
 
 
@@ -210,23 +214,31 @@ class _Ended(BaseException):
     """Ends the forward pass of a thread that is not needed any more."""
 
 
-class _Lane(threading.Thread):
-    """The forward pass of one batch."""
+_LANE: contextvars.ContextVar[Any] = contextvars.ContextVar("lane", default=None)
+"""The lane whose thread this is."""
+
+
+class _Lane:
+    """The forward pass of one batch in a thread.
+
+    Threads, semaphores and events of `threading` are Python code: an interrupt in it may leave a lock held for ever.
+    """
 
     def __init__(self, number: int, counted: Counter[str], call: Any) -> None:
-        super().__init__(name=f"batch {number}", daemon=True)
         self.number, self.may_go = number, True
         self.at: str | None = None
         self.calls: dict[str, list[Call]] = {}
         self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
+        self._context.run(_LANE.set, self)
         self._error: BaseException | None = None
-        self._is_ended = False
-        self._turn, self._pause = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_started = self._is_ended = self._is_over = False
+        self._turns, self._pauses, self._ends = SimpleQueue[None](), SimpleQueue[None](), SimpleQueue[None]()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
-            with torch.no_grad():
-                self._context.run(self._call)
+            if not self._is_ended:  # an interrupt came while the thread started
+                with torch.no_grad():
+                    self._context.run(self._call)
         except _Ended:
             pass
         except BaseException as error:
@@ -234,7 +246,9 @@ class _Lane(threading.Thread):
         finally:
             self.at = None
             self.calls.clear()
-            self._pause.release()
+            self._is_over = True
+            self._pauses.put(None)
+            self._ends.put(None)
 
     def go(self) -> None:
         """Run until the last call of the next layer, or to the end.
@@ -243,8 +257,12 @@ class _Lane(threading.Thread):
             Exception: what the forward pass raised.
         """
         self.may_go, self.at = False, None
-        self.start() if self.ident is None else self._turn.release()
-        self._pause.acquire()
+        if self._is_started:
+            self._turns.put(None)
+        else:
+            _thread.start_new_thread(self._run, ())
+            self._is_started = True
+        self._pauses.get()
         if self._error is not None:
             raise self._error
 
@@ -257,8 +275,8 @@ class _Lane(threading.Thread):
         if self._left[name]:
             return
         self.at = name
-        self._pause.release()
-        self._turn.acquire()
+        self._pauses.put(None)
+        self._turns.get()
         if self._is_ended:
             raise _Ended
 
@@ -267,11 +285,12 @@ class _Lane(threading.Thread):
         return self._left[name] > 0
 
     def end(self) -> None:
-        """End the forward pass where it is."""
+        """End the forward pass where it is, and wait for it; may be called again."""
         self._is_ended = True
-        if self.ident is not None:
-            self._turn.release()
-            self.join()
+        self._turns.put(None)
+        while self._is_started and not self._is_over:
+            with suppress(Empty):  # the value is lost if an interrupt comes just after it
+                self._ends.get(timeout=0.05)
 
 
 @contextmanager

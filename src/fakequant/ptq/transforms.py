@@ -83,11 +83,17 @@ def _best(layers: Sequence[Any], inputs: Sequence[Tensor], candidates: list[Any]
     best = min(range(len(losses)), key=losses.__getitem__)
     if losses[best] >= _GAIN * losses[0] or not _keeps_function(layers, inputs, wanted, candidates[best - 1]):
         return Transformed(None, losses[0], losses[0])
-    for layer in layers:
-        layer.weight.data = candidates[best - 1].into_weight(layer, layer.weight.data)
-        layer.input_transform = copy.deepcopy(candidates[best - 1])
-        layer.weight_quantizer.set_qparams(qparams_of_tensor(layer.weight, layer.weight_quantizer.spec))
+    put(layers, candidates[best - 1])
     return Transformed(candidates[best - 1], losses[0], losses[best])
+
+
+@torch.no_grad()
+def put(layers: Sequence[Any], transform: InputTransform) -> None:
+    """Give layers a transform of their input, and their weights what undoes it."""
+    for layer in layers:
+        layer.weight.data = transform.into_weight(layer, layer.weight.data)
+        layer.input_transform = copy.deepcopy(transform)
+        layer.weight_quantizer.set_qparams(qparams_of_tensor(layer.weight, layer.weight_quantizer.spec))
 
 
 def _loss(layers: Sequence[Any], inputs: Sequence[Tensor], wanted: Any, transform: InputTransform | None) -> float:

@@ -1,0 +1,167 @@
+"""What `improve` has chosen so far, in a folder: a run that was ended goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fakequant.errors import CheckpointError
+from fakequant.files import writable_folder, write_whole
+from fakequant.nn.transforms import InputTransform, make_transform
+from fakequant.numerics.qparams import QParams
+from fakequant.ptq.layer import Choice
+from fakequant.ptq.results import LayerResult
+from fakequant.version import __version__
+
+_SUFFIX = ".layer"
+_DIGEST = hashlib.sha256().digest_size
+
+
+class InputChoice(NamedTuple):
+    """What was chosen for the input of layers that get one tensor.
+
+    Attributes:
+        transform: None where none was chosen.
+        params: of the quantizer; None where they stay.
+        left: by step, the share of the error of the layers' outputs that is left after it.
+    """
+
+    transform: InputTransform | None
+    params: QParams | None
+    left: dict[str, float]
+
+
+class Finished:
+    """The chosen layers of a run, one file for each; files are written whole or not at all.
+
+    Args:
+        folder: None keeps nothing.
+        run: what the run depends on, by name, as texts. A folder that holds another run is refused.
+
+    Raises:
+        CheckpointError: the folder holds another run, or a damaged file.
+        OutputError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, run: Mapping[str, str]) -> None:
+        self._folder = None if folder is None else writable_folder(folder)
+        self._run = dict(run)
+        if self._folder is not None:
+            for path in sorted(self._folder.glob(f"*{_SUFFIX}"))[:1]:
+                self._read(path)
+
+    def get(self, number: int, name: str, layer: Any) -> tuple[InputChoice, Choice] | None:
+        """What was chosen for a layer as the number-th one, or None.
+
+        Raises:
+            CheckpointError: the file is damaged, or holds another layer.
+        """
+        if self._folder is None or not (path := self._path(self._folder, number)).exists():
+            return None
+        found = self._read(path)
+        if found["name"] != name:
+            raise CheckpointError(f"{path} holds the layer {found['name']}, and {name} is next; give another folder")
+        transform = None
+        if found["transform"] is not None:
+            kind, options, buffers = found["transform"]
+            transform = make_transform(kind, layer, **options)
+            transform.load_state_dict(buffers)
+        device = layer.weight.device
+        params, bias = found["input"], found["bias"]
+        chosen = Choice(
+            _on(found["params"], device),
+            found["values"].to(device),
+            None if bias is None else bias.to(device),
+            LayerResult(**found["result"]),
+        )
+        return InputChoice(transform, None if params is None else _on(params, device), found["left"]), chosen
+
+    def put(self, number: int, name: str, own: InputChoice, choice: Choice) -> None:
+        """Keep what was chosen for a layer."""
+        if self._folder is None:
+            return
+        transform = own.transform
+        values = {
+            "run": self._run,
+            "name": name,
+            "transform": transform and (transform.kind, transform.options(), dict(transform.state_dict())),
+            "input": own.params and own.params[:2],
+            "left": own.left,
+            "params": choice.params[:2],
+            "values": choice.values,
+            "bias": choice.bias,
+            "result": asdict(choice.result),
+        }
+        buffer = io.BytesIO()
+        torch.save(values, buffer)
+        data = buffer.getvalue()
+        write_whole(self._path(self._folder, number), hashlib.sha256(data).digest() + data)
+
+    @staticmethod
+    def _path(folder: Path, number: int) -> Path:
+        return folder / f"{number:05}{_SUFFIX}"
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        data = path.read_bytes()
+        if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
+            raise CheckpointError(f"{path} is damaged; remove it, and its layer is chosen again")
+        try:
+            found = torch.load(io.BytesIO(data[_DIGEST:]), map_location="cpu", weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; give another folder") from error
+        if other := [what for what in self._run if found["run"].get(what) != self._run[what]]:
+            raise CheckpointError(
+                f"{path.parent} holds a run of improve with {_listed(other)}; continue with what it had, or give "
+                "another folder"
+            )
+        return found
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(f"another {name}" for name in names)
+
+
+def _on(params: tuple[Tensor, Tensor | None], device: torch.device) -> QParams:
+    scale, zero_point = params
+    return QParams(scale.to(device), None if zero_point is None else zero_point.to(device))
+
+
+def run_of(model: nn.Module, batches: list[Any], steps: Iterable[str], masks: list[Any]) -> dict[str, str]:
+    """What a run of `improve` depends on, as texts.
+
+    >>> one, other = (run_of(nn.Linear(2, 2), [x], ["gptq"], []) for x in (torch.ones(2), torch.zeros(2)))
+    >>> [what for what in one if one[what] != other[what]]
+    ['model', 'set of batches']
+    """
+    return {
+        "version of fakequant": __version__,
+        "model": _digest([repr(model), *(part for pair in model.state_dict().items() for part in pair)]),
+        "set of batches": _digest(batches),
+        "list of steps": ", ".join(steps),
+        "mask": _digest(masks),
+    }
+
+
+def _digest(values: Any) -> str:
+    """Of all tensors, texts and numbers in values, one after the other."""
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype} {[*leaf.shape]}".encode())
+            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        elif isinstance(leaf, Mapping):  # one that torch does not look into
+            digest.update(_digest(dict(leaf)).encode())
+        else:
+            is_plain = isinstance(leaf, (str, bytes, int, float, type(None)))
+            digest.update((repr(leaf) if is_plain else type(leaf).__qualname__).encode())
+    return digest.hexdigest()

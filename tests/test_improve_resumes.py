@@ -1,0 +1,210 @@
+"""A run of `improve` that was ended goes on from its folder, and ends with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant import files
+from fakequant.errors import CheckpointError
+from tests.support.bits import assert_same_bits
+
+improving = importlib.import_module("fakequant.ptq.improve")
+CONFIGS = {
+    "int4 inputs": fq.Config("test", (fq.Rule(input="int4", weight="int4 per_channel(0)"),)),
+    "uint8 inputs": fq.Config("test", (fq.Rule(input="uint8 asymmetric", weight="int3 per_block(-1:8,pad)"),)),
+    "nvfp4": fq.Config("test", (fq.Rule(weight="float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"),)),
+}
+QUICK = ["gptq", "bias"]
+
+
+class Net(nn.Module):
+    """Two layers that read one tensor, whose channels differ, a layer that is called twice, and one after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.one, self.other = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.twice, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        with torch.no_grad():
+            self.norm.weight[3] *= 60
+            self.one.weight[:, 3] /= 60
+            self.other.weight[:, 3] /= 60
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        y = self.one(x).relu() + self.other(x)
+        return self.last(self.twice(self.twice(y).tanh()))
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 16, generator=generator) for _ in range(4)]
+
+
+def prepared(config: str = "int4 inputs") -> nn.Module:
+    model = fq.prepare(Net(), CONFIGS[config])
+    fq.calibrate(model, batches(), progress=False)
+    return model
+
+
+def improved(model: nn.Module, folder: Path | None, steps: Any = QUICK) -> Any:
+    return fq.ptq.improve(model, batches(), steps, checkpoint=folder, progress=False)
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    assert one.state_dict().keys() == other.state_dict().keys()
+    for name, value in one.state_dict().items():
+        assert_same_bits(value, other.state_dict()[name], name)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers for which something is chosen."""
+    names, choose = list[str](), improving.choose
+
+    def counted(name: str, *rest: Any) -> Any:
+        names.append(name)
+        return choose(name, *rest)
+
+    monkeypatch.setattr(improving, "choose", counted)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [("int4 inputs", "best"), ("uint8 inputs", ["rotate", "gptq", "bias"]), ("nvfp4", "fast")],
+)
+def test_an_ended_run_goes_on(config: str, steps: Any, tmp_path: Path, chosen: list[str], monkeypatch: Any) -> None:
+    whole, model = prepared(config), prepared(config)
+    rows = improved(whole, None, steps)
+    order = list(chosen)
+    assert order == ["one", "other", "twice", "last"]
+    before, replaced, renames = copy.deepcopy(model), os.replace, []
+
+    def cut_off(*names: Any) -> None:
+        renames.append(names)
+        if len(renames) == 3:
+            raise KeyboardInterrupt
+        replaced(*names)
+
+    monkeypatch.setattr(files.os, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        improved(model, tmp_path, steps)
+    assert_same(model, before)
+    chosen.clear()
+    found = improved(model, tmp_path, steps)
+    assert chosen == ["twice", "last"]
+    assert_same(model, whole)
+    assert str(found) == str(rows)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number:05}.layer" for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": "fast"}, "another list of steps"),
+        ({"batches": [x + 1 for x in batches()]}, "another set of batches"),
+        ({"batches": batches()[:3], "steps": ["gptq"]}, "another set of batches and another list of steps"),
+        ({"mask": lambda x: torch.ones(16, 1, dtype=torch.bool)}, "another mask"),
+        ({"model": "uint8 inputs"}, "another model"),
+    ],
+)
+def test_another_run_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    improved(prepared(), tmp_path)
+    model = prepared(given.pop("model", "int4 inputs"))
+    before = copy.deepcopy(model)
+    with pytest.raises(CheckpointError, match=f"holds a run of improve with {message}; continue with what it had"):
+        fq.ptq.improve(model, **{"batches": batches(), "steps": QUICK, **given}, checkpoint=tmp_path, progress=False)
+    assert_same(model, before)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    improved(prepared(), tmp_path)
+    path = tmp_path / "00002.layer"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    model = prepared()
+    before = copy.deepcopy(model)
+    with pytest.raises(CheckpointError, match=r"00002.layer is damaged; remove it, and its layer is chosen again"):
+        improved(model, tmp_path)
+    assert_same(model, before)
+    path.unlink()
+    improved(model, tmp_path)
+    improved(whole := prepared(), None)
+    assert_same(model, whole)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fakequant import files
+from tests import test_improve_resumes as test
+written, count = files._temporary, []
+def temporary(*given):
+    count.append(given)
+    if len(count) == 3:
+        os.write(os.open(given[0] / ".fakequant-0123456789abcdef.tmp", os.O_CREAT | os.O_WRONLY), b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return written(*given)
+files._temporary = temporary
+test.improved(test.prepared(), Path(sys.argv[1]))
+"""
+
+
+def test_a_kill_amid_a_file_leaves_the_others(tmp_path: Path, chosen: list[str]) -> None:
+    root = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=root, check=False, timeout=120)
+    assert run.returncode == -signal.SIGKILL
+    model = prepared()
+    improved(model, tmp_path)
+    assert chosen == ["twice", "last"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number:05}.layer" for number in range(4)]
+    improved(whole := prepared(), None)
+    assert_same(model, whole)
+
+
+INTERRUPTED = ["choose_input", "sums", "choose", "keep", "write", "put", "advance"]
+
+
+@pytest.mark.parametrize(
+    ("where", "error"), [*((where, KeyboardInterrupt) for where in INTERRUPTED), ("sums", RuntimeError)]
+)
+def test_an_error_in_every_part_leaves_the_model(where: str, error: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    owners = {
+        "choose": improving,
+        "write": improving,
+        "keep": improving._Pass,
+        "put": improving.Finished,
+        "advance": improving.Stream,
+    }
+    owner, calls = owners.get(where, improving._Collector), []
+    own = getattr(owner, where)
+
+    def raising(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        result = own(*given, **named)
+        if len(calls) == 3:
+            raise error("in the third layer")
+        return result
+
+    monkeypatch.setattr(owner, where, raising)
+    model = prepared()
+    before = copy.deepcopy(model)
+    with pytest.raises(error):
+        improved(model, tmp_path)
+    assert_same(model, before)
+    assert model.training == before.training
+    assert not model.one._forward_pre_hooks
