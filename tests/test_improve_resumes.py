@@ -21,6 +21,7 @@ from fakequant.errors import CheckpointError
 from tests.support.bits import assert_same_bits
 
 improving = importlib.import_module("fakequant.ptq.improve")
+collecting = importlib.import_module("fakequant.ptq.collector")
 CONFIGS = {
     "int4 inputs": fq.Config("test", (fq.Rule(input="int4", weight="int4 per_channel(0)"),)),
     "uint8 inputs": fq.Config("test", (fq.Rule(input="uint8 asymmetric", weight="int3 per_block(-1:8,pad)"),)),
@@ -72,13 +73,13 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layers for which something is chosen."""
-    names, choose = list[str](), improving.choose
+    names, choose = list[str](), collecting.choose
 
     def counted(name: str, *rest: Any) -> Any:
         names.append(name)
         return choose(name, *rest)
 
-    monkeypatch.setattr(improving, "choose", counted)
+    monkeypatch.setattr(collecting, "choose", counted)
     return names
 
 
@@ -184,13 +185,13 @@ INTERRUPTED = ["choose_input", "sums", "choose", "keep", "write", "put", "advanc
 )
 def test_an_error_in_every_part_leaves_the_model(where: str, error: Any, tmp_path: Path, monkeypatch: Any) -> None:
     owners = {
-        "choose": improving,
+        "choose": collecting,
         "write": improving,
         "keep": improving._Pass,
         "put": improving.Finished,
         "advance": improving.Stream,
     }
-    owner, calls = owners.get(where, improving._Collector), []
+    owner, calls = owners.get(where, collecting.Collector), []
     own = getattr(owner, where)
 
     def raising(*given: Any, **named: Any) -> Any:

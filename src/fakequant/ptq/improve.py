@@ -15,20 +15,19 @@ from torch import Tensor, nn
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.modes import disabled, evaluating
+from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
-from fakequant.numerics.qparams import QParams, choose_qparams
-from fakequant.ptq.finished import Finished, InputChoice, run_of
-from fakequant.ptq.layer import choose, write
-from fakequant.ptq.ranges import searched_input, whole_range
+from fakequant.ptq.collector import Collector
+from fakequant.ptq.finished import Finished, run_of
+from fakequant.ptq.layer import write
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Record, Stage, Stream, record
-from fakequant.ptq.sums import InputSums, has_rows, makes_same_rows, rows_of
-from fakequant.ptq.transforms import put, rotate, smooth
-from fakequant.restore import restore_on_error, state_of
+from fakequant.ptq.sums import has_rows
+from fakequant.restore import Restore, restore_on_error, state_of, structure_of
 
 STEPS = ("smooth", "rotate", "input", "ranges", "gptq", "descend", "drift", "bias")
 """All steps in their order."""
@@ -36,9 +35,6 @@ _NAMED_STEPS = {
     "best": ("smooth", "input", "ranges", "gptq", "descend", "drift", "bias"),
     "fast": ("smooth", "input", "ranges", "gptq", "drift", "bias"),
 }
-_TRANSFORMS = {"smooth": smooth, "rotate": rotate}
-_HELD_BACK = 4
-"""Every fourth batch is held back where a setting is chosen, if there are as many."""
 
 
 def improve(  # noqa: PLR0913  all but the first three by name
@@ -96,34 +92,41 @@ def improve(  # noqa: PLR0913  all but the first three by name
     run, masked = runner(inputs, forward), Positions(mask)
     result, shared = Improvement(), _shared_parameters(model)
     notes = {path: _why_not(weight, shared) for path, weight in weights.items()}
-    result.layers += [LayerResult(path.rpartition(".")[0], note=note) for path, note in notes.items() if note]
+    result.layers += [LayerResult(layer_of(path), note=note) for path, note in notes.items() if note]
     layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
+    unchosen = len(result.layers)
     masks = [] if mask is None else [masked.of(batch) for batch in given]
     finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
-    with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
+    with restore_on_error(_state(model, layers.values())), evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
-        collector = _Collector(layers, given, masked, recorded)
+        collector = Collector(layers, given, masked, recorded)
         with _Pass(model, layers, run, given, recorded, float_too="drift" in chosen_steps) as stages:
-            found = track(stages, "choosing weights", len(recorded.order), progress)
-            for number, (stage, wanted) in enumerate(found):
-                name, weight = stage.name.rpartition(".")[0], weights[stage.name]
-                known = finished.get(number, stage.name, weight.layer)
-                if known is not None:
-                    own, choice = known
+            for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
+                weight, number = weights[stage.name], len(result.layers) - unchosen
+                found = finished.get(number, stage.name, weight.layer)
+                own, choice = found or collector.choose(stage, wanted, weight, chosen_steps)
+                if found is not None:
                     collector.put_input(stage, own)
-                else:
-                    own = collector.choose_input(stage, chosen_steps)
-                    fit, held = collector.sums(stage, wanted, hold_back="descend" in chosen_steps)
-                    choice = choose(name, weight, fit, held, chosen_steps)
                 stages.keep(weight)
-                write(name, weight, choice)
-                if known is None:
+                write(layer_of(stage.name), weight, choice)
+                if found is None:
                     finished.put(number, stage.name, own, choice)
                 result.layers.append(replace(choice.result, steps={**own.left, **choice.result.steps}))
         masked.say_whole()
     missed = [path for path in layers if path not in recorded.order]
-    result.layers += [LayerResult(path.rpartition(".")[0], note="no batch reaches it") for path in missed]
+    result.layers += [LayerResult(layer_of(path), note="no batch reaches it") for path in missed]
     return result
+
+
+def _state(model: nn.Module, layers: Iterable[nn.Module]) -> Restore:
+    """Return a function that restores a model whose layers alone get other values."""
+    structure, values = structure_of([model]), state_of(layers)
+
+    def restore() -> None:
+        structure()
+        values()
+
+    return restore
 
 
 def _checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
@@ -174,132 +177,6 @@ def _why_not(weight: LayerWeight, shared: set[nn.Parameter]) -> str | None:
     return None
 
 
-class _Collector:
-    """What the layers of a model get at their stages, and the sums over it."""
-
-    def __init__(self, layers: Mapping[str, Any], batches: Sequence[Any], mask: Positions, recorded: Record) -> None:
-        self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
-        self._counts = [mask.of(batch) for batch in batches]
-        self._last: tuple[str, Stage, tuple[InputSums, InputSums]] | None = None
-
-    def inputs(self, stage: Stage) -> dict[int, list[Tensor]]:
-        """What counts of a layer's inputs, before its quantizer, by the number of the batch."""
-        name, layer = stage.name, self._layers[stage.name]
-        return {
-            number: [self._mask.counted(name, layer, call.first, self._counts[number]) for call in calls]
-            for number, calls in stage.calls.items()
-        }
-
-    def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
-        """Choose a transform and the range of a layer's input, for all layers that get the same tensor."""
-        group = self._same_input(stage)
-        if not group:
-            return InputChoice(None, None, {})
-        own, transform = group[0].input_quantizer, None
-        inputs = [x for calls in self.inputs(stage).values() for x in calls if x.numel()]
-        if not inputs:
-            return InputChoice(None, None, {})
-        left, params = dict[str, float](), None
-        for step, find in _TRANSFORMS.items():
-            if step in steps and group[0].input_transform is None:
-                chosen = find(group, inputs)
-                left[step] = chosen.after / chosen.before if chosen.before else 1.0
-                if chosen.transform is not None:
-                    transform = chosen.transform
-                    inputs = [transform(x) for x in inputs]
-                    if not own.dynamic:
-                        params = choose_qparams(whole_range(inputs, own), own.spec)
-                        _set_params(group, params)
-        if "input" in steps and not own.dynamic:
-            params, before, after = searched_input(group, inputs)
-            _set_params(group, params)
-            left["input"] = after / before if before else 1.0
-        return InputChoice(transform, params, left)
-
-    def put_input(self, stage: Stage, chosen: InputChoice) -> None:
-        """Give the layers of a stage what was chosen for their input."""
-        group = self._same_input(stage)
-        if chosen.transform is not None:
-            put(group, chosen.transform)
-        if chosen.params is not None:
-            _set_params(group, chosen.params)
-
-    def _same_input(self, stage: Stage) -> list[Any]:
-        """The layers whose input is chosen at a stage: none if it is not, or was chosen at an earlier one."""
-        group = [self._layers[name] for name in self._siblings.get(stage.name, [stage.name])]
-        own = self._layers[stage.name].input_quantizer
-        if own is None or own.pinned or own.learned is not None or group[0] is not self._layers[stage.name]:
-            return []
-        return [layer for layer in group if _takes_same_input(layer, group[0])]
-
-    def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
-        """The sums of a layer's quantized inputs: of batches to fit, and of those that are held back."""
-        if (shared := self._of_sibling(stage)) is not None:
-            return shared
-        layer, fit, held = self._layers[stage.name], InputSums(), InputSums()
-        others = {} if wanted is None else self.inputs(wanted)
-        try:
-            for place, (number, own) in enumerate(self.inputs(stage).items()):
-                sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
-                for call, x in enumerate(own):
-                    floats = rows_of(layer, _transformed(layer, others[number][call])) if number in others else None
-                    sums.add(rows_of(layer, layer.quantized_input(x)), floats)
-        except CalibrationError as error:
-            raise CalibrationError(f"{stage.name.rpartition('.')[0] or 'the model'}: {error}") from error
-        self._last = stage.name, stage, (fit, held)
-        return fit, held
-
-    def _of_sibling(self, stage: Stage) -> tuple[InputSums, InputSums] | None:
-        """The sums of the last layer if it got the same tensors and made the same rows of them."""
-        if self._last is None:
-            return None
-        name, last, sums = self._last
-        one, other = self._layers[name], self._layers[stage.name]
-        tensors = [[call.first for calls in of.calls.values() for call in calls] for of in (last, stage)]
-        same = len(tensors[0]) == len(tensors[1]) and all(x is y for x, y in zip(*tensors, strict=True))
-        alike = same and makes_same_rows(one, other) and _same_transform(one, other)
-        return sums if alike and _same_quantizer(one, other, tensors[0][0]) else None
-
-
-def _set_params(layers: Iterable[Any], params: QParams) -> None:
-    for layer in layers:
-        layer.input_quantizer.set_qparams(params)
-
-
-def _transformed(layer: Any, x: Tensor) -> Tensor:
-    return x if layer.input_transform is None else layer.input_transform(x)
-
-
-def _takes_same_input(one: Any, other: Any) -> bool:
-    """Whether two layers with the same input tensor can have one transform and one range for it."""
-    first, second = one.input_quantizer, other.input_quantizer
-    return (
-        first is not None
-        and (first.spec, first.dynamic, first.pinned) == (second.spec, second.dynamic, second.pinned)
-        and first.learned is None
-        and makes_same_rows(one, other)
-    )
-
-
-def _same_transform(one: Any, other: Any) -> bool:
-    first, second = one.input_transform, other.input_transform
-    if first is None or second is None:
-        return first is second
-    return type(first) is type(second) and all(map(torch.equal, first.buffers(), second.buffers()))
-
-
-def _same_quantizer(one: Any, other: Any, x: Tensor) -> bool:
-    first, second = one.input_quantizer, other.input_quantizer
-    if first is None or second is None:
-        return first is second
-    if (first.spec, first.dynamic, first.mode) != (second.spec, second.dynamic, second.mode):
-        return False
-    return first.dynamic or all(
-        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(first.qparams(x), second.qparams(x), strict=True)
-    )
-
-
 class _Pass:
     """The stages of the quantized model, with those of the float model beside it if asked."""
 
@@ -344,6 +221,8 @@ class _Pass:
             if stage.name not in done:  # batches with other orders of calls come to a layer that is chosen
                 done.add(stage.name)
                 yield stage, wanted
+            for seen in (stage, wanted) if wanted is not None else (stage,):
+                seen.calls.clear()  # the threads free an input as soon as its layer has run
 
     def keep(self, weight: LayerWeight) -> None:
         """Keep the float values of a layer that is about to change, for the float model's next calls of it."""

@@ -37,7 +37,7 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor) -> QParams
     whole = library.measure(weight, spec.granularity)
     best = Range(whole.lo.clone(), whole.hi.clone())
     least = torch.full(whole.lo.shape, torch.inf, dtype=torch.float64, device=weight.device)
-    inside = _inside_groups(weight, spec, moments).float()
+    inside = _inside_groups(weight, spec, moments.float())
     for factor in _FACTORS:
         tried = Range(whole.lo * factor, whole.hi * factor)
         error = library.fake_quantize(weight, choose_qparams(tried, spec), spec).float() - weight.float()

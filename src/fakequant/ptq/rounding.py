@@ -31,7 +31,7 @@ def gptq(target: Tensor, moments: Tensor, grid: Grid, damping: float = 0.05) -> 
         CalibrationError: the moments are not finite, or not positive semidefinite.
     """
     order = moments.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(moments[order][:, order], damping)
+    factor = _inverse_factor(moments[order[:, None], order], damping)
     left = target.double()[:, order].clone()
     chosen = torch.empty_like(left)
     columns = order.tolist()

@@ -95,15 +95,15 @@ class InputSums:
         found = InputSums()
         found.count, count = self.count, max(self.count, 1)
         found.total = torch.zeros_like(self.total)
-        found.moments = self.moments - _outer(self.total, self.total) / count
+        found.moments = _less_outer(self.moments, self.total, self.total, count)
         # A column that is constant has no moments: what is left of them may make the matrix indefinite.
         squares = self.moments.diagonal(dim1=1, dim2=2)
         varies = (found.moments.diagonal(dim1=1, dim2=2) > _NOISE * squares).double()
-        found.moments *= _outer(varies, varies)
+        found.moments.mul_(varies[:, :, None]).mul_(varies[:, None, :])
         if self.drift is not None:
             found.drift_total = torch.zeros_like(self.total)
-            found.drift = (self.drift - _outer(self.drift_total, self.total) / count) * varies[:, None, :]
-            found.drift_moments = self.drift_moments - _outer(self.drift_total, self.drift_total) / count
+            found.drift = _less_outer(self.drift, self.drift_total, self.total, count).mul_(varies[:, None, :])
+            found.drift_moments = _less_outer(self.drift_moments, self.drift_total, self.drift_total, count)
         return found
 
     def mean(self) -> Tensor:
@@ -115,8 +115,10 @@ class InputSums:
         return self.mean() if self.drift is None else self.mean() + self.drift_total / max(self.count, 1)
 
 
-def _outer(one: Tensor, other: Tensor) -> Tensor:
-    return one[:, :, None] * other[:, None, :]
+def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tensor:
+    """The moments less the outer product of two totals by a count; one matrix is made, not three."""
+    outer = (one[:, :, None] * other[:, None, :]).div_(count)
+    return torch.sub(moments, outer, out=outer)
 
 
 def rows_of(layer: nn.Module, x: Tensor) -> Tensor:

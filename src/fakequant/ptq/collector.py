@@ -1,0 +1,164 @@
+"""What the layers of a model get at their stages, and what is chosen by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import CalibrationError
+from fakequant.model.paths import layer_of
+from fakequant.model.positions import Positions
+from fakequant.nn.operands import LayerWeight
+from fakequant.numerics.qparams import QParams, choose_qparams
+from fakequant.ptq.finished import InputChoice
+from fakequant.ptq.layer import Choice, choose
+from fakequant.ptq.ranges import searched_input, whole_range
+from fakequant.ptq.stream import Record, Stage
+from fakequant.ptq.sums import InputSums, makes_same_rows, rows_of
+from fakequant.ptq.transforms import put, rotate, smooth
+
+_TRANSFORMS = {"smooth": smooth, "rotate": rotate}
+_HELD_BACK = 4
+"""Every fourth batch is held back where a setting is chosen, if there are as many."""
+
+
+class Collector:
+    """What the layers of a model get at their stages, and the sums over it."""
+
+    def __init__(self, layers: Mapping[str, Any], batches: Sequence[Any], mask: Positions, recorded: Record) -> None:
+        self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
+        self._counts = [mask.of(batch) for batch in batches]
+        self._last: tuple[str, list[Tensor], tuple[InputSums, InputSums]] | None = None
+
+    def choose(
+        self, stage: Stage, wanted: Stage | None, weight: LayerWeight, steps: Sequence[str]
+    ) -> tuple[InputChoice, Choice]:
+        """What loses least: for the input of the layer of a stage, and for its weight."""
+        own = self.choose_input(stage, steps)
+        fit, held = self.sums(stage, wanted, hold_back="descend" in steps)
+        return own, choose(layer_of(stage.name), weight, fit, held, steps)
+
+    def inputs(self, stage: Stage) -> dict[int, list[Tensor]]:
+        """What counts of a layer's inputs, before its quantizer, by the number of the batch."""
+        name, layer = stage.name, self._layers[stage.name]
+        return {
+            number: [self._mask.counted(name, layer, call.first, self._counts[number]) for call in calls]
+            for number, calls in stage.calls.items()
+        }
+
+    def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
+        """Choose a transform and the range of a layer's input, for all layers that get the same tensor."""
+        group = self._same_input(stage)
+        if not group:
+            return InputChoice(None, None, {})
+        own, transform = group[0].input_quantizer, None
+        inputs = [x for calls in self.inputs(stage).values() for x in calls if x.numel()]
+        if not inputs:
+            return InputChoice(None, None, {})
+        left, params = dict[str, float](), None
+        for step, find in _TRANSFORMS.items():
+            if step in steps and group[0].input_transform is None:
+                chosen = find(group, inputs)
+                left[step] = chosen.after / chosen.before if chosen.before else 1.0
+                if chosen.transform is not None:
+                    transform = chosen.transform
+                    inputs = [transform(x) for x in inputs]
+                    if not own.dynamic:
+                        params = choose_qparams(whole_range(inputs, own), own.spec)
+                        _set_params(group, params)
+        if "input" in steps and not own.dynamic:
+            params, before, after = searched_input(group, inputs)
+            _set_params(group, params)
+            left["input"] = after / before if before else 1.0
+        return InputChoice(transform, params, left)
+
+    def put_input(self, stage: Stage, chosen: InputChoice) -> None:
+        """Give the layers of a stage what was chosen for their input."""
+        group = self._same_input(stage)
+        if chosen.transform is not None:
+            put(group, chosen.transform)
+        if chosen.params is not None:
+            _set_params(group, chosen.params)
+
+    def _same_input(self, stage: Stage) -> list[Any]:
+        """The layers whose input is chosen at a stage: none if it is not, or was chosen at an earlier one."""
+        group = [self._layers[name] for name in self._siblings.get(stage.name, [stage.name])]
+        own = self._layers[stage.name].input_quantizer
+        if own is None or own.pinned or own.learned is not None or group[0] is not self._layers[stage.name]:
+            return []
+        return [layer for layer in group if _takes_same_input(layer, group[0])]
+
+    def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
+        """The sums of a layer's quantized inputs: of batches to fit, and of those that are held back."""
+        tensors = [call.first for calls in stage.calls.values() for call in calls]
+        found = self._of_sibling(stage.name, tensors)
+        self._last = None  # what it holds is freed before new sums are made
+        found = found or self._sums(stage, wanted, hold_back=hold_back)
+        if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
+            self._last = stage.name, tensors, found
+        return found
+
+    def _sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
+        layer, fit, held = self._layers[stage.name], InputSums(), InputSums()
+        others = {} if wanted is None else self.inputs(wanted)
+        try:
+            for place, (number, own) in enumerate(self.inputs(stage).items()):
+                sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
+                for call, x in enumerate(own):
+                    floats = rows_of(layer, _transformed(layer, others[number][call])) if number in others else None
+                    sums.add(rows_of(layer, layer.quantized_input(x)), floats)
+        except CalibrationError as error:
+            raise CalibrationError(f"{layer_of(stage.name) or 'the model'}: {error}") from error
+        return fit, held
+
+    def _of_sibling(self, name: str, tensors: list[Tensor]) -> tuple[InputSums, InputSums] | None:
+        """The sums of the last layer if it got the same tensors and made the same rows of them."""
+        if self._last is None:
+            return None
+        last, seen, sums = self._last
+        one, other = self._layers[last], self._layers[name]
+        same = len(seen) == len(tensors) and all(x is y for x, y in zip(seen, tensors, strict=True))
+        alike = same and makes_same_rows(one, other) and _same_transform(one, other)
+        return sums if alike and _same_quantizer(one, other, tensors[0]) else None
+
+
+def _set_params(layers: Iterable[Any], params: QParams) -> None:
+    for layer in layers:
+        layer.input_quantizer.set_qparams(params)
+
+
+def _transformed(layer: Any, x: Tensor) -> Tensor:
+    return x if layer.input_transform is None else layer.input_transform(x)
+
+
+def _takes_same_input(one: Any, other: Any) -> bool:
+    """Whether two layers with the same input tensor can have one transform and one range for it."""
+    first, second = one.input_quantizer, other.input_quantizer
+    return (
+        first is not None
+        and (first.spec, first.dynamic, first.pinned) == (second.spec, second.dynamic, second.pinned)
+        and first.learned is None
+        and makes_same_rows(one, other)
+    )
+
+
+def _same_transform(one: Any, other: Any) -> bool:
+    first, second = one.input_transform, other.input_transform
+    if first is None or second is None:
+        return first is second
+    return type(first) is type(second) and all(map(torch.equal, first.buffers(), second.buffers()))
+
+
+def _same_quantizer(one: Any, other: Any, x: Tensor) -> bool:
+    first, second = one.input_quantizer, other.input_quantizer
+    if first is None or second is None:
+        return first is second
+    if (first.spec, first.dynamic, first.mode) != (second.spec, second.dynamic, second.mode):
+        return False
+    return first.dynamic or all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(first.qparams(x), second.qparams(x), strict=True)
+    )
