@@ -118,6 +118,27 @@ def test_every_step_for_inputs_loses_less(step: str) -> None:
     assert min(shares) < 0.9
 
 
+def test_adaround_goes_on_from_the_steps_before_it() -> None:
+    model = prepared("int3 per_channel(0)")
+    found = fq.ptq.improve(model, batches(), ["gptq", "descend", "adaround"], progress=False)
+    assert all(row.steps["adaround"] <= row.steps["descend"] <= row.steps["gptq"] for row in found.layers)
+    assert any(row.steps["adaround"] < row.steps["descend"] for row in found.layers)
+
+
+def test_the_bias_makes_good_the_mean_of_the_output() -> None:
+    def means(steps: list[str]) -> tuple[Tensor, Tensor]:
+        model = prepared("int3 per_channel(0)", input="int4")
+        fq.ptq.improve(model, batches(), steps, progress=False)
+        x = torch.cat(batches())
+        with torch.no_grad():
+            return model(x).mean(0), net()(x).mean(0)
+
+    mean, wanted = means(["gptq", "drift", "bias"])
+    torch.testing.assert_close(mean, wanted, rtol=1e-4, atol=1e-5)  # with all that earlier layers changed
+    mean, wanted = means(["gptq", "bias"])
+    assert (mean - wanted).abs().max() > 1e-3  # what the layer's own weight changed
+
+
 LAYERS = {
     "linear": (nn.Linear(6, 4), (2, 3, 6)),
     "conv1d": (nn.Conv1d(4, 6, 3, 2, padding="valid", dilation=2), (2, 4, 9)),

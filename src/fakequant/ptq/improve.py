@@ -23,13 +23,13 @@ from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.finished import Finished, run_of
-from fakequant.ptq.layer import write
+from fakequant.ptq.layer import SOLVERS, write
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import has_rows
 from fakequant.restore import Restore, restore_on_error, state_of, structure_of
 
-STEPS = ("smooth", "rotate", "input", "ranges", "gptq", "descend", "drift", "bias")
+STEPS = ("smooth", "rotate", "input", "ranges", *SOLVERS, "drift", "bias")
 """All steps in their order."""
 _NAMED_STEPS = {
     "best": ("smooth", "input", "ranges", "gptq", "descend", "drift", "bias"),
@@ -136,8 +136,8 @@ def _checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
         return _NAMED_STEPS[steps]
     if unknown := [step for step in steps if step not in STEPS]:
         raise ConfigError(f"unknown step {unknown[0]!r}{nearest(str(unknown[0]), list(STEPS))}")
-    if "drift" in steps and not {"gptq", "descend"} & set(steps):
-        raise ConfigError('the step "drift" moves what "gptq" and "descend" come close to; add one of them')
+    if "drift" in steps and not set(SOLVERS) & set(steps):
+        raise ConfigError('the step "drift" moves what "gptq", "descend" and "adaround" come close to; add one of them')
     return tuple(step for step in STEPS if step in steps)
 
 

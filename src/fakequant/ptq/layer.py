@@ -13,12 +13,16 @@ from fakequant.model.weights import note_weight
 from fakequant.nn.operands import LayerWeight
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
+from fakequant.ptq.adaround import adaround
 from fakequant.ptq.grid import Grid
 from fakequant.ptq.problem import Problem
 from fakequant.ptq.ranges import searched_params
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.rounding import descend, gptq
 from fakequant.ptq.sums import InputSums
+
+SOLVERS = ("gptq", "descend", "adaround")
+"""The steps that choose codes; each goes on from the values of the one before it."""
 
 
 class Setting(NamedTuple):
@@ -78,10 +82,11 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
     if "ranges" in steps:
         params = searched_params(float_weight, quantizer.spec, solved.sums.moments)
         tried["ranges"] = (params, library.fake_quantize(float_weight, params, quantizer.spec))
-    if "gptq" in steps or "descend" in steps:
-        solver = _Solver(Grid(quantizer.spec, params, float_weight.shape), steps)
-        setting = _setting(float_weight, solver, fit, held, centred=bias is not None)
-        for step, values in solver.solve(solved, setting).items():
+    if solving := [step for step in SOLVERS if step in steps]:
+        grid = Grid(quantizer.spec, params, float_weight.shape)
+        quick = [step for step in solving if step != "adaround"]  # which would take long for every setting
+        setting = _setting(float_weight, _Solver(grid, quick), fit, held, centred=bias is not None)
+        for step, values in _Solver(grid, solving).solve(solved, setting).items():
             tried[step] = (params, values.reshape(float_weight.shape).to(float_weight.dtype))
     energy = plain.energy()
     losses = {step: solved.loss(values) / energy for step, (_, values) in tried.items()}
@@ -98,7 +103,7 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
 
 class _Solver:
     def __init__(self, grid: Grid, steps: Sequence[str]) -> None:
-        self._grid, self._steps = grid, steps
+        self._grid, self.steps = grid, steps
 
     def solve(self, problem: Problem, setting: Setting) -> dict[str, Tensor]:
         """The values [groups, outputs, columns] after each step."""
@@ -108,19 +113,22 @@ class _Solver:
         for group in range(groups):
             rows = self._grid.rows(slice(group * outputs, (group + 1) * outputs))
             moments, wanted = problem.sums.moments[group], target[group]
-            if "gptq" in self._steps:
+            if "gptq" in self.steps:
                 values = gptq(wanted, moments, rows, setting.damping)
                 found.setdefault("gptq", []).append(values)
             else:
                 values = rows.nearest(wanted)
-            if "descend" in self._steps:
-                found.setdefault("descend", []).append(descend(wanted, values, moments, rows))
+            if "descend" in self.steps:
+                values = descend(wanted, values, moments, rows)
+                found.setdefault("descend", []).append(values)
+            if "adaround" in self.steps:
+                found.setdefault("adaround", []).append(adaround(wanted, moments, rows, values))
         return {step: torch.stack(parts) for step, parts in found.items()}
 
 
 def _setting(weight: Tensor, solver: _Solver, fit: InputSums, held: InputSums, *, centred: bool) -> Setting:
     """The setting with the smallest error on the rows that are held back; without such rows the middle one."""
-    if not held.count or not fit.count:
+    if not held.count or not fit.count or not solver.steps:
         return _ONE
     seen, tested = (Problem(weight, sums.about_mean() if centred else sums) for sums in (fit, held))
     settings = _MANY if fit.drift is None else _WITH_DRIFT
