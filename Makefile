@@ -83,6 +83,7 @@ zoo: setup
 # What accuracy algorithms win back, here and in other libraries, on models that it trains: about 25 minutes.
 accuracy: setup $(PEERS)
 	$(BIN)/python -m benchmarks.accuracy $(ONLY)
+	$(BIN)/python -m benchmarks.accuracy.methods
 
 docs: setup
 	$(BIN)/python docs/generate.py

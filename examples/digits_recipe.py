@@ -1,6 +1,6 @@
 """A recipe for `fakequant quantize`: the demo's network on scikit-learn's handwritten digits.
 
-fakequant quantize examples/digits_recipe.py --preset int4 --method mse --out digits-int4
+fakequant quantize examples/digits_recipe.py --preset int4 --out digits-int4
 """
 
 from collections.abc import Iterator

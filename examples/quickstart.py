@@ -15,7 +15,7 @@ torch.manual_seed(0)
 batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(8, 64, 8)]
 
 model = fq.prepare(network(), fq.presets.INT8)  # in place: layers become quantized layers
-fq.calibrate(model, batches, method="mse", inputs=0)  # ranges from data; item 0 of a batch is the input
+fq.calibrate(model, batches, inputs=0)  # ranges from data; item 0 of a batch is the input
 print(fq.summary(model, batches[0], inputs=0))  # what is quantized, and what stays in float
 print(fq.sensitivity(model, batches, inputs=0)[0])  # the layer that hurts most
 

@@ -19,7 +19,7 @@ from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
 from tests.support.models import images, small_net
 
 ROWS = torch.linspace(-1, 1, 8).view(2, 4)
-WORST = presets.INT8.with_rule(Rule("branch", TensorConfig("int2"), TensorConfig("int2 per_channel(0)")))
+WORST = presets.INT8.with_rule(Rule("branch", input=TensorConfig("int2"), weight=TensorConfig("int2 per_channel(0)")))
 
 
 def calibrated(config: object = presets.INT8) -> nn.Module:

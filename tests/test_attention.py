@@ -184,7 +184,7 @@ class SelfAttention(nn.Module):
 
 def quantized(config: Any = "int8", **options: Any) -> SelfAttention:
     model = fq.prepare(SelfAttention(**options).eval(), config)
-    fq.calibrate(model, [X])
+    fq.calibrate(model, [X], "max")
     return model
 
 
@@ -217,7 +217,7 @@ def test_inputs_that_differ_have_quantizers_of_their_own() -> None:
     layer = attention(batch_first=True, kdim=6, vdim=10)
     fq.prepare(layer, "int8")
     args = inputs("all", layer, True)
-    fq.calibrate(layer, [args])
+    fq.calibrate(layer, [args], "max")
     scales = [getattr(layer, f"_{name}input_quantizer").scale.item() for name in ("", "key_", "value_")]
     assert scales == [(x.abs().max() / 127).item() for x in args]
     assert [name for name in fq.nn.quantizers(layer) if name.endswith("weight_quantizer")] == [
@@ -252,7 +252,7 @@ def test_without_a_quantizer_of_probabilities_it_is_one_operation() -> None:
 def test_a_query_whose_keys_are_all_hidden_gets_zeros_as_in_one_operation() -> None:
     layer = attention(batch_first=True)
     fq.prepare(layer, "int8")
-    fq.calibrate(layer, [(X, X, X)], forward=lambda model, batch: model(*batch, need_weights=False))
+    fq.calibrate(layer, [(X, X, X)], "max", forward=lambda model, batch: model(*batch, need_weights=False))
     hidden = torch.zeros(N, QUERIES, dtype=torch.bool)
     hidden[1] = True
     x = X.clone().requires_grad_()

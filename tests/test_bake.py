@@ -30,7 +30,11 @@ WEIGHT = "int8 per_channel(0)"
 
 
 def language(embedding: str | None = WEIGHT, head: str | None = WEIGHT, *, calibrate: bool = True) -> Language:
-    rules = (fq.Rule("middle", "int8", WEIGHT), fq.Rule("embedding", weight=embedding), fq.Rule("head", weight=head))
+    rules = (
+        fq.Rule("middle", input="int8", weight=WEIGHT),
+        fq.Rule("embedding", weight=embedding),
+        fq.Rule("head", weight=head),
+    )
     model = fq.prepare(Language(), fq.Config("tied", rules))
     if calibrate:
         fq.calibrate(model, [TOKENS])

@@ -103,7 +103,7 @@ def test_batches_may_be_dicts_with_labels():
     torch.manual_seed(0)
     model = fq.prepare(Labelled(), "int8")
     batch = {"x": X, "labels": torch.zeros(4, 2)}
-    fq.calibrate(model, [batch])
+    fq.calibrate(model, [batch], "max")
     assert set(batch) == {"x", "labels"}
     expected = fq.choose_qparams(X, model.layer._input_quantizer.spec).scale
     assert torch.equal(model.layer._input_quantizer.scale, expected)

@@ -22,11 +22,11 @@ def prepared(execution="auto"):
 def test_later_layers_see_the_quantized_outputs_of_earlier_ones(execution):
     model, batches = prepared(execution)
     in_float = copy.deepcopy(model)
-    fq.calibrate(in_float, batches, progress=False)
+    fq.calibrate(in_float, batches, "max", progress=False)
     for name in ("0", "2", "4"):
         with torch.no_grad():
             seen = torch.cat([model[: int(name)](x) for x in batches])
-        used = fq.calibrate(model, batches, pattern=name, progress=False)
+        used = fq.calibrate(model, batches, "max", pattern=name, progress=False)
         assert set(used) == {f"{name}._input_quantizer", f"{name}._weight_quantizer"}
         scale = model[int(name)]._input_quantizer.scale
         assert_same_bits(scale, fq.choose_qparams(seen, model[int(name)]._input_quantizer.spec).scale)
@@ -36,11 +36,11 @@ def test_later_layers_see_the_quantized_outputs_of_earlier_ones(execution):
 
 def test_a_layer_that_is_off_stays_off():
     model, batches = prepared()
-    fq.calibrate(model, batches, pattern="0", progress=False)
+    fq.calibrate(model, batches, "max", pattern="0", progress=False)
     model[0]._input_quantizer.mode = model[0]._weight_quantizer.mode = Mode.OFF
     with torch.no_grad():
         seen = torch.cat([model[:2](x) for x in batches])
-    fq.calibrate(model, batches, pattern="2", progress=False)
+    fq.calibrate(model, batches, "max", pattern="2", progress=False)
     assert_same_bits(model[2]._input_quantizer.scale, fq.choose_qparams(seen, model[2]._input_quantizer.spec).scale)
 
 
@@ -48,7 +48,7 @@ def test_layers_without_ranges_are_in_float_meanwhile():
     model, batches = prepared()
     with fq.disabled(model), torch.no_grad():
         seen = torch.cat([model[:4](x) for x in batches])
-    fq.calibrate(model, batches, pattern="4", progress=False)
+    fq.calibrate(model, batches, "max", pattern="4", progress=False)
     assert_same_bits(model[4]._input_quantizer.scale, fq.choose_qparams(seen, model[4]._input_quantizer.spec).scale)
     with pytest.raises(CalibrationError, match="has not been calibrated"):
         model(batches[0])
@@ -57,4 +57,4 @@ def test_layers_without_ranges_are_in_float_meanwhile():
 def test_a_pattern_that_matches_nothing():
     model, batches = prepared()
     with pytest.raises(ConfigError, match="no layer with a static quantizer matches 'x'"):
-        fq.calibrate(model, batches, pattern="x")
+        fq.calibrate(model, batches, "max", pattern="x")

@@ -12,7 +12,7 @@ from fakequant.errors import ExportError, OutputError
 from tests.support.bits import assert_same_bits
 from tests.support.onnxruntime_models import run
 
-CONFIG = fq.Config("per tensor", (fq.Rule("*", fq.TensorConfig("uint8"), fq.TensorConfig("int8_narrow")),))
+CONFIG = fq.Config("per tensor", (fq.Rule("*", input=fq.TensorConfig("uint8"), weight=fq.TensorConfig("int8_narrow")),))
 
 
 class Network(nn.Module):

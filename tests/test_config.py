@@ -167,7 +167,12 @@ def test_tensor_config_text() -> None:
 
 def test_texts_stand_for_what_they_say() -> None:
     rule = Rule("head", input="int8 per_token dynamic", weight="int4 per_channel(0)", layers="Linear")
-    assert rule == Rule("head", TensorConfig("int8 per_token", True), TensorConfig("int4 per_channel(0)"), ("Linear",))
+    assert rule == Rule(
+        "head",
+        input=TensorConfig("int8 per_token", True),
+        weight=TensorConfig("int4 per_channel(0)"),
+        layers=("Linear",),
+    )
     assert Config("mine", [rule]).rules == Config("mine", rule).rules == (rule,)  # type: ignore[arg-type]
     pools = nn.Sequential(nn.AvgPool2d(1), nn.AdaptiveAvgPool2d(1))
     assert set(Config("pools", Rule(input="int8", layers="AdaptiveAvgPool2d")).resolve(pools)) == {"1"}  # type: ignore[arg-type]

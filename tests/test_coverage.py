@@ -200,8 +200,8 @@ def test_products_with_quantized_results_before_them_are_quantized() -> None:
             return y.view(1, -1, 8) @ y.t().relu()
 
     assert "matmul" in told(Product(), "int8", X)
-    assert told(Product(), fq.Config("outputs", fq.Rule("*", "int8", "int8", output="int8")), X) == ""
-    functions = presets.INT8.with_rule(fq.Rule("*", "int8", ops=("matmul",)))
+    assert told(Product(), fq.Config("outputs", fq.Rule("*", input="int8", weight="int8", output="int8")), X) == ""
+    functions = presets.INT8.with_rule(fq.Rule("*", input="int8", ops=("matmul",)))
     assert told(Product(), functions, X) == ""
 
 

@@ -38,7 +38,7 @@ def network(name: str) -> tuple[nn.Sequential, Tensor]:
 def folded(name: str) -> tuple[nn.Sequential, Tensor]:
     model, x = network(name)
     qat.fold_batch_norm(fq.prepare(model, "int8"), x)
-    fq.calibrate(model, [x], progress=False)
+    fq.calibrate(model, [x], "max", progress=False)
     return model, x
 
 
@@ -170,7 +170,7 @@ def test_what_is_refused() -> None:
     model, x = network("Linear")
     with pytest.raises(ConfigError, match=r"^fold_batch_norm takes a prepared model; call fakequant\.prepare first"):
         qat.fold_batch_norm(model, x)
-    fq.calibrate(fq.prepare(model, "int8"), [x], progress=False)
+    fq.calibrate(fq.prepare(model, "int8"), [x], "max", progress=False)
     fq.calibrate(model, pattern="*_weight_quantizer")
     kind = type(model[0])
     with pytest.raises(ConfigError, match=r"^0 is calibrated, .* between fakequant\.prepare and fakequant\.calibrate$"):

@@ -108,7 +108,7 @@ def test_the_layer_is_the_float_layer_on_quantized_tensors(name: str) -> None:
             weight = fq.fake_quantize(expected_module.weight, f"int8 per_channel({channels})")
             expected_module.weight.copy_(weight)
         quantized = fq.prepare(copy.deepcopy(module), "int8")
-        fq.calibrate(quantized, [x])
+        fq.calibrate(quantized, [x], "max")
         assert torch.equal(quantized(x), expected_module(padded(module, fq.fake_quantize(x, "int8"))))
         with fq.disabled(quantized):
             assert torch.equal(quantized(x), module(x))
@@ -129,7 +129,7 @@ def test_a_standardized_weight_is_computed_and_cannot_be_folded(name: str, tmp_p
     model = nn.Sequential(standard(name)[0])
     x = data(2, 4, 6, 7)
     keys = set(model.state_dict())
-    fq.calibrate(fq.prepare(model, "int8"), [x])
+    fq.calibrate(fq.prepare(model, "int8"), [x], "max")
     assert keys < set(model.state_dict())
     loaded = fq.load(nn.Sequential(standard(name)[0]), fq.save(model, tmp_path))
     assert torch.equal(loaded(x), model(x))
@@ -143,7 +143,7 @@ def test_a_standardized_weight_is_computed_and_cannot_be_folded(name: str, tmp_p
 
 def test_places_without_an_axis_of_examples() -> None:
     layer, x = same(2, 1, 5)
-    fq.calibrate(fq.prepare(layer, "int8"), [x])
+    fq.calibrate(fq.prepare(layer, "int8"), [x], "max")
     assert torch.equal(layer(x)[0], layer(x[0]))
 
 
@@ -156,7 +156,7 @@ def test_a_language_model_of_such_layers_is_quantized_and_verified(tmp_path: Pat
     float_model = transformers.GPT2LMHeadModel(config).eval()
     ids = torch.randint(0, 64, (2, 8))
     model = fq.prepare(copy.deepcopy(float_model), "int8")
-    fq.calibrate(model, [ids])
+    fq.calibrate(model, [ids], "max")
     products = [operation for operation in operations(model, ids) if operation.is_product]
     total = sum(operation.multiplications for operation in products)
     assert sum(operation.multiplications for operation in products if operation.quantized) > 0.9 * total
@@ -180,7 +180,7 @@ def test_video_networks_are_quantized() -> None:
     resnet = pytest.importorskip("torchvision.models.video.resnet")
     torch.manual_seed(0)
     block = resnet.BasicBlock(2, 2, resnet.Conv3DSimple).eval()
-    fq.calibrate(fq.prepare(block, "int8"), [data(1, 2, 3, 4, 4)])
+    fq.calibrate(fq.prepare(block, "int8"), [data(1, 2, 3, 4, 4)], "max")
     assert isinstance(block.conv1[0], QuantConv3d)
     assert isinstance(block.conv1[0], resnet.Conv3DSimple)
     assert isinstance(resnet.Conv3DNoTemporal(2, 2), nn.Conv3d)
@@ -198,7 +198,7 @@ def test_a_name_may_be_registered_before_its_module_is_there() -> None:
     try:
         layer: Any = Later()
         layer.weight = nn.Parameter(data(3, 4))
-        fq.calibrate(fq.prepare(layer, "int8"), [data(2, 4)])
+        fq.calibrate(fq.prepare(layer, "int8"), [data(2, 4)], "max")
         assert layer(data(2, 4)).shape == (2, 3)
         assert isinstance(layer, QuantLater)
         with pytest.raises(ConfigError, match=r"\.Later already becomes QuantLater"):

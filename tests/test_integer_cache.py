@@ -22,7 +22,7 @@ def model():
         pytest.skip(reason)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(36, 5))
-    fq.prepare(net, Config("test", (Rule("*", "uint8", "int8 per_channel(0)", execution="auto"),)))
+    fq.prepare(net, Config("test", (Rule("*", input="uint8", weight="int8 per_channel(0)", execution="auto"),)))
     fq.calibrate(net, [torch.rand(8, 2, 7, 7)], progress=False)
     assert all(layer.why_simulated() is None for layer in (net[0], net[2], net[4]))
     return net

@@ -37,11 +37,11 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_why_a_layer_is_simulated(name):
     layer, input, weight, reason = REASONS[name]
-    rule = Rule("*", input, weight, execution="integer")
+    rule = Rule("*", input=input, weight=weight, execution="integer")
     with pytest.raises(ConfigError, match=reason):
         fq.prepare(nn.Sequential(copy.deepcopy(layer)), Config("test", (rule,)))
     model = fq.prepare(
-        nn.Sequential(copy.deepcopy(layer)), Config("test", (Rule("*", input, weight, execution="auto"),))
+        nn.Sequential(copy.deepcopy(layer)), Config("test", (Rule("*", input=input, weight=weight, execution="auto"),))
     )
     assert reason in str(model[0].why_simulated())
     assert reason in str(fq.summary(model))
@@ -50,7 +50,9 @@ def test_why_a_layer_is_simulated(name):
 
 
 def test_set_execution_refuses_whole_or_not_at_all():
-    model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4)), Config("w", (Rule("*", "int8", "int8"),)))
+    model = fq.prepare(
+        nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4)), Config("w", (Rule("*", input="int8", weight="int8"),))
+    )
     with pytest.raises(ConfigError, match="1: there is no integer product"):
         fq.set_execution(model, "integer")
     assert model[0].execution is Execution.SIMULATE

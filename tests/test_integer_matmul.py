@@ -46,7 +46,7 @@ class Attention(nn.Sequential):
 
 def prepared(input="int8", other="int8", dynamic=False):
     """A model of one product with given scales in integer execution, and its simulated twin."""
-    rule = Rule("*", TensorConfig(input, dynamic=dynamic), execution="auto")
+    rule = Rule("*", input=TensorConfig(input, dynamic=dynamic), execution="auto")
     model = fq.prepare(Attention(MatMul()), Config("test", (rule,)))
     quantizers = model[0]._input_quantizer, model[0]._other_quantizer
     quantizers[1].spec, quantizers[1].dynamic = fq.QuantSpec.parse(other), False
@@ -208,11 +208,11 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_why_a_product_is_simulated(name):
     input, reason = REASONS[name]
-    config = Config("test", (Rule("*", input, execution="integer"),))
+    config = Config("test", (Rule("*", input=input, execution="integer"),))
     if input is not None:
         with pytest.raises(ConfigError, match=reason):
             fq.prepare(nn.Sequential(MatMul()), config)
-    model = fq.prepare(nn.Sequential(MatMul()), Config("test", (Rule("*", input or "int8", execution="auto"),)))
+    model = fq.prepare(nn.Sequential(MatMul()), Config("test", (Rule("*", input=input or "int8", execution="auto"),)))
     if input is None:
         model[0]._modules["_input_quantizer"] = None
     assert reason in str(fq.summary(model))

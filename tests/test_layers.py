@@ -37,7 +37,7 @@ def test_layer_is_the_float_layer_on_quantized_tensors(name: str) -> None:
         with torch.no_grad():
             expected_module.weight.copy_(fake_quantize(module.weight, f"int8 per_channel({channels})"))
     quantized = prepare(_copy(module), EVERYTHING)
-    calibrate(quantized, [inputs], inputs=slice(len(inputs)))
+    calibrate(quantized, [inputs], "max", inputs=slice(len(inputs)))
     got, expected = quantized(*inputs), expected_module(*expected_inputs)
     if not isinstance(got, tuple):
         got, expected = (got,), (expected,)
@@ -64,7 +64,7 @@ def test_output_size_of_a_transposed_convolution() -> None:
 def test_gradients_reach_input_weight_and_bias() -> None:
     layer = prepare(nn.Linear(4, 3), INT8)
     x = data(2, 4).requires_grad_()
-    calibrate(layer, [x.detach()])
+    calibrate(layer, [x.detach()], "max")
     layer(x).sum().backward()
     weight = fake_quantize(layer.weight, "int8 per_channel(0)").detach()
     assert torch.equal(x.grad, F.linear(torch.ones(2, 3), weight.t()))
@@ -94,7 +94,7 @@ def test_bags_are_refused_as_embeddings_are(options: dict[str, Any]) -> None:
 def test_a_bag_with_weights_for_its_rows(padding: int | None) -> None:
     """The weights are not quantized; values and gradients are those of a bag of the quantized rows."""
     bag = prepare(nn.EmbeddingBag(7, 4, mode="sum", padding_idx=padding), INT8)
-    calibrate(bag, [torch.tensor([[0, 1]])])
+    calibrate(bag, [torch.tensor([[0, 1]])], "max")
     ids, factors = torch.tensor([[0, 3], [6, 3]]), torch.tensor([[0.3, 7.1], [-2.0, 1.5]], requires_grad=True)
     y = bag(ids, per_sample_weights=factors)
     table, given = fake_quantize(bag.weight, "int8 per_channel(0)").detach(), [bag.weight, factors]
@@ -110,7 +110,7 @@ def test_gradients_of_a_bilinear_layer_reach_both_inputs_and_the_weight() -> Non
     layer = nn.Bilinear(3, 4, 2)
     x, y = data(5, 3), data(5, 4)
     prepare(layer, INT8)
-    calibrate(layer, [(x, y)])
+    calibrate(layer, [(x, y)], "max")
     given = [x.requires_grad_(), y.requires_grad_(), layer.weight]
     found = torch.autograd.grad(layer(x, y).sum(), given)
     quantized = [
@@ -135,7 +135,7 @@ def test_conv_channels_last() -> None:
     layer = nn.Conv2d(4, 6, 3)
     x = data(2, 4, 6, 6)
     quantized = prepare(layer, INT8)
-    calibrate(quantized, [x])
+    calibrate(quantized, [x], "max")
     nchw = quantized(x)
     nhwc = quantized(x.to(memory_format=torch.channels_last))
     # The product may be summed in another order; the quantized operands are the same bits.

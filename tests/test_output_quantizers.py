@@ -13,7 +13,7 @@ import fakequant as fq
 from tests.support.bits import assert_same_bits
 
 X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-OUTPUTS = fq.Config("outputs", fq.Rule("*", "int8", "int8 per_channel(0)", output="int8"))
+OUTPUTS = fq.Config("outputs", fq.Rule("*", input="int8", weight="int8 per_channel(0)", output="int8"))
 
 
 def network() -> nn.Module:
@@ -23,7 +23,7 @@ def network() -> nn.Module:
 
 def quantized(config: Any = OUTPUTS) -> nn.Module:
     model = fq.prepare(network(), config)
-    fq.calibrate(model, [X])
+    fq.calibrate(model, [X], "max")
     return model
 
 
@@ -65,7 +65,7 @@ def test_first_of_several_results() -> None:
     config = fq.Config("outputs", fq.Rule("*", weight="int8", output="int8"))
     layer = fq.prepare(nn.MultiheadAttention(8, 2), config)
     x = torch.randn(3, 2, 8)
-    fq.calibrate(layer, [(x, x, x)])
+    fq.calibrate(layer, [(x, x, x)], "max")
     y, weights = layer(x, x, x)
     assert_same_bits(y, layer.output_quantizer(y))
     assert weights.shape == (2, 3, 3)

@@ -41,7 +41,7 @@ def test_every_method_calibrates_every_quantizer(method: str) -> None:
 def test_calibration_sees_the_float_model() -> None:
     """Later layers must not see the quantization error of earlier ones, nor the labels or the training mode."""
     model = prepare(small_net().train(), presets.INT4)
-    calibrate(model, [(images(), torch.zeros(4))])
+    calibrate(model, [(images(), torch.zeros(4))], "max")
     assert model.training
     assert model.norm.training
     assert torch.equal(model.norm.running_mean, torch.zeros(8))
@@ -67,13 +67,13 @@ def test_weights_are_calibrated_without_batches() -> None:
 )
 def test_kinds_of_batches(batch: Any) -> None:
     model = prepare(small_net(), presets.INT8)
-    calibrate(model, iter([batch]))
+    calibrate(model, iter([batch]), "max")
     assert torch.equal(model.stem._input_quantizer.scale, calibrated_once().stem._input_quantizer.scale)
 
 
 def calibrated_once() -> SmallNet:
     model = prepare(small_net(), presets.INT8)
-    calibrate(model, [None], forward=lambda m, _: m(images()))
+    calibrate(model, [None], "max", forward=lambda m, _: m(images()))
     return model
 
 
@@ -91,7 +91,7 @@ class TwoPaths(nn.Module):
 def test_unseen_quantizers_are_all_named_and_nothing_changes() -> None:
     model = prepare(TwoPaths(), presets.INT8)
     with pytest.raises(CalibrationError, match=r"2 of 3 .* saw no data: spare\._input_quantizer, idle\._input_quant"):
-        calibrate(model, [torch.ones(1, 2)])
+        calibrate(model, [torch.ones(1, 2)], "max")
     assert not any(q.calibrated for q in quantizers(model).values())
     assert all(q.mode is Mode.QUANTIZE and q.calibrator is None for q in quantizers(model).values())
 
@@ -111,7 +111,7 @@ def test_a_bad_batch_names_the_quantizer_and_changes_nothing(bad: float, method:
 
 def test_bad_arguments() -> None:
     with pytest.raises(CalibrationError, match=r"no quantizers; call fakequant\.prepare"):
-        calibrate(small_net(), [images()])
+        calibrate(small_net(), [images()], "max")
     model = prepare(small_net(), presets.INT8)
     with pytest.raises(ConfigError, match="entropy"):
         calibrate(model, [images()], "entorpy")
@@ -240,10 +240,10 @@ def test_a_forward_that_would_bypass_the_quantizers_is_refused() -> None:
 
 def test_weight_options_and_a_bare_tensor() -> None:
     model = prepare(small_net(), presets.INT8)
-    calibrate(model, [images()], weight_method="percentile", weight_options={"percentile": 50.0})
+    calibrate(model, [images()], "max", weight_method="percentile", weight_options={"percentile": 50.0})
     assert (model.head._weight_quantizer.scale < calibrated().head._weight_quantizer.scale).all()
     with pytest.raises(ConfigError, match="row by row; give a list"):
-        calibrate(model, images())
+        calibrate(model, images(), "max")
 
 
 class Own(nn.Conv2d):

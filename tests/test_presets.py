@@ -167,7 +167,9 @@ AXES = {
 def test_axes_are_resolved_per_layer(layer: str, text: str) -> None:
     weight, inputs = AXES[layer]
     config = TensorConfig(f"int8 {text.format(0, -1)}")
-    model = prepare(nn.Sequential(copy.deepcopy(CASES[layer][0])), Config("all", (Rule("*", config, config),)))
+    model = prepare(
+        nn.Sequential(copy.deepcopy(CASES[layer][0])), Config("all", (Rule("*", input=config, weight=config),))
+    )
     found = {name.removeprefix("0."): str(q.spec.granularity) for name, q in quantizers(model).items()}
     names = ("_input_quantizer", "_other_quantizer")
     wanted = {name: text.format(0, axis) for name, axis in zip(names, inputs, strict=False)}

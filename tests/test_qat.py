@@ -62,7 +62,8 @@ def test_the_weight_scales_move_once_an_epoch() -> None:
 
 
 STATIC_W4A8 = Config(
-    "W4A8", (Rule("*", TensorConfig("uint8 per_tensor symmetric"), TensorConfig("int4 per_block(-1:3,pad)")),)
+    "W4A8",
+    (Rule("*", input=TensorConfig("uint8 per_tensor symmetric"), weight=TensorConfig("int4 per_block(-1:3,pad)")),),
 )
 
 

@@ -66,7 +66,7 @@ def quantized(layer: Any, batches: Any = None, config: Any = "int8") -> Any:
     model = fq.prepare(copy.deepcopy(layer), config)
     # A packed sequence is a tuple, too.
     whole = batches is not None and isinstance(batches[0], PackedSequence)
-    fq.calibrate(model, batches or [INPUTS["sequence"]()], inputs=(lambda batch: (batch,)) if whole else None)
+    fq.calibrate(model, batches or [INPUTS["sequence"]()], "max", inputs=(lambda batch: (batch,)) if whole else None)
     return model
 
 
@@ -200,7 +200,7 @@ def tags(request: pytest.FixtureRequest) -> Tags:
     torch.set_num_threads(1)
     model = Tags(request.param).eval()
     fq.prepare(model, "int8")
-    fq.calibrate(model, [X])
+    fq.calibrate(model, [X], "max")
     return model
 
 

@@ -44,7 +44,7 @@ def test_layers_to_skip_and_other_presets_for_some() -> None:
 
 
 def test_a_rule_takes_a_preset() -> None:
-    assert fq.Rule("2", fq.presets.INT4) == fq.Rule("2", "uint4", "int4 per_channel(0)")
+    assert fq.Rule("2", fq.presets.INT4) == fq.Rule("2", input="uint4", weight="int4 per_channel(0)")
     assert fq.Rule("2", fq.presets.NVFP4).input == fq.TensorConfig(fq.presets.NVFP4.rules[0].input.spec, dynamic=True)
 
 
@@ -53,7 +53,7 @@ def test_what_is_refused() -> None:
         fq.prepare(net(), "int8", skip="head")
     with pytest.raises(ConfigError, match="the rule 'head' matches no layer"):
         fq.prepare(net(), "int8", skip=["head"])
-    with pytest.raises(ConfigError, match=r"takes a configuration with one rule for all layers, and no weight="):
-        fq.Rule("2", fq.presets.INT8, "int4")
+    with pytest.raises(ConfigError, match=r"takes a configuration with one rule for all layers, and no input="):
+        fq.Rule("2", fq.presets.INT8, weight="int4")
     with pytest.raises(ConfigError, match="one rule for all layers"):
         fq.Rule("2", fq.Config("none", ()))

@@ -12,7 +12,7 @@ from fakequant.errors import SiteError
 from tests.support.bits import assert_same_bits
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-RULES = fq.presets.INT8.with_rule(fq.Rule("*", "int8", ops=("add", "cat"), optional=True))
+RULES = fq.presets.INT8.with_rule(fq.Rule("*", input="int8", ops=("add", "cat"), optional=True))
 
 
 class Dict(nn.ModuleDict):

@@ -46,10 +46,10 @@ def prepared(*rules: fq.Rule) -> nn.Module:
 
 def test_the_last_rule_that_matches_holds() -> None:
     made = prepared(
-        fq.Rule("*", "int8", "int4 per_channel(0)", ops=("add", "matmul")),
-        fq.Rule("1", "uint8", ops="add"),
+        fq.Rule("*", input="int8", weight="int4 per_channel(0)", ops=("add", "matmul")),
+        fq.Rule("1", input="uint8", ops="add"),
         fq.Rule("0._sites.add_1", ops=("add",)),
-        fq.Rule("*", "int4", layers=("Linear",), ops=("add",), optional=True),
+        fq.Rule("*", input="int4", layers=("Linear",), ops=("add",), optional=True),
     )
     assert str(site_plan(made)) == (
         "0._sites.add_0: input int8 per_tensor, other int8 per_tensor\n"
@@ -63,7 +63,7 @@ def test_the_last_rule_that_matches_holds() -> None:
 
 
 def test_rules_by_the_class_of_the_owner() -> None:
-    assert "1._sites.add_0" in str(site_plan(prepared(fq.Rule("1", "int8", ops=("add",), layers=(Residual,)))))
+    assert "1._sites.add_0" in str(site_plan(prepared(fq.Rule("1", input="int8", ops=("add",), layers=(Residual,)))))
 
 
 def test_one_rule_for_layers_does_not_reach_functions() -> None:
@@ -76,8 +76,11 @@ def test_one_rule_for_layers_does_not_reach_functions() -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (fq.Rule("2", "int8", ops=("add",)), r"'2' with ops add matches no call .* are 0: add, 0: matmul, 1: add"),
-        (fq.Rule("*", "int8", ops=("cat", "sdpa")), r"ops cat, sdpa matches no call"),
+        (
+            fq.Rule("2", input="int8", ops=("add",)),
+            r"'2' with ops add matches no call .* are 0: add, 0: matmul, 1: add",
+        ),
+        (fq.Rule("*", input="int8", ops=("cat", "sdpa")), r"ops cat, sdpa matches no call"),
     ],
 )
 def test_rules_that_match_nothing_are_refused(rule: fq.Rule, message: str) -> None:
@@ -87,16 +90,16 @@ def test_rules_that_match_nothing_are_refused(rule: fq.Rule, message: str) -> No
 
 def test_unknown_functions_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no function 'sofmax' can be quantized; did you mean softmax"):
-        fq.Rule("*", "int8", ops=("sofmax",))
+        fq.Rule("*", input="int8", ops=("sofmax",))
 
 
 def test_rules_with_functions_need_an_example() -> None:
     with pytest.raises(ConfigError, match=r"rules speak of functions \(add\), .*example="):
-        fq.prepare(model(), fq.Config("rules", (fq.Rule("*", "int8", ops=("add",)),)))
+        fq.prepare(model(), fq.Config("rules", (fq.Rule("*", input="int8", ops=("add",)),)))
 
 
 def test_rules_are_stored_with_their_functions() -> None:
-    rules = fq.Config("rules", (fq.Rule("*", "int8", ops=("add", "sdpa")), fq.Rule("head")))
+    rules = fq.Config("rules", (fq.Rule("*", input="int8", ops=("add", "sdpa")), fq.Rule("head")))
     assert fq.Config.from_dict(rules.to_dict()) == rules
 
 
@@ -129,14 +132,14 @@ def test_a_run_leaves_buffers_modes_and_random_numbers() -> None:
 
     plain = Counts()
     torch.manual_seed(5)
-    fq.prepare(plain, fq.Config("rules", (fq.Rule("*", "int8", ops=("add",)),)), example=X)
+    fq.prepare(plain, fq.Config("rules", (fq.Rule("*", input="int8", ops=("add",)),)), example=X)
     assert (float(plain.calls), plain.seen, plain.training) == (0.0, 0, True)
     expected = torch.Generator().manual_seed(5)
     assert torch.equal(torch.rand(4), torch.rand(4, generator=expected))
 
 
 def test_summary_lists_sites_and_what_is_left() -> None:
-    made = quantized(model(), X, rules=fq.presets.INT8.with_rule(fq.Rule("0", "int8", ops=("add",))))
+    made = quantized(model(), X, rules=fq.presets.INT8.with_rule(fq.Rule("0", input="int8", ops=("add",))))
     text = str(fq.summary(made, X))
     assert "0._sites.add_0  add     int8 per_tensor, int8 per_tensor" in text
     assert "  0: matmul, 2 of 2 inputs in float" in text
@@ -193,7 +196,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
             super().__init__(nn.Sequential(), Residual())
             self[0].linear = nn.Linear(4, 4)
 
-    fq.save(quantized(model(), X, rules=fq.Config("", (fq.Rule("*", "int8", ops=("add",)),))), tmp_path)
+    fq.save(quantized(model(), X, rules=fq.Config("", (fq.Rule("*", input="int8", ops=("add",)),))), tmp_path)
     with pytest.raises(CheckpointError, match=r"module 0 is a Residual, the model's is a Sequential"):
         fq.load(Other(), tmp_path)
     with pytest.raises(CheckpointError, match=r"has modules that the model lacks: 1"):
@@ -226,7 +229,7 @@ def test_graphs_and_onnx_hold_the_quantizers_of_sites(tmp_path: Path) -> None:
 
 
 def test_rules_leave_owners_without_sites_alone() -> None:
-    made = prepared(fq.Rule("0", "int8", ops=("add",)))
+    made = prepared(fq.Rule("0", input="int8", ops=("add",)))
     assert type(made[1]) is Residual
     assert type(made) is nn.Sequential
     assert site_plan(made).shielded == ("0.linear",)
@@ -235,7 +238,7 @@ def test_rules_leave_owners_without_sites_alone() -> None:
 def test_copies_of_a_graph_module_would_lose_its_sites() -> None:
     traced = torch.fx.symbolic_trace(Residual())
     with pytest.raises(ConfigError, match=r"copies of a .* would lose the quantizers"):
-        fq.prepare(traced, fq.Config("", (fq.Rule("*", "int8", ops=("add",)),)), example=X)
+        fq.prepare(traced, fq.Config("", (fq.Rule("*", input="int8", ops=("add",)),)), example=X)
 
 
 def test_transformers_saves_and_loads_sites(tmp_path: Path) -> None:
@@ -260,7 +263,7 @@ def test_transformers_saves_and_loads_sites(tmp_path: Path) -> None:
 def test_encoders_of_torch_leave_their_fast_paths() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
-    made: Any = quantized(layer, example(), rules=fq.Config("", (fq.Rule("*", "int8", ops=("add",)),)))
+    made: Any = quantized(layer, example(), rules=fq.Config("", (fq.Rule("*", input="int8", ops=("add",)),)))
     with torch.no_grad():
         without = made(example())
     assert torch.equal(without, made(example()).detach())

@@ -146,7 +146,7 @@ def test_two_threads_in_one_call_share_no_counters() -> None:
             return torch.relu(x) + x
 
     meet = threading.Barrier(1)
-    model = quantized(Meeting(), torch.ones(2, 4), rules=fq.Config("add", (fq.Rule("*", "int8", ops=("add",)),)))
+    model = quantized(Meeting(), torch.ones(2, 4), rules=fq.Config("add", (fq.Rule("*", input="int8", ops=("add",)),)))
     meet = threading.Barrier(2)
     results: list[Tensor] = []
     threads = [threading.Thread(target=lambda: results.append(model(torch.ones(2, 4)))) for _ in range(2)]
@@ -158,7 +158,7 @@ def test_two_threads_in_one_call_share_no_counters() -> None:
 
 
 def only(*ops: str) -> fq.Config:
-    return fq.Config("functions", (fq.Rule("*", "int8", "int8 per_channel(0)", ops=ops),))
+    return fq.Config("functions", (fq.Rule("*", input="int8", weight="int8 per_channel(0)", ops=ops),))
 
 
 def test_in_place_functions_change_the_tensor_for_all_who_hold_it() -> None:
@@ -389,7 +389,7 @@ def test_branches_of_training_mode_in_called_modules() -> None:
             y = x + x.cos()
             return y * self.extra[0](y) if self.training else y
 
-    model = quantized(Trains(), torch.randn(4), rules=fq.Config("", (fq.Rule("", "int8", ops=("add",)),)))
+    model = quantized(Trains(), torch.randn(4), rules=fq.Config("", (fq.Rule("", input="int8", ops=("add",)),)))
     model.train()(torch.randn(4))
 
 

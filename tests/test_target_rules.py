@@ -142,7 +142,7 @@ def test_rules_with_an_output_reach_functions() -> None:
         def forward(self, x: Tensor) -> Any:
             return x + x.cos()
 
-    rules = fq.Config("outputs", fq.Rule("*", "int8", output="uint8 per_block(-1:2,pad)", ops=("add",)))
+    rules = fq.Config("outputs", fq.Rule("*", input="int8", output="uint8 per_block(-1:2,pad)", ops=("add",)))
     made: Any = fq.prepare(Sums(), rules, example=IMAGE)
     assert str(fq.site_plan(made)) == (
         "_sites.add_0: input int8 per_tensor, other int8 per_tensor, output uint8 per_block(-1:2,pad)"

@@ -149,7 +149,7 @@ def test_softmax_and_products_of_bert(target: str, probabilities: Any) -> None:
     ("spec", "fixed"), [("int8", (1 / 256, -128)), ("uint8", (1 / 256, 0)), ("float8_e4m3fn", None)]
 )
 def test_fixed_ranges_of_other_formats(spec: str, fixed: tuple[float, int] | None) -> None:
-    config = Config("own", (fq.Rule("*", spec, spec),))
+    config = Config("own", (fq.Rule("*", input=spec, weight=spec),))
     plan, _ = planned(bert("sdpa"), "onnxruntime", IDS, config)
     attention = next(site for site in plan.sites if site.function == "scaled_dot_product_attention")
     assert list(attention.quantizers) == ["query", "key", "value", "probabilities"]
@@ -192,7 +192,7 @@ def test_an_addition_of_a_parameter_to_a_product_is_its_bias() -> None:
 
 def test_rules_override_the_target() -> None:
     config = fq.presets.INT8.with_rule(
-        fq.Rule("1", ops=("add",)), fq.Rule("0.attention"), fq.Rule("*", "uint8", ops=("cat",))
+        fq.Rule("1", ops=("add",)), fq.Rule("0.attention"), fq.Rule("*", input="uint8", ops=("cat",))
     )
     made = fq.prepare(float_network(), config, example=example(), target="onnxruntime")
     text = str(fq.site_plan(made))

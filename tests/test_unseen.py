@@ -83,7 +83,9 @@ def test_layers_left_in_float_stay_so_everywhere(tmp_path):
     kept = ["experts.0.0", "experts.0.2", "experts.1.0", "experts.1.2", "head"]
     assert sorted({name.rpartition(".")[0] for name in quantizers(model)}) == kept
     assert set(used) == set(quantizers(model))
-    by_rules = fq.prepare(Mixture(), fq.Config("rest", tuple(fq.Rule(n, "int8", "int8 per_channel(0)") for n in kept)))
+    by_rules = fq.prepare(
+        Mixture(), fq.Config("rest", tuple(fq.Rule(n, input="int8", weight="int8 per_channel(0)") for n in kept))
+    )
     fq.calibrate(by_rules, [X])
     fq.set_execution(by_rules, "auto")
     assert_same_bits(model(X), by_rules(X))

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from fakequant.model.bake import bake_weights, fold
     from fakequant.model.calibrate import calibrate, recalibrate
     from fakequant.model.checkpoint import load, save
-    from fakequant.model.config import Config, Rule, TensorConfig
     from fakequant.model.execution import set_execution
     from fakequant.model.fuse import fuse_batch_norm
     from fakequant.model.modes import disabled
     from fakequant.model.operations import unquantized
     from fakequant.model.prepare import prepare
+    from fakequant.model.presets import Config, Rule, TensorConfig
     from fakequant.model.sites import site_plan
     from fakequant.model.state import float_state_dict
     from fakequant.model.summary import summary
@@ -123,7 +123,7 @@ _MEMBERS = {
     "fakequant.model.bake": ("bake_weights", "fold"),
     "fakequant.model.calibrate": ("calibrate", "recalibrate"),
     "fakequant.model.checkpoint": ("load", "save"),
-    "fakequant.model.config": ("Config", "Rule", "TensorConfig"),
+    "fakequant.model.presets": ("Config", "Rule", "TensorConfig"),  # not from config: a rule takes a preset's name
     "fakequant.model.execution": ("set_execution",),
     "fakequant.model.fuse": ("fuse_batch_norm",),
     "fakequant.model.modes": ("disabled",),

@@ -85,8 +85,8 @@ def network() -> nn.Module:
 
 def checkpoint(folder: Path) -> Path:
     """A checkpoint with fixed, dynamic and learned ranges, zero points and versions of modules."""
-    config = fq.Config("some", (fq.Rule("0", "uint8 per_tensor", "int8 per_channel(0)"), fq.Rule("3", weight="int4"),
-                                fq.Rule("4", "int8 per_token dynamic", "int8 per_channel(0)")))  # fmt: skip
+    first = fq.Rule("0", input="uint8", weight="int8 per_channel(0)")
+    config = fq.Config("some", (first, fq.Rule("3", weight="int4"), fq.Rule("4", "int8_per_token")))
     model = fq.prepare(network(), config)
     fq.calibrate(model, [torch.randn(8, 4)])
     model[4]._weight_quantizer.learn("lsq")

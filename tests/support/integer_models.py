@@ -32,7 +32,7 @@ def prepared(layer, input="int8", weight="int8 per_channel(0)", scale=1 / 64, dy
     """
     if not isinstance(layer, nn.Linear) and (reason := why_sums_saturate()) is not None:
         pytest.skip(reason)
-    rule = Rule("*", TensorConfig(input, dynamic=dynamic), weight, execution="auto")
+    rule = Rule("*", input=TensorConfig(input, dynamic=dynamic), weight=weight, execution="auto")
     model = fq.prepare(nn.Sequential(layer), Config("test", (rule,)))
     quantizer = model[0]._input_quantizer
     if not dynamic:

@@ -4,7 +4,15 @@ An `Observer` collects, a `Calibrator` is an observer that answers with a range.
 registers itself; it is imported here.
 """
 
-from .calibrator import Calibrator, calibrators, check_mergeable, make_calibrator, register_calibrator
+from .calibrator import (
+    DEFAULT_METHOD,
+    Calibrator,
+    calibrators,
+    check_mergeable,
+    find_method,
+    make_calibrator,
+    register_calibrator,
+)
 from .counts import Histogram
 from .entropy import EntropyCalibrator
 from .extrema import MaxCalibrator
@@ -15,6 +23,7 @@ from .observer import Observer
 from .percentile import PercentileCalibrator
 
 __all__ = [
+    "DEFAULT_METHOD",
     "Calibrator",
     "EntropyCalibrator",
     "Histogram",
@@ -26,6 +35,7 @@ __all__ = [
     "PercentileCalibrator",
     "calibrators",
     "check_mergeable",
+    "find_method",
     "make_calibrator",
     "register_calibrator",
 ]

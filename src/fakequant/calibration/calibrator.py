@@ -107,8 +107,29 @@ def calibrators() -> list[str]:
     return sorted(_registry)
 
 
+DEFAULT_METHOD = "mse"
+"""The method for inputs where none is named: on average the smallest error of the output of trained models, in
+`python -m benchmarks.accuracy.methods`."""
+
 ALIASES = {"absmax": "max", "ema": "moving_average", "kl": "entropy", "minmax": "max"}
 """What other libraries call these methods."""
+
+
+def find_method(method: str) -> str:
+    """The registered name of a method, or of another library's name for it, in any case.
+
+    Raises:
+        ConfigError: there is none; the nearest are offered.
+
+    >>> find_method("KL")
+    'entropy'
+    """
+    if not isinstance(method, str):
+        raise ConfigError(f"a method is given by its name, such as {DEFAULT_METHOD!r}, got {method!r:.80}")
+    name = ALIASES.get(method.lower(), method.lower())
+    if name not in _registry:
+        raise ConfigError(f"unknown calibrator {method!r}{nearest(method, [*calibrators(), *ALIASES])}")
+    return name
 
 
 def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calibrator:
@@ -127,9 +148,7 @@ def make_calibrator(method: str, spec: QuantSpec | str, **options: Any) -> Calib
     >>> calibrator.compute_range().hi
     tensor([0.9902])
     """
-    cls = _registry.get(ALIASES.get(method.lower(), method.lower()))
-    if cls is None:
-        raise ConfigError(f"unknown calibrator {method!r}{nearest(method, [*calibrators(), *ALIASES])}")
+    cls = _registry[find_method(method)]
     known = _options(cls)
     for name in options:
         if name not in known:

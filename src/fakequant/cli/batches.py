@@ -38,13 +38,15 @@ class NamedBatches:
             raise
         except Exception as error:
             place = _place(model, error)
-            if self.current is None or place is None:
+            if place is None:
                 raise
-            number, batch = self.current
+            which = "a batch of calibration_batches()"
+            if self.current is not None:
+                number, batch = self.current
+                which = f"batch {number} of calibration_batches(), {described(batch)},"
             cause = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
             raise RecipeError(
-                f"batch {number} of calibration_batches(), {described(batch)}, failed{place}: {cause}; "
-                "correct the batch or the model (-v shows the traceback)"
+                f"{which} failed{place}: {cause}; correct the batch or the model (-v shows the traceback)"
             ) from error
 
 

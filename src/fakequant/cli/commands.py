@@ -77,7 +77,7 @@ def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
     preset: Annotated[str, typer.Option(help="configuration, such as int8, fp8 or int4_weight_only")] = "int8",
-    method: Annotated[str, typer.Option(help="calibrator of the activations")] = "entropy",
+    method: Annotated[str, typer.Option(help="calibrator of the activations, or auto: the best of four")] = "mse",
     train: Annotated[bool, typer.Option(help="fine-tune with the recipe's train(model), if it is defined")] = True,
     compare: Annotated[bool, typer.Option(help="calibrate with the other methods too, for the report")] = False,
     static: Annotated[bool, typer.Option(help="export for the size of the first batch only")] = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fakequant.calibration import Calibrator, calibrators
+from fakequant.calibration import Calibrator, calibrators, find_method
 from fakequant.cli.batches import NamedBatches
 from fakequant.cli.generation import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.recipe import Recipe, load_recipe
@@ -27,6 +27,7 @@ from fakequant.ir import capture, to_text
 from fakequant.model.batches import run_batch
 from fakequant.model.calibrate import calibrate
 from fakequant.model.checkpoint import load, save
+from fakequant.model.choice import AUTO
 from fakequant.model.config import Config, as_execution
 from fakequant.model.execution import set_execution
 from fakequant.model.modes import evaluating
@@ -157,8 +158,8 @@ def run(job: Job, console: Console) -> ReportData:
         KeyboardInterrupt: with a message that says which files the folder holds.
     """
     config = find_preset(job.preset)
-    if job.method not in calibrators():
-        raise ConfigError(f"unknown calibrator {job.method!r}{nearest(job.method, calibrators())}")
+    if job.method != AUTO:
+        job = replace(job, method=find_method(job.method))
     Style.parse(job.style)
     as_execution(job.execution)
     check_unseen(job.unseen)
@@ -302,6 +303,9 @@ def _calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) 
             progress.calibrators[method] = calibrate(own, progress.batches(), method, unseen=job.unseen)
         progress.measure(own, config.name, method)
     progress.calibrators = {job.method: progress.calibrators.pop(job.method)} | progress.calibrators
+    found = {row.method: row.value for row in progress.accuracy if row.method in copies}
+    if found and (best := max(found, key=found.__getitem__)) != job.method and found[best] > found[job.method]:
+        progress.steps.note(f"{best} was best, and {job.method} is exported; for the other: --method {best}")
 
 
 def example_of(model: nn.Module, batch: Any) -> Any:

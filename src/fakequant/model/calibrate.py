@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fakequant.calibration import Calibrator, check_mergeable, make_calibrator
-from fakequant.distributed import is_data_parallel, processes_of, work_together
+from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
+from fakequant.distributed import processes_of, work_together
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
-from fakequant.model.modes import disabled, evaluating, modes
+from fakequant.model.choice import AUTO, HeldBack, choose
+from fakequant.model.observation import Job, matches
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
-from fakequant.model.progress import track
-from fakequant.model.unseen import Unseen, check_unseen, leave_in_float, observed
-from fakequant.model.weights import fresh_weight, holds_codes, note_weight, quantized_weights
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.model.progress import say
+from fakequant.model.unseen import check_unseen, leave_in_float, observed
+from fakequant.model.weights import holds_codes, note_weight, quantized_weights
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
@@ -32,7 +29,7 @@ _NOT_PREPARED = "the model has no quantizers; call fakequant.prepare(model, conf
 def calibrate(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any] = (),
-    method: str = "max",
+    method: str = DEFAULT_METHOD,
     *,
     weight_method: str = "max",
     weight_options: dict[str, Any] | None = None,
@@ -58,7 +55,9 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             `inputs`, a tuple's items beyond the parameters of the model's `forward` are left out, such as labels; a
             tuple whose last item would be passed to an optional parameter is refused, because it may be labels. May be
             empty if no input needs calibration; if given then, they are run until every layer with a weight was called.
-        method: "max", "percentile", "entropy", "mse" or "moving_average", for inputs.
+        method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs. "auto" holds back the second of
+            every four batches, up to eight of them, takes the one of the first four whose output is nearest to float on
+            these (the default, unless another leaves 5 % less), and says which. All batches make the ranges.
         weight_method: the same, for weights.
         weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
         pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
@@ -100,13 +99,17 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     refuse_tensor(batches, "calibrate")
     check_unseen(unseen)
     found = _chosen(model, pattern)
+    if method == AUTO:
+        shown = {"inputs": inputs, "forward": forward, "progress": progress, "unseen": unseen, "pattern": pattern}
+        weights = {"weight_method": weight_method, "weight_options": weight_options}
+        return _calibrate_by_choice(model, batches, group, options, {"mask": mask} | shown | weights)
 
     def make(name: str) -> Calibrator:
         if found[name].kind is Kind.INPUT:
             return make_calibrator(method, found[name].spec, **options)
         return make_calibrator(weight_method, found[name].spec, **(weight_options or {}))
 
-    job = _Job(model, found, pattern, runner(inputs, forward), make, Positions(mask))
+    job = Job(model, found, pattern, runner(inputs, forward), make, Positions(mask))
     processes = processes_of(model, group)
     with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
         shared = processes is not None and processes.size() > 1
@@ -141,7 +144,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
 
 
 def recalibrate(
-    model: nn.Module, calibrators: Mapping[str, Calibrator] | None = None, method: str = "max", **options: Any
+    model: nn.Module, calibrators: Mapping[str, Calibrator] | None = None, method: str = DEFAULT_METHOD, **options: Any
 ) -> dict[str, Calibrator]:
     """Find the ranges of inputs by another method, from what `calibrate` collected: the batches need not run again.
 
@@ -234,157 +237,40 @@ def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
     """The static quantizers of the layers that match a pattern."""
     if not quantizers(model):
         raise CalibrationError(_NOT_PREPARED)
-    found = {
-        name: q for name, q in quantizers(model).items() if not (q.dynamic or q.pinned) and _matches(name, pattern)
-    }
+    found = {name: q for name, q in quantizers(model).items() if not (q.dynamic or q.pinned) and matches(name, pattern)}
     if not found and pattern != "*":
         raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
     return found
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name if pattern.endswith("_quantizer") else layer_of(name), pattern)
-
-
-class _Part(NamedTuple):
-    """What one process saw."""
-
-    task: list[str]
-    """What the process calibrates and how; the same on all processes."""
-    states: dict[str, dict[str, Tensor]]
-    """The states of the input calibrators by name; empty if one process calibrates alone."""
-    called: set[str]
-    """The layers whose weight a call has shown."""
-    batches: int
-
-
-@dataclass
-class _Job:
-    """One call of `calibrate`."""
-
-    model: nn.Module
-    found: dict[str, Quantizer]
-    """The quantizers that get a range."""
-    pattern: str
-    run: Forward
-    make: Callable[[str], Calibrator]
-    """A fresh calibrator for the quantizer of a name."""
-    positions: Positions
-    last: list[Any] = field(default_factory=list)
-    """The last batch of this process, if it had one."""
-    called: set[str] = field(default_factory=set)
-    batches: int = 0
-
-    def __post_init__(self) -> None:
-        self.inputs = {name: quantizer for name, quantizer in self.found.items() if quantizer.kind is Kind.INPUT}
-        # Dynamic ones too: that the quantizer of a weight is called tells that the layer is.
-        weights = quantized_weights(self.model).items()
-        self.weights = {name: weight for name, weight in weights if _matches(name, self.pattern)}
-
-    def observe(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> _Part:
-        """Show the batches of this process, and the weights, to fresh calibrators."""
-        for name, quantizer in self.found.items():
-            quantizer.calibrator = self.make(name)
-            if shared and name in self.inputs:
-                check_mergeable(quantizer.calibrator, "several processes calibrate together")
-        for weight in self.weights.values():
-            if weight.quantizer.dynamic:
-                weight.quantizer.calibrator = make_calibrator("max", weight.quantizer.spec)
-        with self._observing(), evaluating(self.model), torch.no_grad():
-            self._show(batches, progress, shared=shared)
-            called = {layer_of(name) for name, weight in self.weights.items() if observed(weight.quantizer)}
-            for name, weight in self.weights.items():
-                if not weight.quantizer.dynamic and not observed(weight.quantizer):
-                    weight.quantizer.observe(fresh_weight(weight, name))
-        task = [f"{name}: {type(q.calibrator).__name__}({q.spec})" for name, q in self.found.items()]
-        return _Part(task, self._states() if shared else {}, called, self.batches)
-
-    def _show(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> None:
-        model = self._inner()
-        total = len(batches) if isinstance(batches, Sized) else None
-        restore = self.positions.observe_through(self.model, self.inputs)
-        for batch in track(batches, "calibrating", total, progress):
-            self.positions.enter(batch)
-            self.run(model, batch)
-            self.last, self.batches = [batch], self.batches + 1
-            # One process of several may not stop alone: a sharded model is called by all of them.
-            if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):
-                break
-        restore()  # after an error `calibrate` does it
-        self.positions.say_whole()
-
-    def _inner(self) -> nn.Module:
-        """The model without a wrapper whose call waits for all processes: their numbers of batches may differ."""
-        return cast("nn.Module", self.model.module) if is_data_parallel(self.model) else self.model
-
-    def _observing(self) -> Any:
-        """A context in which quantizers that get a range observe; others quantize if a pattern chose and they can."""
-        observing = {*self.found.values(), *(weight.quantizer for weight in self.weights.values())}
-
-        def mode(_: str, quantizer: Quantizer) -> Mode:
-            if quantizer in observing:
-                return Mode.OBSERVE
-            ready = self.pattern != "*" and (quantizer.dynamic or quantizer.calibrated)
-            return quantizer.mode if ready else Mode.OFF
-
-        return modes(self.model, mode)
-
-    def _states(self) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: {key: value.cpu() for key, value in quantizer.calibrator.state_dict().items()}
-            for name, quantizer in self.inputs.items()
-            if quantizer.calibrator is not None
-        }
-
-    def take(self, parts: list[_Part]) -> None:
-        """Go on from what all processes saw, merged in the order of their ranks."""
-        for rank, part in enumerate(parts):
-            if part.task != parts[0].task:
-                raise ConfigError(
-                    f"the processes of ranks 0 and {rank} calibrate different quantizers, or by other methods; give "
-                    "all of them one model and the same arguments"
-                )
-        self.called = set().union(*(part.called for part in parts))
-        self.batches = sum(part.batches for part in parts)
-        if not any(part.states for part in parts):
-            return
-        for name, quantizer in self.inputs.items():
-            merged = self.make(name)
-            device = self._device(layer_of(name))
-            for part in parts:
-                one = self.make(name)
-                one.load_state_dict({key: value.to(device) for key, value in part.states[name].items()})
-                merged.merge(one)
-            quantizer.calibrator = merged
-
-    def _device(self, layer: str) -> torch.device:
-        own = next(self.model.get_submodule(layer).parameters(), None)
-        own = next(self.model.parameters(), None) if own is None else own
-        return torch.device("cpu") if own is None else own.device
-
-    def leave_out_unused(self) -> list[str]:
-        """Take optional quantizers that their layers did without out of the job; their paths are returned."""
-        seen = {layer_of(name) for name, quantizer in self.inputs.items() if observed(quantizer)}
-        unused = []
-        for name, quantizer in self.inputs.items():
-            layer = self.model.get_submodule(layer_of(name))
-            operands = layer.operands(layer) if isinstance(layer, QuantizedLayer) else {}
-            operand = operands.get(name.rpartition(".")[2])
-            if operand is not None and operand.optional and layer_of(name) in seen and not observed(quantizer):
-                unused.append(name)
-        for name in unused:
-            del self.inputs[name], self.found[name]
-        return unused
-
-    def unseen(self) -> Unseen:
-        """The layers that no batch reached."""
-        layers = dict.fromkeys(layer_of(name) for name in self.weights)
-        starved = {layer_of(name) for name, quantizer in self.inputs.items() if not observed(quantizer)}
-        idle = [name for name in layers if name not in self.called | starved] if self.batches else []
-        return Unseen(self.model, self.inputs, idle, self.called, self._run_last if self.batches else None, self.make)
-
-    def _run_last(self) -> None:
-        """Run the last batch in float, if this process had one."""
-        with disabled(self.model), evaluating(self.model), torch.no_grad():
-            for batch in self.last:
-                self.run(self._inner(), batch)
+def _calibrate_by_choice(
+    model: nn.Module, batches: Iterable[Any], group: Any, options: dict[str, Any], how: dict[str, Any]
+) -> dict[str, Calibrator]:
+    """Calibrate by the best of several methods, which one pass over the batches serves."""
+    if options:
+        raise ConfigError(f'method "{AUTO}" takes no options, got {", ".join(options)}; name a method for them')
+    processes = processes_of(model, group)
+    if processes is not None and processes.size() > 1:
+        raise ConfigError(
+            f'method "{AUTO}" chooses in one process, and {processes.size()} calibrate together; name a method, '
+            f"such as {DEFAULT_METHOD!r}"
+        )
+    given = HeldBack(batches)
+    found = quantizers(model)
+    owners = [model.get_submodule(layer_of(name)) for name in found]
+    with restore_on_error(ranges_of(found.values(), owners)):
+        used = calibrate(model, given, group=group, **how)
+        collected = {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
+        if not collected:
+            return used
+        run = runner(how["inputs"], how["forward"])
+        choice = choose(model, given.held, run, lambda method: recalibrate(model, collected, method))
+        if len(given.held) < given.count:  # else they were seen
+            with restore_after(attributes_of(found.values(), "calibrator")):
+                remaining = {name: found[name] for name in used}
+                job = Job(model, remaining, how["pattern"], run, used.__getitem__, Positions(how["mask"]))
+                job.observe(given.held, progress=False, shared=False)
+        chosen = recalibrate(model, collected, choice.method)
+    if how["progress"] is not False:
+        say(str(choice))
+    return used | chosen

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from fakequant.errors import ConfigError, check_keys
+from fakequant.errors import ConfigError, FakeQuantError, check_keys, nearest
 from fakequant.model.weights import weights_of
 from fakequant.nn.forms import computed_class, quantized_class
 from fakequant.nn.integer import Execution
@@ -68,9 +68,9 @@ class Rule:
 
     Args:
         pattern: matches the layer's path in the model; `*` matches any characters (fnmatch).
-        input: how inputs are quantized; None leaves them in float. A preset stands for what it says of layers of all
-            kinds: `Rule("head", presets.INT8_WEIGHT_ONLY)`.
-        weight: how the weight is quantized; None leaves it in float.
+        preset: a preset or its name; the rule quantizes as it says of layers of all kinds: `Rule("head", "int8")`.
+        input: in place of a preset, how inputs are quantized; None leaves them in float.
+        weight: in place of a preset, how the weight is quantized; None leaves it in float.
         layers: float layers by class name or as classes ("Linear", nn.Conv2d), kept as names; empty: every layer that
             can be quantized. A subclass that inherits all that computes is matched by the name of its base, too.
         ops: functions that a `forward` calls, by name ("add", "matmul", "sdpa", "cat", "softmax", "linear" ...). With
@@ -87,10 +87,14 @@ class Rule:
     means its output channels. Axis -1 means the axis that the layer's product sums over: of convolutions the input
     channels, of linear layers the last axis, of embeddings the features. All other axes are meant literally.
 
-    >>> rule = Rule("head", input=None, weight=None)      # leaves the layer `head` in float
+    >>> rule = Rule("head")      # leaves the layer `head` in float
+    >>> print(Rule("head", "int8").weight, "and", Rule("head", weight="int4 per_channel(0)").weight)
+    int8 per_channel(0) and int4 per_channel(0)
     """
 
     pattern: str = "*"
+    preset: InitVar[Config | str | None] = None
+    _: KW_ONLY
     input: TensorConfig | None = None
     weight: TensorConfig | None = None
     layers: tuple[str, ...] = ()
@@ -100,9 +104,11 @@ class Rule:
     output: TensorConfig | None = None
     tied: bool = False
 
-    def __post_init__(self) -> None:
-        if isinstance(self.input, Config):  # a preset in its place
-            self._take(self.input)
+    def __post_init__(self, preset: Config | str | None) -> None:
+        if not isinstance(self.pattern, str):
+            raise ConfigError(f"a rule's pattern is a text, such as 'head' or '*', got {self.pattern!r:.80}")
+        if preset is not None:
+            self._take(preset)
         for name in ("input", "weight", "output"):
             value = getattr(self, name)
             if isinstance(value, (str, QuantSpec)):
@@ -115,17 +121,25 @@ class Rule:
         object.__setattr__(self, "ops", (self.ops,) if isinstance(self.ops, str) else tuple(self.ops))
         canonical_ops(self.ops)  # refuses unknown ones
 
-    def _take(self, preset: Config) -> None:
+    def _take(self, preset: Config | str) -> None:
         """Quantize as the one rule of a preset that is for all layers.
 
         Raises:
-            ConfigError: the configuration has none or several, or the rule says more of its tensors.
+            ConfigError: the preset is unknown or no preset, has none or several such rules, or the rule says more of
+                its tensors.
         """
+        if isinstance(preset, (QuantSpec, TensorConfig)) or (isinstance(preset, str) and _is_specification(preset)):
+            raise ConfigError(
+                f"Rule({self.pattern!r}, ...) takes a preset, got the specification {str(preset)!r}; say what it is "
+                f"for: Rule({self.pattern!r}, input={str(preset)!r}), or weight="
+            )
+        if not isinstance(preset, Config):
+            preset = find_preset(preset)
         general = [rule for rule in preset.layer_rules if rule.pattern == "*" and not rule.layers]
-        if len(general) != 1 or self.weight is not None or self.output is not None:
+        if len(general) != 1 or any(x is not None for x in (self.input, self.weight, self.output)):
             raise ConfigError(
                 f"Rule({self.pattern!r}, {preset.name}) takes a configuration with one rule for all layers, and no "
-                "weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
+                "input=, weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
             )
         for name in ("input", "weight", "output"):
             object.__setattr__(self, name, getattr(general[0], name))
@@ -181,6 +195,10 @@ class Rule:
 class Config:
     """A named list of rules; of the rules that match a layer the last one holds.
 
+    Args:
+        name: for messages and reports; rules in its place get the name "own rules".
+        rules: one or several.
+
     >>> config = presets.INT8.with_rule(Rule("stem"))     # as INT8, but the layer `stem` stays in float
     """
 
@@ -188,9 +206,13 @@ class Config:
     rules: tuple[Rule, ...] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        rules = (self.rules,) if isinstance(self.rules, Rule) else tuple(self.rules)
+        if not isinstance(self.name, str) and not self.rules:
+            object.__setattr__(self, "rules", self.name)
+            object.__setattr__(self, "name", "own rules")
+        several = isinstance(self.rules, Iterable) and not isinstance(self.rules, str)
+        rules = tuple(self.rules) if several else (self.rules,)
         if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
-            raise ConfigError(f"a configuration is made of rules, got {wrong[0]!r}; write Rule(pattern, input, weight)")
+            raise ConfigError(f"a configuration is made of rules, got {wrong[0]!r:.80}; write Rule(pattern, preset)")
         object.__setattr__(self, "rules", rules)
 
     def with_rule(self, *rules: Rule) -> Config:
@@ -271,6 +293,61 @@ class Config:
         if "name" not in values:
             raise ConfigError(f"a configuration needs a name, got {values}")
         return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values.get("rules", ())))
+
+
+NAMED: dict[str, Config] = {}
+"""The presets by name; `fakequant.model.presets` fills it, because a rule takes a preset by its name."""
+
+ALIASES = {
+    "W8A8": "INT8",
+    "W8A8_DYNAMIC": "INT8_PER_TOKEN",
+    "W8A16": "INT8_WEIGHT_ONLY",
+    "W4A4": "INT4",
+    "W4A16": "INT4_GROUP128",
+    "W4A16_G32": "INT4_GROUP32",
+    "W4A16_G64": "INT4_GROUP64",
+    "W4A16_G128": "INT4_GROUP128",
+    "FP8_E4M3": "FP8",
+    "NVFP4A16": "NVFP4_WEIGHT_ONLY",
+    "NF4": "NF4_WEIGHT_ONLY",
+}
+"""What other libraries call these presets."""
+
+
+def find_preset(name: str) -> Config:
+    """The preset of a name or of another library's name for it, in any case, with `-` or `_`.
+
+    Raises:
+        ConfigError: there is none; the nearest are offered.
+
+    >>> find_preset("int8-weight-only").name
+    'INT8_WEIGHT_ONLY'
+    >>> find_preset("w4a16").name
+    'INT4_GROUP128'
+    """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"a preset is given by its name, such as 'int8', got {name!r:.80}; or make a fakequant.Config"
+        )
+    upper = name.upper().replace("-", "_")
+    upper = ALIASES.get(upper, upper)
+    if upper not in NAMED:
+        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted([*NAMED, *ALIASES]))}")
+    return NAMED[upper]
+
+
+def _is_specification(text: str) -> bool:
+    """Whether a text that names no preset says how a tensor is quantized."""
+    try:
+        find_preset(text)
+        return False
+    except ConfigError:
+        pass
+    try:
+        TensorConfig.parse(text)
+        return True
+    except FakeQuantError:
+        return False
 
 
 def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:

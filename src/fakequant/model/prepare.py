@@ -115,11 +115,10 @@ def _with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Co
     """A configuration with rules for what stays in float, and for what other presets quantize."""
     if isinstance(skip, str):
         raise ConfigError(f"skip takes a list of patterns, got {skip!r}; write skip=[{skip!r}]")
-    presets: dict[str, Any] = {pattern: find_preset(of) if isinstance(of, str) else of for pattern, of in rules.items()}
     added = [Rule(pattern) for pattern in skip]
-    for pattern, preset in presets.items():
-        added.append(Rule(pattern, preset))
-        kinds = preset.layer_rules if isinstance(preset, Config) else ()
+    for pattern, of in rules.items():
+        added.append(Rule(pattern, of))
+        kinds = (of if isinstance(of, Config) else find_preset(of)).layer_rules
         added += [
             replace(rule, pattern=pattern, optional=True) for rule in kinds if rule.layers and rule.pattern == "*"
         ]

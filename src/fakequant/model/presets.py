@@ -14,8 +14,9 @@ DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.1431
 
 from __future__ import annotations
 
-from fakequant.errors import ConfigError, nearest
-from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.config import ALIASES as ALIASES
+from fakequant.model.config import NAMED, Config, Rule, TensorConfig
+from fakequant.model.config import find_preset as find_preset
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)
 _TABLES_AT_8_BITS = Rule(
@@ -25,7 +26,7 @@ _TABLES_AT_8_BITS = Rule(
 
 def _preset(name: str, *, weight: str, input: str | None = None, dynamic: bool = False) -> Config:
     activations = None if input is None else TensorConfig(input, dynamic)
-    return Config(name, (Rule("*", activations, TensorConfig(weight)), _MAX_POOLING_IN_FLOAT))
+    return Config(name, (Rule(input=activations, weight=TensorConfig(weight)), _MAX_POOLING_IN_FLOAT))
 
 
 def _four_bits(name: str, weight: str) -> Config:
@@ -124,36 +125,4 @@ def presets() -> dict[str, Config]:
     return {name: value for name, value in globals().items() if isinstance(value, Config)}
 
 
-ALIASES = {
-    "W8A8": "INT8",
-    "W8A8_DYNAMIC": "INT8_PER_TOKEN",
-    "W8A16": "INT8_WEIGHT_ONLY",
-    "W4A4": "INT4",
-    "W4A16": "INT4_GROUP128",
-    "W4A16_G32": "INT4_GROUP32",
-    "W4A16_G64": "INT4_GROUP64",
-    "W4A16_G128": "INT4_GROUP128",
-    "FP8_E4M3": "FP8",
-    "NVFP4A16": "NVFP4_WEIGHT_ONLY",
-    "NF4": "NF4_WEIGHT_ONLY",
-}
-"""What other libraries call these presets."""
-
-
-def find_preset(name: str) -> Config:
-    """The preset of a name or of another library's name for it, in any case, with `-` or `_`.
-
-    Raises:
-        ConfigError: there is none; the nearest are offered.
-
-    >>> find_preset("int8-weight-only").name
-    'INT8_WEIGHT_ONLY'
-    >>> find_preset("w4a16").name
-    'INT4_GROUP128'
-    """
-    known = presets()
-    upper = name.upper().replace("-", "_")
-    upper = ALIASES.get(upper, upper)
-    if upper not in known:
-        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted([*known, *ALIASES]))}")
-    return known[upper]
+NAMED.update(presets())

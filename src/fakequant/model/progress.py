@@ -39,6 +39,15 @@ def counting(tell: Callable[[str], None], *, bars: bool = True) -> Iterator[None
         _COUNTS.reset(token)
 
 
+def say(text: str) -> None:
+    """Tell a line: to what `counting` names, else on the error stream."""
+    counts = _COUNTS.get()
+    if counts is None:
+        print(text, file=sys.stderr)
+    else:
+        counts.tell(text)
+
+
 def track(items: Iterable[Item], what: str, total: int | None, shown: bool | None = None) -> Iterator[Item]:
     """The items, with a progress bar on the error stream.
 

@@ -72,12 +72,7 @@ class Allocation:
     def config(self) -> Config:
         """The choices as a configuration for `fakequant.prepare`; other layers stay in float."""
         name = f"mixed, {self.bits_per_weight:.2f} bits"
-        return Config(name, tuple(_rule(layer, choice) for layer, choice in self.choices.items()))
-
-
-def _rule(layer: str, choice: str) -> Rule:
-    preset: Any = find_preset(choice)  # a rule takes it in place of its input, see `Rule`
-    return Rule(layer, preset)
+        return Config(name, tuple(Rule(layer, choice) for layer, choice in self.choices.items()))
 
 
 @dataclass

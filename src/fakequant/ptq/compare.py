@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fakequant.calibration import DEFAULT_METHOD
 from fakequant.errors import CalibrationError, ConfigError, FakeQuantError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.calibrate import calibrate
@@ -129,7 +130,7 @@ class Ways(NamedTuple):
     """What `compare` tries: every preset with every method of calibration and every choice of steps."""
 
     presets: Sequence[str] = ("INT8", "FP8", "INT4_GROUP32", "NVFP4", "MXFP4")
-    methods: Sequence[str] = ("max",)
+    methods: Sequence[str] = (DEFAULT_METHOD,)
     steps: Sequence[str | None] = (None, "fast")
 
 

@@ -61,7 +61,7 @@ def export_fake_quant(
     >>> from fakequant.model.config import Config, Rule, TensorConfig
     >>> from fakequant.model.calibrate import calibrate
     >>> from fakequant.model.prepare import prepare
-    >>> config = Config("per tensor", (Rule("*", TensorConfig("uint8"), TensorConfig("int8")),))
+    >>> config = Config("per tensor", (Rule(input="uint8", weight="int8"),))
     >>> model = prepare(nn.Sequential(nn.Linear(4, 2)), config)
     >>> used = calibrate(model, [torch.randn(8, 4)])
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,74 @@
+"""Write docs/calibration-measured.md: what each method of calibration costs trained models.
+
+python -m benchmarks.accuracy.methods
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+
+import fakequant as fq
+from benchmarks.accuracy.models import output_error, tasks
+from fakequant.calibration import DEFAULT_METHOD, calibrators
+from fakequant.model.choice import AUTO
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
+PAGE = ROOT / "docs" / "calibration-measured.md"
+PRESETS = ("INT8", "INT8_AFFINE", "FP8", "INT4")
+
+_HEAD = """# What each method of calibration costs, measured
+
+Written by `python -m benchmarks.accuracy.methods`. The four trained models are those of
+[what accuracy algorithms win back](accuracy-measured.md). Inputs have one range per tensor, and every method gets the
+same 8 batches. A figure is the squared error of the model's output on other data, as a share of the smallest of
+the single methods: 1.00 is the best of them. The last row is the mean over the models. The default is
+`{default}`; `{auto}` chooses for each model, on 2 of the 8 batches that it holds back.
+"""
+
+
+def measure() -> list[dict[str, str | float]]:
+    """The rows: model, preset, method and error."""
+    rows = []
+    for task in tasks(ROOT / "build" / "accuracy").values():
+        for preset in PRESETS:
+            for method in [*calibrators(), AUTO]:
+                model = fq.prepare(copy.deepcopy(task.model), preset)
+                fq.calibrate(model, task.batches, method, progress=False)
+                error = output_error(model, task.model, task.held_out)
+                rows.append({"model": task.name, "preset": preset, "method": method, "error": error})
+                print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def page(rows: list[dict[str, str | float]]) -> str:
+    """The page of the rows of a run."""
+    text = _HEAD.format(default=DEFAULT_METHOD, auto=AUTO)
+    methods = list(dict.fromkeys(str(row["method"]) for row in rows))
+    for preset in PRESETS:
+        text += f"\n## {preset}\n\n| | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}\n"
+        shares: dict[str, list[float]] = {method: [] for method in methods}
+        for name in dict.fromkeys(row["model"] for row in rows):
+            errors = {r["method"]: float(r["error"]) for r in rows if (r["model"], r["preset"]) == (name, preset)}
+            best = min(error for method, error in errors.items() if method != AUTO)
+            for method in methods:
+                shares[method].append(errors[method] / best)
+            text += f"| {name} | {' | '.join(f'{shares[method][-1]:.2f}' for method in methods)} |\n"
+        means = [sum(shares[method]) / len(shares[method]) for method in methods]
+        text += f"| mean | {' | '.join(f'{mean:.3f}' for mean in means)} |\n"
+    return text
+
+
+def main() -> None:
+    """Measure, and write the figures and the page."""
+    warnings.simplefilter("ignore")
+    rows = measure()
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The method of calibration by which a model's output keeps most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fakequant.calibration import DEFAULT_METHOD
+from fakequant.errors import CalibrationError
+from fakequant.model.batches import Forward
+from fakequant.model.modes import disabled, evaluating
+from fakequant.model.outputs import float_tensors
+
+AUTO = "auto"
+"""In place of the name of a method: the best of `METHODS`."""
+
+METHODS = (DEFAULT_METHOD, "max", "percentile", "entropy")
+"""What one pass over the batches serves."""
+
+_CLEARLY = 0.95
+"""Of the error of the default: on few batches a smaller difference is chance."""
+
+_EVERY, _AT_MOST = 4, 8
+"""The second of every four batches is held back, up to eight: they stay in memory."""
+
+
+class HeldBack:
+    """Batches for calibration, some of which are held back to choose by.
+
+    Attributes:
+        held: the batches held back; of a single batch that batch itself.
+
+    >>> batches = HeldBack(range(7))
+    >>> list(batches), batches.held
+    ([0, 2, 3, 4, 6], [1, 5])
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self.held: list[Any] = []
+        self.count = 0
+        """Of all batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        only: list[Any] = []
+        for number, batch in enumerate(self._batches):
+            self.count = number + 1
+            if number == 0:
+                only = [batch]
+            if number % _EVERY == 1 and len(self.held) < _AT_MOST:
+                self.held.append(batch)
+            else:
+                yield batch
+        self.held = self.held or only
+
+
+class Choice(NamedTuple):
+    """What each method leaves.
+
+    Attributes:
+        errors: of the model's output, as a share of its energy, by method.
+        batches: how many were held back.
+    """
+
+    errors: dict[str, float]
+    batches: int
+
+    @property
+    def method(self) -> str:
+        """The default, unless another leaves clearly less."""
+        least = min(self.errors, key=self.errors.__getitem__)
+        return least if self.errors[least] < _CLEARLY * self.errors[DEFAULT_METHOD] else DEFAULT_METHOD
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{name} {error:.2e}" for name, error in self.errors.items() if name != self.method)
+        return (
+            f'method "{AUTO}" chose "{self.method}": error of the output {self.errors[self.method]:.2e} of its energy '
+            f"on {self.batches} batches held back ({others})"
+        )
+
+
+def choose(model: nn.Module, held: Sequence[Any], run: Forward, use: Callable[[str], object]) -> Choice:
+    """Measure the model's output by every method.
+
+    Args:
+        model: with calibrated quantizers.
+        held: batches to measure on.
+        run: calls the model with a batch.
+        use: sets the ranges of a method's name.
+
+    Raises:
+        CalibrationError: a batch gives no float output.
+    """
+    with disabled(model):
+        wanted = [_outputs(model, batch, run) for batch in held]
+    energy = sum(float(y.double().square().sum()) for tensors in wanted for y in tensors)
+    if not any(wanted):
+        raise CalibrationError(
+            f'method "{AUTO}" compares float outputs, and the model returns none; name a method, such as '
+            f"{DEFAULT_METHOD!r}"
+        )
+    errors = {}
+    for method in METHODS:
+        use(method)
+        lost = 0.0
+        for batch, tensors in zip(held, wanted, strict=True):
+            found = _outputs(model, batch, run)
+            lost += sum(float((y - x).double().square().sum()) for y, x in zip(found, tensors, strict=True))
+        errors[method] = lost / energy if energy else lost
+    return Choice(errors, len(held))
+
+
+def _outputs(model: nn.Module, batch: Any, run: Forward) -> list[torch.Tensor]:
+    with evaluating(model), torch.no_grad():
+        return [tensor.clone() for tensor in float_tensors(run(model, batch))]
