@@ -51,7 +51,9 @@ def test_compare_prints_the_best_first_and_goes_on(recipe: Path, tmp_path: Path)
         "--out",
         tmp_path / "rows",
     ]
-    first = run(*arguments)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    first = result.stdout
+    assert [line.split(":")[0] for line in result.stderr.splitlines()] == ["MXFP4 mse", "INT8 mse"]  # as they come
     assert [line.split()[0] for line in first.splitlines()] == ["preset", "INT8", "MXFP4"]
     assert run(*arguments) == first  # with its seconds: nothing ran again
 
@@ -71,3 +73,29 @@ def test_a_budget_that_nothing_fits_is_one_line(recipe: Path) -> None:
     result = CliRunner().invoke(app, ["search", str(recipe), "--bits", "2"])
     assert result.exit_code == 1
     assert "no mix of these choices fits the budget" in result.stderr
+
+
+def test_search_by_a_floor_needs_evaluate(recipe: Path) -> None:
+    result = CliRunner().invoke(app, ["search", str(recipe), "--floor", "2"])
+    assert result.exit_code == 1
+    assert "defines no evaluate(model), which --floor speaks of" in result.stderr
+    recipe.write_text(RECIPE + "\ndef evaluate(net):\n    return 5.0\n")
+    lines = run("search", recipe, "--floor", 2).splitlines()
+    assert "evaluate(model) gives 5; error of the output" in lines[2]
+
+
+def test_compare_draws_its_curve(recipe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(
+        "compare",
+        recipe,
+        "--preset",
+        "w8a8",
+        "--improve",
+        "none",
+        "--plot",
+        tmp_path / "p.png",
+        "--over",
+        "milliseconds",
+    )
+    assert (tmp_path / "p.png").stat().st_size > 1000

@@ -114,7 +114,8 @@ def test_a_failing_batch_is_named(recipe, tmp_path: Path) -> None:
     assert result.exit_code == 1
     line = result.stderr.strip()
     assert line.startswith(
-        "error: batch 2 of calibration_batches(), tensors of shape [4, 9], [4], failed in layer 0 (Linear): "
+        "error: batch 2 of calibration_batches(), tensors of shape [4, 9], [4], failed in layer 0 (Linear 6 -> 5) "
+        "on float32 [4, 9]: "
         "RuntimeError: "
     )
     assert line.endswith("correct the batch or the model (-v shows the traceback)")

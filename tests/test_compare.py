@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.ptq import Ways, compare
+from fakequant.ptq import Compared, Comparison, Ways, compare
 
 WAYS = Ways(["INT8", "w4a16_g32", "NVFP4"], ["max", "mse"], [None, "fast"])
 
@@ -40,7 +41,7 @@ def test_every_way_is_a_row_the_best_first() -> None:
         pairs = [(model(x), net()(x)) for x in batches()]
     lost = sum(float((y - wanted).double().square().sum()) for y, wanted in pairs)
     assert by_way["INT4_GROUP32", "max", ""].error == lost / sum(float(w.double().square().sum()) for _, w in pairs)
-    header = "preset method steps metric error bits MB seconds"
+    header = "preset method steps metric error bits MB ms seconds"
     assert str(found).splitlines()[0].split() == header.split()
     assert "INT4_GROUP32" in found._repr_html_()
 
@@ -104,3 +105,70 @@ def test_what_is_refused(tmp_path: Path) -> None:
         compare(net(), batches(), ["INT9"])
     with pytest.raises(CalibrationError, match="compare needs batches"):
         compare(net(), [])
+    with pytest.raises(ConfigError, match="unknown calibrator 'mxa'; did you mean max"):
+        compare(net(), batches(), Ways(["INT8"], ["mxa"]))
+    with pytest.raises(ConfigError, match="unknown steps 'fastest'; did you mean fast"):
+        compare(net(), batches(), Ways(["INT8"], steps=["fastest"]))
+    with pytest.raises(ConfigError, match="over must be one of 'bits', 'milliseconds', got 'size'"):
+        compare(net(), batches(), Ways(["INT8"], steps=[None])).curve("size")
+
+
+def test_the_curve_holds_what_none_surpasses() -> None:
+    rows = [
+        Compared("A", "mse", "", 0.1, bits=8.0, milliseconds=1.0),
+        Compared("B", "mse", "", 0.3, bits=4.0, milliseconds=3.0),
+        Compared("C", "mse", "", 0.4, bits=4.5, milliseconds=2.0),
+        Compared("D", "mse", "", failed="no"),
+    ]
+    found = Comparison(rows)
+    assert [row.preset for row in found.curve()] == ["B", "A"]
+    assert [row.preset for row in found.curve("milliseconds")] == ["A"]
+    assert found.best.preset == "A"
+    with pytest.raises(ConfigError, match="no way succeeded: no"):
+        _ = Comparison(rows[3:]).best
+
+
+def test_rows_are_told_as_they_come_and_have_a_speed() -> None:
+    told: list[Compared] = []
+    found = fq.compare(net(), batches(), Ways(["INT8", "INT8"], ["KL", "auto"], [None]), told=told.append)
+    assert [row.way for row in told] == [("INT8", "entropy", ""), ("INT8", "auto", "")]
+    assert all(row.milliseconds > 0 for row in told)
+    assert found.float_milliseconds > 0
+
+
+def test_search_keeps_a_floor_with_the_fewest_bits() -> None:
+    model = net()
+    with torch.no_grad():
+        wanted = [model(x) for x in batches()]
+
+    def metric(quantized: Any) -> float:
+        return -sum(float((quantized(x) - y).square().sum()) for x, y in zip(batches(), wanted, strict=True))
+
+    curve = fq.ptq.scores(model, batches(), ["INT8_WEIGHT_ONLY", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY"]).curve()
+    largest = fq.search(model, batches(), ["INT8_WEIGHT_ONLY"], bits=9, metric=None)
+    assert largest.metric is None
+    found = fq.search(
+        model, batches(), ["INT8_WEIGHT_ONLY", "INT4_GROUP32", "NVFP4_WEIGHT_ONLY"], metric=metric, floor=-15.0
+    )
+    assert found.metric is not None
+    assert found.metric >= -15.0
+    smaller = [point for point in curve if point.bits < found.bits]
+    for point in smaller[-1:]:
+        twin = fq.prepare(copy.deepcopy(model), point.config(), rules={})
+        assert metric(twin) < -15.0
+    assert found.measured is not None
+
+
+def test_what_search_refuses() -> None:
+    with pytest.raises(ConfigError, match="give one budget"):
+        fq.search(net(), batches())
+    with pytest.raises(ConfigError, match="metric= and floor= belong together"):
+        fq.search(net(), batches(), floor=3.0)
+    with pytest.raises(
+        ConfigError, match=r"no mix of these choices keeps 3: the largest, 8\.\d+ bits per weight, gives 1;"
+    ):
+        fq.search(net(), batches(), metric=lambda model: 1.0, floor=3.0)
+    with pytest.raises(CalibrationError, match="search needs batches"):
+        fq.search(net(), [], bits=5)
+    with pytest.raises(ConfigError, match=r"search takes batches, and a tensor .* give a list: \[tensor\]"):
+        fq.search(net(), torch.ones(1, 64), bits=5)

@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "unknown_style": (
         lambda: linear("int8"),
         {"style": "trit"},
-        ["unknown style 'trit': expected portable"],
+        ["unknown style 'trit'; did you mean trt?"],
     ),
     "no_quantizers": (lambda: nn.Linear(8, 4), {}, ["nothing in the model quantizes"]),
     "float64": (lambda: linear("int8").double(), {}, ["0.0._input_quantizer: quantizes a float64", "model.float()"]),

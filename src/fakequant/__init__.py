@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fakequant.model.sites import site_plan
     from fakequant.model.state import float_state_dict
     from fakequant.model.summary import summary
+    from fakequant.ptq import compare, search
     from fakequant.report.of_model import report
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "bake_weights",
     "calibrate",
     "choose_qparams",
+    "compare",
     "dequantize",
     "disabled",
     "export_onnx",
@@ -97,6 +99,7 @@ __all__ = [
     "register_granularity",
     "report",
     "save",
+    "search",
     "sensitivity",
     "set_execution",
     "site_plan",
@@ -132,6 +135,7 @@ _MEMBERS = {
     "fakequant.model.sites": ("site_plan",),
     "fakequant.model.state": ("float_state_dict",),
     "fakequant.model.summary": ("summary",),
+    "fakequant.ptq": ("compare", "search"),
 }
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}
 

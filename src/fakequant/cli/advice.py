@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fakequant.cli.recipe import load_recipe
-from fakequant.ptq import Comparison, Ways, allocation
+from fakequant.cli.batches import NamedBatches
+from fakequant.cli.recipe import Recipe
+from fakequant.errors import RecipeError
+from fakequant.ptq import Compared, Comparison, Ways
 from fakequant.ptq import compare as compare_ways
+from fakequant.ptq import search as search_mix
 
 
-def compare(recipe: Path, ways: Ways, out: Path | None) -> Comparison:
+def compare(recipe: Recipe, ways: Ways, out: Path | None, told: Callable[[Compared], object]) -> Comparison:
     """The ways to quantize a recipe's model, side by side; by its `evaluate` where it has one."""
-    given = load_recipe(recipe)
-    metric = given.evaluate if given.offers("evaluate") else None
-    return compare_ways(given.model(), given.calibration_batches(), ways, metric=metric, path=out)
+    metric = recipe.evaluate if recipe.offers("evaluate") else None
+    model, noted = recipe.model(), NamedBatches()
+    with noted.failures_named(model):
+        batches = noted.of(recipe.calibration_batches())
+        return compare_ways(model, batches, ways, metric=metric, path=out, told=told)
 
 
-def search(recipe: Path, choices: Sequence[str], bits: float) -> list[str]:
-    """A preset for each layer with at most so many bits per weight, as lines; the mix is measured."""
-    given = load_recipe(recipe)
-    model, batches = given.model(), list(given.calibration_batches())
-    scored = allocation.scores(model, batches, choices)
-    mix = allocation.verify(model, batches, [scored.allocate(bits=bits)])[0]
+def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | None]) -> list[str]:
+    """A preset for each layer under one budget of `fakequant.search`, as lines; the mix is measured."""
+    has_floor = budget["floor"] is not None
+    if has_floor and not recipe.offers("evaluate"):
+        raise RecipeError(
+            f"{recipe.path} defines no evaluate(model), which --floor speaks of; add it, or give --bits or --size"
+        )
+    metric = recipe.evaluate if has_floor else None
+    model, noted = recipe.model(), NamedBatches()
+    with noted.failures_named(model):
+        batches = noted.of(recipe.calibration_batches())
+        bits, size, floor = (budget[name] for name in ("bits", "size", "floor"))
+        mix = search_mix(model, batches, choices, bits=bits, size=size, metric=metric, floor=floor)
     width = max(map(len, mix.choices))
+    measured = "" if mix.metric is None else f"evaluate(model) gives {mix.metric:.6g}; "
     return [
         *(f"{layer.ljust(width)}  {choice}" for layer, choice in mix.choices.items()),
-        f"{mix.bits_per_weight:.3f} bits per weight; error of the output {mix.measured:.2e} of its energy, "
-        f"predicted {mix.loss:.2e}",
+        f"{mix.bits_per_weight:.3f} bits per weight, {mix.bits / 8:.0f} bytes; {measured}error of the output "
+        f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}",
         f"in a recipe or in Python: fakequant.prepare(model, fakequant.Config('mixed', ()), rules={dict(mix.choices)})",
     ]

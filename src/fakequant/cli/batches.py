@@ -29,21 +29,20 @@ class NamedBatches:
         """Turn an error of the model into one that names the batch, its shapes and the layer.
 
         Raises:
-            RecipeError: the model failed on a batch. Errors of this package, and errors that the recipe raises while it
-                makes a batch, stay as they are.
+            RecipeError: the model failed on a batch. Errors that arise outside of the model stay as they are.
         """
         try:
             yield
-        except FakeQuantError:
-            raise
         except Exception as error:
-            place = _place(model, error)
-            if place is None:
+            place, ours = _place(model, error), isinstance(error, FakeQuantError)
+            if place is None or (ours and self.current is None):
                 raise
-            which = "a batch of calibration_batches()"
+            which = "the model"
             if self.current is not None:
                 number, batch = self.current
                 which = f"batch {number} of calibration_batches(), {described(batch)},"
+            if ours:  # which says what to do
+                raise RecipeError(f"{which} failed{place}: {error}") from error
             cause = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
             raise RecipeError(
                 f"{which} failed{place}: {cause}; correct the batch or the model (-v shows the traceback)"
@@ -83,18 +82,32 @@ def described(batch: Any) -> str:
 
 
 def _place(model: nn.Module, error: BaseException) -> str | None:
-    """The innermost module of the model in whose call an error arose, as " in layer NAME (TYPE)"; None if in no call.
+    """The innermost module in whose call an error arose, as " in layer NAME (TYPE), on SHAPES"; None if in none.
 
     Of quantized layers the type is that of the float layer.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    found, trace = None, error.__traceback__
+    found, shapes, trace = None, "", error.__traceback__
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) in names and not isinstance(module, Quantizer):
-            found = module
+            found, shapes = module, _got(trace.tb_frame.f_locals)
         trace = trace.tb_next
     if found is None:
         return None
     kind = getattr(type(found), "float_class", type(found)).__name__
-    return f" in layer {names[id(found)]} ({kind})" if names[id(found)] else f" in {kind}"
+    sizes = [getattr(found, name, None) for name in ("in_features", "out_features")]
+    if all(isinstance(size, int) for size in sizes):
+        kind += f" {sizes[0]} -> {sizes[1]}"
+    return f" in layer {names[id(found)]} ({kind}){shapes}" if names[id(found)] else f" in {kind}{shapes}"
+
+
+def _got(variables: dict[str, Any]) -> str:
+    """What a call got, as " on float32 [4, 9]"; "" if it holds no tensor."""
+    given = [value for name, value in variables.items() if name != "self"]
+    found = [
+        f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+        for leaf in tree_leaves(given)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+    ]
+    return f" on {', '.join(found[:4])}" if found else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,26 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             _print_error(str(interrupt) or "interrupted")
             raise typer.Exit(130) from None
+        except Exception as error:
+            lines = _of_the_recipe(error)
+            if not lines:
+                raise
+            _print_error(lines)
+            raise typer.Exit(1) from error
+
+
+def _of_the_recipe(error: Exception) -> str:
+    """The traceback of an error that a recipe raised, from the recipe's line on; "" of any other error."""
+    import traceback
+
+    recipe = sys.modules.get("fakequant.cli.recipe")
+    files: set[str] = set() if recipe is None else recipe.LOADED
+    if isinstance(error, SyntaxError) and error.filename in files:
+        return "".join(traceback.format_exception_only(error)).rstrip()
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename not in files:
+        trace = trace.tb_next
+    return "" if trace is None else "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
 
 
 def _print_error(text: str) -> None:
@@ -37,12 +58,19 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
-    # Any other exception is a bug, here or in the recipe: the full traceback helps to find it.
+    # Any exception that arises outside of the recipe is a bug here: the full traceback helps to find it.
     pretty_exceptions_enable=False,
     help="Fake quantization for PyTorch: calibrate, fine-tune, export to ONNX, verify, report.",
 )
 
-RecipeFile = Annotated[Path, typer.Argument(help="a Python file that defines model() and calibration_batches()")]
+RecipeFile = Annotated[
+    str,
+    typer.Argument(
+        help="a Python file that defines model() and calibration_batches(), package.module:function, or a folder of "
+        "Hugging Face"
+    ),
+]
+TextFile = Annotated[Path | None, typer.Option(help="lines of text for calibration, for a folder of Hugging Face")]
 
 
 def _version(asked: bool) -> None:
@@ -91,15 +119,23 @@ def quantize(  # noqa: PLR0913  the command's options
     improve: Annotated[
         str | None, typer.Option(help="choose weights by the error of their layers: best, or fast, which takes less")
     ] = None,
+    text: TextFile = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace the results of another recipe, and start anew")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="print tables of layers, and tracebacks of failing batches")
     ] = False,
 ) -> None:
-    """Quantize the model of a recipe: calibrate, improve, fine-tune, save, export, verify and report."""
+    """Quantize the model of a recipe: calibrate, improve, fine-tune, save, export, verify and report.
+
+    The same command goes on after the last step of a run that was interrupted.
+    """
     from fakequant.cli.job import Job, run
 
-    job = Job(recipe, preset, method, out, train, compare, static, style, execution, unseen, improve, verbose)
+    kind = {"static": static, "style": style, "execution": execution, "unseen": unseen, "improve": improve}
+    job = Job(recipe, preset, method, out, train, compare, verbose=verbose, text=text, overwrite=overwrite, **kind)
     run(job, Console(quiet=quiet))
 
 
@@ -124,6 +160,16 @@ def presets() -> None:
     console = Console(soft_wrap=True)
     console.print(Text("\n".join(preset_lines())))
     console.print(Text("Bits per weight count the scales of a layer of 4,096 by 4,096."))
+
+
+@app.command()
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash, zsh or fish")],
+) -> None:
+    """Print a script that completes commands, options and presets: eval "$(fakequant completion bash)"."""
+    from fakequant.cli.completion import completion_script
+
+    typer.echo(completion_script(shell, typer.main.get_command(app)), nl=False)
 
 
 @app.command()
@@ -161,7 +207,7 @@ def report(
 @app.command()
 def verify(
     onnx_file: Annotated[Path, typer.Argument(help="a file written by export_onnx")],
-    recipe: Annotated[Path | None, typer.Option(help="recipe of the model, to compare weights and outputs")] = None,
+    recipe: Annotated[str | None, typer.Option(help="recipe of the model, to compare weights and outputs")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="checkpoint of the model; by default `checkpoint` in the folder of the file")
     ] = None,
@@ -180,32 +226,45 @@ def verify(
 
 
 @app.command()
-def compare(
+def compare(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     preset: Annotated[list[str] | None, typer.Option(help="a preset; repeat the option for several")] = None,
     method: Annotated[list[str] | None, typer.Option(help="a method of calibration; repeat for several")] = None,
     improve: Annotated[list[str] | None, typer.Option(help="none, fast or best; repeat for several")] = None,
     out: Annotated[Path | None, typer.Option(help="a file of JSON lines; rows that it holds are not run again")] = None,
+    plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
+    over: Annotated[str, typer.Option(help="what --plot draws it over: bits or milliseconds")] = "bits",
+    text: TextFile = None,
 ) -> None:
     """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
     from fakequant.cli.advice import compare as compare_ways
+    from fakequant.cli.recipe import load_recipe
     from fakequant.ptq.compare import USUAL_WAYS, Ways
 
     steps = [None if step == "none" else step for step in improve] if improve else USUAL_WAYS.steps
     ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
-    Console(soft_wrap=True).print(Text(str(compare_ways(recipe, ways, out))))
+    errors = Console(stderr=True, soft_wrap=True)
+    found = compare_ways(load_recipe(recipe, text), ways, out, lambda row: errors.print(Text(f"{row}")))
+    Console(soft_wrap=True).print(Text(str(found)))
+    if plot is not None:
+        found.plot(plot, over)
 
 
 @app.command()
 def search(
     recipe: RecipeFile,
-    bits: Annotated[float, typer.Option(help="at most so many bits per weight, with scales")],
+    bits: Annotated[float | None, typer.Option(help="at most so many bits per weight, with scales")] = None,
+    size: Annotated[float | None, typer.Option(help="at most so many bytes of weights")] = None,
+    floor: Annotated[float | None, typer.Option(help="the smallest mix with at least this evaluate(model)")] = None,
     preset: Annotated[list[str] | None, typer.Option(help="a preset to choose from; repeat for several")] = None,
+    text: TextFile = None,
 ) -> None:
     """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
     from fakequant.cli.advice import search as search_mix
+    from fakequant.cli.recipe import load_recipe
 
-    for line in search_mix(recipe, preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32"), bits):
+    budget = {"bits": bits, "size": size, "floor": floor}
+    for line in search_mix(load_recipe(recipe, text), preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32"), budget):
         Console(soft_wrap=True).print(Text(line))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
 from fakequant.calibration import Calibrator, calibrators, find_method
 from fakequant.cli.batches import NamedBatches
+from fakequant.cli.examples import dynamic_batch, example_of, first_line, fitting, write_graph
 from fakequant.cli.generation import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.cli.steps import Steps
-from fakequant.errors import ConfigError, ExportError, GraphError, VerificationError, nearest
+from fakequant.cli.unfinished import Unfinished, refuse_other_recipe
+from fakequant.errors import ConfigError, ExportError, FakeQuantError, VerificationError, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.style import Style
-from fakequant.files import write_whole
-from fakequant.ir import capture, to_text
-from fakequant.model.batches import run_batch
 from fakequant.model.calibrate import calibrate
 from fakequant.model.checkpoint import load, save
 from fakequant.model.choice import AUTO
@@ -64,7 +62,7 @@ class Job:
     """The arguments of `fakequant quantize`.
 
     Args:
-        recipe: the recipe file.
+        recipe: what `load_recipe` takes.
         preset: name of a preset, in upper or lower case.
         method: calibrator of the activations.
         out: the folder for `checkpoint`, `model.onnx`, `graph.txt` and `report.html`.
@@ -77,9 +75,11 @@ class Job:
         unseen: how to treat layers that no batch reaches, see `calibrate`.
         improve: the steps of `fakequant.ptq.improve` after calibration, "best" or "fast"; None for none.
         verbose: whether to print tables of all layers, and the traceback if the model fails on a batch.
+        text: lines of text for calibration, for a folder of Hugging Face.
+        overwrite: whether to replace the results of another recipe, and to start anew.
     """
 
-    recipe: Path
+    recipe: str | Path
     preset: str
     method: str
     out: Path
@@ -91,6 +91,13 @@ class Job:
     unseen: str = "error"
     improve: str | None = None
     verbose: bool = False
+    text: Path | None = None
+    overwrite: bool = False
+
+    def settings(self, recipe: Recipe) -> str:
+        """All that decides the model, as text."""
+        names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
+        return repr((*names, str(self.text), recipe.content))
 
 
 @dataclass
@@ -100,6 +107,7 @@ class _Progress:
     recipe: Recipe
     job: Job
     steps: Steps
+    kept: Unfinished
     noted: NamedBatches = field(default_factory=NamedBatches)
     remarks: list[str] = field(default_factory=list)
     accuracy: list[Accuracy] = field(default_factory=list)
@@ -119,6 +127,26 @@ class _Progress:
     def batches(self) -> Iterable[Any]:
         """The calibration batches, from the first."""
         return self.noted.of(self.recipe.calibration_batches())
+
+    def page(self, config: Config, state: str) -> None:
+        """Write the page of what was done so far."""
+        self.kept.page(replace(self.data(config), unfinished=f"{state}."))
+
+    def data(self, config: Config) -> ReportData:
+        """The content of the report that the steps so far give."""
+        return ReportData(
+            f"{self.recipe.path.stem}, quantized to {config.name}",
+            summary=(
+                f"Recipe {self.recipe.path.name}, preset {config.name}, activations calibrated with {self.job.method}.",
+                *self.remarks,
+            ),
+            metric="evaluate(model)",
+            accuracy=list(self.accuracy),
+            improvement=list(self.improvement),
+            environment=environment(),
+            missing=dict(self.missing),
+            source=self.recipe.source,
+        )
 
     def named(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which the error of a batch names the batch; not if the traceback is wanted."""
@@ -146,11 +174,11 @@ def run(job: Job, console: Console) -> ReportData:
     """Run a job and return the content of its report.
 
     The files of an earlier job are replaced in one step when all new files are written. If anything fails before, they
-    are unchanged.
+    are unchanged; `unfinished` in their folder then holds a page of what was done, and the same job goes on from there.
 
     Raises:
         ConfigError: an unknown preset, method or execution; or the execution is "integer" and a layer does not support
-            it.
+            it; or the folder holds the results of another recipe.
         ExportError: an unknown style; or ONNX cannot express the model: then checkpoint and report are written anyway.
         OutputError: the folder cannot be written; raised before any work.
         RecipeError: the recipe lacks a function; raised before any work.
@@ -166,16 +194,23 @@ def run(job: Job, console: Console) -> ReportData:
     if job.improve not in (None, *_IMPROVE):
         raise ConfigError(f"unknown steps {job.improve!r} of --improve{nearest(str(job.improve), _IMPROVE)}")
     state = f"nothing was written; the files in {job.out} are unchanged"
+    kept: Unfinished | None = None
     try:
         with results_folder(job.out) as out:
-            recipe = load_recipe(job.recipe)
-            progress = _Progress(recipe, job, Steps(console, _number_of_steps(job, recipe)))
+            recipe = load_recipe(job.recipe, job.text)
+            if not job.overwrite:
+                refuse_other_recipe(out, recipe.source)
+            kept = Unfinished(out, recipe.source, job.settings(recipe))
+            progress = _Progress(recipe, job, Steps(console, _number_of_steps(job, recipe)), kept)
             model = quantized_model(job, config, progress)
             with staged(out) as folder:
                 written = _write(job, config, progress, model, folder)
                 state = f"{out} holds the files of the previous run or of this run, not of both"
                 publish(folder, out)
+            kept.remove()
     except KeyboardInterrupt:
+        if kept is not None and kept.has_page:
+            state += f"; {kept.folder / REPORT} shows what was done, and the same command goes on from there"
         raise KeyboardInterrupt(f"interrupted: {state}") from None
     progress.steps.note(f"Written: {', '.join(str(out / name) for name in written.names)}")
     if written.refusal is not None:
@@ -196,30 +231,23 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
     with steps.step("saving the checkpoint"):
         save(model, folder / CHECKPOINT)
     export, check, refusal = _exported(job, progress, model, example, folder)
+    progress.page(config, "the file is exported and verified, and the layers are not measured")
     with steps.step("measuring layers"), progress.named(model):
         measured = measure(model, progress.batches())
     with steps.step("writing the report"):
-        has_graph = _write_graph(model, example, folder / GRAPH)
+        has_graph = write_graph(model, example, folder / GRAPH)
         files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
-        data = ReportData(
-            f"{job.recipe.stem}, quantized to {config.name}",
-            summary=(
-                f"Recipe {job.recipe.name}, preset {config.name}, activations calibrated with {job.method}.",
-                *progress.remarks,
-                *_execution_lines(job, model),
-                *has_graph,
-            ),
-            metric="evaluate(model)",
-            accuracy=progress.accuracy,
+        left = _left(config, progress, model, example)
+        so_far = progress.data(config)
+        data = replace(
+            so_far,
+            summary=(*so_far.summary, *_execution_lines(job, model), *has_graph),
             layers=measured.layers,
             distributions=with_ranges(measured.distributions, progress.calibrators),
             channels=measured.channels,
-            improvement=progress.improvement,
             sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),
-            left=layers_left({config.name: model}, example),
+            left=left,
             verifications=[] if check is None else [verification(ONNX, check)],
-            environment=environment(),
-            missing=progress.missing,
         )
         data = with_advice(data, job.preset)
         write_report(folder / REPORT, data)
@@ -236,7 +264,7 @@ def _exported(
     try:
         dynamic_shapes = None if job.static else dynamic_batch(example)
         with progress.steps.step("exporting to ONNX"):
-            export = export_onnx(model, example, folder / ONNX, dynamic_shapes=dynamic_shapes, style=job.style)
+            export = _export(job, model, example, folder / ONNX, dynamic_shapes)
         with progress.steps.step("verifying bit for bit"):
             batches = fitting(progress.recipe.calibration_batches(), example, dynamic_shapes)
             return export, verify_onnx(folder / ONNX, model, batches), None
@@ -244,6 +272,29 @@ def _exported(
         progress.steps.begun += export is None  # the verification that does not happen
         progress.missing[Section.VERIFICATION] = f"The model was not exported: {error}"
         return export, None, error
+
+
+def _export(job: Job, model: nn.Module, example: Any, path: Path, dynamic_shapes: Any) -> ExportReport:
+    """Export a model; what torch says of a model that it cannot trace becomes one line."""
+    try:
+        return export_onnx(model, example, path, dynamic_shapes=dynamic_shapes, style=job.style)
+    except FakeQuantError:
+        raise
+    except Exception as error:
+        if job.verbose:
+            raise
+        cause = first_line(error)
+        cure = "" if job.static else "; --static exports one batch size, for which a model that fixes it can be traced"
+        raise ExportError(f"torch cannot trace the model: {cause}{cure} (-v shows the traceback)") from error
+
+
+def _left(config: Config, progress: _Progress, model: nn.Module, example: Any) -> dict[str, list[str]]:
+    """What computes in float; nothing, with the reason for the report, if torch cannot trace the model."""
+    try:
+        return layers_left({config.name: model}, example)
+    except Exception as error:
+        progress.missing[Section.LEFT] = f"torch cannot trace the model: {first_line(error)}"
+        return {}
 
 
 def _execution_lines(job: Job, model: nn.Module) -> list[str]:
@@ -256,46 +307,59 @@ def _execution_lines(job: Job, model: nn.Module) -> list[str]:
     return [f"Measured with integer execution in {len(integer)} of {len(layers)} layers.", *simulated]
 
 
-def _write_graph(model: nn.Module, example: Any, path: Path) -> list[str]:
-    """Write a model's graph as text; returns a line for the report."""
-    try:
-        with evaluating(model):
-            graph = capture(model, example)
-    except GraphError as error:
-        return [f"The graph is missing, because the model could not be captured: {error}"]
-    write_whole(path, to_text(graph).encode())
-    return [f"{path.name} lists every operation of the graph; Netron shows that of {ONNX}."]
-
-
 def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
-    """Prepare, calibrate, improve and fine-tune the recipe's model, and measure it after every step."""
-    recipe, steps = progress.recipe, progress.steps
+    """Prepare, calibrate, improve and fine-tune the recipe's model; after every step it is measured and kept."""
+    recipe, kept, steps = progress.recipe, progress.kept, progress.steps
+    if job.overwrite:
+        kept.remove()
     model = recipe.model()
+    resumed = kept.resume(model)
+    if resumed is not None:
+        model, progress.accuracy, progress.improvement = resumed, kept.accuracy, kept.improvement
+        steps.note(f"Goes on after {kept.done[-1]}, from {kept.folder}; --overwrite starts anew.")
     if recipe.offers("evaluate"):
-        with steps.step("measuring float32"):
-            progress.measure(model, "float32", "")
-    with steps.step("calibrating"):
-        set_execution(prepare(model, config), job.execution)
-        _calibrate(job, config, progress, model)
-    if job.improve is not None:
-        with steps.step("choosing weights"), progress.named(model):
-            found = improve(model, progress.batches(), job.improve)
-            *table, last = str(found).splitlines()
-            progress.improvement = improved(found)
-            progress.remarks.append(f"Weights chosen by {job.improve} steps: {last}.")
-            steps.note("\n".join([*table, last]) if job.verbose else last)
-            progress.measure(model, config.name, f"{job.method}, then improved")
-    if job.train and recipe.offers("train"):
-        with steps.step("fine-tuning"):
-            recipe.train(model)
-            progress.measure(model, config.name, f"{job.method}, then fine-tuned")
+        with steps.step("measuring float32", done=resumed is not None) as wanted:
+            if wanted:
+                progress.measure(model, "float32", "")
+    else:
+        progress.missing[Section.ACCURACY] = f"{recipe.path.name} does not define evaluate(model)."
+    for name, work in _model_steps(job, recipe).items():
+        with steps.step(name, done=name in kept.done) as wanted:
+            if wanted:
+                work(job, config, progress, model)
+                kept.keep(name, model, progress.accuracy, progress.improvement)
+                progress.page(config, f"{name} is done, and the file is not exported")
     return model.eval()
 
 
-def _calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
+def _model_steps(job: Job, recipe: Recipe) -> dict[str, Callable[..., None]]:
+    """The steps that change the model, by name, in their order."""
+    found: dict[str, Callable[..., None]] = {"calibrating": _prepare_and_calibrate}
+    if job.improve is not None:
+        found["choosing weights"] = _improve
+    if job.train and recipe.offers("train"):
+        found["fine-tuning"] = _train
+    return found
+
+
+def _improve(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
+    with progress.named(model):
+        found = improve(model, progress.batches(), job.improve or _IMPROVE[0])
+    *table, last = str(found).splitlines()
+    progress.improvement = improved(found)
+    progress.remarks.append(f"Weights chosen by {job.improve} steps: {last}.")
+    progress.steps.note("\n".join([*table, last]) if job.verbose else last)
+    progress.measure(model, config.name, f"{job.method}, then improved")
+
+
+def _train(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
+    progress.recipe.train(model)
+    progress.measure(model, config.name, f"{job.method}, then fine-tuned")
+
+
+def _prepare_and_calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
     """Calibrate a model with the chosen method; copies of it with the others too, where they are compared."""
-    if not progress.recipe.offers("evaluate"):
-        progress.missing[Section.ACCURACY] = f"{progress.recipe.path.name} does not define evaluate(model)."
+    set_execution(prepare(model, config), job.execution)
     methods = [method for method in calibrators() if job.compare and method != job.method]
     copies = {method: copy.deepcopy(model) for method in methods} | {job.method: model}
     for method, own in copies.items():
@@ -308,56 +372,7 @@ def _calibrate(job: Job, config: Config, progress: _Progress, model: nn.Module) 
         progress.steps.note(f"{best} was best, and {job.method} is exported; for the other: --method {best}")
 
 
-def example_of(model: nn.Module, batch: Any) -> Any:
-    """Return the arguments that a model takes from a batch: a tuple, or a dict of keyword arguments."""
-    seen: list[Any] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs or args), with_kwargs=True, prepend=True
-    )
-    try:
-        with evaluating(model), torch.no_grad():
-            run_batch(model, batch)
-    finally:
-        hook.remove()
-    return seen[0]
-
-
-def dynamic_batch(example: Any) -> Any:
-    """Return the `dynamic_shapes` for `export_onnx` that allow any batch size, or None if the batch axis is unclear.
-
-    Axis 0 of a tensor is the batch axis if it is as long as axis 0 of the first tensor. It is unclear for an example
-    with one sample, because torch.export treats a length of 1 as a constant.
-
-    >>> dynamic_batch((torch.ones(4, 3), torch.ones(7)))
-    ({0: 'batch'}, None)
-    """
-    sizes = [leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not sizes or sizes[0] < 2:
-        return None
-
-    def axes(leaf: Any) -> dict[int, str] | None:
-        return {0: "batch"} if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == sizes[0] else None
-
-    return tree_map(axes, example)
-
-
-def fitting(batches: Iterable[Any], example: Any, dynamic_shapes: Any) -> Iterator[Any]:
-    """Yield the batches that fit the exported model: the example's shapes, and any batch size if that is dynamic.
-
-    >>> batches = [torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 5)]
-    >>> [len(batch) for batch in fitting(batches, (torch.ones(2, 3),), None)]
-    [2]
-    """
-    kept = slice(0 if dynamic_shapes is None else 1, None)
-    shapes = [leaf.shape[kept] for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
-    for batch in batches:
-        arguments = {key: batch[key] for key in example} if isinstance(example, dict) else batch
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        if [tensor.shape[kept] for tensor in tensors[: len(shapes)]] == shapes:
-            yield batch
-
-
-def verify_file(path: Path, recipe: Path | None, checkpoint: Path | None) -> VerifyReport:
+def verify_file(path: Path, recipe: str | Path | None, checkpoint: Path | None) -> VerifyReport:
     """Verify an exported file; with a recipe also compare its weights and outputs with the model.
 
     Raises:

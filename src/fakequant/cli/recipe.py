@@ -1,35 +1,51 @@
-"""Recipes: a Python file in which the user defines the model and its data for the command line."""
+"""Recipes: a Python file, a module or a folder that gives the model and its data to the command line."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from fakequant.cli.folder import folder_functions
 from fakequant.errors import RecipeError
 
+_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _REQUIRED = ("model", "calibration_batches")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The functions of a recipe file; each result is checked.
+    """The functions of a recipe; each result is checked.
 
     Attributes:
-        path: the file.
-        functions: the file's functions, by name.
+        path: the file, or the folder.
+        functions: its functions, by name.
     """
 
     path: Path
     functions: dict[str, Callable[..., Any]]
+    _given: list[Iterator[Any]] = field(default_factory=list, repr=False)
+    """The iterators that `calibration_batches` returned: each can be read once."""
+
+    @property
+    def source(self) -> str:
+        """The absolute path."""
+        return str(self.path.resolve())
+
+    @property
+    def content(self) -> str:
+        """The text of the file; the path of a folder."""
+        return self.path.read_text("utf-8", "replace") if self.path.is_file() else self.source
 
     def offers(self, name: str) -> bool:
         """Whether the file defines a function of this name."""
@@ -50,11 +66,24 @@ class Recipe:
         """Return the batches for calibration, from the first.
 
         Raises:
-            RecipeError: `calibration_batches()` did not return an iterable.
+            RecipeError: `calibration_batches()` did not return an iterable, or twice the same generator.
         """
         batches = self.functions["calibration_batches"]()
         if not isinstance(batches, Iterable):
             raise self._wrong("calibration_batches()", batches, "a list, a data loader or a generator of batches")
+        if isinstance(batches, (Tensor, Mapping, str)):
+            what = type(batches).__name__
+            raise RecipeError(
+                f"{self.path}: calibration_batches() returned a {what}, which would be taken item by item; return a "
+                f"list of batches: [{what.lower()}]"
+            )
+        if isinstance(batches, Iterator):
+            if any(batches is given for given in self._given):
+                raise RecipeError(
+                    f"{self.path}: calibration_batches() returned the same generator at another call, and it can be "
+                    "read once; make the generator inside the function, or return a list"
+                )
+            self._given.append(batches)
         return batches
 
     def first_batch(self) -> Any:
@@ -90,34 +119,81 @@ class Recipe:
         return RecipeError(f"{self.path}: {call} returned {value!r:.80} of type {type(value).__name__}, not {expected}")
 
 
-def load_recipe(path: str | os.PathLike[str]) -> Recipe:
+def load_recipe(path: str | os.PathLike[str], text: Path | None = None) -> Recipe:
     """Execute a recipe file as `python FILE` does: it can import the files in its folder.
 
     Args:
         path: a Python file with `model()` and `calibration_batches()`, and optionally `evaluate(model)` and
-            `train(model)`.
+            `train(model)`; or `package.module:function`, whose function makes the model and whose module defines the
+            others; or a folder that `save_pretrained` of Hugging Face wrote.
+        text: a file with lines of text, by which such a folder is calibrated.
 
     Raises:
-        RecipeError: the file does not exist, or lacks a function.
+        RecipeError: there is no such file, folder or module, or it lacks a function.
         Any error that the file itself raises.
     """
     file = Path(path)
+    if (file / "config.json").is_file():
+        return Recipe(file, folder_functions(file, text))
+    if text is not None:
+        raise RecipeError(f"--text is for a folder of Hugging Face, and {file} is none; leave it out")
+    if _MODULE.fullmatch(str(path)) and not file.exists():
+        return _of_module(str(path))
+    if file.is_dir():
+        raise RecipeError(
+            f"{file} is a folder without config.json; give a Python file that defines model(), or a folder that "
+            "save_pretrained of Hugging Face wrote"
+        )
     if not file.is_file():
-        raise RecipeError(f"there is no recipe file {file}; give the path of a Python file that defines model()")
-    module = _execute(file)
-    functions = {}
+        raise RecipeError(
+            f"there is no recipe file {file}; give the path of a Python file that defines model(), or "
+            "package.module:function"
+        )
+    return Recipe(file, _functions(str(file), vars(_execute(file))))
+
+
+def _of_module(name: str) -> Recipe:
+    """The recipe of `package.module:function`."""
+    module_name, _, function = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise RecipeError(f"there is no module {module_name}; run the command in the folder that holds it") from error
+    if not hasattr(module, function):
+        raise RecipeError(f"{module_name} defines no {function}; give the function that makes the model")
+    path = Path(module.__file__ or module_name)
+    LOADED.add(str(path))
+    return Recipe(path, _functions(name, {**vars(module), "model": getattr(module, function)}))
+
+
+def _functions(file: str, defined: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """The functions of a recipe, checked for those that it must have."""
+    functions: dict[str, Callable[..., Any]] = {}
     for name in (*_REQUIRED, "evaluate", "train"):
-        function = getattr(module, name, None)
+        function = defined.get(name)
+        if isinstance(function, nn.Module):
+            raise RecipeError(
+                f"{file}: {name} is a Module, and it must be a function; write `def {name}(): return ...`, which makes "
+                "a new one at every call"
+            )
         if function is not None and not callable(function):
             raise RecipeError(f"{file}: {name} is a {type(function).__name__}; it must be a function")
         if function is not None:
             functions[name] = function
     if missing := [f"{name}()" for name in _REQUIRED if name not in functions]:
         raise RecipeError(
-            f"{file} lacks the function {' and '.join(missing)}; a recipe defines model() and calibration_batches(), "
-            "and optionally evaluate(model) and train(model)"
+            f"{file} lacks the function{'s' if len(missing) > 1 else ''} {' and '.join(missing)}; a recipe defines "
+            "model() and calibration_batches(), and optionally evaluate(model) and train(model)"
         )
-    return Recipe(file, functions)
+    return functions
+
+
+LOADED: set[str] = set()
+"""The files that were executed as recipes; a traceback of a user's error starts in one of them."""
 
 
 def _execute(file: Path) -> ModuleType:
@@ -130,5 +206,6 @@ def _execute(file: Path) -> ModuleType:
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    LOADED.add(str(file))
     spec.loader.exec_module(module)
     return module

@@ -29,15 +29,24 @@ class Steps:
         self._line_is_open = False
 
     @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """Print the step when it begins, and its time when it ends without an error."""
+    def step(self, what: str, done: bool = False) -> Iterator[bool]:
+        """Print the step when it begins, and its time when it ends without an error; gives whether to work.
+
+        Args:
+            what: the step does.
+            done: whether an earlier run did it; then nothing is to do.
+        """
         self.begun += 1
+        if done:
+            self.console.print(Text(f"[{self.begun}/{self.total}] {what}: done before"))
+            yield False
+            return
         head, started = f"[{self.begun}/{self.total}] {what} ...", time.perf_counter()
         self.console.print(Text(head), end="")
         self._line_is_open = True
         try:
             with counting(self.note, bars=not self.console.quiet):
-                yield
+                yield True
         except BaseException:
             self._close_line()
             raise

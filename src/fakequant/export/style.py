@@ -6,6 +6,9 @@ from enum import Enum
 
 from fakequant.errors import ExportError, nearest
 
+_ALIASES = {"tensorrt": "trt", "onnxruntime": "portable", "ort": "portable", "onnx": "standard"}
+"""What people call the engine or the form."""
+
 
 class Style(str, Enum):
     """Which operators and element types a file may use."""
@@ -29,5 +32,5 @@ class Style(str, Enum):
         """
         names = [style.value for style in cls]
         if text not in names:
-            raise ExportError(f"unknown style {text!r}: expected {', '.join(names)}{nearest(text, names)}")
+            raise ExportError(f"unknown style {text!r}{nearest(_ALIASES.get(text.lower(), text), names)}")
         return cls(text)

@@ -7,7 +7,8 @@ calibration data than by rounding to nearest.
 from .adaround import adaround
 from .allocation import Allocation, Score, Scores, scores, verify
 from .blocks import find_blocks, reconstruct
-from .compare import Compared, Comparison, Ways, compare
+from .compare import Ways, compare
+from .comparison import Compared, Comparison
 from .corrections import reestimate_batch_norm
 from .equalize import Equalization, EqualizedPair, equalize
 from .fold_scales import FoldedScale, FoldedScales, fold_scales
@@ -16,6 +17,7 @@ from .low_rank import low_rank
 from .reconstruction import PRESETS, Preset, reconstruct_block
 from .results import Improvement, LayerResult
 from .rounding import descend, gptq
+from .search import search
 from .sums import InputSums
 
 __all__ = [
@@ -48,5 +50,6 @@ __all__ = [
     "reconstruct_block",
     "reestimate_batch_norm",
     "scores",
+    "search",
     "verify",
 ]

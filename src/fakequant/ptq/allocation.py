@@ -63,6 +63,8 @@ class Allocation:
     bits: int
     weights: int
     measured: float | None = None
+    metric: float | None = None
+    """What a metric gives with these choices; None where none was asked."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -252,12 +254,12 @@ def scores(
 def _prepared(model: nn.Module, choice: str, batches: list[Any], inputs: Any, forward: Any) -> nn.Module:
     """A quantized copy of a model, calibrated and in eval mode."""
     config = find_preset(choice)
-    twin = prepare(copy.deepcopy(model), config.with_rule(*_left_in_float(model)))
+    twin = prepare(copy.deepcopy(model), config.with_rule(*left_in_float(model)))
     calibrate(twin, batches, inputs=inputs, forward=forward, progress=False)
     return twin.eval()
 
 
-def _left_in_float(model: nn.Module) -> list[Rule]:
+def left_in_float(model: nn.Module) -> list[Rule]:
     """Leave in float what the scores do not speak of, purposely, so that nothing warns of it."""
     kinds = {type(module).__name__ for module in model.modules() if not has_rows(module)}
     return [Rule("*", layers=tuple(sorted(kinds)), optional=True)] if kinds else []
@@ -344,7 +346,7 @@ def verify(
     """
     given, run, found = list(batches), runner(inputs, forward), []
     for allocation in allocations:
-        twin = prepare(copy.deepcopy(model), allocation.config().with_rule(*_left_in_float(model)))
+        twin = prepare(copy.deepcopy(model), allocation.config().with_rule(*left_in_float(model)))
         calibrate(twin, given, inputs=inputs, forward=forward, progress=False)
         found.append(replace(allocation, measured=output_error(twin, model, given, run)))
     return found

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.calibration import DEFAULT_METHOD
+from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.errors import CalibrationError, ConfigError, FakeQuantError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.calibrate import calibrate
-from fakequant.model.html import html_result
+from fakequant.model.choice import AUTO
+from fakequant.model.execution import set_execution
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
 from fakequant.model.prepare import prepare
@@ -29,101 +30,11 @@ from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights
-from fakequant.ptq.improve import improve
+from fakequant.nn import cached_weights
+from fakequant.ptq.comparison import Compared, Comparison, best_first
+from fakequant.ptq.improve import checked_steps, improve
 
 Metric = Callable[[nn.Module], float]
-_HEADER = ["preset", "method", "steps", "metric", "error", "bits", "MB", "seconds"]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One way to quantize a model.
-
-    Attributes:
-        preset: the name of the preset.
-        method: of calibration.
-        steps: of `improve`; "" for none.
-        error: of the model's output, as a share of its energy.
-        metric: what `metric` gives; None without one.
-        bits: per quantized weight, with scales.
-        bytes: of the quantized weights.
-        seconds: to prepare, calibrate and improve.
-        failed: why there are no figures; "" where there are.
-    """
-
-    preset: str
-    method: str
-    steps: str
-    error: float = float("inf")
-    metric: float | None = None
-    bits: float = 0.0
-    bytes: float = 0.0
-    seconds: float = 0.0
-    failed: str = ""
-
-    @property
-    def way(self) -> tuple[str, str, str]:
-        """What was done."""
-        return self.preset, self.method, self.steps
-
-
-@dataclass
-class Comparison:
-    """The result of `compare`; prints as a table, the best first.
-
-    Attributes:
-        rows: the largest metric first, without one the smallest error; then those that failed.
-        float_metric: the metric of the model in float; None without one.
-    """
-
-    rows: list[Compared] = field(default_factory=list)
-    float_metric: float | None = None
-
-    def _cells(self) -> list[list[str]]:
-        cells = []
-        for row in self.rows:
-            metric = "-" if row.metric is None else f"{row.metric:.4g} ({row.metric - (self.float_metric or 0.0):+.3g})"
-            figures = [metric, f"{row.error:.2e}", f"{row.bits:.2f}", f"{row.bytes / 1e6:.2f}", f"{row.seconds:.1f}"]
-            cells.append([row.preset, row.method, row.steps or "-", *([row.failed] if row.failed else figures)])
-        return cells
-
-    def __str__(self) -> str:
-        rows = [_HEADER, *self._cells()]
-        full = [row for row in rows if len(row) == len(_HEADER)]
-        widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-    def _repr_html_(self) -> str:
-        rows = [row + [""] * (len(_HEADER) - len(row)) for row in self._cells()]
-        return html_result(_HEADER, rows, numbers=range(3, len(_HEADER)))
-
-    def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the metric, without one the error, over bits per weight, into an image file.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed (pip install 'fakequant[demo]').
-        """
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(8, 5))
-        shown = [row for row in self.rows if not row.failed]
-        heights = [row.error if row.metric is None else row.metric for row in shown]
-        axes.scatter([row.bits for row in shown], heights)
-        for row, height in zip(shown, heights, strict=True):
-            axes.annotate(" ".join(filter(None, row.way)), (row.bits, height), fontsize=7)
-        if self.float_metric is None:
-            axes.set_yscale("log")
-        else:
-            axes.axhline(self.float_metric, linestyle="--", label="float")
-            axes.legend()
-        axes.set_xlabel("bits per weight, with scales")
-        axes.set_ylabel("metric" if self.float_metric is not None else "error of the output")
-        figure.savefig(path, bbox_inches="tight")
-        pyplot.close(figure)
-        return Path(path)
 
 
 class Ways(NamedTuple):
@@ -138,7 +49,7 @@ USUAL_WAYS = Ways()
 """What `compare` tries if nothing is said."""
 
 
-def compare(
+def compare(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any],
     ways: Ways | Sequence[str] = USUAL_WAYS,
@@ -147,6 +58,7 @@ def compare(
     path: str | os.PathLike[str] | None = None,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    told: Callable[[Compared], object] | None = None,
 ) -> Comparison:
     """Quantize copies of a model in many ways, and say what each gives and costs.
 
@@ -160,9 +72,10 @@ def compare(
             batches are not run again.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
+        told: gets each new row as soon as it is there.
 
     Raises:
-        ConfigError: an unknown preset, or a file of another model or of other batches.
+        ConfigError: an unknown preset, method or steps, or a file of another model or of other batches.
         CalibrationError: no batches.
         What fails in one way of quantizing is a row with the reason.
 
@@ -174,27 +87,34 @@ def compare(
     ['INT8', 'INT4_GROUP32']
     """
     refuse_tensor(batches, "compare")
+    tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
     given, run = list(batches), runner(inputs, forward)
     if not given:
         raise CalibrationError("compare needs batches, and got none")
-    tried = _combined(ways if isinstance(ways, Ways) else Ways(ways))
     known = _read(path, _fingerprint(model, given))
-    result = Comparison(float_metric=None if metric is None else float(metric(model)))
+    task = _Task(model, given, run, metric, {"inputs": inputs, "forward": forward})
+    result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
     for way in track(tried, "comparing", len(tried)):
         row = known.get(way)
         if row is None:
-            row = _measured(way, model, given, run, metric, {"inputs": inputs, "forward": forward})
+            row = task.measured(way)
             if path is not None:
                 with open(path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
+            if told is not None:
+                told(row)
         result.rows.append(row)
-    result.rows.sort(key=lambda row: (bool(row.failed), row.error if row.metric is None else -row.metric))
+    result.rows.sort(key=best_first)
     return result
 
 
 def _combined(ways: Ways) -> list[tuple[str, str, str]]:
-    names = [find_preset(name).name for name in ways.presets]
-    found = [(name, method, step or "") for name, method, step in product(names, ways.methods, ways.steps)]
+    names = list(dict.fromkeys(find_preset(name).name for name in ways.presets))
+    methods = [method if method == AUTO else find_method(method) for method in ways.methods]
+    for step in ways.steps:
+        checked_steps(step or "fast")
+    ways = Ways(names, methods, ways.steps)
+    found = [(name, method, step or "") for name, method, step in product(*ways)]
     return [way for way in found if way[1] == ways.methods[0] or _has_static_inputs(way[0])]
 
 
@@ -202,26 +122,65 @@ def _has_static_inputs(name: str) -> bool:
     return any(rule.input is not None and not rule.input.dynamic for rule in find_preset(name).rules)
 
 
-def _measured(
-    way: tuple[str, str, str], model: nn.Module, batches: list[Any], run: Forward, metric: Metric | None, how: Any
-) -> Compared:
-    """A row; errors of this package are its reason."""
-    name, method, steps = way
-    started = time.perf_counter()
-    try:
-        twin = prepare(copy.deepcopy(model), find_preset(name))
-        calibrate(twin, batches, method=method, progress=False, **how)
-        if steps:
-            improve(twin, batches, steps, progress=False, **how)
-        seconds = time.perf_counter() - started
-        error = output_error(twin, model, batches, run)
-        found = None if metric is None else float(metric(twin.eval()))
-    except FakeQuantError as reason:
-        return Compared(*way, failed=f"{type(reason).__name__}: {reason}")
-    total = WeightBits(0, 0, 0)
-    for weight in quantized_weights(twin).values():
-        total = total.plus(weight_bits(weight) or WeightBits(0, 0, 0))
-    return Compared(*way, error, found, total.per_weight, (total.codes + total.scales) / 8, round(seconds, 2))
+class _Task:
+    """A float model and what its quantized copies are measured on."""
+
+    def __init__(
+        self, model: nn.Module, batches: list[Any], run: Forward, metric: Metric | None, how: dict[str, Any]
+    ) -> None:
+        self.model, self.batches, self.run, self.metric, self.how = model, batches, run, metric, how
+        self.wanted = [self._outputs(model, batch) for batch in batches]
+        self.energy = sum(float(y.double().square().sum()) for tensors in self.wanted for y in tensors)
+
+    def measured(self, way: tuple[str, str, str]) -> Compared:
+        """A row; errors of this package are its reason."""
+        name, method, steps = way
+        started = time.perf_counter()
+        try:
+            twin = prepare(copy.deepcopy(self.model), find_preset(name))
+            calibrate(twin, self.batches, method=method, progress=False, **self.how)
+            if steps:
+                improve(twin, self.batches, steps, progress=False, **self.how)
+            seconds = time.perf_counter() - started
+            error, found = self._error(twin), self.score(twin)
+        except FakeQuantError as reason:
+            return Compared(*way, failed=f"{type(reason).__name__}: {reason}")
+        total = WeightBits(0, 0, 0)
+        for weight in quantized_weights(twin).values():
+            total = total.plus(weight_bits(weight) or WeightBits(0, 0, 0))
+        size = (total.codes + total.scales) / 8
+        speed = self.milliseconds(set_execution(twin, "auto"))
+        return Compared(*way, error, found, total.per_weight, size, speed, round(seconds, 2))
+
+    def score(self, model: nn.Module) -> float | None:
+        """The metric of a model; None without one."""
+        if self.metric is None:
+            return None
+        with evaluating(model), cached_weights(model), torch.no_grad():
+            return float(self.metric(model))
+
+    def milliseconds(self, model: nn.Module) -> float:
+        """Of a forward pass of the first batch: the shortest of up to five, or of those that 0.2 s hold."""
+        times: list[float] = []
+        with evaluating(model), cached_weights(model), torch.no_grad():
+            self.run(model, self.batches[0])
+            while len(times) < 5 and sum(times) < 0.2:
+                started = time.perf_counter()
+                self.run(model, self.batches[0])
+                times.append(time.perf_counter() - started)
+        return round(1e3 * min(times), 4)
+
+    def _error(self, model: nn.Module) -> float:
+        lost = 0.0
+        with cached_weights(model):
+            for batch, wanted in zip(self.batches, self.wanted, strict=True):
+                for y, reference in zip(self._outputs(model, batch), wanted, strict=True):
+                    lost += float((y - reference).double().square().sum())
+        return lost / self.energy if self.energy else float(lost > 0)
+
+    def _outputs(self, model: nn.Module, batch: Any) -> list[Tensor]:
+        with evaluating(model), torch.no_grad():
+            return [tensor.clone() for tensor in float_tensors(self.run(model, batch))]
 
 
 @torch.no_grad()

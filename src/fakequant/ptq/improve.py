@@ -84,7 +84,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     True
     """
     refuse_tensor(batches, "improve")
-    chosen_steps = _checked_steps(steps)
+    chosen_steps = checked_steps(steps)
     given = list(batches)
     if not given:
         raise CalibrationError("improve needs batches, and got none")
@@ -129,7 +129,8 @@ def _state(model: nn.Module, layers: Iterable[nn.Module]) -> Restore:
     return restore
 
 
-def _checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
+def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
+    """The steps of a name, or given by their names, in their order; raises ConfigError for others."""
     if isinstance(steps, str):
         if steps not in _NAMED_STEPS:
             raise ConfigError(f"unknown steps {steps!r}{nearest(steps, [*_NAMED_STEPS])}")

@@ -245,6 +245,7 @@ class ReportData:
         code: the lines of code for it.
         unfinished: the step that a running or interrupted job has reached; "" for a complete report.
         missing: the reason for each empty section.
+        source: the recipe of a job, as an absolute path.
     """
 
     title: str
@@ -265,6 +266,7 @@ class ReportData:
     code: str = ""
     unfinished: str = ""
     missing: Mapping[Section, str] = field(default_factory=dict)
+    source: str = ""
 
     @property
     def lost(self) -> float:

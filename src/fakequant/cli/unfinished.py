@@ -1,0 +1,101 @@
+"""What a job leaves while it runs: a page after every step, and a checkpoint from which the same command goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from fakequant.cli.generation import CHECKPOINT, REPORT
+from fakequant.errors import ConfigError, FakeQuantError
+from fakequant.files import write_whole
+from fakequant.model.checkpoint import load, save
+from fakequant.report import RESULTS, Accuracy, Improved, ReportData, read_results, write_report
+
+FOLDER = "unfinished"
+_STATE = "job.json"
+
+
+class Unfinished:
+    """The folder `unfinished` in the folder of the results.
+
+    Args:
+        out: the folder of the results.
+        source: the recipe, as an absolute path.
+        settings: all that decides the model, as text; a state of other settings is not used.
+    """
+
+    def __init__(self, out: Path, source: str, settings: str) -> None:
+        self.folder, self.source = out / FOLDER, source
+        self.settings = hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
+        self.done: list[str] = []
+        self.accuracy: list[Accuracy] = []
+        self.improvement: list[Improved] = []
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the page of an unfinished job is there."""
+        return (self.folder / REPORT).is_file()
+
+    def resume(self, model: nn.Module) -> nn.Module | None:
+        """The model as an earlier call of the same job left it; None if there is none that can be read."""
+        try:
+            state = json.loads((self.folder / _STATE).read_text())
+            if state["settings"] != self.settings:
+                return None
+            accuracy = [Accuracy(**row) for row in state["accuracy"]]
+            improvement = [Improved(**row) for row in state["improvement"]]
+            loaded = load(model, self.folder / CHECKPOINT)
+            self.done = [str(step) for step in state["done"]]
+        except (FakeQuantError, OSError, ValueError, KeyError, TypeError):
+            return None
+        self.accuracy, self.improvement = accuracy, improvement
+        return loaded
+
+    def keep(self, step: str, model: nn.Module, accuracy: Sequence[Accuracy], improvement: Sequence[Improved]) -> None:
+        """Keep the model after a step; the state is written last, so that it never names a missing checkpoint."""
+        self.done.append(step)
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / _STATE).unlink(missing_ok=True)
+        save(model, self.folder / CHECKPOINT)
+        state = {
+            "source": self.source,
+            "settings": self.settings,
+            "done": self.done,
+            "accuracy": [asdict(row) for row in accuracy],
+            "improvement": [asdict(row) for row in improvement],
+        }
+        write_whole(self.folder / _STATE, json.dumps(state).encode())
+
+    def page(self, data: ReportData) -> None:
+        """Write the page of what was done so far."""
+        self.folder.mkdir(exist_ok=True)
+        write_report(self.folder / REPORT, data)
+
+    def remove(self) -> None:
+        """Remove the folder: the results are in their place, or the job starts anew."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def refuse_other_recipe(out: Path, source: str) -> None:
+    """Raise if a folder holds the results of another recipe, or what another recipe left.
+
+    Raises:
+        ConfigError: it does; says which, and what to do.
+    """
+    found = ""
+    with suppress(FakeQuantError, OSError):
+        found = read_results(out).source if (out / RESULTS).is_file() else ""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = found or json.loads((out / FOLDER / _STATE).read_text())["source"]
+    if found and found != source:
+        raise ConfigError(
+            f"{out} holds the results of another recipe, {found}; give another folder by --out, or --overwrite to "
+            "replace them"
+        )

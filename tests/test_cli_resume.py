@@ -1,0 +1,163 @@
+"""What a job leaves while it runs, how it goes on, and what an existing folder means."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import fakequant as fq
+from fakequant.cli.commands import app
+from fakequant.cli.recipe import load_recipe
+from fakequant.errors import RecipeError
+from tests.support.recipes import EVALUATE, RECIPE, TRAIN
+from tests.support.vision import import_torchvision
+
+STOPPED = """
+def train(net):
+    train_really(net)
+    raise KeyboardInterrupt
+"""
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def stopped(recipe, tmp_path: Path) -> tuple[Path, Path, Result]:
+    """A recipe whose training was interrupted, its folder, and what was printed."""
+    body = RECIPE + EVALUATE + TRAIN.replace("def train", "def train_really")
+    switch = 'from pathlib import Path\nif Path(__file__).with_name("stop").exists():\n' + STOPPED.replace(
+        "\n", "\n    "
+    )
+    path = recipe(f"{body}\ntrain = train_really\n{switch}\n")
+    (tmp_path / "stop").touch()
+    result = invoke("quantize", path, "--out", tmp_path / "out")
+    (tmp_path / "stop").unlink()
+    return path, tmp_path / "out", result
+
+
+def test_an_interrupted_job_leaves_a_page_and_goes_on(stopped, tmp_path: Path) -> None:
+    path, out, result = stopped
+    assert result.exit_code == 130
+    page = out / "unfinished" / "report.html"
+    assert f"{page} shows what was done, and the same command goes on from there" in result.stderr
+    assert "Not finished: calibrating is done, and the file is not exported." in page.read_text()
+    assert {entry.name for entry in out.iterdir()} == {"unfinished"}
+    again = invoke("quantize", path, "--out", out)
+    assert again.exit_code == 0, again.output
+    assert f"Goes on after calibrating, from {out / 'unfinished'}; --overwrite starts anew." in again.stdout
+    assert "[1/8] measuring float32: done before" in again.stdout
+    assert "[2/8] calibrating: done before" in again.stdout
+    assert {entry.name for entry in out.iterdir()} == {
+        "checkpoint", "model.onnx", "graph.txt", "report.html", "results.json"
+    }  # fmt: skip
+    other = tmp_path / "whole"
+    assert invoke("quantize", path, "--out", other).exit_code == 0
+    one, two = (fq.load(load_recipe(path).model(), folder / "checkpoint") for folder in (out, other))
+    assert all(torch.equal(value, two.state_dict()[name]) for name, value in one.state_dict().items())
+    assert [row for row in (out / "report.html").read_text().splitlines() if "fine-tuned" in row]
+
+
+@pytest.mark.parametrize("change", ["options", "recipe", "damage", "overwrite"])
+def test_another_job_starts_anew(stopped, change: str) -> None:
+    path, out, _ = stopped
+    options = {"options": ("--method", "max"), "overwrite": ("--overwrite",)}.get(change, ())
+    if change == "recipe":
+        path.write_text(path.read_text() + "# changed\n")
+    if change == "damage":
+        next((out / "unfinished" / "checkpoint").glob("*.safetensors")).write_bytes(b"")
+    again = invoke("quantize", path, "--out", out, *options)
+    assert again.exit_code == 0, again.output
+    assert "done before" not in again.stdout
+    assert not (out / "unfinished").exists()
+
+
+def test_a_folder_of_another_recipe_is_refused(recipe, stopped, tmp_path: Path) -> None:
+    path, out, _ = stopped
+    other = recipe(RECIPE, "other.py")
+    refused = invoke("quantize", other, "--out", out)
+    assert refused.exit_code == 1
+    assert refused.stderr.strip() == (
+        f"error: {out} holds the results of another recipe, {path}; give another folder by --out, or --overwrite to "
+        "replace them"
+    )
+    assert invoke("quantize", path, "--out", out, "--no-train").exit_code == 0
+    assert f"another recipe, {path}" in invoke("quantize", other, "--out", out).stderr
+    assert invoke("quantize", other, "--out", out, "--overwrite").exit_code == 0
+    assert f"another recipe, {other}" in invoke("quantize", path, "--out", out).stderr
+
+
+def test_a_module_and_its_function_are_a_recipe(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package_of_recipes").mkdir()
+    recipe(RECIPE.replace("def model", "def make"), "package_of_recipes/small.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = load_recipe("package_of_recipes.small:make")
+    assert isinstance(found.model(), torch.nn.Module)
+    assert not found.offers("evaluate")
+    assert invoke("search", "package_of_recipes.small:make", "--bits", "20").exit_code == 0
+    with pytest.raises(RecipeError, match=r"package_of_recipes\.small defines no net; give the function"):
+        load_recipe("package_of_recipes.small:net")
+    with pytest.raises(RecipeError, match=r"there is no module package_of_recipes\.big; run the command in the folder"):
+        load_recipe("package_of_recipes.big:net")
+    with pytest.raises(RecipeError, match=r"is a folder without config\.json"):
+        load_recipe("package_of_recipes")
+    with pytest.raises(RecipeError, match=r"--text is for a folder of Hugging Face, and .*small\.py is none"):
+        load_recipe("package_of_recipes/small.py", tmp_path / "lines.txt")
+
+
+def test_a_folder_of_hugging_face_is_a_recipe(tmp_path: Path) -> None:
+    import_torchvision()
+    transformers = pytest.importorskip("transformers")
+    folder, text = tmp_path / "model", tmp_path / "lines.txt"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    text.write_text("a b c\nd e f g\n\nh i j a b\n")
+    found = load_recipe(folder, text)
+    (batch,) = list(found.calibration_batches())
+    assert {name: list(value.shape) for name, value in batch.items()} == {
+        "input_ids": [3, 128], "attention_mask": [3, 128]
+    }  # fmt: skip
+    result = invoke("compare", folder, "--text", text, "--preset", "int8", "--improve", "none")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1].split()[:2] == ["INT8", "mse"]
+    with pytest.raises(RecipeError, match=r"needs text for calibration, and none was given; give a file .* by --text"):
+        load_recipe(folder)
+    with pytest.raises(RecipeError, match="needs text for calibration, and there is no"):
+        load_recipe(folder, tmp_path / "absent.txt")
+
+
+def test_completion_in_bash(tmp_path: Path) -> None:
+    script = invoke("completion", "bash").stdout
+    file = tmp_path / "completion.bash"
+    file.write_text(script + '\nCOMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _fakequant; echo "${COMPREPLY[@]}"\n')
+
+    def completed(*words: str) -> list[str]:
+        done = subprocess.run(["bash", file, *words], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert completed("fakequant", "ver") == ["verify"]
+    assert completed("fakequant", "quantize", "recipe.py", "--preset", "nv") == ["nvfp4", "nvfp4_weight_only"]
+    assert completed("fakequant", "quantize", "recipe.py", "--me") == ["--method"]
+    assert completed("fakequant", "quantize", "rec") == []  # bash goes on with files
+
+
+def test_completion_in_other_shells() -> None:
+    bash, zsh, fish = (invoke("completion", shell).stdout for shell in ("bash", "zsh", "fish"))
+    assert zsh == f"autoload -U +X bashcompinit && bashcompinit\n{bash}"
+    assert "complete -c fakequant -n __fish_use_subcommand -a search -d 'Find a preset for each layer" in fish
+    assert "complete -c fakequant -n '__fish_seen_subcommand_from quantize' -l method -x -a 'entropy max" in fish
+    refused = invoke("completion", "bsh")
+    assert refused.exit_code == 1
+    assert "unknown shell 'bsh'; did you mean bash" in refused.stderr
