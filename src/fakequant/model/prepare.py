@@ -81,11 +81,13 @@ def prepare(
       (_weight_quantizer): Quantizer(int8 per_channel(0), weight, follows the weight)
     )
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"prepare takes a model first, got {model!r:.80}; write prepare(model, 'int8')")
     if found := quantizers(model):
         raise ConfigError(
             f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}"
         )
-    if isinstance(config, str):
+    if not isinstance(config, Config):
         config = find_preset(config)
     config = _with_exceptions(config, skip, rules or {})
     restore = structure_of([model])
@@ -115,6 +117,10 @@ def _with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Co
     """A configuration with rules for what stays in float, and for what other presets quantize."""
     if isinstance(skip, str):
         raise ConfigError(f"skip takes a list of patterns, got {skip!r}; write skip=[{skip!r}]")
+    if not isinstance(rules, Mapping):
+        raise ConfigError(
+            f"rules takes a dict of presets by pattern, got {rules!r:.80}; write rules={{'head': 'int4'}}"
+        )
     added = [Rule(pattern) for pattern in skip]
     for pattern, of in rules.items():
         added.append(Rule(pattern, of))

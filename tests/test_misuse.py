@@ -1,0 +1,260 @@
+"""What people do wrong: each gets one clear message, of one of this package's errors, before or without work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fakequant as fq
+from fakequant.cli.commands import app
+from fakequant.errors import FakeQuantError
+
+MODEL = "import torch\nfrom torch import nn\ndef model():\n    return nn.Linear(8, 2)\n"
+BATCHES = "def calibration_batches():\n    return [torch.ones(4, 8), torch.randn(4, 8)]\n"
+GOOD = MODEL + BATCHES
+
+
+def batches(text: str) -> str:
+    return f"{MODEL}def calibration_batches():\n    return {text}\n"
+
+
+def evaluate(text: str) -> str:
+    return f"{GOOD}def evaluate(net):\n    return {text}\n"
+
+
+# Name: the recipe, the arguments after `quantize RECIPE --out OUT`, and what the one line says.
+QUANTIZE: dict[str, tuple[str, list[str], str]] = {
+    "preset mistyped": (GOOD, ["--preset", "int9"], r"unknown preset 'int9'; did you mean .*INT8"),
+    "preset of two": (GOOD, ["--preset", "int8,fp8"], r"unknown preset 'int8,fp8'; did you mean"),
+    "method mistyped": (GOOD, ["--method", "percentil"], r"unknown calibrator 'percentil'; did you mean percentile\?"),
+    "method of a peer": (GOOD, ["--method", "hist"], r"unknown calibrator 'hist'; (did you mean|known names are)"),
+    "style of an engine": (GOOD, ["--style", "tensorrt"], r"unknown style 'tensorrt'; did you mean trt\?$"),
+    "execution mistyped": (GOOD, ["--execution", "int"], r"execution must be one of 'simulate', 'auto', 'integer'"),
+    "unseen mistyped": (GOOD, ["--unseen", "flaot"], r"flaot.*float"),
+    "improve mistyped": (GOOD, ["--improve", "fats"], r"unknown steps 'fats' of --improve; did you mean fast\?"),
+    "integers for floats": (GOOD, ["--preset", "fp8", "--execution", "integer"], r"codes of float8_e4m3fn are no int"),
+    "text without a folder": (GOOD, ["--text", "lines.txt"], r"--text is for a folder of Hugging Face"),
+    "nothing defined": ("", [], r"lacks the functions model\(\) and calibration_batches\(\); a recipe defines"),
+    "no batches defined": (MODEL, [], r"lacks the function calibration_batches\(\); a recipe defines"),
+    "model a module": (
+        "from torch import nn\nmodel = nn.Linear(8, 2)\n",
+        [],
+        r"model is a Module.* write `def model\(",
+    ),
+    "batches a list": (f"{MODEL}calibration_batches = [1]\n", [], r"calibration_batches is a list; it must be a func"),
+    "model returns a class": (GOOD.replace("nn.Linear(8, 2)", "nn.Linear"), [], r"of type type, not a torch\.nn\.Mod"),
+    "model returns nothing": (
+        GOOD.replace("return nn.Linear(8, 2)", "pass"),
+        [],
+        r"model\(\) returned None of type No",
+    ),
+    "batches nothing": (batches("None"), [], r"calibration_batches\(\) returned None of type NoneType, not a list"),
+    "batches empty": (batches("[]"), [], r"no (batch|data)"),
+    "batches one tensor": (
+        batches("torch.ones(4, 8)"),
+        [],
+        r"returned a Tensor, .* return a list of batches: \[tensor\]",
+    ),
+    "batches one dict": (
+        batches("{'input': torch.ones(4, 8)}"),
+        [],
+        r"returned a dict, .* return a list of batches: \[dict\]",
+    ),
+    "batch of text": (batches("['text']"), [], r"batch 1 of .*, a str, failed in .*: batch must be"),
+    "batch of another width": (
+        batches("[torch.ones(4, 9)]"),
+        [],
+        r"batch 1 of .*\(?Linear 8 -> 2\)? on float32 \[4, 9\]",
+    ),
+    "batch of another dtype": (batches("[torch.ones(4, 8).double()]"), [], r"on float64 \[4, 8\]: RuntimeError"),
+    "batch of integers": (batches("[torch.ones(4, 8).long()]"), [], r"batch 1 of .*int64"),
+    "batch with NaN": (batches("[torch.full((4, 8), torch.nan)]"), [], r"contains 32 NaN and 0 inf values of 32"),
+    "batch with inf": (batches("[torch.full((4, 8), torch.inf)]"), [], r"contains 0 NaN and 32 inf values"),
+    "model in half": (
+        GOOD.replace("nn.Linear(8, 2)", "nn.Linear(8, 2).half()"),
+        [],
+        r"batch 1 .* on float32 \[4, 8\]: ",
+    ),
+    "a model of one batch size": (
+        GOOD.replace("nn.Linear(8, 2)", "nn.Sequential(nn.Linear(8, 2), nn.Unflatten(0, (2, 2)))"),
+        [],
+        r"torch cannot trace the model: .*; --static exports one batch size",
+    ),
+    "model on meta": (GOOD.replace("Linear(8, 2)", "Linear(8, 2, device='meta')"), [], r"meta"),
+    "generator kept": (
+        f"{MODEL}kept = (torch.ones(4, 8) for _ in range(2))\ndef calibration_batches():\n    return kept\n",
+        [],
+        r"returned the same generator at another call.*; make the generator inside the function",
+    ),
+    "evaluate nothing": (evaluate("None"), [], r"evaluate\(model\) returned None of type NoneType, not a number"),
+    "evaluate text": (evaluate("'good'"), [], r"evaluate\(model\) returned 'good' of type str, not a number"),
+    "evaluate NaN": (
+        evaluate("float('nan')"),
+        [],
+        r"evaluate\(model\) returned nan of type float, not a finite number",
+    ),
+    "already prepared": (
+        GOOD.replace(
+            "return nn.Linear(8, 2)", "import fakequant as fq\n    return fq.prepare(nn.Linear(8, 2), 'int8')"
+        ),
+        [],
+        r"the model is already prepared: it has 2 quantizers",
+    ),
+    "nothing to quantize": (GOOD.replace("nn.Linear(8, 2)", "nn.ReLU()"), [], r"no layer that can be quantized"),
+}
+
+# Name: arguments, in which RECIPE, FOLDER and ABSENT stand for paths, and what the one line says.
+OTHERS: dict[str, tuple[list[str], str]] = {
+    "no recipe": (["quantize", "ABSENT", "--out", "FOLDER"], r"there is no recipe file .*absent"),
+    "a folder for a recipe": (
+        ["quantize", "FOLDER", "--out", "FOLDER"],
+        r"is a folder without config\.json; give a Py",
+    ),
+    "a file for a folder": (["quantize", "RECIPE", "--out", "RECIPE"], r"cannot write to .*recipe\.py"),
+    "inspect nothing": (["inspect", "ABSENT"], r"absent"),
+    "inspect a recipe": (["inspect", "RECIPE"], r"recipe\.py"),
+    "verify nothing": (["verify", "ABSENT"], r"absent"),
+    "verify a recipe": (["verify", "RECIPE"], r"recipe\.py"),
+    "report on nothing": (["report", "ABSENT"], r"there is no .*absent\.json; give the folder of `fakequant quantize`"),
+    "search without a budget": (["search", "RECIPE"], r"give one budget: bits= per weight, size= in bytes"),
+    "search with two": (["search", "RECIPE", "--bits", "4", "--size", "100"], r"give one budget"),
+    "search too small": (["search", "RECIPE", "--bits", "1"], r"no mix of these choices fits the budget: the smallest"),
+    "compare mistyped": (["compare", "RECIPE", "--preset", "int88"], r"unknown preset 'int88'; did you mean"),
+    "compare by no steps": (["compare", "RECIPE", "--improve", "bst"], r"unknown steps 'bst'; did you mean best"),
+    "start over a file": (["init", "RECIPE"], r"recipe\.py exists; give another name, or remove it first"),
+}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def ready() -> nn.Sequential:
+    model = fq.prepare(net(), "int8")
+    fq.calibrate(model, [X])
+    return model
+
+
+X = torch.randn(4, 8)
+PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "prepare by bits": (lambda _: fq.prepare(net(), 8), r"a preset is given by its name, such as 'int8', got 8"),
+    "prepare by a dtype": (lambda _: fq.prepare(net(), torch.int8), r"such as 'int8', got torch\.int8"),
+    "prepare turned round": (lambda _: fq.prepare("int8", net()), r"prepare takes a model first, got 'int8'"),
+    "prepare twice": (lambda _: fq.prepare(ready(), "int8"), r"already prepared: it has 4 quantizers, the first is 0"),
+    "prepare for no engine": (lambda _: fq.prepare(net(), "int8", X, target="tensort"), r"tensort.*tensorrt"),
+    "skip by text": (lambda _: fq.prepare(net(), "int8", skip="2"), r"skip takes a list of patterns, got '2'"),
+    "skip nothing": (
+        lambda _: fq.prepare(net(), "int8", skip=["head"]),
+        r"the rule 'head' matches no layer; layers th",
+    ),
+    "rules by a list": (
+        lambda _: fq.prepare(net(), "int8", rules=["2"]),
+        r"rules takes a dict of presets by pattern, got \['2'\]",
+    ),
+    "a rule with a specification": (lambda _: fq.Rule("2", "int8 per_token"), r"takes a preset, got the specification"),
+    "a rule with a number": (lambda _: fq.Rule("2", 4), r"a preset is given by its name, such as 'int8', got 4"),
+    "a rule for a number": (lambda _: fq.Rule(0, "int8"), r"a rule's pattern is a text, such as 'head' or '\*', got 0"),
+    "a config of names": (lambda _: fq.Config("mine", ["int8"]), r"made of rules, got 'int8'; write Rule\("),
+    "calibrate unprepared": (lambda _: fq.calibrate(net(), [X]), r"has no quantizers; call fakequant\.prepare\(model"),
+    "calibrate on a tensor": (lambda _: fq.calibrate(ready(), X), r"a tensor would be taken row by row; give a list"),
+    "calibrate on nothing": (lambda _: fq.calibrate(fq.prepare(net(), "int8"), []), r"no (batch|data)"),
+    "calibrate by a number": (lambda _: fq.calibrate(ready(), [X], 99.9), r"a method is given by its name, such as 'm"),
+    "calibrate by no method": (
+        lambda _: fq.calibrate(ready(), [X], "mes"),
+        r"unknown calibrator 'mes'; did you mean m",
+    ),
+    "calibrate with an option": (
+        lambda _: fq.calibrate(ready(), [X], "percentile", percent=99),
+        r"no option 'percent'",
+    ),
+    "calibrate no layer": (
+        lambda _: fq.calibrate(ready(), [X], pattern="head"),
+        r"no layer .* matches 'head'; correct",
+    ),
+    "run uncalibrated": (lambda _: fq.prepare(net(), "int8")(X), r"has not been calibrated|not calibrated"),
+    "quantize to no format": (lambda _: fq.fake_quantize(X, "int8x"), r"int8x.*; (did you mean|known)"),
+    "quantize integers": (lambda _: fq.fake_quantize(X.long(), "int8"), r"int64"),
+    "quantize an axis too many": (lambda _: fq.fake_quantize(X, "int8 per_channel(5)"), r"axis 5"),
+    "export uncalibrated": (
+        lambda path: fq.export_onnx(fq.prepare(net(), "int8"), X, path / "model.onnx"),
+        r"calibrate\(model, batches\)",
+    ),
+    "export a float model": (lambda path: fq.export_onnx(net(), X, path / "model.onnx"), r"prepare"),
+    "verify nothing": (lambda path: fq.verify_onnx(path / "absent.onnx"), r"absent\.onnx"),
+    "load nothing": (lambda path: fq.load(net(), path / "absent"), r"absent"),
+    "sensitivity unprepared": (
+        lambda _: fq.sensitivity(net(), [X]),
+        r"needs a prepared model; call fakequant\.prepare",
+    ),
+    "improve before calibrating": (
+        lambda _: fq.ptq.improve(fq.prepare(net(), "int8"), [X]),
+        r"input quantizers are not calibrated, the first is 0\._input_quantizer",
+    ),
+    "compare on a tensor": (lambda _: fq.compare(net(), X), r"compare takes batches, and a tensor .* give a list"),
+    "search without a budget": (lambda _: fq.search(net(), [X]), r"give one budget: bits= per weight"),
+    "execution mistyped": (lambda _: fq.set_execution(ready(), "fast"), r"execution must be one of 'simulate'"),
+    "load another model": (
+        lambda path: (fq.save(ready(), path / "saved"), fq.load(nn.Sequential(nn.Linear(3, 3)), path / "saved")),
+        r"(layer|model|shape|tensor)",
+    ),
+}
+
+
+def one_line(arguments: list[str]) -> str:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    line = result.stderr.strip()
+    assert line.startswith("error: "), line
+    assert "Traceback" not in line
+    return line
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_quantize(name: str, tmp_path: Path) -> None:
+    text, arguments, message = QUANTIZE[name]
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(text)
+    line = one_line(["quantize", str(recipe), "--out", str(tmp_path / "out"), *arguments])
+    assert re.search(message, line), line
+    assert not (tmp_path / "out" / "model.onnx").exists()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_commands(name: str, tmp_path: Path) -> None:
+    arguments, message = OTHERS[name]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "recipe.py").write_text(GOOD)
+    paths = {"RECIPE": "recipe.py", "FOLDER": "folder", "ABSENT": "absent"}
+    line = one_line([str(tmp_path / paths[word]) if word in paths else word for word in arguments])
+    assert re.search(message, line), line
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python(name: str, tmp_path: Path) -> None:
+    call, message = PYTHON[name]
+    with pytest.raises(FakeQuantError) as error:
+        call(tmp_path)
+    assert re.search(message, str(error.value)), str(error.value)
+    assert "\n" not in str(error.value), str(error.value)
+
+
+def test_a_recipe_with_wrong_python_shows_its_line_alone(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("def model(:\n")
+    result = CliRunner().invoke(app, ["quantize", str(recipe), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert lines[0] == f'  File "{recipe}", line 1'
+    assert lines[-1].startswith("SyntaxError: ")
+
+
+def test_there_are_all() -> None:
+    assert len(QUANTIZE) + len(OTHERS) + len(PYTHON) + 1 >= 61
