@@ -12,6 +12,7 @@ from tests.support.interrupts import Case, differences, failures, lines_of, mome
 QUICK = [
     "prepare",
     "calibrate",
+    "calibrate auto",
     "calibrate learned",
     "recalibrate learned",
     "bake_weights",

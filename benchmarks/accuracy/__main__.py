@@ -33,7 +33,7 @@ def ours(case: Case, steps: str | None) -> Any:
 
     def run(model: nn.Module, batches: list[torch.Tensor]) -> nn.Module:
         prepared = fq.prepare(copy.deepcopy(model), case.config())
-        fq.calibrate(prepared, batches, progress=False)
+        fq.calibrate(prepared, batches, "max", progress=False)
         if steps is not None:
             fq.ptq.improve(prepared, batches, steps, progress=False)
         return prepared

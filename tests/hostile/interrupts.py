@@ -128,6 +128,10 @@ CASES = {
     "calibrate again": Case(calibrated, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
     "calibrate learned": Case(learning, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
     "calibrate a pattern": Case(calibrated, lambda m: fq.calibrate(m, [X], pattern="0", progress=False), changes=True),
+    "calibrate auto": Case(prepared, lambda m: fq.calibrate(m, [X, 2 * X], "auto", progress=False), changes=True),
+    "calibrate auto again": Case(
+        calibrated, lambda m: fq.calibrate(m, [X, 2 * X], "auto", progress=False), changes=True
+    ),
     "recalibrate": Case(calibrated, lambda m: fq.recalibrate(m, _used, "percentile"), changes=True),
     "recalibrate learned": Case(learning, lambda m: fq.recalibrate(m, _used, "percentile"), changes=True),
     "set_execution": Case(calibrated, lambda m: fq.set_execution(m, "auto"), changes=True),

@@ -57,7 +57,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             empty if no input needs calibration; if given then, they are run until every layer with a weight was called.
         method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs. "auto" holds back the second of
             every four batches, up to eight of them, takes the one of the first four whose output is nearest to float on
-            these (the default, unless another leaves 5 % less), and says which. All batches make the ranges.
+            these (the default, unless another leaves 10 % less), and says which. All batches make the ranges.
         weight_method: the same, for weights.
         weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
         pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
