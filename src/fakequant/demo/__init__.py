@@ -38,7 +38,7 @@ from fakequant.files import writable_folder, write_whole
 from fakequant.model import presets, qat
 from fakequant.model.calibrate import calibrate
 from fakequant.model.checkpoint import save
-from fakequant.model.config import Config, Rule
+from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.ptq import improve
 from fakequant.report import (
@@ -69,7 +69,7 @@ def quantized(
 
 IMPROVED, FINETUNED = "mse, improved", "mse, improved, fine-tuned"
 # A configuration is a value: any format for inputs and weights, by name pattern or layer type.
-INT2 = Config("INT2", (Rule(input="uint2", weight="int2 per_channel(0)"), Rule("shrink")))
+INT2 = Config("INT2", (Rule(input=TensorConfig("uint2"), weight=TensorConfig("int2 per_channel(0)")), Rule("shrink")))
 
 
 class Measurements:

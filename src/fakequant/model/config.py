@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.errors import ConfigError, FakeQuantError, check_keys, nearest
+from fakequant.errors import ConfigError, FakeQuantError, check_keys
+from fakequant.model.names import find_preset
 from fakequant.model.weights import weights_of
 from fakequant.nn.forms import computed_class, quantized_class
 from fakequant.nn.integer import Execution
@@ -133,12 +134,11 @@ class Rule:
                 f"Rule({self.pattern!r}, ...) takes a preset, got the specification {str(preset)!r}; say what it is "
                 f"for: Rule({self.pattern!r}, input={str(preset)!r}), or weight="
             )
-        if not isinstance(preset, Config):
-            preset = find_preset(preset)
-        general = [rule for rule in preset.layer_rules if rule.pattern == "*" and not rule.layers]
+        config: Config = preset if isinstance(preset, Config) else find_preset(preset)
+        general = [rule for rule in config.layer_rules if rule.pattern == "*" and not rule.layers]
         if len(general) != 1 or any(x is not None for x in (self.input, self.weight, self.output)):
             raise ConfigError(
-                f"Rule({self.pattern!r}, {preset.name}) takes a configuration with one rule for all layers, and no "
+                f"Rule({self.pattern!r}, {config.name}) takes a configuration with one rule for all layers, and no "
                 "input=, weight= or output= beside it; write Rule(pattern, input=..., weight=...)"
             )
         for name in ("input", "weight", "output"):
@@ -293,47 +293,6 @@ class Config:
         if "name" not in values:
             raise ConfigError(f"a configuration needs a name, got {values}")
         return cls(values["name"], tuple(Rule.from_dict(rule) for rule in values.get("rules", ())))
-
-
-NAMED: dict[str, Config] = {}
-"""The presets by name; `fakequant.model.presets` fills it, because a rule takes a preset by its name."""
-
-ALIASES = {
-    "W8A8": "INT8",
-    "W8A8_DYNAMIC": "INT8_PER_TOKEN",
-    "W8A16": "INT8_WEIGHT_ONLY",
-    "W4A4": "INT4",
-    "W4A16": "INT4_GROUP128",
-    "W4A16_G32": "INT4_GROUP32",
-    "W4A16_G64": "INT4_GROUP64",
-    "W4A16_G128": "INT4_GROUP128",
-    "FP8_E4M3": "FP8",
-    "NVFP4A16": "NVFP4_WEIGHT_ONLY",
-    "NF4": "NF4_WEIGHT_ONLY",
-}
-"""What other libraries call these presets."""
-
-
-def find_preset(name: str) -> Config:
-    """The preset of a name or of another library's name for it, in any case, with `-` or `_`.
-
-    Raises:
-        ConfigError: there is none; the nearest are offered.
-
-    >>> find_preset("int8-weight-only").name
-    'INT8_WEIGHT_ONLY'
-    >>> find_preset("w4a16").name
-    'INT4_GROUP128'
-    """
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"a preset is given by its name, such as 'int8', got {name!r:.80}; or make a fakequant.Config"
-        )
-    upper = name.upper().replace("-", "_")
-    upper = ALIASES.get(upper, upper)
-    if upper not in NAMED:
-        raise ConfigError(f"unknown preset {name!r}{nearest(upper, sorted([*NAMED, *ALIASES]))}")
-    return NAMED[upper]
 
 
 def _is_specification(text: str) -> bool:

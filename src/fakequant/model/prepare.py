@@ -87,9 +87,8 @@ def prepare(
         raise ConfigError(
             f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}"
         )
-    if not isinstance(config, Config):
-        config = find_preset(config)
-    config = _with_exceptions(config, skip, rules or {})
+    preset: Config = config if isinstance(config, Config) else find_preset(config)
+    config = _with_exceptions(preset, skip, rules or {})
     restore = structure_of([model])
     try:
         held, sites, notes, recording = _planned(model, config, target, example, inputs)

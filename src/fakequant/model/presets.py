@@ -14,9 +14,10 @@ DeepSeek-V3, arXiv 2412.19437, section 3.3.2 (FP8 tiles); QLoRA, arXiv 2305.1431
 
 from __future__ import annotations
 
-from fakequant.model.config import ALIASES as ALIASES
-from fakequant.model.config import NAMED, Config, Rule, TensorConfig
-from fakequant.model.config import find_preset as find_preset
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.names import ALIASES as ALIASES
+from fakequant.model.names import NAMED
+from fakequant.model.names import find_preset as find_preset
 
 _MAX_POOLING_IN_FLOAT = Rule(layers=("MaxPool1d", "MaxPool2d", "MaxPool3d"), optional=True)
 _TABLES_AT_8_BITS = Rule(

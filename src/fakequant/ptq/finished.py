@@ -158,7 +158,7 @@ def _digest(values: Any) -> str:
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype} {[*leaf.shape]}".encode())
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         elif isinstance(leaf, Mapping):  # one that torch does not look into
             digest.update(_digest(dict(leaf)).encode())
         else:
