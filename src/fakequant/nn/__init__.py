@@ -7,6 +7,7 @@ from fakequant.nn import experts as _experts  # noqa: F401  likewise
 from fakequant.nn import foreign as _foreign  # noqa: F401  likewise
 from fakequant.nn import pooling as _pooling  # noqa: F401  likewise
 from fakequant.nn import recurrent_layers as _recurrent_layers  # noqa: F401  likewise
+from fakequant.nn import transposed as _transposed  # noqa: F401  likewise
 from fakequant.nn.contexts import cached_weights, fixed_ranges
 from fakequant.nn.elementwise import Add, MatMul
 from fakequant.nn.integer import Execution
