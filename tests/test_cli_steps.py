@@ -169,7 +169,8 @@ def test_presets_are_listed_with_bits() -> None:
     lines = {line.split()[0]: line for line in preset_lines()[1:]}
     assert set(lines) == set(presets())
     assert all(line in result.stdout for line in lines.values())
-    assert "4.25  weights int4 per_block(-1:128,pad), inputs stay in float; also W4A16, W4A16_G128" in result.stdout
+    weights = "4.25  weights int4 per_block(-1:128,pad), inputs stay in float, embeddings int8 per_channel(0)"
+    assert f"{weights}; also W4A16, W4A16_G128" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_inputs_of_other_shapes_are_taken_whole_which_is_said_once() -> None:
 def test_scales_of_channels_are_those_of_tokens_that_count() -> None:
     per_channel = fq.Config("test", (fq.Rule("first", input="int8 per_channel(2)", weight="int8"),))
     model = fq.prepare(Tokens(), per_channel)
-    fq.calibrate(model, pairs(), inputs=0, mask=lambda batch: batch[1], progress=False)
+    fq.calibrate(model, pairs(), method="max", inputs=0, mask=lambda batch: batch[1], progress=False)
     wanted = torch.stack([x[counts].abs().amax(0) for x, counts in pairs()]).amax(0) / 127
     assert_same_bits(model.first.input_quantizer.scale.flatten(), wanted)
 
