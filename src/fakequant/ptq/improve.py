@@ -58,7 +58,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     Args:
         model: prepared, and calibrated if its inputs are quantized.
         batches: what a data loader gives; a few hundred examples. They are kept as a list.
-        steps: "best", "fast" (one damping, no descent, no drift), or names of `fakequant.ptq.STEPS`.
+        steps: "best", "fast" (no descent, one damping and one share of the drift), or names of `fakequant.ptq.STEPS`.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
         mask: which tokens count, where batches have padding, as for `calibrate`.
