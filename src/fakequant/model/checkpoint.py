@@ -29,6 +29,7 @@ from fakequant.model.manifest import (
     read_manifest,
     tensor_file_name,
 )
+from fakequant.model.packing import pack, unpack
 from fakequant.model.prepare import attach
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.stored_sites import check_sites, restore_sites, site_quantizers, sites_entry
@@ -46,7 +47,7 @@ from fakequant.restore import state_of
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
+def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = False) -> Path:
     """Write a prepared model to a folder, so that `load` restores it into a fresh float model.
 
     The folder gets `fakequant.json` (which layers are quantized, how) and one `.safetensors` file (parameters and
@@ -55,6 +56,13 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     processes that read them now; other files in the folder are left alone. Several processes may save to one folder at
     once (the last one's model stays), but one is enough: of data-parallel ranks let one save. Weights that are sharded
     over processes are gathered: all of these must call `save`.
+
+    Args:
+        model: a prepared model.
+        directory: the folder.
+        packed: store quantized weights as codes, two 4-bit codes in a byte: the sizes that `summary` gives. `load` sets
+            them to the values of the codes, so that the model computes the same bits; the float weights are lost, and
+            with them a good start for training on. One warning names the weights that stay in float.
 
     Raises:
         CheckpointError: the model is not prepared, or safetensors is missing.
@@ -72,11 +80,11 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
     warn_stale_scales(model)
     folder = writable_folder(directory)
-    data = safetensors.torch.save(
-        {name: tensor.detach().contiguous().clone() for name, tensor in _tensors(model).items()}
-    )
+    shared = _shared(model)
+    tensors, codes = pack(model, _tensors(model), shared) if packed else (_tensors(model), {})
+    data = safetensors.torch.save({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()})
     digest = hashlib.sha256(data).hexdigest()
-    file, shared = tensor_file_name(digest), _shared(model)
+    file = tensor_file_name(digest)
     with locked(folder) as alone:
         before = [name for name in named_files(folder) if name != file]
         manifest = Manifest(
@@ -86,6 +94,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
             _versions(model),
             next(iter(before), None),
             sites_entry(model),
+            codes,
         )
         write_in_order({folder / file: data, folder / MANIFEST: manifest.to_bytes()})
         for name in before[1:] if alone else []:
@@ -103,7 +112,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     Raises:
         CheckpointError: no checkpoint there, a damaged one, one of another architecture or of a later version, scales
             or zero points that no call would take, a model without memory, or safetensors is missing.
-        What a module's own `_load_from_state_dict` raises. After every error the model is as before.
+        Exception: what a module's own `_load_from_state_dict` raises. After every error the model is as before.
 
     >>> from tempfile import TemporaryDirectory
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
@@ -131,8 +140,11 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     check_sites(modules, manifest.sites)
     if wrong := [name for name, source in manifest.shared.items() if name in tensors or source not in tensors]:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {wrong[0]} shares no tensor of {path.name}")
-    tensors |= {name: tensors[source] for name, source in manifest.shared.items()}
+    unpacked = unpack(manifest.packed, tensors, manifest.layers, str(folder / MANIFEST))
+    tensors = unpacked.tensors | {name: unpacked.tensors[source] for name, source in manifest.shared.items()}
     check_ranges(modules, manifest.layers, tensors, is_wide(model), site_quantizers(manifest.sites))
+    tensors = unpacked.values()
+    tensors |= {name: tensors[source] for name, source in manifest.shared.items()}
     restore = state_of([model], "cpu")  # the CPU, because a GPU may have no room for a second copy
     try:
         restore_layers(model, manifest.layers, manifest.sites)

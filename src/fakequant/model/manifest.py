@@ -112,6 +112,16 @@ class SitesEntry:
 
 
 @dataclass(frozen=True)
+class PackedEntry:
+    """A weight that is stored as codes: the path of its quantizer, its shape and dtype, whether scales are codes."""
+
+    quantizer: str
+    shape: list[int]
+    dtype: str
+    packed_scale: bool
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says of itself.
 
@@ -122,6 +132,7 @@ class Manifest:
         versions: of modules (`_version`), by path, where they are not 1; None in checkpoints that do not have them.
         previous: the tensor file of the manifest that this one replaced; it is kept until the next save.
         sites: the functions that have quantizers.
+        packed: the weights that are stored as codes, by name.
     """
 
     tensors: TensorFile
@@ -130,6 +141,7 @@ class Manifest:
     versions: dict[str, int] | None = field(default=None)
     previous: str | None = field(default=None)
     sites: SitesEntry = field(default_factory=SitesEntry)
+    packed: dict[str, PackedEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -143,6 +155,8 @@ class Manifest:
         }
         if self.sites.owners:
             values["sites"] = sites_values(self.sites)
+        if self.packed:
+            values["packed"] = {name: vars(entry) for name, entry in self.packed.items()}
         return json.dumps(values, indent=2).encode()
 
 
@@ -299,7 +313,18 @@ def _manifest(values: Any) -> Manifest:
         None if versions is None else mapping_of(versions, "versions", number),
         None if previous is None else _own_name(previous, "previous"),
         _sites(values.get("sites"), "sites"),
+        {} if values.get("packed") is None else mapping_of(values["packed"], "packed", _packed),
     )
+
+
+def _packed(values: Any, place: str) -> PackedEntry:
+    quantizer, shape, dtype, scale = keys_of(values, place, "quantizer", "shape", "dtype", "packed_scale")
+    if not isinstance(shape, list):
+        raise UnexpectedValue(f"{place}.shape is {shape!r:.80}, not a list")
+    if not isinstance(scale, bool):
+        raise UnexpectedValue(f"{place}.packed_scale is {scale!r:.80}, not true or false")
+    sizes = [number(size, f"{place}.shape") for size in shape]
+    return PackedEntry(text(quantizer, f"{place}.quantizer"), sizes, text(dtype, f"{place}.dtype"), scale)
 
 
 def _tensor_file(values: Any) -> TensorFile:

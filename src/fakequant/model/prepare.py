@@ -71,7 +71,8 @@ def prepare(
         ConfigError: a rule matches nothing, the model is already prepared, or a layer cannot be quantized as its rule
             says (names the layer).
         The model's own errors: there is an example, and the model cannot run with it.
-        The model is unchanged after any error or interrupt.
+
+    The model is unchanged after any error or interrupt.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "int8", skip=["2"])
     >>> model[0]
