@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo accuracy docs wheel clean
+.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo accuracy docs site wheel clean
 
 setup: $(STAMP)
 
@@ -87,6 +87,13 @@ accuracy: setup $(PEERS)
 
 docs: setup
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/methods.py
+
+# The site, into build/site; a warning is an error.
+site: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	$(BIN)/python docs/gallery.py build/gallery
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Two wheels, into dist/: with the kernels, for Python from 3.10 on and this platform, as its symbols let auditwheel name
 # it; and without them, for every platform. torch's libraries are not packed: the torch that is installed has them.

@@ -60,7 +60,8 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
         CalibrationError: no batches, inputs that are not calibrated, or an error that is not finite (names the block).
-        The model is unchanged after any error or interrupt.
+
+    The model is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
     0

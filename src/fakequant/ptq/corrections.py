@@ -40,7 +40,8 @@ def reestimate_batch_norm(
     Raises:
         ConfigError: the model has no batch normalisation with statistics.
         CalibrationError: no batches, a single position, or an input with NaN or inf (names the layer).
-        The model is unchanged after any error or interrupt.
+
+    The model is unchanged after any error or interrupt.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(1))
     >>> reestimate_batch_norm(model, [torch.tensor([[1.0], [2.0]]), torch.tensor([[6.0], [7.0]])])

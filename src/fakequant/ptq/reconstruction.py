@@ -114,7 +114,8 @@ def reconstruct_block(
     Raises:
         ConfigError: an unknown preset, or numbers of inputs and targets that differ.
         CalibrationError: the loss is not finite.
-        The block is unchanged after any error or interrupt.
+
+    The block is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
     0

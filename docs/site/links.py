@@ -1,0 +1,59 @@
+"""A hook of mkdocs: pages of the repository's root join the site, and links between both places work in it."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+# Files outside docs/, by their path in the repository, and where the site has them.
+JOINED = {
+    "README.md": "overview.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "LICENSE.txt",
+    **{f"examples/{path.name}": f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")},
+}
+_ORIGINAL = {to: source for source, to in JOINED.items()}
+_LINK = re.compile(r"(\]\()([^)#\s]+)")
+
+
+GALLERY = ROOT / "build" / "gallery"
+"""Where `python docs/gallery.py build/gallery` writes the reports that docs/gallery.md links to."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files outside docs/."""
+    from mkdocs.structure.files import File
+
+    reports = {f"build/gallery/{path.name}": f"gallery/{path.name}" for path in GALLERY.glob("*.html")}
+    for source, to in (JOINED | reports).items():
+        files.append(File.generated(config, to, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Turn links that work in the repository into links of the site."""
+    here = page.file.src_uri
+    return _LINK.sub(lambda found: found[1] + moved(found[2], here), markdown)
+
+
+def moved(link: str, here: str) -> str:
+    """A link of a page, given by its path in the site, as the site has it.
+
+    >>> moved("docs/guide.md", "overview.md"), moved("../README.md", "index.md"), moved("onnx.md", "guide.md")
+    ('guide.md', 'overview.md', 'onnx.md')
+    """
+    if "://" in link:
+        return link
+    folder = posixpath.dirname(_ORIGINAL.get(here, f"docs/{here}"))
+    target = posixpath.normpath(posixpath.join(folder, link))
+    to = JOINED.get(target, target.removeprefix("docs/"))
+    return posixpath.relpath(to, posixpath.dirname(here) or ".")
