@@ -111,6 +111,11 @@ def config(*ops: str, name: str = "INT8") -> fq.Config:
     )
 
 
+def only(*ops: str) -> fq.Config:
+    """A configuration that quantizes these functions alone."""
+    return fq.Config("functions", (fq.Rule("*", input="int8", weight="int8 per_channel(0)", ops=ops),))
+
+
 def example(seed: int = 1, tokens: int = 5, batch: int = 3) -> Tensor:
     """An input [n, tokens, 8]."""
     return torch.randn(batch, tokens, 8, generator=torch.Generator().manual_seed(seed))
