@@ -1,11 +1,15 @@
 """Calls belong to their quantizers by their order: another order than planned is an error, never another scale."""
 
+import copy
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import ConfigError, SiteError
+from fakequant.errors import ConfigError, CoverageWarning, SiteError
 from fakequant.model.sites import site_plan
 from tests.support.functional_models import assert_same_bits, only, quantized
 
@@ -147,3 +151,105 @@ def test_calls_without_floats_are_not_counted() -> None:
     plan = str(site_plan(fq.prepare(other, "int8", x, target="onnxruntime")))
     assert plan == str(site_plan(model))
     assert plan.startswith("_sites.add_0: ")
+
+
+class Trains(nn.Module):
+    """Additions of which one is in both modes, one in eval mode and one in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.training:
+            x = x + torch.ones(4) * 100
+            x = x * (x + 1.5).cos()
+        else:
+            x = x + x.sin()
+        return x + self.head(x)
+
+
+def test_calls_of_training_mode_never_get_the_scale_of_another() -> None:
+    x = torch.randn(1, 4)
+    with pytest.warns(CoverageWarning, match=r"also calls 2 x add, which stay in float and does not call add_0\. If"):
+        model = fq.prepare(nn.Sequential(Trains()), only("add"), example=x)
+    fq.calibrate(model, [x])
+    owner, site = model[0], model[0]._sites
+    plan = site_plan(model)
+    assert (plan.steps, plan.training_keys) == ({"0": ("add", "add")}, {"0": ("add_", "add_", "add_1")})
+    assert model.training
+    assert not owner.norm.num_batches_tracked
+    with torch.no_grad():
+        for training in (False, True):
+            owner.train(training)
+            owner.norm.eval()
+            y = owner.norm(x)
+            if training:
+                y = y + torch.ones(4) * 100
+                y = y * (y + 1.5).cos()
+            else:
+                y = site.add_0.input(y) + site.add_0.other(y.sin())
+            assert torch.equal(model(x), site.add_1.input(y) + site.add_1.other(owner.head(y)))
+
+
+def test_sequences_of_training_mode_are_copied_and_stored(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    model = quantized(nn.Sequential(Trains()), x, rules=only("add"))
+    fq.save(model, tmp_path)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fq.load(nn.Sequential(Trains()), tmp_path)]
+    for made in copies:
+        assert site_plan(made) == site_plan(model)
+        assert_same_bits([made.train()(x)], [copy.deepcopy(model).train()(x)])
+    torch.compiler.reset()
+    compiled = torch.compile(copy.deepcopy(model).train(), fullgraph=True, backend="eager")
+    assert_same_bits([compiled(x)], [copy.deepcopy(model).train()(x)])
+
+
+class Rounds(nn.Module):
+    """Leaves rounds out while it trains, as stochastic depth does."""
+
+    kept = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(3):
+            if not self.training or number in self.kept:
+                x = x + x.sin() * number
+        return x
+
+
+def test_loops_that_are_shorter_in_training_mode_stay_in_float_there() -> None:
+    x = torch.randn(2, 4)
+    plain = Rounds()
+    plain.kept = (0, 2)
+    model = quantized(plain, x, rules=only("add"))
+    assert site_plan(model).training_keys == {"": ("add_", "add_")}
+    assert torch.equal(model.train()(x), plain.train()(x))
+    model.kept = (1,)
+    with pytest.raises(SiteError, match=r"planned: add, add \(in training mode\)\n  called:  add\n"):
+        model(x)
+
+
+def test_branches_that_are_drawn_in_training_mode_are_refused() -> None:
+    x = torch.randn(2, 4)
+    model = quantized(Rounds(), x, rules=only("add"))
+    assert site_plan(model).training_keys == {}
+    model.train()(x)
+    model.kept = (1, 2)
+    with pytest.raises(SiteError, match=r"planned: add, add, add\n  called:  add, add\n"):
+        model(x)
+
+
+def test_models_that_need_labels_in_training_mode() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            if self.training:
+                assert labels is not None
+                return (x + x.sin() + labels).sum()
+            return x + x.sin()
+
+    model = quantized(Loss(), torch.ones(3), rules=only("add"))
+    with pytest.raises(SiteError, match=r"planned: add\n  called:  add, add \(so far\)\n"):
+        model.train()(torch.ones(3), torch.ones(3))
+    assert model.eval()._sites.add_0.training is False

@@ -101,6 +101,7 @@ class OwnerEntry:
     type: str
     steps: list[str]
     sites: dict[str, SiteEntry]
+    training_keys: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def sites_values(sites: SitesEntry) -> dict[str, Any]:
                 "type": owner.type,
                 "steps": owner.steps,
                 "sites": {key: _site_values(site) for key, site in owner.sites.items()},
+                **({} if owner.training_keys is None else {"training_keys": owner.training_keys}),
             }
             for path, owner in sites.owners.items()
         },
@@ -366,8 +368,12 @@ def _sites(values: Any, place: str) -> SitesEntry:
 
 def _owner(values: Any, place: str) -> OwnerEntry:
     kind, steps, sites = keys_of(values, place, "type", "steps", "sites")
+    trained = values.get("training_keys")
     return OwnerEntry(
-        text(kind, f"{place}.type"), texts(steps, f"{place}.steps"), mapping_of(sites, f"{place}.sites", _site)
+        text(kind, f"{place}.type"),
+        texts(steps, f"{place}.steps"),
+        mapping_of(sites, f"{place}.sites", _site),
+        None if trained is None else texts(trained, f"{place}.training_keys"),
     )
 
 

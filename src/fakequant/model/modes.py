@@ -40,3 +40,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with restore_after(attributes_of(training, "training")):
         model.eval()
         yield
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """A context in which every module is in training mode; each module's own mode comes back.
+
+    Batch normalisations stay in eval mode: one sample may have no variance, for which they raise.
+    """
+    with restore_after(attributes_of(model.modules(), "training")):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.training = False
+        yield

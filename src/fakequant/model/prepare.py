@@ -16,10 +16,11 @@ from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
-from fakequant.model.placement import place
+from fakequant.model.placement import Placement, place
 from fakequant.model.presets import find_preset
 from fakequant.model.recorded_products import recorded_products
 from fakequant.model.recording import Recording, record
+from fakequant.model.site_training import with_training
 from fakequant.model.sites import SitePlan, apply_sites, plan_sites
 from fakequant.model.targets import find_target
 from fakequant.model.ties import untied
@@ -158,11 +159,10 @@ def _planned(model: nn.Module, config: Config, target: str | None, example: Any,
     recording = record(model, lambda: model(*args, **kwargs))
     if not places:
         return _Planned(held, None, [], recording)
-    if table is None:
-        return _Planned(held, plan_sites(model, config, recording), [], recording)
-    placement = place(model, config, recording, table, held)
+    placement = Placement({}, held) if table is None else place(model, config, recording, table, held)
     sites = plan_sites(model, config, recording, placement.sites)
-    return _Planned(placement.layers, sites, placement.notes, recording)
+    sites, note = with_training(model, sites, recording, lambda: model(*args, **kwargs))
+    return _Planned(placement.layers, sites, [*placement.notes, *note], recording)
 
 
 def _quantizes_inputs(config: Config) -> bool:

@@ -6,11 +6,13 @@ is known by the identity of the tensor, for which all tensors of the run are kep
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -59,6 +61,8 @@ class Call:
         inputs: all tensor arguments.
         outputs: all tensors of the result.
         multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
+        where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
+            quantized.
     """
 
     number: int
@@ -70,6 +74,7 @@ class Call:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     multiplications: int = 0
+    where: tuple[tuple[CodeType, int], ...] = ()
 
     @property
     def site(self) -> tuple[str | None, str, int]:
@@ -108,8 +113,13 @@ _WITH_PRODUCTS = frozenset({"multi_head_attention_forward"})
 _SITES = frozenset(called.function.name for called in CALLED_AS.values())
 
 
-def record(model: nn.Module, run: Callable[[], object]) -> Recording:
+def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any] = evaluating) -> Recording:
     """Run a model in eval mode without gradients, and note what it calls; the model is as before.
+
+    Args:
+        model: a float model.
+        run: calls it.
+        mode: the context in which it runs; `evaluating` or `training`.
 
     >>> class Residual(nn.Module):
     ...     def forward(self, x):
@@ -124,7 +134,7 @@ def record(model: nn.Module, run: Callable[[], object]) -> Recording:
     with (
         restore_after(_with_buffers(model)),
         torch.random.fork_rng(devices),
-        evaluating(model),
+        mode(model),
         torch.no_grad(),
         recorder.following(),
         not_compiled(),
@@ -160,6 +170,7 @@ class _Recorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}
         self.alive: list[Tensor] = []
         self.running: list[tuple[str | None, int]] = []
+        self.followed: CodeType | None = None
         self.counts: Counter[tuple[str | None, int, str]] = Counter()
         for parameter in model.parameters():
             self._new(parameter, None, constant=True)
@@ -187,11 +198,27 @@ class _Recorder(TorchFunctionMode):
         if result is None:  # `x[i] = y`, which changes its first argument
             made = arguments[:1]
         if made or called is not None:
-            self._note(name, numbers, inputs, made, count)
+            where = () if called is None else self._where()
+            self._note(name, numbers, inputs, made, count, where)
         return result
 
+    def _where(self) -> tuple[tuple[CodeType, int], ...]:
+        """The places in the code that run, from the call of the function up to the `forward` of its owner."""
+        places = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not self.followed:
+            places.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return tuple(places)
+
     def _note(
-        self, name: str, operands: dict[str, int], inputs: tuple[int, ...], made: list[Tensor], count: int
+        self,
+        name: str,
+        operands: dict[str, int],
+        inputs: tuple[int, ...],
+        made: list[Tensor],
+        count: int,
+        where: tuple[tuple[CodeType, int], ...],
     ) -> None:
         recording = self.recording
         owner, visit = self.running[-1] if self.running else (None, 0)
@@ -201,7 +228,7 @@ class _Recorder(TorchFunctionMode):
         outputs = tuple(self._new(tensor, number, constant=constant) for tensor in made)
         index = self.counts[owner, visit, name]
         self.counts[owner, visit, name] += 1
-        recording.calls.append(Call(number, owner, visit, name, index, operands, inputs, outputs, count))
+        recording.calls.append(Call(number, owner, visit, name, index, operands, inputs, outputs, count, where))
 
     def value_of(self, tensor: Tensor) -> int:
         """The number of a tensor's value as it is now."""
@@ -251,6 +278,7 @@ class _Recorder(TorchFunctionMode):
             finally:
                 self._leave()
 
+        self.followed = run.__code__  # type: ignore[attr-defined]  one code for all modules
         return run
 
     def _enter_hooks(self) -> None:

@@ -81,11 +81,13 @@ class SitePlan:
         sites: in the order of the run.
         steps: for every owner the functions that have sites in it, in the order of all their calls in one `forward`.
         shielded: the modules that owners call, whose own calls are not theirs.
+        training_keys: the calls in training mode, of the owners in which they are others: see `Sites`.
     """
 
     sites: tuple[PlannedSite, ...] = ()
     steps: dict[str, tuple[str, ...]] = field(default_factory=dict)
     shielded: tuple[str, ...] = ()
+    training_keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
@@ -185,7 +187,7 @@ def complete_plan(
                 f"{owner or 'the model'}: a forward of its own (a hook's) would bypass the quantizers of its "
                 "functions; remove the hook, or leave the functions in float by a rule"
             )
-    return SitePlan(sites, steps, _shielded(modules, recording, steps))
+    return SitePlan(sites, steps, shielded_modules(modules, recording.called, steps))
 
 
 def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
@@ -247,7 +249,9 @@ def _steps(recording: Recording, owner: str, functions: set[str]) -> tuple[str, 
     return visits[0]
 
 
-def _shielded(modules: Mapping[str, nn.Module], recording: Recording, owners: Iterable[str]) -> tuple[str, ...]:
+def shielded_modules(
+    modules: Mapping[str, nn.Module], called: Mapping[str, list[str]], owners: Iterable[str]
+) -> tuple[str, ...]:
     """The modules that owners call, or may call in training mode."""
     shielded: dict[str, None] = {}
     owners = set(owners)
@@ -264,7 +268,7 @@ def _shielded(modules: Mapping[str, nn.Module], recording: Recording, owners: It
             shielded[path] = None
 
     for owner in owners:
-        for path in recording.called.get(owner, []):
+        for path in called.get(owner, []):
             add(path)
         for name, _ in modules[owner].named_children():
             add(f"{owner}.{name}" if owner else name)
@@ -289,7 +293,8 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
                 sites[site.key] = Site(site.function, site.operands, held)
         if unknown := sorted(set(sites) - set(site_keys(steps))):
             raise ConfigError(f"{owner or 'the model'} has no calls {', '.join(unknown)}")
-        add_sites(modules[owner], Sites(owner, steps, sites).train(modules[owner].training))
+        made = Sites(owner, steps, sites, plan.training_keys.get(owner))
+        add_sites(modules[owner], made.train(modules[owner].training))
     for path in plan.shielded:
         shield(modules[path])
 
@@ -333,7 +338,8 @@ def site_plan(model: nn.Module) -> SitePlan:
                     held[name] = SiteQuantizer(tensor, quantizer.kind, group, _fixed_of(quantizer))
                 planned.append(PlannedSite(owner, site.function, index, site.operands, held))
     shielded = tuple(path for path, module in model.named_modules() if is_shielded(module))
-    return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded)
+    trained = {owner: own.training_keys for owner, own in owners.items() if own.training_keys is not None}
+    return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded, trained)
 
 
 def _fixed_of(quantizer: Quantizer) -> tuple[float, int] | None:

@@ -19,14 +19,14 @@ from fakequant.model.sites import PlannedSite, SitePlan, SiteQuantizer, apply_si
 from fakequant.nn.forms import bypasses_class
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.site_functions import SITE_FUNCTIONS
-from fakequant.nn.sites import site_keys
+from fakequant.nn.sites import functions_of, site_keys
 
 
 def sites_entry(model: nn.Module) -> SitesEntry:
     """What a manifest says of the sites of a model."""
     plan = site_plan(model)
     owners = {
-        path: OwnerEntry(type(model.get_submodule(path)).__name__, list(steps), {})
+        path: OwnerEntry(type(model.get_submodule(path)).__name__, list(steps), {}, _listed(plan, path))
         for path, steps in plan.steps.items()
     }
     for site in plan.sites:
@@ -62,9 +62,8 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
                 f"the model's module {shown} has a forward of its own (a hook's), which would bypass the quantizers of "
                 "its functions; remove the hook before load"
             )
-        unknown = sorted({*owner.steps} - {*SITE_FUNCTIONS}) or sorted(
-            {*owner.sites} - {*site_keys(tuple(owner.steps))}
-        )
+        steps = (*owner.steps, *functions_of(owner.training_keys or ()))
+        unknown = sorted({*steps} - {*SITE_FUNCTIONS}) or sorted({*owner.sites} - {*site_keys(tuple(owner.steps))})
         if unknown:
             raise CheckpointError(
                 f"the checkpoint's module {shown} has quantizers of the calls {', '.join(unknown)}, which are not "
@@ -89,7 +88,10 @@ def restore_sites(model: nn.Module, entry: SitesEntry) -> None:
         for key, site in owner.sites.items()
     ]
     steps = {path: tuple(owner.steps) for path, owner in entry.owners.items()}
-    apply_sites(model, SitePlan(tuple(planned), steps, tuple(entry.shielded)))
+    trained = {
+        path: tuple(owner.training_keys) for path, owner in entry.owners.items() if owner.training_keys is not None
+    }
+    apply_sites(model, SitePlan(tuple(planned), steps, tuple(entry.shielded), trained))
     done: set[Quantizer] = set()
     for path, stored in site_quantizers(entry).items():
         quantizer = model.get_submodule(path)
@@ -100,6 +102,11 @@ def restore_sites(model: nn.Module, entry: SitesEntry) -> None:
             quantizer.pinned = path in pinned
             if (learned := stored.make_learned()) is not None:
                 quantizer.attach_learned(learned)
+
+
+def _listed(plan: SitePlan, owner: str) -> list[str] | None:
+    keys = plan.training_keys.get(owner)
+    return None if keys is None else list(keys)
 
 
 def _function(key: str) -> tuple[str, int]:

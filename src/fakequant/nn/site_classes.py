@@ -53,7 +53,7 @@ def _owner_class(cls: type[Any]) -> type[Any]:
     @wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer = pause()
-        mode = SiteMode(self._modules[SITES])
+        mode = SiteMode(self._modules[SITES], self.training)
         try:
             with mode:
                 result = inner(self, *args, **kwargs)

@@ -9,7 +9,7 @@ mode sees the calls of its owner alone. No function of torch is replaced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -83,14 +83,24 @@ class Sites(nn.Module):
         owner: the path of the module, for messages.
         steps: the functions that have sites here, in the order of all their calls in one `forward`.
         keys: for every step the name of its site, "add_0" for the first addition, whether it has one or not.
+        training_keys: those of the sequence in training mode, "add_" for an addition that eval mode does not have;
+            None where it is the same.
     """
 
-    def __init__(self, owner: str, steps: tuple[str, ...], sites: dict[str, Site]) -> None:
+    def __init__(
+        self,
+        owner: str,
+        steps: tuple[str, ...],
+        sites: dict[str, Site],
+        training_keys: tuple[str, ...] | None = None,
+    ) -> None:
         super().__init__()
         self.owner = owner
         self.steps = steps
         self.keys = site_keys(steps)
-        self.counted = frozenset(steps)
+        self.training_keys = training_keys
+        self.training_steps = steps if training_keys is None else functions_of(training_keys)
+        self.counted = frozenset((*steps, *self.training_steps))
         for name, site in sites.items():
             self.add_module(name, site)
 
@@ -109,6 +119,15 @@ def site_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
     ('add_0', 'softmax_0', 'add_1')
     """
     return tuple(f"{name}_{steps[:place].count(name)}" for place, name in enumerate(steps))
+
+
+def functions_of(keys: Iterable[str]) -> tuple[str, ...]:
+    """The functions that keys name.
+
+    >>> functions_of(("add_0", "layer_norm_1", "add_"))
+    ('add', 'layer_norm', 'add')
+    """
+    return tuple(key.rpartition("_")[0] for key in keys)
 
 
 def is_operand(value: object) -> bool:
@@ -161,9 +180,12 @@ def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[t
 class SiteMode(TorchFunctionMode):
     """What one `forward` of an owner has called so far; made anew for every call, so that threads share nothing."""
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: Sites, training: bool) -> None:
         super().__init__()
         self.sites = sites
+        other = sites.training_keys if training else None
+        self.keys = sites.keys if other is None else other
+        self.steps = sites.steps if other is None else sites.training_steps
         self.place = 0
         self.context = None if torch.compiler.is_compiling() else _context()
 
@@ -176,10 +198,10 @@ class SiteMode(TorchFunctionMode):
             # torch's compiler cannot trace the method under any mode: it calls `super()`.
             return (torch.unflatten if func is Tensor.unflatten else func)(*args, **kwargs)
         sites, place = self.sites, self.place
-        if place >= len(sites.steps) or sites.steps[place] != called.function.name:
-            raise SiteError(_other_calls(sites, (*sites.steps[:place], called.function.name), unfinished=True))
+        if place >= len(self.steps) or self.steps[place] != called.function.name:
+            raise SiteError(_other_calls(self, (*self.steps[:place], called.function.name), unfinished=True))
         self.place = place + 1
-        site: Any = sites._modules.get(sites.keys[place])
+        site: Any = sites._modules.get(self.keys[place])
         if site is None:
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling() and self.context != _context():
@@ -188,8 +210,8 @@ class SiteMode(TorchFunctionMode):
 
     def finish(self) -> None:
         """Raise if `forward` returned before all planned calls came."""
-        if self.place != len(self.sites.steps):
-            raise SiteError(_other_calls(self.sites, self.sites.steps[: self.place]))
+        if self.place != len(self.steps):
+            raise SiteError(_other_calls(self, self.steps[: self.place]))
 
     def _refuse_recomputed(self) -> None:
         """Raise if `forward` checkpoints a function of its own: its backward would call it again outside of it."""
@@ -258,10 +280,11 @@ def float_rule(sites: Sites) -> str:
     return f"Rule({sites.owner or '*'!r}, ops=({ops},))"
 
 
-def _other_calls(sites: Sites, came: tuple[str, ...], *, unfinished: bool = False) -> str:
+def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = False) -> str:
+    sites = mode.sites
     return (
         f"{sites.owner or 'the model'} calls functions that have quantizers in another order than planned.\n"
-        f"  planned: {', '.join(sites.steps)}\n"
+        f"  planned: {', '.join(mode.steps) or 'none'}{'' if mode.keys is sites.keys else ' (in training mode)'}\n"
         f"  called:  {', '.join(came) or 'none'}{' (so far)' if unfinished else ''}\n"
         "Quantizers belong to calls by their order, so that none would fit. Run the model as with the example that was "
         "given to fakequant.prepare, or prepare it with an example that takes this path; move a branch, or a loop "

@@ -1,0 +1,96 @@
+"""The sites of a model in training mode, where owners may call other functions than in eval mode.
+
+A call is the same in both modes if it stands at the same place in the code and comes as often. Other calls stay in
+float in training mode: they are no part of the model that runs later, and no scale of another call would fit them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fakequant.model.modes import training
+from fakequant.model.recording import Call, Recording, record
+from fakequant.model.sites import SitePlan, shielded_modules
+from fakequant.nn.sites import site_keys
+
+_NAMED = 3
+
+
+def with_training(
+    model: nn.Module, plan: SitePlan, recording: Recording, run: Callable[[], object]
+) -> tuple[SitePlan, list[str]]:
+    """A plan with the sequences of training mode, and a line for the user where they differ.
+
+    A model that cannot run in training mode with the example, because it wants labels there, has the plan of eval mode.
+
+    Args:
+        model: the float model.
+        plan: of its sites in eval mode.
+        recording: of the run in eval mode.
+        run: calls the model.
+    """
+    if not plan.steps:
+        return plan, []
+    try:
+        trained = record(model, run, training)
+    except Exception:  # whatever a model raises that is called without its labels
+        return plan, []
+    keys = {owner: _keys(plan, owner, recording, trained) for owner in plan.steps}
+    other = {owner: found for owner, found in keys.items() if found != site_keys(plan.steps[owner])}
+    modules = dict(model.named_modules())
+    shielded = {*plan.shielded, *shielded_modules(modules, trained.called, plan.steps)}
+    in_order = tuple(path for path in modules if path in shielded)
+    return replace(plan, shielded=in_order, training_keys=other), _note(plan, other)
+
+
+def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) -> tuple[str, ...]:
+    """The keys of an owner's calls in training mode; as in eval mode where training mode does not call the owner."""
+    usual = site_keys(plan.steps[owner])
+    visits = trained.of_owner(owner)
+    if not visits:
+        return usual
+    counted = set(plan.steps[owner])
+    before = _by_place([call for call in recording.of_owner(owner)[0] if call.function in counted], usual)
+    calls = [call for call in visits[0] if call.function in counted]
+    now = _by_place(calls, range(len(calls)))
+    keys = [f"{call.function}_" for call in calls]
+    for place, numbers in now.items():
+        same = before.get(place, [])
+        if len(same) == len(numbers):  # of a loop with another length it is unknown which rounds are left out
+            for number, key in zip(numbers, same, strict=True):
+                keys[number] = key
+    return tuple(keys)
+
+
+def _by_place(calls: Sequence[Call], names: Sequence[Any]) -> dict[Any, list[Any]]:
+    """Names of calls by function and place in the code."""
+    places: dict[Any, list[Any]] = {}
+    for call, name in zip(calls, names, strict=True):
+        places.setdefault((call.function, call.where), []).append(name)
+    return places
+
+
+def _note(plan: SitePlan, other: dict[str, tuple[str, ...]]) -> list[str]:
+    """One line that says which calls differ."""
+    sites = {owner: [site.key for site in plan.sites if site.owner == owner] for owner in other}
+    parts = []
+    for owner, keys in other.items():
+        counts = Counter(key.removesuffix("_") for key in keys if key.endswith("_"))
+        added = [f"{count} x {name}" if count > 1 else name for name, count in counts.items()]
+        lost = [key for key in sites[owner] if key not in keys]
+        said = [f"also calls {', '.join(added)}, which stay in float"] if added else []
+        said += [f"does not call {', '.join(lost)}"] if lost else []
+        if said:
+            parts.append(f"{owner or 'the model'} {' and '.join(said)}")
+    if not parts:
+        return []
+    more = f"; and {len(parts) - _NAMED} more modules differ" if len(parts) > _NAMED else ""
+    return [
+        f"in training mode other functions run than in eval mode: {'; '.join(parts[:_NAMED])}{more}. If such a call "
+        "computes the same in both modes, write it once, outside of the branch"
+    ]
