@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CheckpointError, ConfigError
+from fakequant.errors import CheckpointError, ConfigError, CoverageWarning, ExportError
 from fakequant.model import qat
 from fakequant.model.sites import site_plan
 from tests.support.functional_models import config, example, float_network, quantized
@@ -237,8 +237,30 @@ def test_rules_leave_owners_without_sites_alone() -> None:
 
 def test_copies_of_a_graph_module_would_lose_its_sites() -> None:
     traced = torch.fx.symbolic_trace(Residual())
-    with pytest.raises(ConfigError, match=r"copies of a .* would lose the quantizers"):
+    with pytest.raises(ConfigError, match=r"the model: a torch.fx.GraphModule .* would lose the quantizers"):
         fq.prepare(traced, fq.Config("", (fq.Rule("*", input="int8", ops=("add",)),)), example=X)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_models_that_torch_export_made_are_refused(inner: bool) -> None:
+    exported = torch.export.export(Residual(), (X,)).module()
+    made = nn.Sequential(nn.Linear(4, 4), exported) if inner else exported
+    with pytest.raises(ConfigError, match=rf"^{'1' if inner else 'the model'} was made by torch.export and has no lay"):
+        fq.prepare(made, "INT8", example=X)
+    if not inner:
+        with pytest.raises(ConfigError, match=r"made by torch\.export"):
+            fq.prepare(torch.export.unflatten(torch.export.export(Residual(), (X,))), "INT8")
+
+
+def test_layers_of_a_traced_model_are_quantized_and_its_functions_named() -> None:
+    with pytest.warns(
+        CoverageWarning, match=r"with 50 % of the multiply-accumulates have inputs in float: matmul 50 %"
+    ):
+        made = fq.prepare(torch.fx.symbolic_trace(Residual()), "INT8", example=X)
+    fq.calibrate(made, [X])
+    assert [str(left) for left in fq.unquantized(made, X, products_only=True)] == [
+        "(model): matmul, 2 of 2 inputs in float"
+    ]
 
 
 def test_transformers_saves_and_loads_sites(tmp_path: Path) -> None:
@@ -268,3 +290,51 @@ def test_encoders_of_torch_leave_their_fast_paths() -> None:
         without = made(example())
     assert torch.equal(without, made(example()).detach())
     assert not torch.equal(without, copy.deepcopy(layer)(example()))
+
+
+class Scores(nn.Module):
+    """Products without a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x @ x.transpose(-1, -2) @ x, -1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("traced", [False, True])
+def test_products_inside_of_scripted_modules_are_named(traced: bool) -> None:
+    inner = torch.jit.trace(Scores(), (X,)) if traced else torch.jit.script(Scores())
+    with pytest.warns(CoverageWarning, match=r"^modules of torch\.jit compute in float what no run shows.*: 1\. Prep"):
+        made = fq.prepare(nn.Sequential(nn.Linear(4, 4), inner), "INT8", example=X)
+    fq.calibrate(made, [X])
+    assert made(X).shape == X.shape
+    if traced:
+        names = [operation.name for operation in fq.unquantized(made, X, products_only=True)]
+        assert names == ["matmul", "matmul"]
+    else:
+        with pytest.raises(ExportError, match=r"^1 is a module of torch\.jit\.script, into which torch\.export cannot"):
+            fq.summary(made, X)
+
+
+@torch.library.custom_op("fakequant_tests::product", mutates_args=())
+def opaque_product(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+@opaque_product.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+def test_operators_that_cannot_be_looked_into_are_named() -> None:
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return opaque_product(x, self.w)
+
+    made = fq.prepare(nn.Sequential(nn.Linear(4, 4), Opaque()), "INT8", example=X)
+    assert [str(left) for left in fq.unquantized(made, X)] == ["1: product, 1 of 1 inputs in float"]
+    traced = fq.prepare(nn.Sequential(torch.fx.symbolic_trace(Scores()), nn.Linear(4, 4)), "INT8", example=X)
+    assert [left.name for left in fq.unquantized(traced, X)] == ["matmul", "matmul", "softmax"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import ConfigError, CoverageWarning, SiteError
+from fakequant.errors import CheckpointError, ConfigError, CoverageWarning, SiteError
 from fakequant.model.sites import site_plan
 from tests.support.functional_models import assert_same_bits, only, quantized
 
@@ -253,3 +253,63 @@ def test_models_that_need_labels_in_training_mode() -> None:
     with pytest.raises(SiteError, match=r"planned: add\n  called:  add, add \(so far\)\n"):
         model.train()(torch.ones(3), torch.ones(3))
     assert model.eval()._sites.add_0.training is False
+
+
+def test_a_compiled_loop_of_another_length_is_refused() -> None:
+    x = torch.randn(4, 4)
+    model = quantized(Loop(), x, rules=only("add"))
+    model.times = 3
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"planned: add, add\n *called:  add, add, add \(so far\)"):
+        torch.compile(model, fullgraph=True, backend="eager")(x)
+
+
+@pytest.mark.parametrize(("times", "called"), [(0, "none"), (1, "add")])
+def test_a_checkpoint_whose_sites_vanished_is_refused_in_its_first_call(
+    times: int, called: str, tmp_path: Path
+) -> None:
+    x = torch.randn(4, 4)
+    fq.save(quantized(nn.Sequential(Loop()), x, rules=only("add")), tmp_path)
+    plain = nn.Sequential(Loop())
+    plain[0].times = times
+    with pytest.raises(SiteError, match=rf"planned: add, add\n  called:  {called}\n"):
+        fq.load(plain, tmp_path)(x)
+
+
+class Parent(nn.Module):
+    """Adds what its child makes."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.get_submodule("renamed" if hasattr(self, "renamed") else "child")(x)
+
+
+def test_a_renamed_child_keeps_its_sites_and_is_refused_in_a_checkpoint(tmp_path: Path) -> None:
+    x = torch.randn(4, 4)
+    model = quantized(Parent(Loop()), x, rules=only("add"))
+    expected = model(x)
+    fq.save(model, tmp_path)
+    model.renamed = model.child
+    del model.child
+    assert_same_bits([model(x)], [expected])
+    assert [site.path for site in site_plan(model).sites] == [
+        "_sites.add_0",
+        "renamed._sites.add_0",
+        "renamed._sites.add_1",
+    ]
+    other = Parent(Loop())
+    other.renamed = other.child
+    del other.child
+    with pytest.raises(CheckpointError, match=r"has modules that the model lacks: child"):
+        fq.load(other, tmp_path)
+
+
+def test_a_child_that_was_replaced_after_prepare_is_refused() -> None:
+    x = torch.randn(4, 4)
+    model = quantized(Parent(Loop()), x, rules=only("add"))
+    model.child = Loop()
+    with pytest.raises(SiteError, match=r"planned: add\n  called:  add, add \(so far\)\n"):
+        model(x)

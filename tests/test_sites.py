@@ -5,6 +5,8 @@ import io
 import pickle
 import threading
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,29 @@ def test_compiled_in_one_graph(network: Network, backend: str) -> None:
     compiled = torch.compile(network, fullgraph=True, backend=backend)
     by_hand = torch.compile(network.by_hand, fullgraph=True, backend=backend)
     assert torch.equal(compiled(example(7)), by_hand(example(7)))
+
+
+@sweep("backend", full(["aot_eager", "inductor"]), [])
+def test_compiled_training_steps(network: Network, backend: str) -> None:
+    torch.compiler.reset()
+    ours, hand = fresh(network).train(), fresh(network).train()
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    by_hand = torch.compile(hand.by_hand, fullgraph=True, backend=backend)
+    assert_same_bits(gradients(ours, compiled, example(7)), gradients(hand, by_hand, example(7)))
+
+
+def test_a_compiled_graph_holds_every_quantizer(network: Network) -> None:
+    counts = []
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        counts.append(sum("fake_quantize" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    block = network[0]
+    compiled = torch.compile(block, fullgraph=True, backend=count)
+    assert torch.equal(compiled(example(7)), block(example(7)))
+    assert counts == [len(fq.nn.quantizers(block))]
 
 
 @pytest.mark.parametrize("strict", [False, True])

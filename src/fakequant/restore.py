@@ -91,6 +91,8 @@ def structure_of(modules: Iterable[nn.Module]) -> Restore:
     """
     saved: list[tuple[nn.Module, type[nn.Module], dict[str, Any], list[tuple[Any, Any]]]] = []
     for module in _parts(modules):
+        if isinstance(module, torch.jit.ScriptModule):  # which nothing here changes, and which would lose its content
+            continue
         attributes = dict(vars(module))
         # torch keeps parameters and hooks in containers that other objects refer to, so their contents are restored.
         containers = [(value, value.copy()) for value in attributes.values() if isinstance(value, (dict, set))]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.paths import layer_of
+from fakequant.model.site_weights import site_weights
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode
@@ -23,7 +24,8 @@ def bake_weights(model: Model) -> Model:
     """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
 
     The model computes the same as before, without quantizing weights again in every pass. A weight that several layers
-    share, as embedding and head of a language model do, is replaced once for all of them. An interrupt is raised
+    share, as embedding and head of a language model do, is replaced once for all of them. Of functions in a model's own
+    `forward`, parameters are replaced that one call alone reads; others keep their quantizers. An interrupt is raised
     when all weights are replaced.
 
     Raises:
@@ -36,7 +38,7 @@ def bake_weights(model: Model) -> Model:
     True
     """
     refuse_sharded(model, "bake the weights of")
-    weights = quantized_weights(model)
+    weights = {**quantized_weights(model), **site_weights(model)}
     for name, weight in weights.items():
         _check(layer_of(name), weight)
     groups = _by_tensor(model, weights)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -74,6 +75,27 @@ def left_in_float(model: nn.Module, purposely: set[nn.Module], products: Sequenc
     total = sum(p.numel() for p in model.parameters() if not isinstance(p, UninitializedParameter))
     modules = {cls: counts[cls] for cls, _ in sizes.most_common()}
     return Left(modules, sum(p.numel() for p in left) / max(total, 1), in_float)
+
+
+def scripted(model: nn.Module, purposely: set[nn.Module]) -> str | None:
+    """A line on modules of torch.jit, whose products no run shows; None if there are none.
+
+    Args:
+        model: a prepared model.
+        purposely: modules that a rule leaves in float.
+    """
+    found: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") or not outer for outer in found)
+        if isinstance(module, torch.jit.ScriptModule) and module not in purposely and not inside:
+            found.append(path)
+    if not found:
+        return None
+    named = _first([path or "the model" for path in found])
+    return (
+        f"modules of torch.jit compute in float what no run shows, and are in no count of products: {named}. Prepare "
+        "the modules as they were written, and script them afterwards"
+    )
 
 
 def _is_decided(module: nn.Module) -> bool:

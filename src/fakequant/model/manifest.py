@@ -92,6 +92,7 @@ class SiteEntry:
 
     operands: list[str]
     quantizers: dict[str, SiteQuantizerEntry]
+    weights: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ def sites_values(sites: SitesEntry) -> dict[str, Any]:
 def _site_values(site: SiteEntry) -> dict[str, Any]:
     return {
         "operands": site.operands,
+        "weights": site.weights,
         "quantizers": {
             name: {
                 **_quantizer_values(held.quantizer),
@@ -379,7 +381,11 @@ def _owner(values: Any, place: str) -> OwnerEntry:
 
 def _site(values: Any, place: str) -> SiteEntry:
     operands, held = keys_of(values, place, "operands", "quantizers")
-    return SiteEntry(texts(operands, f"{place}.operands"), mapping_of(held, f"{place}.quantizers", _site_quantizer))
+    return SiteEntry(
+        texts(operands, f"{place}.operands"),
+        mapping_of(held, f"{place}.quantizers", _site_quantizer),
+        mapping_of(values.get("weights", {}), f"{place}.weights", text),
+    )
 
 
 def _site_quantizer(values: Any, place: str) -> SiteQuantizerEntry:

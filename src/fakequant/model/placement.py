@@ -144,7 +144,7 @@ class _Planner:
         return fixed if fixed is not None or config is None else SiteQuantizer(config)
 
     def _quantizer(self, one: Candidate, name: str) -> SiteQuantizer | None:
-        rule, operand = self.configs[one], operand_of(one.function, name)
+        rule, operand = self.configs[one], operand_of(one, name)
         weight = name in one.constants and SITE_FUNCTIONS[one.function].is_product
         config = rule.weight if weight else rule.input
         if config is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -13,7 +15,7 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.coverage import left_in_float
+from fakequant.model.coverage import left_in_float, scripted
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
@@ -89,6 +91,7 @@ def prepare(
         raise ConfigError(
             f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}"
         )
+    refuse_exported(model)
     preset: Config = config if isinstance(config, Config) else find_preset(config)
     config = _with_exceptions(preset, skip, rules or {})
     restore = structure_of([model])
@@ -105,13 +108,28 @@ def prepare(
         leave_fast_paths(model)
         counted = () if recording is None or not _quantizes_inputs(config) else recorded_products(model, recording)
         left = left_in_float(model, purposely, counted)
-        for note in (*notes, None if left is None else str(left), untied(model, purposely)):
+        hidden = None if recording is None else scripted(model, purposely)
+        for note in (*notes, None if left is None else str(left), hidden, untied(model, purposely)):
             if note is not None:
                 warn_user(note, CoverageWarning)
         return model
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()
         raise
+
+
+def refuse_exported(model: nn.Module) -> None:
+    """Raise for modules that torch.export made: they call operators of ATen where the model called layers."""
+    unflatten = sys.modules.get("torch.export.unflatten")
+    interpreted = () if unflatten is None else (unflatten.InterpreterModule, unflatten.UnflattenedModule)
+    for path, module in model.named_modules():
+        # torch.export forbids `train` there. What `unflatten` makes runs in a larger model, and stays in float.
+        is_graph = isinstance(module, torch.fx.GraphModule) and "train" in vars(module)
+        if is_graph or (module is model and isinstance(module, interpreted)):
+            raise ConfigError(
+                f"{path or 'the model'} was made by torch.export and has no layers and functions to quantize, but "
+                "operators of ATen; prepare the model itself, and export it afterwards"
+            )
 
 
 def _with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Config | str]) -> Config:

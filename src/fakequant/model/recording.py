@@ -63,6 +63,7 @@ class Call:
         multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
+        equation: that of an `einsum`; empty where it has none.
     """
 
     number: int
@@ -75,6 +76,7 @@ class Call:
     outputs: tuple[int, ...]
     multiplications: int = 0
     where: tuple[tuple[CodeType, int], ...] = ()
+    equation: str = ""
 
     @property
     def site(self) -> tuple[str | None, str, int]:
@@ -199,7 +201,8 @@ class _Recorder(TorchFunctionMode):
             made = arguments[:1]
         if made or called is not None:
             where = () if called is None else self._where()
-            self._note(name, numbers, inputs, made, count, where)
+            equation = args[0] if name == "einsum" and args and isinstance(args[0], str) else ""
+            self._note(name, numbers, inputs, made, count, where, equation)
         return result
 
     def _where(self) -> tuple[tuple[CodeType, int], ...]:
@@ -219,6 +222,7 @@ class _Recorder(TorchFunctionMode):
         made: list[Tensor],
         count: int,
         where: tuple[tuple[CodeType, int], ...],
+        equation: str,
     ) -> None:
         recording = self.recording
         owner, visit = self.running[-1] if self.running else (None, 0)
@@ -228,7 +232,9 @@ class _Recorder(TorchFunctionMode):
         outputs = tuple(self._new(tensor, number, constant=constant) for tensor in made)
         index = self.counts[owner, visit, name]
         self.counts[owner, visit, name] += 1
-        recording.calls.append(Call(number, owner, visit, name, index, operands, inputs, outputs, count, where))
+        recording.calls.append(
+            Call(number, owner, visit, name, index, operands, inputs, outputs, count, where, equation)
+        )
 
     def value_of(self, tensor: Tensor) -> int:
         """The number of a tensor's value as it is now."""

@@ -12,11 +12,12 @@ from torch import nn
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.recording import Call, Recording
+from fakequant.model.site_weights import parameters_of
 from fakequant.nn.forms import bypasses_class, quantized_class
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_classes import add_sites, is_shielded, shield
-from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand
+from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand, einsum_operand
 from fakequant.nn.sites import SITES, Site, Sites, site_keys, sites_of
 from fakequant.numerics.qparams import QParams
 
@@ -54,6 +55,7 @@ class PlannedSite:
         index: how many calls of it come before in the same `forward`.
         operands: the arguments that are float tensors.
         quantizers: by operand.
+        weights: the operands that are parameters which this call alone reads, with their paths in the owner.
     """
 
     owner: str
@@ -61,6 +63,7 @@ class PlannedSite:
     index: int
     operands: tuple[str, ...]
     quantizers: dict[str, SiteQuantizer]
+    weights: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -116,6 +119,8 @@ class Candidate:
     operands: tuple[str, ...]
     constants: frozenset[str]
     """The operands that are parameters, or computed from parameters alone."""
+    equation: str = ""
+    """That of an `einsum`."""
 
     @property
     def path(self) -> str:
@@ -175,7 +180,7 @@ def complete_plan(
     Raises:
         ConfigError: an owner is called with different sequences, or cannot be one.
     """
-    sites = tuple(PlannedSite(one.owner, one.function, one.index, one.operands, held) for one, held in planned)
+    sites = tuple(_planned_site(model, recording, one, held) for one, held in planned)
     counted: dict[str, set[str]] = {}
     for site in sites:
         counted.setdefault(site.owner, set()).add(site.function)
@@ -188,6 +193,14 @@ def complete_plan(
                 "functions; remove the hook, or leave the functions in float by a rule"
             )
     return SitePlan(sites, steps, shielded_modules(modules, recording.called, steps))
+
+
+def _planned_site(
+    model: nn.Module, recording: Recording, one: Candidate, held: dict[str, SiteQuantizer]
+) -> PlannedSite:
+    weights = [name for name, quantizer in held.items() if quantizer.kind is Kind.WEIGHT]
+    found = parameters_of(model, recording, (one.owner, one.function, one.index), weights)
+    return PlannedSite(one.owner, one.function, one.index, one.operands, held, found)
 
 
 def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
@@ -206,20 +219,22 @@ def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
                 constants = frozenset(
                     name for name in operands if all(recording.values[call.operands[name]].constant for call in same)
                 )
-                found.append(Candidate(owner, function, index, operands, constants))
+                found.append(Candidate(owner, function, index, operands, constants, same[0].equation))
     order = {call.site: call.number for call in reversed(recording.calls)}
     return sorted(found, key=lambda one: order[one.owner, one.function, one.index])
 
 
-def operand_of(function: str, name: str) -> Operand:
-    """What the table says of an operand; one of a list is nothing special."""
-    return next((one for one in SITE_FUNCTIONS[function].operands if one.name == name), Operand(name, 0))
+def operand_of(one: Candidate, name: str) -> Operand:
+    """What the table says of an operand, or the equation of an `einsum`; one of another list is nothing special."""
+    if one.equation:
+        return einsum_operand(one.equation, name)
+    return next((known for known in SITE_FUNCTIONS[one.function].operands if known.name == name), Operand(name, 0))
 
 
 def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:
     held: dict[str, SiteQuantizer] = {}
     for name in one.operands:
-        operand, constant = operand_of(one.function, name), name in one.constants
+        operand, constant = operand_of(one, name), name in one.constants
         weight = constant and SITE_FUNCTIONS[one.function].is_product
         config = rule.weight if weight else rule.input
         if config is not None:
@@ -227,7 +242,7 @@ def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:
             # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
             held[name] = SiteQuantizer(config.placed(axes), Kind.WEIGHT if weight else Kind.INPUT)
     if rule.output is not None:
-        features = operand_of(one.function, one.operands[0]).reduction
+        features = operand_of(one, one.operands[0]).reduction
         held["output"] = SiteQuantizer(rule.output.placed({-1: features}))
     return held
 
@@ -290,7 +305,7 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
         for site in plan.sites:
             if site.owner == owner:
                 held = {name: _made(q, f"{site.path}.{name}", shared) for name, q in site.quantizers.items()}
-                sites[site.key] = Site(site.function, site.operands, held)
+                sites[site.key] = Site(site.function, site.operands, held, site.weights)
         if unknown := sorted(set(sites) - set(site_keys(steps))):
             raise ConfigError(f"{owner or 'the model'} has no calls {', '.join(unknown)}")
         made = Sites(owner, steps, sites, plan.training_keys.get(owner))
@@ -331,12 +346,12 @@ def site_plan(model: nn.Module) -> SitePlan:
             if isinstance(site, Site):
                 index = own.steps[:place].count(site.function)
                 held: dict[str, SiteQuantizer] = {}
-                for name, quantizer in zip(site._modules, held_by(site), strict=True):
+                for name, quantizer in ((n, q) for n, q in site._modules.items() if isinstance(q, Quantizer)):
                     path = f"{site_path(owner, key)}.{name}"
                     group = first.setdefault(id(quantizer), path) if uses[id(quantizer)] > 1 else None
                     tensor = TensorConfig(quantizer.spec, quantizer.dynamic)
                     held[name] = SiteQuantizer(tensor, quantizer.kind, group, _fixed_of(quantizer))
-                planned.append(PlannedSite(owner, site.function, index, site.operands, held))
+                planned.append(PlannedSite(owner, site.function, index, site.operands, held, site.weights))
     shielded = tuple(path for path, module in model.named_modules() if is_shielded(module))
     trained = {owner: own.training_keys for owner, own in owners.items() if own.training_keys is not None}
     return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded, trained)

@@ -35,7 +35,7 @@ def sites_entry(model: nn.Module) -> SitesEntry:
             quantizer = model.get_submodule(f"{site.path}.{name}")
             assert isinstance(quantizer, Quantizer)
             held[name] = SiteQuantizerEntry(quantizer_entry(quantizer), planned.kind, planned.group, quantizer.pinned)
-        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held)
+        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, dict(site.weights))
     return SitesEntry(owners, list(plan.shielded))
 
 
@@ -82,7 +82,11 @@ def restore_sites(model: nn.Module, entry: SitesEntry) -> None:
     }
     planned = [
         PlannedSite(
-            path, *_function(key), tuple(site.operands), {n: _planned(held) for n, held in site.quantizers.items()}
+            path,
+            *_function(key),
+            tuple(site.operands),
+            {n: _planned(held) for n, held in site.quantizers.items()},
+            site.weights,
         )
         for path, owner in entry.owners.items()
         for key, site in owner.sites.items()

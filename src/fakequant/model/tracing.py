@@ -28,11 +28,19 @@ def traced_program(
     """`torch.export.export`, not strict. A decoder that returns a cache by default is called without one.
 
     Raises:
-        ExportError: the model returns something that torch.export does not know.
+        ExportError: the model returns something that torch.export does not know, or holds a scripted module.
         torch.export's errors: the model cannot be traced.
     """
     try:
         return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    except TypeError as error:
+        scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        if not scripted:
+            raise
+        raise ExportError(
+            f"{scripted[0] or 'the model'} is a module of torch.jit.script, into which torch.export cannot look; trace "
+            "the model with the module as it was written, and script it afterwards"
+        ) from error
     except RuntimeError as error:
         if (found := _UNKNOWN_OUTPUT.search(str(error))) is None:
             raise

@@ -19,6 +19,12 @@ from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule, pause, resume
 def add_sites(module: nn.Module, sites: Sites) -> None:
     """Make a module the owner of sites, in place."""
     if type(module).__reduce_ex__ is not object.__reduce_ex__ or type(module).__reduce__ is not object.__reduce__:
+        if isinstance(module, torch.fx.GraphModule):
+            raise ConfigError(
+                f"{sites.owner or 'the model'}: a torch.fx.GraphModule makes its class anew when it is copied, and "
+                "would lose the quantizers of its functions; prepare the model from which it was traced, or leave the "
+                f"functions in float by {float_rule(sites)}"
+            )
         raise ConfigError(
             f"{sites.owner or 'the model'}: copies of a {type(module).__name__} would lose the quantizers of its "
             "functions, because it says itself how it is pickled; leave its functions in float by "

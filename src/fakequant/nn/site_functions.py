@@ -214,6 +214,29 @@ def _table() -> dict[Any, CalledAs]:
     return table
 
 
+def einsum_operand(equation: str, name: str) -> Operand:
+    """The axes of an operand of an `einsum`: of its outputs, which no other operand has, and of the sum.
+
+    >>> einsum_operand("bsd,dhk->bshk", "input_1")
+    Operand(name='input_1', position=1, keywords=(), channels=1, reduction=0)
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms, place = left.split(","), int(name.rpartition("_")[2])
+    own, others = terms[place], "".join(terms[:place] + terms[place + 1 :])
+    summed = {index for index in left if left.count(index) > 1} if not arrow else {*left} - {*right}
+    outputs = [index for index in own if index.isalpha() and index not in summed and index not in others]
+    sums = [index for index in own if index.isalpha() and index in summed]
+
+    def axis(indices: list[str], otherwise: int) -> int:
+        if not indices:
+            return otherwise
+        before, dots, after = own.partition("...")
+        first = indices[0]
+        return before.index(first) if first in before else after.index(first) - len(after) if dots else otherwise
+
+    return Operand(name, place + 1, (), axis(outputs, 0), axis(sums, -1))
+
+
 CALLED_AS = _table()
 """What an object of torch is, by the object itself as `__torch_function__` gets it."""
 

@@ -37,12 +37,20 @@ class Site(nn.Module):
     Attributes:
         function: the canonical name.
         operands: the arguments that are float tensors in the planned call.
+        weights: the operands that are parameters which this call alone reads, with their paths in the owner.
     """
 
-    def __init__(self, function: str, operands: tuple[str, ...], quantizers: dict[str, Quantizer]) -> None:
+    def __init__(
+        self,
+        function: str,
+        operands: tuple[str, ...],
+        quantizers: dict[str, Quantizer],
+        weights: dict[str, str] | None = None,
+    ) -> None:
         super().__init__()
         self.function = function
         self.operands = operands
+        self.weights = weights or {}
         for name, quantizer in quantizers.items():
             self.add_module(name, quantizer)
 
@@ -103,6 +111,10 @@ class Sites(nn.Module):
         self.counted = frozenset((*steps, *self.training_steps))
         for name, site in sites.items():
             self.add_module(name, site)
+
+    def by_key(self) -> dict[str, Site]:
+        """The sites by name."""
+        return {key: site for key, site in self._modules.items() if isinstance(site, Site)}
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raise: a loop over all modules of the owner calls this, too."""
@@ -270,7 +282,7 @@ CALLED_AS[attention_function] = CalledAs(
 
 def sites_of(module: nn.Module) -> Sites | None:
     """The sites of an owner; None if the module has none."""
-    sites = module._modules.get(SITES)
+    sites = None if isinstance(module, torch.jit.ScriptModule) else module._modules.get(SITES)
     return sites if isinstance(sites, Sites) else None
 
 

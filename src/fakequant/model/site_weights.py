@@ -1,0 +1,53 @@
+"""The parameters that functions in a model's own `forward` take as weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from fakequant.model.paths import join
+from fakequant.model.recording import Recording
+from fakequant.nn.operands import LayerWeight
+from fakequant.nn.sites import sites_of
+
+
+def parameters_of(
+    model: nn.Module, recording: Recording, call: tuple[str, str, int], operands: Iterable[str]
+) -> dict[str, str]:
+    """The operands of a call that are parameters of its owner which nothing else reads, with their paths in the owner.
+
+    Args:
+        model: the float model.
+        recording: of its run.
+        call: owner, function and index.
+        operands: the names to look at.
+    """
+    parameters = list(model.parameters())  # a recording numbers them first
+    owner = model.get_submodule(call[0])
+    names = {id(parameter): name for name, parameter in owner.named_parameters(remove_duplicate=False)}
+    found: dict[str, str] = {}
+    for operand in operands:
+        value = next(one.operands[operand] for one in recording.calls if one.site == call)
+        readers = [one for one in recording.calls if value in one.inputs]
+        alone = all(one.site == call and one.inputs.count(value) == 1 for one in readers)
+        if value < len(parameters) and alone and (name := names.get(id(parameters[value]))) is not None:
+            found[operand] = name
+    return found
+
+
+def site_weights(model: nn.Module) -> dict[str, LayerWeight]:
+    """The parameters that functions alone read and quantize as weights, by the path of the quantizer."""
+    return {
+        join(path, f"_sites.{key}.{operand}"): LayerWeight(site, operand, *_holder(owner, name))
+        for path, owner in model.named_modules()
+        if (sites := sites_of(owner)) is not None
+        for key, site in sites.by_key().items()
+        for operand, name in site.weights.items()
+        if site._modules.get(operand) is not None
+    }
+
+
+def _holder(owner: nn.Module, path: str) -> tuple[nn.Module, str]:
+    module, _, name = path.rpartition(".")
+    return owner.get_submodule(module), name
