@@ -37,7 +37,7 @@ class Products(nn.Module):
 
 
 def prepared(weight: str = "int8 per_channel(0)", model: nn.Module | None = None) -> Any:
-    rules = fq.Config("products", (fq.Rule("*", "int8", weight, ops=("linear", "einsum", "matmul")),))
+    rules = fq.Config("products", (fq.Rule("*", input="int8", weight=weight, ops=("linear", "einsum", "matmul")),))
     made = fq.prepare(Products() if model is None else model, rules, example=X)
     fq.calibrate(made, [X])
     return made
