@@ -1,20 +1,16 @@
-"""The steps of one architecture in this process: `python -m benchmarks.zoo.child NAME LETTERS`.
+"""The steps of one architecture in a fork.
 
-Prints one line of JSON for each step. A step that never ends, or that ends the process, costs only itself: the parent
-starts another process for the rest.
+A step that never ends, or that ends the process, costs only itself: the parent forks again for the rest.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 import re
-import sys
 import time
 import warnings
+from multiprocessing.connection import Connection
 from typing import Any
-
-import torch
 
 from .architectures import ARCHITECTURES
 from .case import Case
@@ -67,17 +63,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def main() -> None:
-    """Run the steps that the arguments name."""
-    name, letters = sys.argv[1:]
-    lines = os.fdopen(os.dup(1), "w")  # what models print goes to the other stream
-    os.dup2(2, 1)
+def run_steps(name: str, letters: str, cells: Connection) -> None:
+    """Run the steps, and send the cell of each when it is done."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     case = Case(ARCHITECTURES[name])
     for letter in letters:
-        print(json.dumps(run_step(case, letter)), file=lines, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        cells.send(run_step(case, letter))

@@ -7,14 +7,14 @@ from collections import defaultdict
 
 from .child import FLOAT_TOO, OK, OURS
 from .runner import TOO_LONG, Record, cell_of
-from .steps import STEPS
+from .steps import STEPS, USUAL
 
 _INTRODUCTION = """\
 # Zoo
 
 {models} architectures of transformers, torchvision, timm and torch with random weights, in tiny configurations, on two
-random batches, in INT8, prepared for ONNX Runtime. `make zoo` runs every step with each of
-them, each in a process of its own, and writes this page. Commit {commit}, torch {torch}.
+random batches, in INT8, prepared for ONNX Runtime. `make zoo` runs the steps {usual} with each of them, each in a
+process of its own, and writes this page. Commit {commit}, torch {torch}.
 
 `{ok}` it works, `{ours}` it fails, `{too}` torch fails on the float model too, `{long}` it took too long, `.` not run.
 """
@@ -42,10 +42,11 @@ _NOTHING_FAILS = "No step fails that does not fail in float too."
 def page(record: Record) -> str:
     """The page as Markdown."""
     names = sorted(record["models"])
-    commits = sorted({model["commit"] for model in record["models"].values()})
+    commits = sorted({cell["commit"] for cells in record["models"].values() for cell in cells.values()})
     introduction = _INTRODUCTION.format(
         models=len(names),
         commit=", ".join(commits),
+        usual=", ".join(f"`{letter}`" for letter in USUAL),
         torch=record["machine"]["torch"],
         ok=OK,
         ours=OURS,
@@ -78,7 +79,7 @@ def _failing(record: Record, names: list[str], letter: str) -> str:
 
 
 def _coverage(record: Record, name: str) -> str | None:
-    cells = record["models"][name]["cells"]
+    cells = record["models"][name]
     counted = cells.get("c", {}).get("note")
     if counted is None:
         return None
@@ -89,7 +90,7 @@ def _coverage(record: Record, name: str) -> str | None:
 
 def _left(record: Record, name: str) -> list[str]:
     """A row for each product in float."""
-    counted = record["models"][name]["cells"].get("c", {}).get("note") or {"in float": []}
+    counted = record["models"][name].get("c", {}).get("note") or {"in float": []}
     return [
         f"| {name} | `{path or '(model)'}` | {operator} | {why} | {_percent(share)} |"
         for path, operator, why, share in counted["in float"]
@@ -114,7 +115,7 @@ def _causes(record: Record, *kinds: str) -> list[str]:
     """A table of errors by step and cause: what differs from model to model is left out of the texts."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for name, model in sorted(record["models"].items()):
-        for letter, cell in model["cells"].items():
+        for letter, cell in model.items():
             if cell["cell"] in kinds:
                 found[letter, _cause(cell["error"])].append((name, cell["error"]))
     if not found:

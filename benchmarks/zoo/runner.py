@@ -1,98 +1,109 @@
-"""Architectures in processes of their own: a time limit for each step, and a record that is continued."""
+"""Architectures in forks of one process: imports are paid once, each step has a time limit, a record is continued."""
 
 from __future__ import annotations
 
+import gc
 import json
-import select
-import subprocess
-import sys
-import tempfile
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT
 from fakequant.files import write_whole
 
-from .child import NOT_RUN, OURS
+from .child import NOT_RUN, OURS, run_steps
 
 TOO_LONG = "T"
 Cells = dict[str, dict[str, Any]]
-"""By letter of the step: its cell, seconds of processor time, and its note or error."""
+"""By letter of the step: its cell, commit, seconds of processor time, and its note or error."""
 Record = dict[str, Any]
-"""What is in the file: the machine, and by architecture the commit and the cells."""
+"""What is in the file: the machine, and by architecture the cells."""
 
 
-def run_architecture(name: str, letters: str, limit: float, command: list[str] | None = None) -> Cells:
+def run_architecture(
+    name: str, letters: str, limit: float, work: Callable[[str, str, Connection], None] = run_steps
+) -> Cells:
     """The cells of one architecture.
 
     Args:
         name: of the architecture.
         letters: of the steps, in their order.
         limit: seconds for each step; the process is killed after them, and another one does the rest.
-        command: starts the process, to which name and letters are added; by default this package's own.
+        work: runs in a fork and sends the cell of each step, in their order.
     """
-    command = command or [sys.executable, "-m", "benchmarks.zoo.child"]
+    forks = multiprocessing.get_context("fork")
     found: Cells = {}
     while left := "".join(letter for letter in letters if letter not in found):
-        with tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen([*command, name, left], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors)
-            for cell in _lines(process, limit):
-                found[cell.pop("step")] = cell
-            ended = process.wait()
-            errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines()
+        ours, theirs = forks.Pipe(duplex=False)
+        gc.freeze()  # so that a collection in the fork copies no pages of the parent
+        process = forks.Process(target=work, args=(name, left, theirs))
+        process.start()
+        theirs.close()
+        for cell in _cells(process.pid, ours, limit):
+            found[cell.pop("step")] = cell
+        process.join()
         missing = next((letter for letter in left if letter not in found), None)
         if missing is not None:
-            found[missing] = _lost(ended, limit, said[-1] if said else "")
+            found[missing] = _lost(process.exitcode, limit)
     return found
 
 
-def _lines(process: subprocess.Popen[bytes], limit: float) -> Iterator[dict[str, Any]]:
-    """The lines of a process as they come; it is killed when the next takes longer than the limit."""
-    assert process.stdout is not None
-    with process.stdout as lines:
-        while select.select([lines], [], [], limit)[0]:
-            line = lines.readline()
-            if not line:
+def _cells(pid: int | None, cells: Connection, limit: float) -> Iterator[dict[str, Any]]:
+    """The cells of a process as they come; it is killed when the next takes longer than the limit."""
+    with cells:
+        while cells.poll(limit):
+            try:
+                yield cells.recv()
+            except EOFError:
                 return
-            yield json.loads(line)
-        process.kill()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
 
 
-def _lost(ended: int, limit: float, said: str) -> dict[str, Any]:
+def _lost(ended: int | None, limit: float) -> dict[str, Any]:
     """The cell of a step that took too long or that ended the process."""
-    if ended == -9:
+    if ended == -signal.SIGKILL:
         return {"cell": TOO_LONG, "error": f"killed after {limit:g} s, or for want of memory", "seconds": limit}
-    return {"cell": OURS, "error": f"the process ended with {ended}: {said}"[:300], "seconds": 0.0}
+    return {"cell": OURS, "error": f"the process ended with {ended}", "seconds": 0.0}
 
 
 def run_all(
-    wanted: dict[str, str], record: Record, commit: str, jobs: int, run: Callable[[str, str], Cells]
+    wanted: dict[str, str], record: Record, commit: str, run: Callable[[str, str], Cells]
 ) -> Iterator[tuple[str, Cells]]:
-    """Run the steps of architectures that the record lacks for a commit; yields each when it is done and recorded.
+    """Run steps of architectures; yields each architecture when it is done and recorded.
 
     Args:
         wanted: letters by architecture.
-        record: changed in place; cells of another commit are dropped when an architecture is run again.
+        record: changed in place.
         commit: what is measured.
-        jobs: how many processes at a time.
         run: gives the cells of an architecture's steps.
     """
     models = record.setdefault("models", {})
-    with ThreadPoolExecutor(jobs) as pool:
-        waiting = {}
-        for name, letters in wanted.items():
-            old = models.get(name, {})
-            done = old.get("cells", {}) if old.get("commit") == commit else {}
-            if left := "".join(letter for letter in letters if letter not in done):
-                waiting[pool.submit(run, name, left)] = name, done
-        for future in as_completed(waiting):
-            name, done = waiting[future]
-            cells = future.result()
-            models[name] = {"commit": commit, "cells": done | cells}
-            yield name, cells
+    for name, letters in wanted.items():
+        if not letters:
+            continue
+        cells = {letter: {**cell, "commit": commit} for letter, cell in run(name, letters).items()}
+        models.setdefault(name, {}).update(cells)
+        yield name, cells
+
+
+def left_to_run(record: Record, name: str, letters: str, commit: str, failed: bool) -> str:
+    """The letters that the record lacks.
+
+    Args:
+        record: of earlier runs.
+        name: of the architecture.
+        letters: of the steps wanted.
+        commit: what is measured: cells of another commit count as lacking, if `failed` is False.
+        failed: whether cells that fail count as lacking, and all others do not.
+    """
+    cells = record.get("models", {}).get(name, {})
+    if failed:
+        return "".join(letter for letter in letters if cell_of(record, name, letter) in (OURS, TOO_LONG, NOT_RUN))
+    return "".join(letter for letter in letters if cells.get(letter, {}).get("commit") != commit)
 
 
 def read_record(path: Path) -> Record:
@@ -106,8 +117,8 @@ def write_record(path: Path, record: Record) -> None:
     parts = [f'"{name}": {json.dumps(value)}' for name, value in rest.items()]
     models = []
     for name, model in sorted(record["models"].items()):
-        cells = ",\n".join(f'  "{letter}": {json.dumps(cell)}' for letter, cell in sorted(model["cells"].items()))
-        models.append(f'{json.dumps(name)}: {{"commit": {json.dumps(model["commit"])}, "cells": {{\n{cells}}}}}')
+        cells = ",\n".join(f'  "{letter}": {json.dumps(cell)}' for letter, cell in sorted(model.items()))
+        models.append(f"{json.dumps(name)}: {{\n{cells}}}")
     parts.append('"models": {\n' + ",\n".join(models) + "}")
     write_whole(path, ("{" + ",\n".join(parts) + "}\n").encode())
 
@@ -119,4 +130,4 @@ def letters_of(skip: str, letters: str) -> str:
 
 def cell_of(record: Record, name: str, letter: str) -> str:
     """The cell of a step, "." where it was not run."""
-    return record["models"][name]["cells"].get(letter, {}).get("cell", NOT_RUN)
+    return record.get("models", {}).get(name, {}).get(letter, {}).get("cell", NOT_RUN)

@@ -309,3 +309,5 @@ STEPS: dict[str, Step] = {
     "q": _of_model("`model.to(torch.bfloat16)`", _in(torch.bfloat16), changes=True),
     "r": _of_model("`model.half()`", _in(torch.float16), changes=True),
 }
+# What one run makes of every architecture; the others are named on the command line.
+USUAL = "acdefghijkqs"
