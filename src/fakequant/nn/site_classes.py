@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from types import new_class
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from fakequant.errors import ConfigError
 from fakequant.nn.forms import change_class, class_reference, within_wrappers
 from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule, pause, resume
+from fakequant.nn.traced_sites import is_traced, run_traced
 
 
 def add_sites(module: nn.Module, sites: Sites) -> None:
@@ -59,17 +60,24 @@ def _owner_class(cls: type[Any]) -> type[Any]:
     @wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         outer = pause()
-        mode = SiteMode(self._modules[SITES], self.training)
         try:
-            with mode:
-                result = inner(self, *args, **kwargs)
-            mode.finish()
-            return result
+            run = partial(_with_quantizers, self._modules[SITES], inner, self, args, kwargs)
+            return run_traced(run, self, args, kwargs) if is_traced() else run(SiteMode)
         finally:
             if outer is not None:
                 resume(outer)
 
     return _subclass(cls, "owner", forward, _without_sites(cls))
+
+
+def _with_quantizers(
+    sites: Any, inner: Callable[..., Any], module: Any, args: Any, kwargs: Any, make: Callable[[Sites, bool], SiteMode]
+) -> Any:
+    mode = make(sites, module.training)
+    with mode:
+        result = inner(module, *args, **kwargs)
+    mode.finish()
+    return result
 
 
 def _without_sites(cls: type[Any]) -> dict[str, Any]:

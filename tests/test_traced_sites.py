@@ -1,0 +1,57 @@
+"""Owners of sites that call more functions while torch traces them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.errors import SiteError
+from tests.support.functional_models import assert_same_bits
+
+
+class Resizing(nn.Module):
+    """Resizes its table of positions in a trace, where it has the right size; may write to its input before."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.token, self.table = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            x.mul_(2)
+        table = self.table
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            first, others = table[:, :1], table[:, 1:]
+            others = F.interpolate(others.transpose(1, 2), size=4, mode="nearest").transpose(1, 2)
+            table = torch.cat([first, others], dim=1)
+        return torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + table
+
+
+def prepared_resizing(writes: bool = False) -> tuple[nn.Module, Tensor]:
+    x = torch.randn(2, 4, 8)
+    rules = [fq.Rule("*", input="int8", ops=("cat", "add"))]
+    model = fq.prepare(Resizing(writes).eval(), fq.Config("all", rules), example=x.clone())
+    fq.calibrate(model, [x.clone()], progress=False)
+    return model, x
+
+
+def test_calls_with_parameters_alone_that_a_trace_alone_makes_are_not_counted() -> None:
+    model, x = prepared_resizing()
+    with torch.no_grad():
+        expected = model(x)
+        assert_same_bits([torch.jit.trace(model, (x,))(x)], [expected])
+        program = torch.export.export(model, (x,), strict=False)
+        assert_same_bits([program.module()(x)], [expected])
+    program.graph.eliminate_dead_code()  # of the first try
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("fakequant.fake_quantize.default") == 4, targets
+
+
+def test_a_forward_that_wrote_before_such_calls_is_refused() -> None:
+    model, x = prepared_resizing(writes=True)
+    with torch.no_grad(), pytest.raises(SiteError, match=r"planned: cat, add\n  called:  cat, cat \(so far\)"):
+        torch.export.export(model, (x,), strict=False)
