@@ -154,6 +154,10 @@ def _train(case: Case) -> Note:
         raise WrongError(f"{len(missing)} parameters get no finite gradient: {min(missing)}")
 
 
+def _train_in_float(case: Case) -> None:
+    _without_gradient(case, case.float())
+
+
 def _without_gradient(case: Case, model: nn.Module) -> set[str]:
     torch.manual_seed(0)
     model.train()
@@ -304,7 +308,7 @@ STEPS: dict[str, Step] = {
     "s": _of_model("`torch.jit.trace` gives the same bits", _trace),
     "t": Step("`save_pretrained`, `from_pretrained` give the same bits", _pretrained, _pretrained_in_float),
     "u": Step("`sensitivity`", _sensitivity),
-    "e": Step("a step of training gives every parameter its gradient", _train, changes=True),
+    "e": Step("a step of training gives every parameter its gradient", _train, _train_in_float, changes=True),
     "n": Step('`set_execution(model, "auto")`', _auto, changes=True),
     "q": _of_model("`model.to(torch.bfloat16)`", _in(torch.bfloat16), changes=True),
     "r": _of_model("`model.half()`", _in(torch.float16), changes=True),
