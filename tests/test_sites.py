@@ -205,6 +205,29 @@ def test_in_place_functions_change_the_tensor_for_all_who_hold_it() -> None:
     assert b is a
 
 
+def test_in_place_results_with_quantizers_keep_what_their_backward_needs() -> None:
+    """The quantized result takes the place of the operand, and not of the one that the backward of relu reads."""
+
+    class InPlace(nn.Module):
+        def __init__(self, inplace: bool) -> None:
+            super().__init__()
+            self.inplace = inplace
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x * 1, inplace=self.inplace) * 1
+
+    rules = (fq.Rule("*", output="int8", ops=("relu",)),)
+    x, found = torch.randn(2, 4), []
+    for inplace in (True, False):
+        model = fq.prepare(InPlace(inplace), fq.Config("results", rules), example=x)
+        fq.calibrate(model, [x], progress=False)
+        given = x.clone().requires_grad_()
+        y = model(given)
+        y.square().sum().backward()
+        found.append([y, given.grad])
+    assert_same_bits(found[0], found[1])
+
+
 def test_scalars_integers_and_masks_are_no_operands() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:

@@ -69,14 +69,16 @@ class Site(nn.Module):
                 if x is written and torch.is_grad_enabled() and quantizer.mode is Mode.QUANTIZE:
                     x = x.clone()  # the backward of a learned range needs the values that are overwritten here
                 holder[key] = quantizer(x)
-        if written is not None and places[0][1][places[0][2]] is not written:
+        output = self._modules.get("output")
+        # A result in the place of the operand would be overwritten below, and its backward needs it.
+        replaced = isinstance(output, Quantizer) and torch.is_grad_enabled() and output.mode is Mode.QUANTIZE
+        if written is not None and (replaced or places[0][1][places[0][2]] is not written):
             func = called.without_writing(func, args, kwargs)
         probabilities = self._modules.get("probabilities")
         if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
             result = attend_in_parts(probabilities, *args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        output = self._modules.get("output")
         if isinstance(output, Quantizer):
             result = output(result)
         if written is not None and result is not written:
