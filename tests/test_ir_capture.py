@@ -277,3 +277,18 @@ def test_transformer_encoders_are_captured_beside_the_fast_path_of_torch(prepare
             torch.backends.mha.set_fastpath_enabled(True)
     assert_same_bits(graph.run(x), expected)
     assert_same_step(step(graph.to_torch(), model, x), step(model, model, x))
+
+
+class Concatenates(nn.Module):
+    """Of a part without elements, and of labels that are integers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = torch.ones(len(x), 1, dtype=torch.int32)
+        return torch.cat([torch.cat([x * 2, x[:, x.shape[1] :]], dim=1), labels], dim=1)
+
+
+def test_concatenations_of_empty_parts_and_of_several_types():
+    model, x = Concatenates().eval(), torch.randn(3, 4)
+    graph = fq.ir.capture(model, x)
+    assert torch.equal(graph.run(x), model(x))
+    assert [op.op_type for op in graph.ops if op.op_type in ("Slice", "Cast")] == ["Cast"]

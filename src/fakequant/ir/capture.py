@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
 from fakequant.errors import GraphError
+from fakequant.ir.concatenation import unite_types
 from fakequant.ir.convert import Converter, needed, type_of
 from fakequant.ir.functional import remove_changes_in_place
 from fakequant.ir.grad_modes import inline_grad_modes
@@ -62,6 +63,7 @@ def capture(
         # Where views of the same memory are about, torch's own functionalization sorts them out.
         if not remove_changes_in_place(program.graph):
             program = program.run_decompositions({})
+        unite_types(program.graph)
         return _convert(program, model, name or type(model).__name__)
 
 
@@ -92,7 +94,10 @@ def _constant(spec: Any, program: ExportedProgram, model: nn.Module) -> Constant
     """The tensor that a placeholder stands for, the model's own where it is a parameter or buffer."""
     target = spec.target
     if spec.kind is InputKind.PARAMETER:
-        return Constant(target, model.get_parameter(target))
+        path, _, own = target.rpartition(".")
+        parameter = model.get_submodule(path)._parameters[own]  # the attribute may be what is computed from it
+        assert parameter is not None
+        return Constant(target, parameter)
     if spec.kind is InputKind.BUFFER:
         return Constant(target, model.get_buffer(target))
     value = program.constants.get(target)
