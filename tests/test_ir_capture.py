@@ -292,3 +292,13 @@ def test_concatenations_of_empty_parts_and_of_several_types():
     graph = fq.ir.capture(model, x)
     assert torch.equal(graph.run(x), model(x))
     assert [op.op_type for op in graph.ops if op.op_type in ("Slice", "Cast")] == ["Cast"]
+
+
+def test_weights_standardized_by_batch_norm_without_statistics():
+    class Standardized(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True)
+            return F.conv2d(x, weight.view_as(self.weight), self.bias)
+
+    model, x = Standardized(3, 4, 3).eval(), torch.randn(2, 3, 6, 6)
+    assert torch.equal(fq.ir.capture(model, x).run(x), model(x))

@@ -250,7 +250,7 @@ def batch_norm(call: Call) -> list[TensorType]:
     (result,) = floating(call)
     if len(result.shape) < 2:
         raise GraphError(f"takes an input [n, channels, ...], got {result.shape}")
-    if call.value("training"):
+    if call.value("training") and (call.has("running_mean") or call.has("running_var")):
         raise GraphError("training=true changes the running statistics, which graphs do not; use model.eval()")
     names = ("weight", "bias", "running_mean", "running_var")
     _per_channel(call, result.shape[1], names)
