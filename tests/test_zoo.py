@@ -135,6 +135,7 @@ def test_a_tensor_that_is_changed_in_place_is_quantized_no_more():
 
     assert count_products(model, lambda: call(torch.Tensor.t)).share == 1
     assert count_products(model, lambda: call(lambda x: x.t().add_(0.1))).share == 0
+    assert count_products(model, lambda: call(lambda x: torch.empty(4, 4).copy_(x))).share == 1
 
 
 def hang():

@@ -129,6 +129,8 @@ class _Counter(TorchDispatchMode):
             if inputs and all(map(_is_quantized, inputs)):
                 for x in _flat([output]):
                     x._is_quantized = True  # type: ignore[attr-defined]
+        elif name == "copy_":  # how the result of an in-place function with a quantizer takes its place
+            output._is_quantized = _is_quantized(args[1])
         else:  # in place, it may have written into a tensor with a mark
             for x in _flat([output]):
                 x._is_quantized = False  # type: ignore[attr-defined]

@@ -115,13 +115,17 @@ def _same_buffers(one: nn.Module, other: nn.Module) -> bool:
 def _coverage(case: Case) -> Note:
     model = case.calibrated()
     counted = count_products(model, lambda: run_batch(model, case.batches[0]))
-    left = unquantized(model, case.batches[0])
-    note = {
+    note: dict[str, Any] = {
         "share": round(counted.share, 4),
         "in float": [[path, name, why, round(share, 4)] for path, name, why, share in counted.largest()],
-        "products": sorted({one.name for one in left if one.is_product}),
-        "others": sum(not one.is_product for one in left),
     }
+    try:
+        left = unquantized(model, case.batches[0])
+    except Exception as error:
+        error.note = note  # type: ignore[attr-defined]  the share is known also where the model has no graph
+        raise
+    note["products"] = sorted({one.name for one in left if one.is_product})
+    note["others"] = sum(not one.is_product for one in left)
     named = {kind_of(one.name) for one in left if one.is_product}
     # Attention may compute matrix products within.
     unnamed = counted.kinds() - named - ({PRODUCT} if "attention" in named else set())
