@@ -13,8 +13,8 @@ _INTRODUCTION = """\
 # Zoo
 
 {models} architectures of transformers, torchvision, timm and torch with random weights, in tiny configurations, on two
-random batches, in INT8, prepared for ONNX Runtime. `make zoo` runs the steps {usual} with each of them, each in a
-process of its own, and writes this page. Commit {commit}, torch {torch}.
+random batches, in INT8, prepared for ONNX Runtime. `make zoo` runs the steps {usual} with each of them, in forks of one
+process, and writes this page. Commit {commit}, torch {torch}.
 
 `{ok}` it works, `{ours}` it fails, `{too}` torch fails on the float model too, `{long}` it took too long, `.` not run.
 """
@@ -46,7 +46,7 @@ def page(record: Record) -> str:
     introduction = _INTRODUCTION.format(
         models=len(names),
         commit=", ".join(commits),
-        usual=", ".join(f"`{letter}`" for letter in USUAL),
+        usual=f"`{USUAL}`",
         torch=record["machine"]["torch"],
         ok=OK,
         ours=OURS,
