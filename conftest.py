@@ -19,6 +19,8 @@ NAMES = {
     "fq": fakequant,
 }
 
+collect_ignore = ["docs/site/examples.py"]  # a part of mkdocstrings, which `make site` alone installs
+
 LIMITED = avoid_broken_amx()  # before torch's first product, and inherited by the processes that tests start
 
 

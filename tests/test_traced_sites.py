@@ -55,3 +55,26 @@ def test_a_forward_that_wrote_before_such_calls_is_refused() -> None:
     model, x = prepared_resizing(writes=True)
     with torch.no_grad(), pytest.raises(SiteError, match=r"planned: cat, add\n  called:  cat, cat \(so far\)"):
         torch.export.export(model, (x,), strict=False)
+
+
+@torch.compile(backend="eager")
+def compiled_part(x: Tensor) -> Tensor:
+    return 1 - x
+
+
+class Reflected(nn.Module):
+    """Has numbers on the left, and a function that torch compiles by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = 1 - x if torch.compiler.is_compiling() else compiled_part(x)
+        return part + x - 2 / x.exp()
+
+
+@pytest.mark.parametrize("ops", [("add",), ("add", "sub", "div")])
+def test_numbers_on_the_left_are_compiled(ops: tuple[str, ...]) -> None:
+    torch.compiler.reset()
+    x = torch.randn(2, 4)
+    compiled_part(x)
+    model = fq.prepare(Reflected(), fq.Config("some", (fq.Rule("*", input="int8", ops=ops),)), example=x)
+    fq.calibrate(model, [x], progress=False)
+    assert_same_bits([torch.compile(model, backend="eager", fullgraph=True)(x)], [model(x)])

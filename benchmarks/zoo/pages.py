@@ -13,8 +13,8 @@ _INTRODUCTION = """\
 # Zoo
 
 {models} architectures of transformers, torchvision, timm and torch with random weights, in tiny configurations, on two
-random batches, in INT8, prepared for ONNX Runtime. `make zoo` runs the steps {usual} with each of them, in forks of one
-process, and writes this page. Commit {commit}, torch {torch}.
+random batches, in INT8, prepared for ONNX Runtime. `make zoo` runs the steps {usual} with each of them, in
+forks of one process, and writes this page. Commit {commit}, torch {torch}.
 
 `{ok}` it works, `{ours}` it fails, `{too}` torch fails on the float model too, `{long}` it took too long, `.` not run.
 """

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fakequant.model.calls import not_compiled
 from fakequant.model.modes import evaluating
 from fakequant.model.operations import counted, is_product
-from fakequant.nn.site_functions import CALLED_AS
+from fakequant.nn.site_functions import CALLED_AS, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.restore import Restore, restore_after, structure_of
 
@@ -179,7 +179,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        called = CALLED_AS.get(func)
+        called = called_as(func)
         if called is not None and not takes_floats(args, kwargs):
             called = None  # as in a prepared model, which does not count such calls
             name = f"{_name_of(func)} without floats"

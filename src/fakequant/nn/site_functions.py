@@ -239,6 +239,20 @@ def einsum_operand(equation: str, name: str) -> Operand:
 
 CALLED_AS = _table()
 """What an object of torch is, by the object itself as `__torch_function__` gets it."""
+# torch's compiler does not find the methods of Tensor that are written in Python (`1 - x`) in a dictionary.
+_IN_PYTHON = tuple((method, CALLED_AS.pop(method)) for method in (Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rmatmul__))
+
+
+def called_as(func: Any) -> CalledAs | None:
+    """What an object of torch is; None if it cannot be a site.
+
+    >>> called_as(torch.Tensor.__rsub__).function.name
+    'sub'
+    """
+    for method, called in _IN_PYTHON:
+        if func is method:
+            return called
+    return CALLED_AS.get(func)
 
 
 def canonical_ops(ops: Iterable[str]) -> frozenset[str]:

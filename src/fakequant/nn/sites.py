@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from fakequant.errors import SiteError
 from fakequant.nn.attention_parts import attend_in_parts
 from fakequant.nn.quantizer import Mode, Quantizer
-from fakequant.nn.site_functions import CALLED_AS, SITE_FUNCTIONS, CalledAs
+from fakequant.nn.site_functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
 
@@ -204,7 +204,7 @@ class SiteMode(TorchFunctionMode):
         self.context = None if torch.compiler.is_compiling() else _context()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = CALLED_AS.get(func)
+        called = called_as(func)
         if kwargs is None:
             kwargs = {}
         is_counted = called is not None and called.function.name in self.sites.counted and takes_floats(args, kwargs)
