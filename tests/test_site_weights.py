@@ -1,5 +1,6 @@
 """Parameters that functions take as weights: their axes, and baking them."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,18 @@ def test_sizes_count_weights_of_functions() -> None:
     summary = fq.summary(prepared())
     floats = sum(p.numel() for p in Products().parameters())
     assert summary.bytes_quantized < 4 * floats == summary.bytes_float
+
+
+def test_weights_of_functions_are_not_named_as_left_in_float() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bi,ij->bj", x, self.weight)
+
+    rules = fq.Config("", (fq.Rule(input="int8", weight="int8 per_channel(0)", ops=("einsum",)),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.prepare(Product(), rules, example=torch.ones(2, 4))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fakequant.model.operations import Operation
+from fakequant.model.site_weights import site_weights
 from fakequant.model.weights import weights_of
 from fakequant.nn.forms import own_class, quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
@@ -59,6 +60,7 @@ def left_in_float(model: nn.Module, purposely: set[nn.Module], products: Sequenc
     decided = {module for module in model.modules() if _is_decided(module)}
     meant = purposely | {part for module in decided for part in module.modules()}
     quantized = {p for module in decided if isinstance(module, QuantizedLayer) for p in module.parameters()}
+    quantized |= {weight.parameter for weight in site_weights(model).values() if weight.parameter is not None}
     sizes: Counter[type[nn.Module]] = Counter()
     counts: Counter[type[nn.Module]] = Counter()
     left: set[nn.Parameter] = set()
