@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fakequant as fq
-from fakequant.distributed import is_sharded, whole
+from fakequant.distributed import gather, is_sharded, whole
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.model.qat import Scales
 
@@ -48,7 +48,7 @@ def start(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     try:
-        for work in (merges, says, shards):
+        for work in (merges, says, shards, improves):
             work(rank, folder)
         dist.barrier()
     finally:
@@ -81,7 +81,7 @@ def merges(rank: int, folder: Path) -> None:
 
 def says(rank: int, folder: Path) -> None:
     model = fq.prepare(net(), "int8")
-    with pytest.warns(CalibrationWarning, match=r"2 processes, and each calibrates alone.*pass group=.*or group=False"):
+    with pytest.warns(CalibrationWarning, match=r"2 processes, and each works alone.*pass group=.*or group=False"):
         fq.calibrate(model, of_rank(rank))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -107,6 +107,38 @@ def says(rank: int, folder: Path) -> None:
         fq.qat.set_scales(DistributedDataParallel(fresh), Scales.LEARNED)
     fq.qat.set_scales(fresh, Scales.LEARNED)
     fq.qat.set_scales(DistributedDataParallel(fresh), Scales.LEARNED)
+
+
+def improves(rank: int, folder: Path) -> None:
+    given = [torch.randn(16, 8, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    own = given[:2] if rank == 0 else given[2:]
+    for preset, steps in (("int4_weight_only", "fast"), ("int4_weight_only", ["ranges", "descend"]), ("int8", "fast")):
+        model, alone = fq.prepare(net(), preset), fq.prepare(net(), preset)
+        fq.calibrate(model, own, group=dist.group.WORLD, progress=False)
+        fq.calibrate(alone, given, group=False, progress=False)
+        found = fq.ptq.improve(model, own, steps, group=dist.group.WORLD, progress=False)
+        both = gather([module.weight for module in model if isinstance(module, nn.Linear)], dist.group.WORLD)
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+        if preset != "int8":  # where inputs have ranges, the first process chooses them
+            expected = fq.ptq.improve(alone, given, steps, group=False, progress=False)
+            assert all(torch.equal(a.weight, b.weight) for a, b in zip(model[::2], alone[::2], strict=True))
+            assert [row.after for row in found.layers] == pytest.approx([row.after for row in expected.layers])
+    refused_by_improve(rank, own, folder)
+
+
+def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:
+    model = fq.prepare(net(), "int4_weight_only")
+    before = [p.clone() for p in model.parameters()]
+    world = dist.group.WORLD
+    with pytest.raises(ConfigError, match=r"several processes keep nothing in a folder; leave out checkpoint="):
+        fq.ptq.improve(model, own, group=world, checkpoint=folder / "improve")
+    nan = [*own, torch.full((4, 8), float("nan"))] if rank else own
+    text = "^0: an input holds NaN" if rank else "the process of rank 1 failed, .*: 0: an input holds NaN"
+    with pytest.raises(CalibrationError, match=text):
+        fq.ptq.improve(model, nan, group=world, progress=False)
+    with pytest.raises(ConfigError, match=r"the processes reach other layers, .*: rank [01] at 2"):
+        fq.ptq.improve(model, own, group=world, forward=lambda m, x: m[0](x) if rank else m(x), progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def sharded(preset: str) -> nn.Sequential:

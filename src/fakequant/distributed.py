@@ -67,7 +67,7 @@ def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:
     if group is None:
         if dist.get_world_size() > 1:
             warnings.warn(
-                f"torch.distributed has {dist.get_world_size()} processes, and each calibrates alone, so their "
+                f"torch.distributed has {dist.get_world_size()} processes, and each works alone, so their "
                 "scales may differ; pass group=torch.distributed.group.WORLD to merge their data, or group=False to "
                 "keep them separate",
                 CalibrationWarning,
@@ -104,16 +104,49 @@ def work_together(work: Callable[[], Result], group: dist.ProcessGroup | None) -
     Raises:
         CalibrationError: the function failed on another process, which raises the original error.
     """
-    if group is None:
-        return [work()]
-    try:
-        result = work()
-    except BaseException as error:
-        # The other processes wait for this one, and raise too.
-        gather((f"{type(error).__name__}: {error}", None), group)
-        raise
-    answers = gather((None, result), group)
-    for rank, (failure, _) in enumerate(answers):
-        if failure is not None:
-            raise CalibrationError(f"the process of rank {rank} failed, and nothing was changed here either: {failure}")
-    return [cast("Result", answer) for _, answer in answers]
+    with Together(group) as processes:
+        return processes.all(work())
+
+
+class Together:
+    """A context in which processes exchange values; what one of them raises, the others raise at their next exchange.
+
+    Args:
+        group: the processes; None is this process alone.
+
+    >>> with Together(None) as processes:
+    ...     processes.all(3)
+    [3]
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self._is_told = False
+        """Whether the other processes need not hear of an error: it is theirs, or one of the exchange."""
+
+    def all(self, value: Result) -> list[Result]:
+        """The values of all processes, in the order of their ranks.
+
+        Raises:
+            CalibrationError: another process failed.
+        """
+        if self.group is None:
+            return [value]
+        self._is_told = True
+        answers = gather((None, value), self.group)
+        for rank, (failure, _) in enumerate(answers):
+            if failure is not None:
+                raise CalibrationError(
+                    f"the process of rank {rank} failed, and nothing was changed here either: {failure}"
+                )
+        self._is_told = False
+        return [cast("Result", answer) for _, answer in answers]
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.all(None)  # one that fails in its last part is heard too
+        elif self.group is not None and not self._is_told:
+            gather((f"{type(error).__name__}: {error}", None), self.group)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakequant.distributed import Together
 from fakequant.errors import CalibrationError
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Positions
@@ -26,10 +27,26 @@ _HELD_BACK = 4
 
 
 class Collector:
-    """What the layers of a model get at their stages, and the sums over it."""
+    """What the layers of a model get at their stages, and the sums over it.
 
-    def __init__(self, layers: Mapping[str, Any], batches: Sequence[Any], mask: Positions, recorded: Record) -> None:
+    Args:
+        layers: by name.
+        batches: of this process.
+        mask: which tokens of them count.
+        recorded: of the same model and batches.
+        processes: they choose together; the first one chooses transforms and ranges of inputs.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        batches: Sequence[Any],
+        mask: Positions,
+        recorded: Record,
+        processes: Together,
+    ) -> None:
         self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
+        self._processes = processes
         self._counts = [mask.of(batch) for batch in batches]
         self._last: tuple[str, list[Tensor], tuple[InputSums, InputSums]] | None = None
 
@@ -37,7 +54,7 @@ class Collector:
         self, stage: Stage, wanted: Stage | None, weight: LayerWeight, steps: Sequence[str]
     ) -> tuple[InputChoice, Choice]:
         """What loses least: for the input of the layer of a stage, and for its weight."""
-        own = self.choose_input(stage, steps)
+        own = self._choose_input_together(stage, steps)
         fit, held = self.sums(stage, wanted, hold_back="descend" in steps)
         return own, choose(layer_of(stage.name), weight, fit, held, steps)
 
@@ -75,6 +92,16 @@ class Collector:
             left["input"] = after / before if before else 1.0
         return InputChoice(transform, params, left)
 
+    def _choose_input_together(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
+        group = self._processes.group
+        if group is None:
+            return self.choose_input(stage, steps)
+        values = self.choose_input(stage, steps).values() if group.rank() == 0 else {}
+        own = InputChoice.of(self._processes.all(values)[0], self._layers[stage.name])
+        if group.rank():
+            self.put_input(stage, own)
+        return own
+
     def put_input(self, stage: Stage, chosen: InputChoice) -> None:
         """Give the layers of a stage what was chosen for their input."""
         group = self._same_input(stage)
@@ -96,7 +123,10 @@ class Collector:
         tensors = [call.first for calls in stage.calls.values() for call in calls]
         found = self._of_sibling(stage.name, tensors)
         self._last = None  # what it holds is freed before new sums are made
-        found = found or self._sums(stage, wanted, hold_back=hold_back)
+        if None in self._processes.all(found and True):
+            found = self._sums(stage, wanted, hold_back=hold_back)
+            self._merge(found, self._layers[stage.name].weight.device)
+        assert found is not None
         if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
             self._last = stage.name, tensors, found
         return found
@@ -113,6 +143,13 @@ class Collector:
         except CalibrationError as error:
             raise CalibrationError(f"{layer_of(stage.name) or 'the model'}: {error}") from error
         return fit, held
+
+    def _merge(self, found: tuple[InputSums, InputSums], device: torch.device) -> None:
+        """Add what the other processes saw."""
+        self._processes.all(None)  # none of them failed
+        if self._processes.group is not None:
+            for sums in found:
+                sums.merge_processes(self._processes.group, device)
 
     def _of_sibling(self, name: str, tensors: list[Tensor]) -> tuple[InputSums, InputSums] | None:
         """The sums of the last layer if it got the same tensors and made the same rows of them."""

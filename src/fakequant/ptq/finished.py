@@ -40,6 +40,26 @@ class InputChoice(NamedTuple):
     params: QParams | None
     left: dict[str, float]
 
+    def values(self) -> dict[str, Any]:
+        """What it is made of, on the CPU."""
+        transform, cpu = self.transform, torch.device("cpu")
+        state = {} if transform is None else {name: value.to(cpu) for name, value in transform.state_dict().items()}
+        return {
+            "transform": transform and (transform.kind, transform.options(), state),
+            "input": self.params and _on(self.params[:2], cpu)[:2],
+            "left": self.left,
+        }
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], layer: Any) -> InputChoice:
+        """The choice with these values, on the device of a layer."""
+        transform, params = None, values["input"]
+        if values["transform"] is not None:
+            kind, options, state = values["transform"]
+            transform = make_transform(kind, layer, **options)
+            transform.load_state_dict(state)
+        return cls(transform, None if params is None else _on(params, layer.weight.device), values["left"])
+
 
 class Finished:
     """The chosen layers of a run, one file for each; files are written whole or not at all.
@@ -71,32 +91,23 @@ class Finished:
         found = self._read(path)
         if found["name"] != name:
             raise CheckpointError(f"{path} holds the layer {found['name']}, and {name} is next; give another folder")
-        transform = None
-        if found["transform"] is not None:
-            kind, options, buffers = found["transform"]
-            transform = make_transform(kind, layer, **options)
-            transform.load_state_dict(buffers)
-        device = layer.weight.device
-        params, bias = found["input"], found["bias"]
+        device, bias = layer.weight.device, found["bias"]
         chosen = Choice(
             _on(found["params"], device),
             found["values"].to(device),
             None if bias is None else bias.to(device),
             LayerResult(**found["result"]),
         )
-        return InputChoice(transform, None if params is None else _on(params, device), found["left"]), chosen
+        return InputChoice.of(found, layer), chosen
 
     def put(self, number: int, name: str, own: InputChoice, choice: Choice) -> None:
         """Keep what was chosen for a layer."""
         if self._folder is None:
             return
-        transform = own.transform
         values = {
             "run": self._run,
             "name": name,
-            "transform": transform and (transform.kind, transform.options(), dict(transform.state_dict())),
-            "input": own.params and own.params[:2],
-            "left": own.left,
+            **own.values(),
             "params": choice.params[:2],
             "values": choice.values,
             "bias": choice.bias,
@@ -145,23 +156,23 @@ def run_of(model: nn.Module, batches: list[Any], steps: Iterable[str], masks: li
     """
     return {
         "version of fakequant": __version__,
-        "model": _digest([repr(model), *(part for pair in model.state_dict().items() for part in pair)]),
-        "set of batches": _digest(batches),
+        "model": digest([repr(model), *(part for pair in model.state_dict().items() for part in pair)]),
+        "set of batches": digest(batches),
         "list of steps": ", ".join(steps),
-        "mask": _digest(masks),
+        "mask": digest(masks),
     }
 
 
-def _digest(values: Any) -> str:
+def digest(values: Any) -> str:
     """Of all tensors, texts and numbers in values, one after the other."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype} {[*leaf.shape]}".encode())
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            found.update(f"{leaf.dtype} {[*leaf.shape]}".encode())
+            found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         elif isinstance(leaf, Mapping):  # one that torch does not look into
-            digest.update(_digest(dict(leaf)).encode())
+            found.update(digest(dict(leaf)).encode())
         else:
             is_plain = isinstance(leaf, (str, bytes, int, float, type(None)))
-            digest.update((repr(leaf) if is_plain else type(leaf).__qualname__).encode())
-    return digest.hexdigest()
+            found.update((repr(leaf) if is_plain else type(leaf).__qualname__).encode())
+    return found.hexdigest()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.modes import disabled, evaluating
@@ -22,7 +23,7 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.collector import Collector
-from fakequant.ptq.finished import Finished, run_of
+from fakequant.ptq.finished import Finished, digest, run_of
 from fakequant.ptq.layer import SOLVERS, write
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Record, Stage, Stream, record
@@ -46,6 +47,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     forward: Forward | None = None,
     mask: Mask | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    group: Any = None,
     progress: bool | None = None,
 ) -> Improvement:
     """Lower the error that quantized weights make, without training: ranges, codes and biases, layer after layer.
@@ -64,6 +66,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
         mask: which tokens count, where batches have padding, as for `calibrate`.
         checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
             so that only the other layers are chosen; the result is the same to the bit.
+        group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
+            The sums are those of all batches, and all processes get the same weights. The first process chooses for
+            the inputs (`smooth`, `rotate`, `input`), by its own batches.
         progress: whether to show a progress bar; by default on a terminal.
 
     Returns:
@@ -71,7 +76,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         listed with the reason.
 
     Raises:
-        ConfigError: an unknown step, or a model without quantized weights.
+        ConfigError: an unknown step, a model without quantized weights, or a folder with several processes.
         CalibrationError: an input that holds NaN or inf (names the layer), or inputs that are not calibrated.
         CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
         The model is unchanged after any error or interrupt.
@@ -89,6 +94,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
     if not given:
         raise CalibrationError("improve needs batches, and got none")
     weights = _weights(model)
+    processes = Together(processes_of(model, group))
+    if processes.group is not None and checkpoint is not None:
+        raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
     run, masked = runner(inputs, forward), Positions(mask)
     result, shared = Improvement(), _shared_parameters(model)
     notes = {path: _why_not(weight, shared) for path, weight in weights.items()}
@@ -97,9 +105,10 @@ def improve(  # noqa: PLR0913  all but the first three by name
     unchosen = len(result.layers)
     masks = [] if mask is None else [masked.of(batch) for batch in given]
     finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
-    with restore_on_error(_state(model, layers.values())), evaluating(model), torch.no_grad():
+    with restore_on_error(_state(model, layers.values())), processes, evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
-        collector = Collector(layers, given, masked, recorded)
+        _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
+        collector = Collector(layers, given, masked, recorded, processes)
         with _Pass(model, layers, run, given, recorded, float_too="drift" in chosen_steps) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
                 weight, number = weights[stage.name], len(result.layers) - unchosen
@@ -113,6 +122,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
                     finished.put(number, stage.name, own, choice)
                 result.layers.append(replace(choice.result, steps={**own.left, **choice.result.steps}))
         masked.say_whole()
+        chosen = {path: digest(weights[path].parameter) for path in recorded.order if processes.group is not None}
+        _check_same(processes, chosen, "computed other weights; their processors round otherwise")
     missed = [path for path in layers if path not in recorded.order]
     result.layers += [LayerResult(layer_of(path), note="no batch reaches it") for path in missed]
     return result
@@ -127,6 +138,16 @@ def _state(model: nn.Module, layers: Iterable[nn.Module]) -> Restore:
         values()
 
     return restore
+
+
+def _check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:
+    """Raise if the processes have other values, or have them in another order, and name the first layer."""
+    own = [*values.items()]
+    for rank, others in enumerate(processes.all(own)):
+        if others != own:
+            places = zip([*own, (None, None)], [*others, (None, None)], strict=False)
+            name = next(one[0] or other[0] for one, other in places if one != other)
+            raise ConfigError(f"the processes {else_they}: rank {rank} at {name or 'the model'}")
 
 
 def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:

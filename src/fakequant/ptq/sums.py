@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from fakequant.distributed import gather
 from fakequant.errors import CalibrationError, ConfigError
 
 _ROWS = 16_384
@@ -57,13 +59,7 @@ class InputSums:
         if not bool(rows.isfinite().all()) or not (wanted is None or bool(wanted.isfinite().all())):
             raise CalibrationError("an input holds NaN or inf; leave out the batch that makes it")
         if not self.count:
-            groups, _, columns = rows.shape
-            square = {"dtype": torch.float64, "device": rows.device}
-            self.moments = torch.zeros(groups, columns, columns, **square)
-            self.total = torch.zeros(groups, columns, **square)
-            if wanted is not None:
-                self.drift, self.drift_moments = torch.zeros_like(self.moments), torch.zeros_like(self.moments)
-                self.drift_total = torch.zeros_like(self.total)
+            self._begin(rows.shape[0], rows.shape[2], rows.device, with_drift=wanted is not None)
         for start in range(0, rows.shape[1], _ROWS):
             x = rows[:, start : start + _ROWS].float()
             self.moments += x.mT @ x
@@ -89,6 +85,35 @@ class InputSums:
             self.drift = self.drift + other.drift
             self.drift_moments = self.drift_moments + other.drift_moments
             self.drift_total = self.drift_total + other.drift_total
+
+    def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Add what all processes of a group saw of the same layer; each of them calls this, and gets the same bits.
+
+        Args:
+            group: of torch.distributed.
+            device: of the layer, for a process that has seen nothing.
+        """
+        shape = tuple(self.total.shape) if self.count else None
+        seen = gather((self.count, shape, self.drift is not None), group)
+        shapes = [(shape, with_drift) for _, shape, with_drift in seen if shape is not None]
+        if not shapes:
+            return
+        if not self.count:
+            (groups, columns), with_drift = shapes[0]
+            self._begin(groups, columns, device, with_drift=with_drift)
+        tensors = [self.moments, self.total]
+        if self.drift is not None:
+            tensors += [self.drift, self.drift_moments, self.drift_total]
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+        self.count = sum(count for count, *_ in seen)
+
+    def _begin(self, groups: int, columns: int, device: torch.device, *, with_drift: bool) -> None:
+        self.moments = torch.zeros(groups, columns, columns, dtype=torch.float64, device=device)
+        self.total = torch.zeros(groups, columns, dtype=torch.float64, device=device)
+        if with_drift:
+            self.drift, self.drift_moments = torch.zeros_like(self.moments), torch.zeros_like(self.moments)
+            self.drift_total = torch.zeros_like(self.total)
 
     def about_mean(self) -> InputSums:
         """The sums of x less its mean, and of d less its: what a bias cannot make good. Constant columns have none."""
