@@ -40,7 +40,7 @@ class WeightCache:
     def __init__(self, quantizer: _Quantizer) -> None:
         self._quantizer = quantizer
         self._state: tuple[Any, ...] | None = None
-        self._held: tuple[Tensor | None, ...] = ()  # freed, a tensor could come back at the same address
+        self._held: list[Tensor] = []
         self._made: dict[str, Any] = {}
 
     def serves(self, x: Tensor) -> bool:
@@ -88,7 +88,10 @@ class WeightCache:
         tensors = x, quantizer.scale, quantizer.zero_point
         state = quantizer.spec, quantizer.dynamic, *map(_state_of, tensors)
         if self._state is None:
-            self._state, self._held = state, tensors
+            # Once freed, an object or its memory could come back at the same address. A detached tensor keeps the
+            # memory, whatever `data` the parameter gets.
+            self._state = state
+            self._held = [held for tensor in tensors if tensor is not None for held in (tensor, tensor.detach())]
         elif self._state != state:
             raise CallError(
                 f"the weight of {quantizer.name or quantizer}, its scale or its specification changed inside "
