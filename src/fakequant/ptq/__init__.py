@@ -16,6 +16,7 @@ from .improve import STEPS, improve
 from .low_rank import low_rank
 from .reconstruction import PRESETS, Preset, reconstruct_block
 from .results import Improvement, LayerResult
+from .rotate import Rotated, Rotations, rotate
 from .rounding import descend, gptq
 from .search import search
 from .sums import InputSums
@@ -34,6 +35,8 @@ __all__ = [
     "InputSums",
     "LayerResult",
     "Preset",
+    "Rotated",
+    "Rotations",
     "Score",
     "Scores",
     "Ways",
@@ -49,6 +52,7 @@ __all__ = [
     "reconstruct",
     "reconstruct_block",
     "reestimate_batch_norm",
+    "rotate",
     "scores",
     "search",
     "verify",

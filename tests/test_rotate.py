@@ -1,0 +1,289 @@
+"""Rotations of residual streams and heads: the float function stays, errors fall, and what stays says why."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from benchmarks.zoo.architectures import ARCHITECTURES
+from benchmarks.zoo.case import Case
+from fakequant.errors import ConfigError
+from fakequant.model.batches import run_batch
+from fakequant.ptq import rotate
+from fakequant.ptq.rotate import KINDS, rotation_of
+from tests.support.bits import assert_same_bits
+
+INPUTS = fq.Config("inputs", (fq.Rule("*"), fq.Rule("*up", input="int8 per_tensor")))
+"""Eight bits for the inputs of the layers that read large channels."""
+WIDTH, HEADS = 32, 4
+
+
+class Attention(nn.Module):
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module], *, bias: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([norm(WIDTH), norm(WIDTH)])
+        self.attention = Attention(bias=bias)
+        self.up, self.down = nn.Linear(WIDTH, 48, bias=bias), nn.Linear(48, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.down(self.up(self.norms[1](x)).relu())
+
+
+class Decoder(nn.Module):
+    """Embeddings, learned positions, two blocks and a head."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm, *, bias: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(19, WIDTH), nn.Parameter(torch.randn(8, WIDTH))
+        self.blocks = nn.Sequential(Block(norm, bias=bias), Block(norm, bias=bias))
+        self.norm, self.head = norm(WIDTH), nn.Linear(WIDTH, 19, bias=bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions)))
+
+
+def decoder(norm: Callable[[int], nn.Module] = nn.LayerNorm, *, bias: bool = True) -> Decoder:
+    """A model whose normalisations have learned something, and three of whose channels are large."""
+    torch.manual_seed(0)
+    model = Decoder(norm, bias=bias)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        for block in model.blocks:
+            block.norms[1].weight[:3] *= 30
+            block.up.weight[:, :3] /= 30
+    return model.eval()
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 19, (4, 8), generator=torch.Generator().manual_seed(1))
+
+
+def relative(new: Tensor, old: Tensor) -> float:
+    new, old = new.detach(), old.detach()
+    return float((new - old).norm() / old.norm())
+
+
+class Gemma(nn.Module):
+    """A normalisation by the root mean square that multiplies by 1 + weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, Gemma])
+def test_the_float_function_stays(norm: type[nn.Module], bias: bool, kind: str) -> None:
+    model, x = decoder(norm, bias=bias), tokens()
+    before, weight = model(x), model.blocks[0].up.weight.detach().clone()
+    found = rotate(model, x, kind=kind)
+    assert [(row.what, row.width, row.note) for row in found.rows] == [
+        ("residual stream", WIDTH, ""),
+        ("heads", WIDTH // HEADS, ""),
+        ("heads", WIDTH // HEADS, ""),
+    ]
+    assert relative(model(x), before) < 1e-5
+    assert relative(model.blocks[0].up.weight, weight) > 0.1
+    kinds = {type(module) for name, module in model.named_modules() if "norm" in name and name[-5:] != "norms"}
+    assert kinds == {nn.RMSNorm if norm is nn.LayerNorm else norm}
+    assert str(found).splitlines()[1].split()[-1] == "rotated"
+
+
+def test_large_channels_cost_less() -> None:
+    model, x = decoder(), tokens()
+    wanted, errors = model(x), []
+    for one in (model, copy.deepcopy(model)):
+        if one is not model:
+            rotate(one, x)
+        quantized = fq.prepare(copy.deepcopy(one), INPUTS)
+        fq.calibrate(quantized, [x], "max", progress=False)
+        errors.append(relative(quantized(x), wanted))
+    assert errors[1] < 0.2 * errors[0], errors
+
+
+def test_the_seed_decides() -> None:
+    models = [decoder() for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        rotate(model, tokens(), seed=seed)
+    one, same, other = [model.head.weight.detach() for model in models]
+    assert_same_bits(one, same)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [1, 2, 12, 32, 49])
+def test_a_rotation_is_orthogonal(width: int, kind: str) -> None:
+    matrix = rotation_of(width, kind, torch.Generator().manual_seed(0))
+    assert matrix.dtype == torch.float64
+    assert float((matrix @ matrix.T - torch.eye(width)).abs().max()) < 1e-12
+
+
+class _PostNorm(Decoder):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.tokens(tokens))
+        return self.head(x + self.blocks[0].up(x).mean(-1, keepdim=True))
+
+
+class _Activation(Decoder):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.tokens(tokens).relu())
+
+
+class _Output(Decoder):
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.blocks(self.tokens(tokens))
+        return self.head(self.norm(x)), x
+
+
+class _Mixed(Decoder):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        return self.head(self.norm(x)) + self.head(x)
+
+
+class _Tied(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.tokens.weight
+
+
+class _Groups(nn.Module):
+    """Holds vectors, and is no normalisation of rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() * self.weight
+
+
+def _hooked() -> nn.Module:
+    model = Decoder()
+    model.head.register_forward_hook(lambda *_: None)
+    return model
+
+
+def _two_means() -> nn.Module:
+    model = Decoder()
+    model.norm = nn.RMSNorm(WIDTH)
+    return model
+
+
+STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "normalised values are added": (_PostNorm, "torch.add reads the values too"),
+    "the model's output": (_Output, "the model's output reads the values too"),
+    "two readers": (_Mixed, "head, with and without a normalisation before it, reads the values too"),
+    "tied": (_Tied, "tokens shares a parameter; give each layer its own"),
+    "no normalisation": (
+        lambda: Decoder(_Groups),
+        "norms.0 is neither a LayerNorm nor a normalisation by the root mean",
+    ),
+    "hook": (_hooked, "head computes its weight, or has hooks"),
+    "two kinds": (_two_means, "some of its readers subtract the mean and others do not"),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_cannot_be_rotated_stays_and_says_why(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = STAY[name][0](), tokens()
+    before = copy.deepcopy(model.state_dict())
+    row = next(row for row in rotate(model, x).rows if row.what == "residual stream")
+    assert STAY[name][1] in row.note
+    for place in (*row.makers, *row.readers):
+        for key, value in model.state_dict().items():
+            if key.startswith(place) and "attention" not in key:  # whose heads may be rotated
+                assert_same_bits(value, before[key])
+
+
+def test_a_model_without_such_values_says_so() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.LayerNorm(8))
+    assert "nothing to rotate" in str(rotate(model, torch.randn(1, 1, 4, 4)))
+    activation = _Activation()
+    assert "nothing to rotate" in str(rotate(activation, tokens()))
+
+
+@pytest.mark.parametrize("calls", range(2, 9))
+def test_nothing_changes_after_an_interrupt(calls: int) -> None:
+    model, x, count = decoder(), tokens(), 0
+    before, kinds = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
+
+    def forward(model: nn.Module, batch: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == calls:
+            raise KeyboardInterrupt
+        return model(batch)
+
+    try:
+        rotate(model, x, forward=forward)
+    except KeyboardInterrupt:
+        assert [type(module) for module in model.modules()] == kinds
+        assert model.state_dict().keys() == before.keys()
+        for key, value in model.state_dict().items():
+            assert_same_bits(value, before[key])
+    else:
+        assert count < calls
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    model, x = decoder(), tokens()
+    with pytest.raises(ConfigError, match=r"unknown kind 'hadamart'; did you mean hadamard"):
+        rotate(model, x, kind="hadamart")
+    with pytest.raises(ConfigError, match=r"rotate takes a float model; call it before fakequant.prepare"):
+        rotate(fq.prepare(decoder(), "INT8"), x)
+    with pytest.raises(ConfigError, match=r"two runs of the model differ by .* of the output"):
+        rotate(model, x, forward=lambda model, batch: model(torch.randint(0, 19, (4, 8))))
+
+
+USUAL = ["nn LSTM", "nn UNet", "nn TransformerEncoder"]
+
+
+def _cases() -> list[Any]:
+    marks = {name: () if name in USUAL else pytest.mark.exhaustive for name in ARCHITECTURES}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+@pytest.mark.parametrize("name", _cases())
+def test_architectures_keep_their_float_function(name: str) -> None:
+    library = {"tv": "torchvision", "hf": "transformers", "timm": "timm", "nn": "torch"}[name.split()[0]]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    case = Case(ARCHITECTURES[name])
+    model = case.float()
+    before = case.outputs(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rotate(model, case.batches[0], forward=lambda m, batch: run_batch(m, batch))
+    assert all(
+        relative(new, old) <= 1e-5
+        for new, old in zip(case.outputs(model), before, strict=True)
+        if old.is_floating_point() and old.norm()
+    )
