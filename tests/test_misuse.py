@@ -158,6 +158,14 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fq.prepare(net(), "int8", rules=["2"]),
         r"rules takes a dict of presets by pattern, got \['2'\]",
     ),
+    "a comparison of a prepared model": (
+        lambda _: fq.compare(ready(), [torch.ones(4, 8)]),
+        r"compare takes a float model; call it before fakequant\.prepare, or on a copy made before",
+    ),
+    "a search on a prepared model": (
+        lambda _: fq.search(ready(), [torch.ones(4, 8)], bits=6),
+        r"scores takes a float model; call it before",
+    ),
     "a rule with a specification": (lambda _: fq.Rule("2", "int8 per_token"), r"takes a preset, got the specification"),
     "a rule with a number": (lambda _: fq.Rule("2", 4), r"a preset is given by its name, such as 'int8', got 4"),
     "a rule for a number": (lambda _: fq.Rule(0, "int8"), r"a rule's pattern is a text, such as 'head' or '\*', got 0"),

@@ -19,6 +19,7 @@ from torch import nn
 
 import fakequant as fq
 from benchmarks.accuracy.cases import CASES, Case
+from benchmarks.accuracy.language_peers import language_runs
 from benchmarks.accuracy.models import Task, output_error, tasks
 from benchmarks.accuracy.pages import write_page
 from benchmarks.accuracy.peers import quiet, runs
@@ -44,7 +45,8 @@ def ours(case: Case, steps: str | None) -> Any:
 def measure(task: Task, case: Case) -> list[dict[str, Any]]:
     """The rows of a model and a case."""
     rows = []
-    named = {f"fakequant {name}": ours(case, steps) for name, steps in _STEPS.items()} | runs(case)
+    named = {f"fakequant {name}": ours(case, steps) for name, steps in _STEPS.items()}
+    named |= runs(case) | language_runs(case, task.model)
     for name, run in named.items():
         row: dict[str, Any] = {"model": task.name, "case": case.name, "by": name}
         started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,27 @@ figure is the squared error of the model's output on other data as a share of th
 ranges); the second is accuracy in percent (top 1, or the next byte).
 
 Source of the algorithms: `fakequant.ptq` here; ModelOpt {modelopt}; Brevitas {brevitas}, GPTQ and Qronos with
-activation order and quantized inputs. A library without a case has an empty cell.
+activation order and quantized inputs; on the language model, which they get in the shape of a model of transformers,
+llm-compressor {llmcompressor}, GPTQ with static activation order, and AutoRound {auto_round} with 200 steps for each
+block. A library without a case has an empty cell.
 
 """
 
 
 def write_page(path: Path, scores: dict[str, float], rows: list[dict[str, Any]]) -> None:
     """Write the page from the rows of a run."""
-    from importlib.metadata import version
-
-    text = _HEAD.format(modelopt=version("nvidia-modelopt"), brevitas=version("brevitas"))
+    names = {"modelopt": "nvidia-modelopt", "brevitas": "brevitas", "llmcompressor": "llmcompressor"}
+    text = _HEAD.format(**{key: _version(name) for key, name in (names | {"auto_round": "auto-round"}).items()})
     for model, score in scores.items():
         text += f"## {model}: {score} % in float\n\n{_table([row for row in rows if row['model'] == model])}\n"
     path.write_text(text)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -19,7 +19,7 @@ from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
 from fakequant.nn.forms import computed_class
 from fakequant.nn.leaf import as_leaf
-from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.nn.quantizer import is_as_made, refuse_prepared
 from fakequant.restore import restore_on_error, state_of, structure_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -139,8 +139,7 @@ def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None
     1 into 0
     3 stays: its input is not the output of a convolution or linear layer
     """
-    if quantizers(model):
-        raise ConfigError("fuse_batch_norm takes a float model; call it before fakequant.prepare")
+    refuse_prepared(model, "fuse_batch_norm")
     refuse_sharded(model, "fuse the batch normalisations of")
     norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     if training := [name or "(model)" for name, norm in norms.items() if norm.training]:

@@ -368,6 +368,20 @@ def quantizers(model: nn.Module) -> dict[str, Quantizer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
 
 
+def refuse_prepared(model: nn.Module, function: str) -> None:
+    """Raise if a model has quantizers.
+
+    Args:
+        model: any module.
+        function: the name of the function that takes float models alone.
+
+    Raises:
+        ConfigError: the model has quantizers.
+    """
+    if quantizers(model):
+        raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")
+
+
 def observed_ranges(quantizers: Mapping[str, Quantizer]) -> dict[str, Range]:
     """The ranges that the calibrators of quantizers find, see `Quantizer.observed_range`; those of a class together."""
     classes: dict[type[Calibrator], dict[str, Calibrator]] = {}

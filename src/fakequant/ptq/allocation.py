@@ -22,6 +22,7 @@ from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
 from fakequant.model.sizes import spec_bits
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ops import library
 from fakequant.ptq.compare import output_error
 from fakequant.ptq.stream import record
@@ -222,6 +223,7 @@ def scores(
     {'0': 'INT4_GROUP32', '2': 'INT8_WEIGHT_ONLY'}
     """
     refuse_tensor(batches, "scores")
+    refuse_prepared(model, "scores")
     given, run = list(batches), runner(inputs, forward)
     if not given:
         raise CalibrationError("scores needs batches, and got none")

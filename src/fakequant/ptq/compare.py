@@ -31,6 +31,7 @@ from fakequant.model.progress import track
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights
 from fakequant.nn import cached_weights
+from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ptq.comparison import Compared, Comparison, best_first
 from fakequant.ptq.improve import checked_steps, improve
 
@@ -87,6 +88,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     ['INT8', 'INT4_GROUP32']
     """
     refuse_tensor(batches, "compare")
+    refuse_prepared(model, "compare")
     tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
     given, run = list(batches), runner(inputs, forward)
     if not given:

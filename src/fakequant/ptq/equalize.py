@@ -17,7 +17,7 @@ from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
-from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.nn.quantizer import is_as_made, quantizers, refuse_prepared
 from fakequant.ptq.channels import along_inputs, has_matrix, input_channels, of_inputs
 from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
 from fakequant.ptq.output_check import OutputCheck
@@ -108,8 +108,7 @@ def equalize(
     >>> torch.allclose(model(x), before, rtol=1e-4)
     True
     """
-    if quantizers(model):
-        raise ConfigError("equalize takes a float model; call it before fakequant.prepare")
+    refuse_prepared(model, "equalize")
     refuse_sharded(model, "equalize")
     call = runner(inputs, forward)
     outputs = OutputCheck(model, lambda: call(model, batch))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, runner
-from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.nn.quantizer import is_as_made, refuse_prepared
 from fakequant.nn.transforms import hadamard
 from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.output_check import OutputCheck
@@ -98,8 +98,7 @@ def rotate(
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind {kind!r}{nearest(str(kind), list(KINDS))}")
-    if quantizers(model):
-        raise ConfigError("rotate takes a float model; call it before fakequant.prepare")
+    refuse_prepared(model, "rotate")
     refuse_sharded(model, "rotate")
     call = runner(inputs, forward)
     outputs = OutputCheck(model, lambda: call(model, batch))
