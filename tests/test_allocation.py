@@ -123,6 +123,50 @@ def test_a_budget_is_kept_and_its_configuration_prepares_the_model(found: Scores
     assert isinstance(smallest, Allocation)
 
 
+def test_bit_operations_are_a_budget_of_their_own() -> None:
+    """A layer that is called twice has twice the products; sizes of weights know nothing of that."""
+    found = fq.ptq.scores(Net(), batches()[:1], ["INT8", "INT8_WEIGHT_ONLY", "INT4"], progress=False)
+    assert found.products == {
+        "stem": 16 * 16 * 2 * 4 * 27, "left": 16 * 4096, "right": 16 * 4096, "twice": 2 * 16 * 4096, "head": 16 * 512
+    }  # fmt: skip
+    own = found.layers["twice"]
+    assert own["INT8"].operations == 64 * 2 * 16 * 4096
+    assert own["INT8_WEIGHT_ONLY"].operations == 4 * own["INT8"].operations
+    assert own["INT4"].operations == own["INT8"].operations // 4
+    mix = found.allocate(operations=50)
+    assert mix.operations_per_product <= 50 < 64
+    assert mix.operations == sum(found.layers[layer][name].operations for layer, name in mix.choices.items())
+    assert found.curve("operations")[0].operations_per_product == 16
+    with pytest.raises(ConfigError, match="the fewest bit operations for a multiply-accumulate are 16; "):
+        found.allocate(operations=15)
+    with pytest.raises(ConfigError, match='expected over="bits" or "operations", got \'size\''):
+        found.curve("size")
+
+
+def test_layers_are_scored_by_the_divergence_of_logits_or_a_function() -> None:
+    model, given = Net().double(), [batch.double() for batch in batches()[:2]]
+    logits = torch.cat([model(batch) for batch in given]).log_softmax(-1).detach()
+
+    def measure(tried: nn.Module) -> float:
+        own = torch.cat([tried(batch) for batch in given]).log_softmax(-1)
+        return float((logits.exp() * (logits - own)).sum(-1).mean())
+
+    by_name = fq.ptq.scores(model, given, CHOICES, measure="kl", progress=False)
+    by_function = fq.ptq.scores(model, given, CHOICES, measure=measure, progress=False)
+    for layer, own in by_name.layers.items():
+        for name, score in own.items():
+            alone = fq.prepare(copy.deepcopy(model), fq.Config("one", (fq.Rule(layer, name),)))
+            fq.calibrate(alone, progress=False)
+            assert score.loss == pytest.approx(measure(alone), rel=1e-9)
+            assert by_function.layers[layer][name].loss == pytest.approx(score.loss, rel=1e-9)
+    mix = by_name.allocate(bits=6)
+    assert mix.loss == pytest.approx(sum(by_name.layers[layer][name].loss for layer, name in mix.choices.items()))
+    with pytest.raises(ConfigError, match="the loss with stem alone in INT8_WEIGHT_ONLY is NaN"):
+        fq.ptq.scores(model, given, CHOICES, measure=lambda tried: float("nan") if tried is not model else 0.0)
+    with pytest.raises(ConfigError, match="expected measure=\"kl\" or a function of the model, got 'hessian'"):
+        fq.ptq.scores(model, given, CHOICES, measure="hessian")
+
+
 def test_what_is_refused(found: Scores) -> None:
     with pytest.raises(ConfigError, match="give one budget"):
         found.allocate()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
@@ -19,17 +18,14 @@ from fakequant.model.config import Config, Rule
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
-from fakequant.model.progress import track
 from fakequant.model.sizes import spec_bits
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import refuse_prepared
-from fakequant.ops import library
 from fakequant.ptq.compare import output_error
+from fakequant.ptq.losses import Loss, arriving_errors, count_products, divergence, losses_alone
 from fakequant.ptq.stream import record
-from fakequant.ptq.sums import has_rows, product_of
+from fakequant.ptq.sums import has_rows
 
-_PROBES = 16
-"""Random directions of the output, for each batch."""
 _UNITS = 20_000
 """Steps in which sizes are counted where they have no larger common divisor: 0.005 % of the largest size."""
 
@@ -41,10 +37,13 @@ class Score:
     Attributes:
         loss: the squared error that it alone makes in the model's output, as a share of the output's energy.
         bits: of the weight with its scales.
+        operations: bit operations of one pass over the first batch: multiply-accumulates times the bits of the weight
+            times those of the input, which are 32 where it stays in float.
     """
 
     loss: float
     bits: int
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,8 @@ class Allocation:
         bits: of all weights with their scales.
         weights: how many weights these are.
         measured: the error of the model's output with these choices, as a share of its energy; None until `verify`.
+        operations: bit operations of one pass over the first batch.
+        products: multiply-accumulates of the same pass.
     """
 
     choices: Mapping[str, str]
@@ -66,11 +67,18 @@ class Allocation:
     measured: float | None = None
     metric: float | None = None
     """What a metric gives with these choices; None where none was asked."""
+    operations: int = 0
+    products: int = 0
 
     @property
     def bits_per_weight(self) -> float:
         """With scales."""
         return self.bits / self.weights
+
+    @property
+    def operations_per_product(self) -> float:
+        """Bit operations of a multiply-accumulate on average: 64 where weights and inputs have 8 bits."""
+        return self.operations / max(1, self.products)
 
     def config(self) -> Config:
         """The choices as a configuration for `fakequant.prepare`; other layers stay in float."""
@@ -87,30 +95,45 @@ class Scores:
         weights: how many weights each layer has.
         ties: layers that get one choice, because they read the same tensor.
         arriving: by layer and choice, the error that arrives in random directions of the output [samples].
+        products: how many multiply-accumulates each layer has for the first batch.
     """
 
     layers: dict[str, dict[str, Score]]
     weights: dict[str, int]
     ties: list[list[str]]
     arriving: dict[tuple[str, str], Tensor] = field(repr=False)
+    products: dict[str, int] = field(default_factory=dict)
 
     def predict(self, choices: Mapping[str, str]) -> Allocation:
         """A mix with its predicted loss, which counts how errors of different layers add up or cancel."""
         loss = torch.stack([self.arriving[layer, name] for layer, name in choices.items()]).sum(0).square().mean()
-        bits = sum(self.layers[layer][name].bits for layer, name in choices.items())
-        return Allocation(choices, float(loss), bits, sum(self.weights[layer] for layer in choices))
+        taken = [self.layers[layer][name] for layer, name in choices.items()]
+        return Allocation(
+            choices,
+            float(loss),
+            sum(score.bits for score in taken),
+            sum(self.weights[layer] for layer in choices),
+            operations=sum(score.operations for score in taken),
+            products=sum(self.products.get(layer, 0) for layer in choices),
+        )
 
-    def curve(self) -> list[Allocation]:
+    def curve(self, over: str = "bits") -> list[Allocation]:
         """The best mix for every size, from the smallest to the largest; none is larger and worse than another.
 
         Mixes are chosen by the sum of the scores, and what they cost together is predicted then. The choice is the
         multiple-choice knapsack, solved exactly by dynamic programming over sizes: they are counted in
         their common divisor, or in 0.005 % of the largest size, rounded up, where that is more.
+
+        Args:
+            over: "bits" of weights, or bit "operations".
         """
+        if over not in ("bits", "operations"):
+            raise ConfigError(f'expected over="bits" or "operations", got {over!r}')
         groups = [(group, self._of_group(group)) for group in self.ties]
-        largest = sum(max(score.bits for score in own.values()) for _, own in groups)
-        unit = max(gcd(*(score.bits for _, own in groups for score in own.values())), -(-largest // _UNITS))
-        sizes = [{name: -(-score.bits // unit) for name, score in own.items()} for _, own in groups]
+        costs = [{name: getattr(score, over) for name, score in own.items()} for _, own in groups]
+        largest = sum(max(own.values()) for own in costs)
+        unit = max(gcd(*(cost for own in costs for cost in own.values())), -(-largest // _UNITS))
+        sizes = [{name: -(-cost // unit) for name, cost in own.items()} for own in costs]
         capacity = sum(max(own.values()) for own in sizes)
         best = torch.full((capacity + 1,), torch.inf, dtype=torch.float64)
         best[0] = 0.0
@@ -131,7 +154,12 @@ class Scores:
         return kept
 
     def allocate(
-        self, *, bits: float | None = None, size: float | None = None, loss: float | None = None
+        self,
+        *,
+        bits: float | None = None,
+        size: float | None = None,
+        loss: float | None = None,
+        operations: float | None = None,
     ) -> Allocation:
         """The best mix within a budget.
 
@@ -139,16 +167,20 @@ class Scores:
             bits: at most so many bits per weight, with scales.
             size: at most so many bytes of weights.
             loss: the smallest size with at most this loss.
+            operations: at most so many bit operations for a multiply-accumulate on average; 64 where all has 8 bits.
 
         Raises:
             ConfigError: not exactly one budget, or none of the mixes fits it (names the nearest).
         """
-        if sum(budget is not None for budget in (bits, size, loss)) != 1:
-            raise ConfigError("give one budget: bits= per weight, size= in bytes, or loss=")
-        curve = self.curve()
+        if sum(budget is not None for budget in (bits, size, loss, operations)) != 1:
+            raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or operations= per product")
+        curve = self.curve("bits" if operations is None else "operations")
         if loss is not None:
             fitting = [point for point in curve if point.loss <= loss][:1]
             nearest = f"the smallest loss is {curve[-1].loss:.3g}"
+        elif operations is not None:
+            fitting = [point for point in curve if point.operations_per_product <= operations][-1:]
+            nearest = f"the fewest bit operations for a multiply-accumulate are {curve[0].operations_per_product:.4g}"
         else:
             most = bits * curve[0].weights if bits is not None else 8 * (size or 0.0)
             fitting = [point for point in curve if point.bits <= most][-1:]
@@ -166,6 +198,7 @@ class Scores:
             name: Score(
                 sum(self.layers[layer][name].loss for layer in group),
                 sum(self.layers[layer][name].bits for layer in group),
+                sum(self.layers[layer][name].operations for layer in group),
             )
             for name in names
         }
@@ -194,6 +227,7 @@ def scores(
     batches: Iterable[Any],
     choices: Sequence[str] = ("INT8", "INT4_GROUP32"),
     *,
+    measure: Loss | str | None = None,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
     progress: bool | None = None,
@@ -202,17 +236,20 @@ def scores(
 
     The error that a choice makes in a layer's output is multiplied with the gradient of random directions of the
     model's output: the mean of squares estimates the squared error that arrives there (Hutchinson's estimator).
+    With `measure` the model runs with each layer and choice alone instead, and the losses of a mix add up.
 
     Args:
         model: in float; it stays as it is.
         batches: what a data loader gives; a few are enough.
         choices: names of presets.
+        measure: "kl", the divergence from the float model's logits [..., classes]; or called as measure(model), smaller
+            is better, such as 1 less an accuracy. Losses of `Scores` and `Allocation` are then what is added to it.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
         progress: whether to show a progress bar; by default on a terminal.
 
     Raises:
-        ConfigError: an unknown preset, or a model without linear layers and convolutions.
+        ConfigError: an unknown preset or measure, or a model without linear layers and convolutions.
         CalibrationError: no batches.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -231,26 +268,32 @@ def scores(
     if not layers:
         raise ConfigError("the model has no linear layers and no convolutions to choose formats for")
     quantized = {name: _prepared(model, name, given, inputs, forward) for name in choices}
-    parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in choices}
-    energy = 0.0
     with evaluating(model):
         recorded = record(model, layers, run, given[:1])
-        for number, batch in enumerate(track(given, "scoring layers", len(given), progress)):
-            energy += _add_errors(model, layers, quantized, lambda b=batch: run(model, b), parts, number)
-    # The mean of squares over all samples and directions times their number for one direction is the error's energy.
-    arriving = {
-        key: torch.cat(values) * (len(torch.cat(values)) / _PROBES / energy) ** 0.5 for key, values in parts.items()
-    }
-    reached = [layer for layer in layers if layer in recorded.siblings]
+        products = count_products(layers, lambda: run(model, given[0]))
+        reached = [layer for layer in layers if layer in recorded.siblings]
+        if measure is None:
+            arriving = arriving_errors(model, layers, quantized, run, given, progress)
+        else:
+            chosen = divergence(model, given, run) if measure == "kl" else measure
+            if not callable(chosen):
+                raise ConfigError(f'expected measure="kl" or a function of the model, got {measure!r}')
+            arriving = losses_alone(model, quantized, reached, chosen, progress)
     found: dict[str, dict[str, Score]] = {layer: {} for layer in reached}
     for layer in reached:
         for name, twin in quantized.items():
-            quantizer = getattr(twin.get_submodule(layer), "weight_quantizer", None)
-            if quantizer is not None:
-                bits = spec_bits(quantizer.spec, tuple(layers[layer].weight.shape))
-                found[layer][name] = Score(float(arriving[layer, name].square().mean()), bits.codes + bits.scales)
+            own: Any = twin.get_submodule(layer)
+            if isinstance(own, QuantizedLayer) and own.weight_quantizer is not None:
+                cost, weight, x = (
+                    float(arriving[layer, name].square().mean()),
+                    own.weight_quantizer,
+                    own.input_quantizer,
+                )
+                bits = spec_bits(weight.spec, tuple(layers[layer].weight.shape))
+                each = weight.spec.format.bits * (32 if x is None else x.spec.format.bits)
+                found[layer][name] = Score(cost, bits.codes + bits.scales, products[layer] * each)
     ties = list({tuple(group): list(dict.fromkeys(group)) for group in recorded.siblings.values()}.values())
-    return Scores(found, {layer: layers[layer].weight.numel() for layer in reached}, ties, arriving)
+    return Scores(found, {layer: layers[layer].weight.numel() for layer in reached}, ties, arriving, products)
 
 
 def _prepared(model: nn.Module, choice: str, batches: list[Any], inputs: Any, forward: Any) -> nn.Module:
@@ -265,63 +308,6 @@ def left_in_float(model: nn.Module) -> list[Rule]:
     """Leave in float what the scores do not speak of, purposely, so that nothing warns of it."""
     kinds = {type(module).__name__ for module in model.modules() if not has_rows(module)}
     return [Rule("*", layers=tuple(sorted(kinds)), optional=True)] if kinds else []
-
-
-def _add_errors(
-    model: nn.Module,
-    layers: Mapping[str, Any],
-    quantized: Mapping[str, nn.Module],
-    call: Callable[[], Any],
-    parts: dict[tuple[str, str], list[Tensor]],
-    seed: int,
-) -> float:
-    """Add the errors of one batch that arrive in random directions of its output; returns the output's energy."""
-    calls: list[tuple[str, Tensor, Tensor]] = []
-    hooks = [
-        layer.register_forward_hook(lambda _, args, y, name=name: calls.append((name, args[0].detach(), y)))
-        for name, layer in layers.items()
-    ]
-    try:
-        with torch.enable_grad():
-            result = [leaf for leaf in tree_leaves(call()) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    outputs, examples = [y for _, _, y in calls], len(result[0]) if result[0].dim() else 1
-    random = torch.Generator().manual_seed(seed)
-    errors = [
-        {choice: _error(twin.get_submodule(name), x) for choice, twin in quantized.items()} for name, x, _ in calls
-    ]
-    for _ in range(_PROBES):
-        signs = [
-            torch.randint(0, 2, leaf.shape, generator=random).to(leaf.device, leaf.dtype) * 2 - 1 for leaf in result
-        ]
-        gradients = torch.autograd.grad(result, outputs, signs, retain_graph=True, allow_unused=True)
-        found = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
-        for (name, _, _), own, gradient in zip(calls, errors, gradients, strict=True):
-            for choice, error in own.items() if gradient is not None else ():
-                found[name, choice] += _by_example((gradient * error).double(), examples)
-        for key, values in found.items():
-            parts[key].append(values)
-    return sum(float(leaf.detach().double().square().sum()) for leaf in result)
-
-
-def _by_example(values: Tensor, examples: int) -> Tensor:
-    """Sums over each example; one sum in the first place where the first axis does not hold the examples."""
-    if values.numel() % examples == 0:
-        return values.reshape(examples, -1).sum(1).cpu()
-    return torch.cat([values.sum()[None], values.new_zeros(examples - 1)]).cpu()
-
-
-@torch.no_grad()
-def _error(layer: nn.Module, x: Tensor) -> Tensor:
-    """What quantizing a layer changes in its output for a float input; 0 where it is not quantized."""
-    if not isinstance(layer, QuantizedLayer) or layer.weight_quantizer is None:
-        return torch.zeros(())
-    weight = library.fake_quantize(
-        layer.weight, layer.weight_quantizer.qparams(layer.weight), layer.weight_quantizer.spec
-    )
-    return product_of(layer, weight, layer.quantized_input(x)) - product_of(layer, layer.weight, x)
 
 
 def _shifted(values: Tensor, places: int) -> Tensor:

@@ -1,0 +1,175 @@
+"""What each choice costs each layer: the error that arrives in the model's output, or a loss of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fakequant.errors import ConfigError
+from fakequant.model.modes import evaluating, modes
+from fakequant.model.progress import track
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Mode
+from fakequant.ops import library
+from fakequant.ptq.sums import product_of
+
+_PROBES = 16
+"""Random directions of the output, for each batch."""
+Loss = Callable[[nn.Module], float]
+
+
+def divergence(model: nn.Module, batches: Sequence[Any], run: Callable[[nn.Module, Any], Any]) -> Loss:
+    """The mean Kullback-Leibler divergence from the model's logits to those of another model.
+
+    Args:
+        model: in float, in eval mode; its first floating output holds logits [..., classes].
+        batches: those to compare on.
+        run: called as run(model, batch).
+    """
+    with torch.no_grad():
+        wanted = [_logits(run(model, batch)) for batch in batches]
+
+    def loss(other: nn.Module) -> float:
+        total = sum(
+            float(nn.functional.kl_div(_logits(run(other, batch)), one, log_target=True, reduction="sum"))
+            for batch, one in zip(batches, wanted, strict=True)
+        )
+        return total / sum(one.numel() // one.shape[-1] for one in wanted)
+
+    return loss
+
+
+def _logits(outputs: Any) -> Tensor:
+    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not found or not found[0].dim():
+        raise ConfigError('measure="kl" needs a model that gives logits [..., classes]; give a function as measure=')
+    return found[0].double().log_softmax(-1)
+
+
+@torch.no_grad()
+def losses_alone(
+    model: nn.Module, quantized: Mapping[str, nn.Module], layers: Sequence[str], loss: Loss, progress: bool | None
+) -> dict[tuple[str, str], Tensor]:
+    """What quantizing one layer alone adds to a loss, by layer and choice, as errors in directions of their own.
+
+    A layer that lowers the loss counts as 0.
+
+    Args:
+        model: in float.
+        quantized: calibrated copies by choice.
+        layers: names of those to try.
+        loss: called as loss(model), smaller is better.
+        progress: whether to show a progress bar.
+    """
+    with evaluating(model):
+        before = float(loss(model))
+    found: dict[tuple[str, str], Tensor] = {}
+    tried = [(place, layer, name) for place, layer in enumerate(layers) for name in quantized]
+    for place, layer, name in track(tried, "scoring layers", len(tried), progress):
+        twin, prefix = quantized[name], f"{layer}." if layer else ""
+        with modes(twin, lambda path, own, prefix=prefix: own.mode if path.startswith(prefix) else Mode.OFF):
+            added = float(loss(twin)) - before
+        if added != added:
+            raise ConfigError(f"the loss with {layer} alone in {name} is NaN")
+        found[layer, name] = torch.zeros(len(layers), dtype=torch.float64)
+        found[layer, name][place] = (len(layers) * max(added, 0.0)) ** 0.5
+    return found
+
+
+@torch.no_grad()
+def count_products(layers: Mapping[str, Any], call: Callable[[], Any]) -> dict[str, int]:
+    """Multiply-accumulates of each layer in one call of the model."""
+    found = dict.fromkeys(layers, 0)
+
+    def count(name: str, layer: Any, y: Tensor) -> None:
+        found[name] += y.numel() * layer.weight[0].numel()
+
+    hooks = [
+        layer.register_forward_hook(lambda own, _, y, name=name: count(name, own, y)) for name, layer in layers.items()
+    ]
+    try:
+        call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def arriving_errors(
+    model: nn.Module,
+    layers: Mapping[str, Any],
+    quantized: Mapping[str, nn.Module],
+    run: Callable[[nn.Module, Any], Any],
+    batches: list[Any],
+    progress: bool | None,
+) -> dict[tuple[str, str], Tensor]:
+    """The errors that arrive in random directions of the output; the mean of squares is a share of its energy."""
+    parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
+    energy = 0.0
+    for number, batch in enumerate(track(batches, "scoring layers", len(batches), progress)):
+        energy += _add_errors(model, layers, quantized, lambda b=batch: run(model, b), parts, number)
+    # The mean of squares over all samples and directions times their number for one direction is the error's energy.
+    return {
+        key: torch.cat(values) * (len(torch.cat(values)) / _PROBES / energy) ** 0.5 for key, values in parts.items()
+    }
+
+
+def _add_errors(
+    model: nn.Module,
+    layers: Mapping[str, Any],
+    quantized: Mapping[str, nn.Module],
+    call: Callable[[], Any],
+    parts: dict[tuple[str, str], list[Tensor]],
+    seed: int,
+) -> float:
+    """Add the errors of one batch that arrive in random directions of its output; returns the output's energy."""
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, args, y, name=name: calls.append((name, args[0].detach(), y)))
+        for name, layer in layers.items()
+    ]
+    try:
+        with torch.enable_grad():
+            result = [leaf for leaf in tree_leaves(call()) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    outputs, examples = [y for _, _, y in calls], len(result[0]) if result[0].dim() else 1
+    random = torch.Generator().manual_seed(seed)
+    errors = [
+        {choice: _error(twin.get_submodule(name), x) for choice, twin in quantized.items()} for name, x, _ in calls
+    ]
+    for _ in range(_PROBES):
+        signs = [
+            torch.randint(0, 2, leaf.shape, generator=random).to(leaf.device, leaf.dtype) * 2 - 1 for leaf in result
+        ]
+        gradients = torch.autograd.grad(result, outputs, signs, retain_graph=True, allow_unused=True)
+        found = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
+        for (name, _, _), own, gradient in zip(calls, errors, gradients, strict=True):
+            for choice, error in own.items() if gradient is not None else ():
+                found[name, choice] += _by_example((gradient * error).double(), examples)
+        for key, values in found.items():
+            parts[key].append(values)
+    return sum(float(leaf.detach().double().square().sum()) for leaf in result)
+
+
+def _by_example(values: Tensor, examples: int) -> Tensor:
+    """Sums over each example; one sum in the first place where the first axis does not hold the examples."""
+    if values.numel() % examples == 0:
+        return values.reshape(examples, -1).sum(1).cpu()
+    return torch.cat([values.sum()[None], values.new_zeros(examples - 1)]).cpu()
+
+
+@torch.no_grad()
+def _error(layer: nn.Module, x: Tensor) -> Tensor:
+    """What quantizing a layer changes in its output for a float input; 0 where it is not quantized."""
+    if not isinstance(layer, QuantizedLayer) or layer.weight_quantizer is None:
+        return torch.zeros(())
+    weight = library.fake_quantize(
+        layer.weight, layer.weight_quantizer.qparams(layer.weight), layer.weight_quantizer.spec
+    )
+    return product_of(layer, weight, layer.quantized_input(x)) - product_of(layer, layer.weight, x)
