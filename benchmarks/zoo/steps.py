@@ -20,6 +20,7 @@ import fakequant as fq
 from fakequant.errors import CoverageWarning
 from fakequant.model.batches import run_batch
 from fakequant.model.operations import unquantized
+from fakequant.model.site_weights import site_weights
 from fakequant.nn import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 
@@ -69,8 +70,12 @@ def _prepare(case: Case) -> Note:
 
 
 def _largest_left(model: nn.Module) -> str | None:
-    """The class with most parameters that stay in float; norms, biases and scalars have one axis and do not count."""
+    """The class with most parameters that stay in float; norms, biases and scalars have one axis and do not count.
+
+    What a function of the model takes as a quantized weight, as of a router, does not stay in float.
+    """
     taken = {p for module in model.modules() if isinstance(module, QuantizedLayer) for p in module.parameters()}
+    taken |= {weight.parameter for weight in site_weights(model).values() if weight.parameter is not None}
     sizes: dict[str, int] = {}
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p not in taken and sum(n > 1 for n in p.shape) >= 2]
