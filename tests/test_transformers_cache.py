@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from copy import deepcopy
 from typing import Any
 
@@ -140,3 +141,19 @@ def test_errors() -> None:
     model = ARCHITECTURES["llama"].make(num_hidden_layers=2)
     with pytest.raises(ConfigError, match="writes keys of layer 1 to a cache with quantizers for 1 layers"):
         generated(model, FakeQuantCache([quantizer]))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino", "qnn", "xnnpack", "tensorrt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_models_for_an_engine_generate(name: str, target: str, cached: bool) -> None:
+    """What a cache calls does not count: the example may have one or not, and every step gives the same tokens."""
+    example = {**tokens(), "use_cache": cached}
+    model = fq.prepare(ARCHITECTURES[name].make(), "int8", example=example, target=target)
+    fq.calibrate(model, [example], progress=False)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    found = model.generate(**tokens(), **options)
+    assert torch.equal(found, model.generate(**tokens(), use_cache=False, **options))
+    cache = FakeQuantCache(PER_TOKEN, config=model.config)
+    assert model.generate(**tokens(), past_key_values=cache, **options).shape == found.shape
+    assert torch.equal(found, pickle.loads(pickle.dumps(model)).generate(**tokens(), **options))

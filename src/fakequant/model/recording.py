@@ -25,6 +25,7 @@ from fakequant.model.modes import evaluating
 from fakequant.model.operations import counted, is_product
 from fakequant.nn.site_functions import CALLED_AS, called_as
 from fakequant.nn.sites import operands_of, takes_floats
+from fakequant.nn.unseen import UNSEEN, hide_caches
 from fakequant.restore import Restore, restore_after, structure_of
 
 
@@ -131,6 +132,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
     >>> [(call.owner, call.function, sorted(call.operands)) for call in recording.calls]
     [('0', 'relu', ['input']), ('0', 'add', ['input', 'other'])]
     """
+    hide_caches()
     recorder = _Recorder(model)
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with (
@@ -183,6 +185,9 @@ class _Recorder(TorchFunctionMode):
         if called is not None and not takes_floats(args, kwargs):
             called = None  # as in a prepared model, which does not count such calls
             name = f"{_name_of(func)} without floats"
+        elif called is not None and self._is_unseen():
+            called = None
+            name = f"{_name_of(func)} of a cache"
         else:
             name = _name_of(func) if called is None else called.function.name
         arguments = _tensors((args, kwargs))
@@ -204,6 +209,15 @@ class _Recorder(TorchFunctionMode):
             equation = args[0] if name == "einsum" and args and isinstance(args[0], str) else ""
             self._note(name, numbers, inputs, made, count, where, equation)
         return result
+
+    def _is_unseen(self) -> bool:
+        """Whether a function runs whose calls belong to no owner."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not self.followed:
+            if frame.f_code is UNSEEN:
+                return True
+            frame = frame.f_back
+        return False
 
     def _where(self) -> tuple[tuple[CodeType, int], ...]:
         """The places in the code that run, from the call of the function up to the `forward` of its owner."""

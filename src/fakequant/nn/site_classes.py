@@ -15,6 +15,7 @@ from fakequant.errors import ConfigError
 from fakequant.nn.forms import change_class, class_reference, within_wrappers
 from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule, pause, resume
 from fakequant.nn.traced_sites import is_traced, run_traced
+from fakequant.nn.unseen import hide_caches, unseen
 
 
 def add_sites(module: nn.Module, sites: Sites) -> None:
@@ -55,6 +56,7 @@ _made: dict[tuple[type[Any], str], type[Any]] = {}
 
 
 def _owner_class(cls: type[Any]) -> type[Any]:
+    hide_caches()  # here, because a model may come from a file
     inner = cls.forward
 
     @wraps(inner)
@@ -125,19 +127,7 @@ def _is_running(module: nn.Module) -> bool:
 
 
 def _shielded_class(cls: type[Any]) -> type[Any]:
-    inner = cls.forward
-
-    @wraps(inner)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = pause()
-        if outer is None:
-            return inner(self, *args, **kwargs)
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            resume(outer)
-
-    return _subclass(cls, "shielded", forward)
+    return _subclass(cls, "shielded", unseen(cls.forward))
 
 
 def _subclass(
@@ -147,7 +137,7 @@ def _subclass(
     if (cls, role) in _made:
         return _made[cls, role]
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # not by `unseen`: torch.export would lose the module's path
         outer = pause()
         if outer is None:
             return cls.__call__(self, *args, **kwargs)

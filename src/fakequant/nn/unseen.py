@@ -1,0 +1,43 @@
+"""Functions whose calls belong to no owner of sites: those of a cache of keys and values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import CodeType
+from typing import Any
+
+from fakequant.nn.sites import pause, resume
+
+
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as it is, except that the owner that calls it does not count what it calls."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outer = pause()
+        if outer is None:
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resume(outer)
+
+    return call
+
+
+UNSEEN: CodeType = unseen(unseen).__code__  # type: ignore[attr-defined]
+"""The code of all functions that `unseen` makes, by which a recorded run knows them."""
+
+
+def hide_caches() -> None:
+    """Have no owner count what the caches of transformers call, where transformers is imported.
+
+    A cache concatenates or copies as its kind and its length want. `generate` writes to a cache, and the example of
+    `prepare` may have none, so that these calls would come in another order than planned. The results of
+    transformers stay as they are.
+    """
+    caches: Any = sys.modules.get("transformers.cache_utils")
+    if caches is not None and getattr(caches.Cache.update, "__code__", None) is not UNSEEN:
+        caches.Cache.update = unseen(caches.Cache.update)
