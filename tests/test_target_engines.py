@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CoverageWarning
+from fakequant.errors import CoverageWarning, FusionWarning
+from tests.support.bits import assert_same_bits
 from tests.support.engines import Computed, by_onnxruntime, by_openvino
 from tests.support.vision import import_torchvision
 
@@ -105,11 +106,31 @@ def test_norms_that_keep_products_in_float_are_told() -> None:
         prepared("resnet", "onnxruntime", "INT8_AFFINE", fused=False)
     assert [str(warning.message) for warning in caught] == [
         "12 batch normalisations follow products with quantized weights, so that onnxruntime computes both in float; "
-        "call fakequant.fuse_batch_norm(model, example) before prepare"
+        "call fakequant.fuse_batch_norm(model, example) before prepare, or to train them, "
+        "fakequant.qat.fold_batch_norm(model, example) after it"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error", CoverageWarning)
         prepared("resnet", "openvino", "INT8", fused=False)  # which folds them
+
+
+def test_norms_that_are_trained_folded_leave_all_products_on_integers(tmp_path: Path) -> None:
+    """Norms and layers that an owner of sites calls have classes of their own, and are folded as all others."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CoverageWarning)
+        model = fq.prepare(resnet().eval(), "INT8_AFFINE", example=IMAGE, target="onnxruntime")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusionWarning)  # no norm stays
+        fq.qat.fold_batch_norm(model, IMAGE)
+    fq.calibrate(model, [IMAGE])
+    model.train()(IMAGE).sum().backward()
+    before = model.eval()(IMAGE)
+    fq.qat.merge_batch_norm(model)
+    assert_same_bits(model(IMAGE), before)
+    fq.export_onnx(model, IMAGE, tmp_path / "model.onnx")
+    integer, products = on_integers(by_onnxruntime(tmp_path / "model.onnx"))
+    assert integer == products == 13
 
 
 class TwoReaders(nn.Module):

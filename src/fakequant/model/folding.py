@@ -15,6 +15,7 @@ from fakequant.model.modes import disabled
 from fakequant.model.recording import Recording, record
 from fakequant.nn.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
 from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.nn.site_classes import set_class, unshielded_class
 from fakequant.restore import restore_on_error, structure_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -72,10 +73,10 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
 
 
 def _fold(layer: nn.Module, norm: nn.Module, path: str) -> None:
-    norm.__class__ = FOLDED_NORMS[type(norm)]
+    set_class(norm, FOLDED_NORMS[unshielded_class(norm)])
     vars(norm).update(layer=path, axes=_axes(layer))
     vars(layer)["_norm"] = (norm,)
-    layer.__class__ = FOLDED_LAYERS[type(layer)]
+    set_class(layer, FOLDED_LAYERS[unshielded_class(layer)])
 
 
 @torch.no_grad()
@@ -95,7 +96,7 @@ def merge_batch_norm(model: Model) -> Model:
             norm: FoldedNorm = layer._norm[0]
             own = cast("nn.Parameter", layer._parameters["weight"])
             weight, bias = (nn.Parameter(x.detach(), own.requires_grad) for x in (layer.weight, layer.bias))
-            cast("Any", layer).__class__ = layer.plain_class
+            set_class(layer, layer.plain_class)
             del vars(layer)["_norm"]
             layer._parameters.update(weight=weight, bias=bias)
             replace_module(model, norm, FusedBatchNorm(norm.layer, norm.axes))
@@ -131,7 +132,7 @@ def _layer_before(path: str, recording: Recording) -> str | None:
 
 
 def _why_norm_stays(norm: nn.Module, path: str, recording: Recording) -> str | None:
-    if type(norm) not in FOLDED_NORMS:
+    if unshielded_class(norm) not in FOLDED_NORMS:
         return f"a {type(norm).__name__} has no folded form"
     if cast("nn.BatchNorm2d", norm).running_mean is None:
         return "it has no running statistics, so that each batch is normalised by its own"
@@ -147,7 +148,7 @@ def _why_layer_stays(
     path: str | None, norm: nn.Module, modules: dict[str, nn.Module], recording: Recording
 ) -> str | None:
     layer = None if path is None else modules.get(path)
-    if path is None or layer is None or type(layer) not in FOLDED_LAYERS:
+    if path is None or layer is None or unshielded_class(layer) not in FOLDED_LAYERS:
         return "its input is not the output of a quantized convolution or linear layer"
     if recording.visits[path] != 1:
         return f"the layer before it is called {recording.visits[path]} times"

@@ -292,7 +292,8 @@ class _Planner:
             follow = f"{len(norms)} batch normalisations follow" if len(norms) > 1 else "a batch normalisation follows"
             notes.append(
                 f"{follow} products with quantized weights, so that {name} computes both in float; call "
-                "fakequant.fuse_batch_norm(model, example) before prepare"
+                "fakequant.fuse_batch_norm(model, example) before prepare, or to train them, "
+                "fakequant.qat.fold_batch_norm(model, example) after it"
             )
         wanted = self.target.symmetric
         specs = [rule.input.spec for rule in self.given.values() if rule.input is not None]

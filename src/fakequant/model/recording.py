@@ -25,7 +25,7 @@ from fakequant.model.modes import evaluating
 from fakequant.model.operations import counted, is_product
 from fakequant.nn.site_functions import CALLED_AS, called_as
 from fakequant.nn.sites import operands_of, takes_floats
-from fakequant.nn.unseen import UNSEEN, hide_caches
+from fakequant.nn.unseen import OF_CACHE, hide_caches
 from fakequant.restore import Restore, restore_after, structure_of
 
 
@@ -185,7 +185,7 @@ class _Recorder(TorchFunctionMode):
         if called is not None and not takes_floats(args, kwargs):
             called = None  # as in a prepared model, which does not count such calls
             name = f"{_name_of(func)} without floats"
-        elif called is not None and self._is_unseen():
+        elif called is not None and self._is_of_cache():
             called = None
             name = f"{_name_of(func)} of a cache"
         else:
@@ -210,11 +210,11 @@ class _Recorder(TorchFunctionMode):
             self._note(name, numbers, inputs, made, count, where, equation)
         return result
 
-    def _is_unseen(self) -> bool:
-        """Whether a function runs whose calls belong to no owner."""
+    def _is_of_cache(self) -> bool:
+        """Whether a cache of transformers makes the call."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not self.followed:
-            if frame.f_code is UNSEEN:
+            if frame.f_code is OF_CACHE:
                 return True
             frame = frame.f_back
         return False

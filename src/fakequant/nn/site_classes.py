@@ -46,6 +46,25 @@ def is_shielded(module: nn.Module) -> bool:
     return getattr(type(module), "swapped_from", (None, ""))[1] == "shielded"
 
 
+def unshielded_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before `shield`.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> shield(layer)
+    >>> type(layer) is nn.Linear, unshielded_class(layer) is nn.Linear
+    (False, True)
+    """
+    return type(module).swapped_from[0] if is_shielded(module) else type(module)  # type: ignore[attr-defined]
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a module another class, and shield it again if it was shielded."""
+    shielded = is_shielded(module)
+    module.__class__ = cls
+    if shielded:
+        shield(module)
+
+
 def _change(module: nn.Module, make: Callable[[type[Any]], type[Any]]) -> None:
     made = within_wrappers(type(module), make)
     assert made is not None, f"{make} makes a class of every class"

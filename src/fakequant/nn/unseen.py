@@ -27,8 +27,18 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-UNSEEN: CodeType = unseen(unseen).__code__  # type: ignore[attr-defined]
-"""The code of all functions that `unseen` makes, by which a recorded run knows them."""
+def _of_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    hidden = unseen(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hidden(*args, **kwargs)
+
+    return call
+
+
+OF_CACHE: CodeType = _of_cache(unseen).__code__  # type: ignore[attr-defined]
+"""The code of what `hide_caches` puts in place, by which a recorded run knows the calls of a cache."""
 
 
 def hide_caches() -> None:
@@ -39,5 +49,5 @@ def hide_caches() -> None:
     transformers stay as they are.
     """
     caches: Any = sys.modules.get("transformers.cache_utils")
-    if caches is not None and getattr(caches.Cache.update, "__code__", None) is not UNSEEN:
-        caches.Cache.update = unseen(caches.Cache.update)
+    if caches is not None and getattr(caches.Cache.update, "__code__", None) is not OF_CACHE:
+        caches.Cache.update = _of_cache(caches.Cache.update)
