@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from fakequant.ptq.sums import has_rows, product_of
 
 _PROBES = 16
 """Random directions of the output, for each batch."""
+_BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "floor": "98.5"}
+"""Examples."""
 _UNITS = 20_000
 """Steps in which sizes are counted where they have no larger common divisor: 0.005 % of the largest size."""
 
@@ -141,10 +145,13 @@ class Scores:
             loss: the smallest size with at most this loss.
 
         Raises:
-            ConfigError: not exactly one budget, or none of the mixes fits it (names the nearest).
+            ConfigError: not exactly one budget, one that is no positive number, or none of the mixes fits it
+                (names the nearest).
         """
         if sum(budget is not None for budget in (bits, size, loss)) != 1:
             raise ConfigError("give one budget: bits= per weight, size= in bytes, or loss=")
+        for name, value in (("bits", bits), ("size", size), ("loss", loss)):
+            check_budget(name, value)
         curve = self.curve()
         if loss is not None:
             fitting = [point for point in curve if point.loss <= loss][:1]
@@ -187,6 +194,16 @@ class Scores:
             rows.append([layer, f"{self.weights[layer]:,}", *losses])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:
+    """Raise if a budget is neither None nor a positive number; with `any_number`, any number but NaN."""
+    if value is None:
+        return
+    number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    if not number or not (any_number or float(value) >= 0):
+        kind = "a number" if any_number else "a positive number"
+        raise ConfigError(f"{name}={value!r:.40}: a budget is {kind}, such as {name}={_BUDGETS[name]}")
 
 
 def scores(
