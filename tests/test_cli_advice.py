@@ -99,3 +99,44 @@ def test_compare_draws_its_curve(recipe: Path, tmp_path: Path) -> None:
         "milliseconds",
     )
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_pictures_and_rows_get_their_folders(recipe: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    given = [
+        "--preset",
+        "w8a8",
+        "--improve",
+        "none",
+        "--out",
+        tmp_path / "a" / "rows",
+        "--plot",
+        tmp_path / "b" / "p.svg",
+    ]
+    result = CliRunner().invoke(app, [str(argument) for argument in ("compare", recipe, *given, "-q")])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert (tmp_path / "a" / "rows").is_file()
+    assert (tmp_path / "b" / "p.svg").is_file()
+
+
+def test_a_plot_says_before_the_work_that_matplotlib_is_missing(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("fakequant.ptq.comparison.find_spec", lambda _: None)
+    result = CliRunner().invoke(app, ["compare", str(recipe), "--plot", str(tmp_path / "p.png")])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        "error: a plot needs matplotlib, not installed here; run pip install 'fakequant[report]'"
+    ]
+
+
+@pytest.mark.parametrize("command", [["compare"], ["search", "--bits", "6"]])
+def test_verbose_shows_the_traceback_of_a_failing_batch(recipe: Path, command: list[str]) -> None:
+    recipe.write_text(RECIPE.replace("32, 64, gen", "32, 63, gen"))
+    name, *options = command
+    result = CliRunner().invoke(app, [name, str(recipe), *options])
+    assert "batch 1 of calibration_batches(), tensors of shape [32, 63], failed in layer 0" in result.stderr
+    result = CliRunner().invoke(app, [name, str(recipe), *options, "-v"])
+    assert isinstance(result.exception, RuntimeError)
+    assert str(result.exception).startswith("mat1 and mat2 shapes")

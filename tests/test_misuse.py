@@ -128,6 +128,20 @@ OTHERS: dict[str, tuple[list[str], str]] = {
     "search too small": (["search", "RECIPE", "--bits", "1"], r"no mix of these choices fits the budget: the smallest"),
     "compare mistyped": (["compare", "RECIPE", "--preset", "int88"], r"unknown preset 'int88'; did you mean"),
     "compare by no steps": (["compare", "RECIPE", "--improve", "bst"], r"unknown steps 'bst'; did you mean best"),
+    "compare into a folder": (["compare", "RECIPE", "--out", "FOLDER"], r"cannot write .*folder: it is a folder"),
+    "compare into a file's folder": (["compare", "RECIPE", "--out", "RECIPE/rows"], r"cannot write to .*recipe\.py"),
+    "compare into no comparison": (["compare", "RECIPE", "--out", "RECIPE"], r"recipe\.py is no comparison of this"),
+    "plot of no kind": (["compare", "RECIPE", "--plot", "ABSENT.foo"], r"does not write \.foo: .*ends in .*\.png"),
+    "plot of no ending": (["compare", "RECIPE", "--plot", "ABSENT"], r"does not write a file without an ending"),
+    "plot into a file": (["compare", "RECIPE", "--plot", "RECIPE/z.png"], r"cannot write to .*recipe\.py"),
+    "plot over nothing": (["compare", "RECIPE", "--over", "foo"], r"over must be one of 'bits', 'mill.*got 'foo'"),
+    "compare on a wrong batch": (
+        ["compare", "WIDE"],
+        r"batch 2 of calibration_batches\(\), tensors of shape \[4, 9\], failed in Linear 8 -> 2 on float32 \[4, 9\]",
+    ),
+    "search on a wrong batch": (["search", "WIDE", "--bits", "8"], r"batch 2 of .*, tensors of shape \[4, 9\], failed"),
+    "search with less than nothing": (["search", "RECIPE", "--bits", "-1"], r"bits=-1\.0: a budget is a positive num"),
+    "search with NaN": (["search", "RECIPE", "--size", "nan"], r"size=nan: a budget is a positive number"),
     "start over a file": (["init", "RECIPE"], r"recipe\.py exists; give another name, or remove it first"),
 }
 
@@ -164,7 +178,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a search on a prepared model": (
         lambda _: fq.search(ready(), [torch.ones(4, 8)], bits=6),
-        r"scores takes a float model; call it before",
+        r"search takes a float model; call it before",
     ),
     "a rule with a specification": (lambda _: fq.Rule("2", "int8 per_token"), r"takes a preset, got the specification"),
     "a rule with a number": (lambda _: fq.Rule("2", 4), r"a preset is given by its name, such as 'int8', got 4"),
@@ -186,6 +200,16 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fq.calibrate(ready(), [X], pattern="head"),
         r"no layer .* matches 'head'; correct",
     ),
+    "calibrate on a number": (lambda _: fq.calibrate(ready(), 3), r"takes batches, as a list or a data loader, got 3;"),
+    "calibrate on None": (lambda _: fq.calibrate(ready(), None), r"takes batches, .* got None; give \[tensor\]"),
+    "calibrate turned round": (
+        lambda _: fq.calibrate([X], ready()),
+        r"calibrate takes a model, got a list; write calibrate\(model, batches\)",
+    ),
+    "calibrate on another width": (
+        lambda _: fq.calibrate(ready(), [X, torch.ones(4, 9)]),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
     "run uncalibrated": (lambda _: fq.prepare(net(), "int8")(X), r"has not been calibrated|not calibrated"),
     "quantize to no format": (lambda _: fq.fake_quantize(X, "int8x"), r"int8x.*; (did you mean|known)"),
     "quantize integers": (lambda _: fq.fake_quantize(X.long(), "int8"), r"int64"),
@@ -197,6 +221,72 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "export a float model": (lambda path: fq.export_onnx(net(), X, path / "model.onnx"), r"prepare"),
     "verify nothing": (lambda path: fq.verify_onnx(path / "absent.onnx"), r"absent\.onnx"),
     "load nothing": (lambda path: fq.load(net(), path / "absent"), r"absent"),
+    "load turned round": (
+        lambda path: fq.load(path, net()),
+        r"load takes a model, got a \w*Path; write load\(model, f",
+    ),
+    "load from a model": (lambda _: fq.load(net(), net()), r"a path is a text or a pathlib\.Path, got a Sequential"),
+    "save turned round": (lambda path: fq.save(path, ready()), r"save takes a model, got a \w*Path; write save\(mod"),
+    "export turned round": (
+        lambda path: fq.export_onnx(X, ready(), path / "m.onnx"),
+        r"export_onnx takes a model, got",
+    ),
+    "export to an example": (
+        lambda path: fq.export_onnx(ready(), path / "m.onnx", X),
+        r"a path is .* got a Tensor; wr",
+    ),
+    "export by a list": (
+        lambda path: fq.export_onnx(ready(), [X, X], path / "model.onnx"),
+        r"the example, tensors of shape \[4, 8\], \[4, 8\]: too many positional.*; give one batch, not a list of b",
+    ),
+    "export by a number": (
+        lambda path: fq.export_onnx(ready(), 3, path / "m.onnx"),
+        r"an example is a tensor, .*got 3",
+    ),
+    "verify turned round": (lambda path: fq.verify_onnx(ready(), path / "m.onnx"), r"a path is .*got a Sequential; wr"),
+    "verify without the model": (
+        lambda path: fq.verify_onnx(path / "m.onnx", [X]),
+        r"verify_onnx takes a model, got a",
+    ),
+    "report turned round": (
+        lambda path: fq.report(ready(), path / "r.html", [X]),
+        r"a path is .*write report\(model, b",
+    ),
+    "report by a metric's name": (
+        lambda path: fq.report(ready(), [X], path / "r.html", "acc"),
+        r"report takes a function as metric, called as metric\(model\), got 'acc'",
+    ),
+    "report by nothing": (
+        lambda path: fq.report(ready(), [X], path / "r.html", lambda _: None),
+        r"metric\(model\) returned None, not a number; return one, larger is better",
+    ),
+    "compare by a metric's name": (lambda _: fq.compare(net(), [X], metric="acc"), r"a function as metric.*got 'acc'"),
+    "compare by nothing": (lambda _: fq.compare(net(), [X], metric=lambda _: None), r"metric\(model\) returned None"),
+    "compare on another width": (
+        lambda _: fq.compare(net(), [X, torch.ones(4, 9)]),
+        r"^batch 2, .* layer 0 \(Linear 8",
+    ),
+    "search by a text": (
+        lambda _: fq.search(net(), [X], bits="5"),
+        r"bits='5': a budget is a positive number, such as",
+    ),
+    "search by NaN": (lambda _: fq.search(net(), [X], size=float("nan")), r"size=nan: a budget is a positive number"),
+    "search by less than nothing": (
+        lambda _: fq.search(net(), [X], bits=-1),
+        r"bits=-1: a budget is a positive number",
+    ),
+    "a schedule of text": (
+        lambda _: fq.qat.Schedule("x", 3),
+        r"original_lr='x'\): must be positive, a number such as 0.1",
+    ),
+    "a plot of numbers": (
+        lambda _: fq.plot.errors([1, 2]),
+        r"errors takes what sensitivity, .* got \[1, 2\]; write er",
+    ),
+    "a rule of three": (
+        lambda _: fq.Rule("2", "int8", "int4"),
+        r"a pattern and a preset by place, got 'int4' too; the",
+    ),
     "sensitivity unprepared": (
         lambda _: fq.sensitivity(net(), [X]),
         r"needs a prepared model; call fakequant\.prepare",
@@ -240,8 +330,9 @@ def test_other_commands(name: str, tmp_path: Path) -> None:
     arguments, message = OTHERS[name]
     (tmp_path / "folder").mkdir()
     (tmp_path / "recipe.py").write_text(GOOD)
-    paths = {"RECIPE": "recipe.py", "FOLDER": "folder", "ABSENT": "absent"}
-    line = one_line([str(tmp_path / paths[word]) if word in paths else word for word in arguments])
+    (tmp_path / "wide.py").write_text(batches("[torch.ones(4, 8), torch.ones(4, 9)]"))
+    paths = {"RECIPE": "recipe.py", "FOLDER": "folder", "ABSENT": "absent", "WIDE": "wide.py"}
+    line = one_line([re.sub("^[A-Z]+", lambda found: str(tmp_path / paths[found[0]]), word) for word in arguments])
     assert re.search(message, line), line
 
 

@@ -133,6 +133,17 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(matches)}?" if matches else f"; known names are {', '.join(known)}"
 
 
+def shown(value: Any) -> str:
+    """A value in one line: itself where it is short, else its type.
+
+    >>> shown("int8"), shown([1, 2]), shown(nn.Linear(4, 4))
+    ("'int8'", '[1, 2]', 'a Linear')
+    """
+    if isinstance(value, (str, int, float, type(None), list, tuple, dict)) and "\n" not in (text := repr(value)):
+        return text if len(text) <= 60 else f"a {type(value).__name__}"
+    return f"a {type(value).__name__}"
+
+
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
-from fakequant.errors import OutputError
+from fakequant.errors import FakeQuantError, OutputError, shown
 
 try:
     import fcntl
@@ -22,6 +23,16 @@ except ModuleNotFoundError:  # Windows
 _TEMPORARY = (".fakequant-", ".tmp")
 """Prefix and suffix of temporary names. They leave out the target's name, which may have the maximum length."""
 _LOCK = ".fakequant.lock"
+
+
+def check_path(path: Any, example: str, error: type[FakeQuantError] = OutputError) -> None:
+    """Raise if a path is none, as where arguments are swapped.
+
+    Args:
+        example: how the function is called.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise error(f"a path is a text or a pathlib.Path, got {shown(path)}; write {example}")
 
 
 def writable_folder(directory: str | os.PathLike[str]) -> Path:

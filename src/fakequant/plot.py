@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fakequant.calibration import make_calibrator
-from fakequant.errors import ConfigError, nearest
+from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.analysis import Sensitivities
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.execution import simulated
@@ -92,6 +92,11 @@ def errors(found: Sensitivities | Mapping[str, float] | Improvement, *, axes: Ax
     'dB of signal to quantization noise'
     """
     _check_matplotlib()
+    if not isinstance(found, (Improvement, Sensitivities, Mapping)):
+        raise ConfigError(
+            f"errors takes what sensitivity, layer_sqnr or ptq.improve returned, got {shown(found)}; write "
+            "errors(layer_sqnr(model, batches))"
+        )
     if isinstance(found, Improvement):
         layers = sorted((one for one in found.layers if not one.note), key=lambda one: -one.after)
         bars = {"rounding to nearest": [one.before for one in layers], "as chosen": [one.after for one in layers]}

@@ -13,16 +13,18 @@ from fakequant.ptq import compare as compare_ways
 from fakequant.ptq import search as search_mix
 
 
-def compare(recipe: Recipe, ways: Ways, out: Path | None, told: Callable[[Compared], object]) -> Comparison:
+def compare(
+    recipe: Recipe, ways: Ways, out: Path | None, told: Callable[[Compared], object], verbose: bool = False
+) -> Comparison:
     """The ways to quantize a recipe's model, side by side; by its `evaluate` where it has one."""
     metric = recipe.evaluate if recipe.offers("evaluate") else None
     model, noted = recipe.model(), NamedBatches()
-    with noted.failures_named(model):
+    with noted.failures_named(model, verbose):
         batches = noted.of(recipe.calibration_batches())
         return compare_ways(model, batches, ways, metric=metric, path=out, told=told)
 
 
-def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | None]) -> list[str]:
+def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | None], verbose: bool = False) -> list[str]:
     """A preset for each layer under one budget of `fakequant.search`, as lines; the mix is measured."""
     has_floor = budget["floor"] is not None
     if has_floor and not recipe.offers("evaluate"):
@@ -31,7 +33,7 @@ def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | Non
         )
     metric = recipe.evaluate if has_floor else None
     model, noted = recipe.model(), NamedBatches()
-    with noted.failures_named(model):
+    with noted.failures_named(model, verbose):
         batches = noted.of(recipe.calibration_batches())
         bits, size, floor = (budget[name] for name in ("bits", "size", "floor"))
         mix = search_mix(model, batches, choices, bits=bits, size=size, metric=metric, floor=floor)

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from fakequant.errors import FakeQuantError, RecipeError
-from fakequant.nn.quantizer import Quantizer
+from fakequant.model.failures import BatchError, described, one_line, place
 
 
 class NamedBatches:
@@ -25,8 +24,11 @@ class NamedBatches:
         return _Listed(self, batches) if isinstance(batches, Sized) else _Noted(self, batches)
 
     @contextmanager
-    def failures_named(self, model: nn.Module) -> Iterator[None]:
+    def failures_named(self, model: nn.Module, verbose: bool = False) -> Iterator[None]:
         """Turn an error of the model into one that names the batch, its shapes and the layer.
+
+        Args:
+            verbose: whether to raise the model's own error instead, for its traceback.
 
         Raises:
             RecipeError: the model failed on a batch. Errors that arise outside of the model stay as they are.
@@ -34,19 +36,20 @@ class NamedBatches:
         try:
             yield
         except Exception as error:
-            place, ours = _place(model, error), isinstance(error, FakeQuantError)
-            if place is None or (ours and self.current is None):
+            at, cause, where = self.current, error, place(model, error)
+            if isinstance(error, BatchError) and isinstance(error.__cause__, Exception):
+                at, cause, where = (error.number, error.batch), error.__cause__, error.where
+            if verbose:
+                raise cause from cause.__cause__
+            ours = isinstance(cause, FakeQuantError)
+            if where is None or (ours and at is None):
                 raise
-            which = "the model"
-            if self.current is not None:
-                number, batch = self.current
-                which = f"batch {number} of calibration_batches(), {described(batch)},"
+            which = "the model" if at is None else f"batch {at[0]} of calibration_batches(), {described(at[1])},"
             if ours:  # which says what to do
-                raise RecipeError(f"{which} failed{place}: {error}") from error
-            cause = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
+                raise RecipeError(f"{which} failed{where}: {cause}") from cause
             raise RecipeError(
-                f"{which} failed{place}: {cause}; correct the batch or the model (-v shows the traceback)"
-            ) from error
+                f"{which} failed{where}: {one_line(cause)}; correct the batch or the model (-v shows the traceback)"
+            ) from cause
 
 
 class _Noted:
@@ -68,46 +71,3 @@ class _Noted:
 class _Listed(_Noted):
     def __len__(self) -> int:
         return len(self.batches)  # pyright: ignore[reportArgumentType]  only made of what has a length
-
-
-def described(batch: Any) -> str:
-    """The shapes of a batch's tensors, or its type.
-
-    >>> import torch
-    >>> described((torch.ones(4, 9), torch.ones(4))), described("text")
-    ('tensors of shape [4, 9], [4]', 'a str')
-    """
-    shapes = [str(list(leaf.shape)) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return f"tensors of shape {', '.join(shapes)}" if shapes else f"a {type(batch).__name__}"
-
-
-def _place(model: nn.Module, error: BaseException) -> str | None:
-    """The innermost module in whose call an error arose, as " in layer NAME (TYPE), on SHAPES"; None if in none.
-
-    Of quantized layers the type is that of the float layer.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    found, shapes, trace = None, "", error.__traceback__
-    while trace is not None:
-        module = trace.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and id(module) in names and not isinstance(module, Quantizer):
-            found, shapes = module, _got(trace.tb_frame.f_locals)
-        trace = trace.tb_next
-    if found is None:
-        return None
-    kind = getattr(type(found), "float_class", type(found)).__name__
-    sizes = [getattr(found, name, None) for name in ("in_features", "out_features")]
-    if all(isinstance(size, int) for size in sizes):
-        kind += f" {sizes[0]} -> {sizes[1]}"
-    return f" in layer {names[id(found)]} ({kind}){shapes}" if names[id(found)] else f" in {kind}{shapes}"
-
-
-def _got(variables: dict[str, Any]) -> str:
-    """What a call got, as " on float32 [4, 9]"; "" if it holds no tensor."""
-    given = [value for name, value in variables.items() if name != "self"]
-    found = [
-        f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-        for leaf in tree_leaves(given)
-        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
-    ]
-    return f" on {', '.join(found[:4])}" if found else ""

@@ -72,6 +72,8 @@ RecipeFile = Annotated[
 ]
 TextFile = Annotated[Path | None, typer.Option(help="lines of text for calibration, for a folder of Hugging Face")]
 
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback if the model fails on a batch")]
+
 
 def _version(asked: bool) -> None:
     if asked:
@@ -235,36 +237,51 @@ def compare(  # noqa: PLR0913  the command's options
     plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
     over: Annotated[str, typer.Option(help="what --plot draws it over: bits or milliseconds")] = "bits",
     text: TextFile = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the table alone, not rows as they come")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
     from fakequant.cli.advice import compare as compare_ways
     from fakequant.cli.recipe import load_recipe
+    from fakequant.model.progress import counting
     from fakequant.ptq.compare import USUAL_WAYS, Ways
+    from fakequant.ptq.comparison import check_axis, checked_picture
 
+    check_axis(over)
+    if plot is not None:
+        checked_picture(plot, over)
     steps = [None if step == "none" else step for step in improve] if improve else USUAL_WAYS.steps
     ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
-    errors = Console(stderr=True, soft_wrap=True)
-    found = compare_ways(load_recipe(recipe, text), ways, out, lambda row: errors.print(Text(f"{row}")))
+    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
+    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
+        found = compare_ways(load_recipe(recipe, text), ways, out, lambda row: errors.print(Text(f"{row}")), verbose)
     Console(soft_wrap=True).print(Text(str(found)))
     if plot is not None:
         found.plot(plot, over)
 
 
 @app.command()
-def search(
+def search(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     bits: Annotated[float | None, typer.Option(help="at most so many bits per weight, with scales")] = None,
     size: Annotated[float | None, typer.Option(help="at most so many bytes of weights")] = None,
     floor: Annotated[float | None, typer.Option(help="the smallest mix with at least this evaluate(model)")] = None,
     preset: Annotated[list[str] | None, typer.Option(help="a preset to choose from; repeat for several")] = None,
     text: TextFile = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone, no counts")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
     from fakequant.cli.advice import search as search_mix
     from fakequant.cli.recipe import load_recipe
+    from fakequant.model.progress import counting
 
     budget = {"bits": bits, "size": size, "floor": floor}
-    for line in search_mix(load_recipe(recipe, text), preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32"), budget):
+    errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
+    choices = preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32")
+    with counting(lambda line: errors.print(Text(line)), bars=not quiet):
+        lines = search_mix(load_recipe(recipe, text), choices, budget, verbose)
+    for line in lines:
         Console(soft_wrap=True).print(Text(line))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ class _Progress:
 
     def named(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which the error of a batch names the batch; not if the traceback is wanted."""
-        return nullcontext() if self.job.verbose else self.noted.failures_named(model)
+        return self.noted.failures_named(model, self.job.verbose)
 
 
 @dataclass(frozen=True)

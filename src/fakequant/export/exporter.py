@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.distributed import refuse_sharded
-from fakequant.errors import ExportError
+from fakequant.errors import ExportError, shown
 from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
@@ -25,9 +26,11 @@ from fakequant.export.record import FileRecord, InputRecord, SiteRecord, write
 from fakequant.export.runtime import element_types
 from fakequant.export.style import Style
 from fakequant.export.trace import Site, sites, to_onnx, trace
-from fakequant.files import writable_file, write_whole
+from fakequant.files import check_path, writable_file, write_whole
+from fakequant.model.arguments import check_model
 from fakequant.model.batches import Inputs, example_arguments, select_inputs
 from fakequant.model.execution import simulated
+from fakequant.model.failures import described
 from fakequant.model.modes import evaluating
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn import fixed_ranges
@@ -93,6 +96,9 @@ class ExportReport:
         return "\n".join(lines)
 
 
+_CALL = "export_onnx(model, example, 'model.onnx')"
+
+
 def export_onnx(  # noqa: PLR0913  all options of a file in one call
     model: nn.Module,
     example: Any,
@@ -137,6 +143,8 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     (20, ['0._weight_quantizer'])
     """
     dialect = Style.parse(style)
+    check_model(model, "export_onnx", _CALL, ExportError)
+    check_path(path, _CALL, ExportError)
     refuse_sharded(model, "export")
     warn_stale_scales(model)
     chosen_example = example if inputs is None else select_inputs(example, inputs)
@@ -206,6 +214,7 @@ def traced(
     target = writable_file(path)
     active = _check(model, opset, style)
     args, kwargs = example_arguments(example)
+    _check_example(model, example, args, kwargs)
     with evaluating(model), fixed_ranges(model), _weights_fixed(model, args, kwargs):
         program = trace(model, args, kwargs, dynamic_shapes)
     quantizing = sites(program, style)
@@ -214,6 +223,20 @@ def traced(
             "nothing in the model quantizes; prepare it first, or use torch.onnx.export for a float model"
         )
     return Traced(target, active, program, quantizing)
+
+
+def _check_example(model: nn.Module, example: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if a model's `forward` does not take an example, or if the example holds no tensor."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ExportError(f"an example is a tensor, a tuple of arguments or a dict of them, got {shown(example)}")
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        cure = "give one batch, not a list of batches" if isinstance(example, list) else "give the arguments of forward"
+        raise ExportError(
+            f"the model cannot be called with the example, {described(example)}: {error}; {cure}"
+        ) from error
 
 
 def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quantizer]:

@@ -23,7 +23,9 @@ from fakequant.export.record import INPUT_DTYPES, InputRecord, read
 from fakequant.export.runtime import Session
 from fakequant.export.style import Style
 from fakequant.export.verdict import OutputRow, VerifyReport
-from fakequant.model.batches import Inputs, run_batch, select_inputs
+from fakequant.files import check_path
+from fakequant.model.arguments import check_model
+from fakequant.model.batches import Inputs, refuse_tensor, run_batch, select_inputs
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
 
@@ -36,6 +38,9 @@ _BYTES_PER_RANDOM = 40
 _MOST_BYTES = 2**30
 """The memory that random inputs may use for any file: one image of 2,000 by 2,000 needs 480 MB."""
 _LOWEST, _HIGHEST = -(2**62), 2**62
+
+
+_CALL = "verify_onnx('model.onnx', model, batches)"
 
 
 def verify_onnx(
@@ -75,6 +80,11 @@ def verify_onnx(
     (True, 0)
     """
     require("onnx", "onnxruntime")
+    check_path(path, _CALL, VerificationError)
+    if model is not None:
+        check_model(model, "verify_onnx", _CALL, VerificationError)
+    if batches is not None:
+        refuse_tensor(batches, "verify_onnx")
     with _named(path):
         proto = load_exported(Path(path))
         record = read(proto)

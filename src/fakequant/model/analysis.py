@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
+from fakequant.model.arguments import check_metric, check_model, measured
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.execution import simulated
 from fakequant.model.html import html_result
@@ -169,6 +170,8 @@ def sensitivity(
     >>> [(found.layer, 30 < found.value < 60) for found in sensitivity(model, [x])]  # in dB
     [('0', True)]
     """
+    check_model(model, "sensitivity", "sensitivity(model, batches)")
+    check_metric(metric, "sensitivity")
     refuse_tensor(batches, "sensitivity")
     warn_stale_scales(model)
     held = {
@@ -183,10 +186,10 @@ def sensitivity(
     else:
         values = {}
         with disabled(model):
-            baseline = metric(model)
+            baseline = measured(metric, model)
         for name, own in track(held.items(), "measuring layers", len(held), progress):
             with modes(model, lambda _, q, own=own: Mode.QUANTIZE if q in own else Mode.OFF):
-                values[name] = metric(model)
+                values[name] = measured(metric, model)
     found = [Sensitivity(name, value, value - baseline) for name, value in values.items()]
     result = Sensitivities(sorted(found, key=lambda s: s.value))
     result.in_decibels = metric is None

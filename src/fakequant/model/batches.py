@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.errors import ConfigError
+from fakequant.errors import ConfigError, shown
 
 Forward = Callable[[nn.Module, Any], Any]
 Inputs = SupportsIndex | slice | Callable[[Any], Any]
@@ -126,11 +126,14 @@ def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
 
 
 def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
-    """Raise if batches are one tensor or one mapping, which would be iterated row by row or key by key."""
+    """Raise if batches are none, or one tensor or one mapping, which would be iterated row by row or key by key."""
     if isinstance(batches, Mapping):
         raise ConfigError(f"{caller} takes batches, and a mapping is one batch; give a list: [mapping]")
     if isinstance(batches, Tensor):
         raise ConfigError(f"{caller} takes batches, and a tensor would be taken row by row; give a list: [tensor]")
+    iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if not iterable or isinstance(batches, (str, bytes, nn.Module, type)):
+        raise ConfigError(f"{caller} takes batches, as a list or a data loader, got {shown(batches)}; give [tensor]")
 
 
 def _is_sequence(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.distributed import processes_of, work_together
 from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.choice import AUTO, HeldBack, choose
 from fakequant.model.observation import Job, matches
@@ -84,7 +85,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         The calibrators of all static quantizers by name, with the histograms they collected.
 
     Raises:
-        CalibrationError: a batch with NaN or inf (names the quantizer), layers that saw no data (names them all, says
+        CalibrationError: a batch with NaN or inf (names the quantizer), one on which the model fails (names the batch
+            and the layer; the cause is torch's error), layers that saw no data (names them all, says
             why, and what to do), another process that failed, or a model without quantizers.
         ConfigError: an unknown method or option, a pattern that matches no layer with a static quantizer, a mask of
             another kind, processes that calibrate different models or by a method that does not merge
@@ -96,6 +98,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     >>> model[0].input_quantizer
     Quantizer(int8 per_tensor, input, scale 0.02)
     """
+    check_model(model, "calibrate", "calibrate(model, batches)")
     refuse_tensor(batches, "calibrate")
     check_unseen(unseen)
     found = _chosen(model, pattern)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fakequant.distributed import is_sharded, whole
 from fakequant.errors import CheckpointError, ConfigError
-from fakequant.files import locked, writable_folder, write_in_order
+from fakequant.files import check_path, locked, writable_folder, write_in_order
+from fakequant.model.arguments import check_model
 from fakequant.model.manifest import (
     MANIFEST,
     LayerEntry,
@@ -76,6 +77,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     ['.json', '.safetensors']
     """
     safetensors = _safetensors()
+    check_model(model, "save", "save(model, folder)", CheckpointError)
+    check_path(directory, "save(model, folder)", CheckpointError)
     if not quantizers(model):
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
     warn_stale_scales(model)
@@ -122,6 +125,8 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     True
     """
     safetensors = _safetensors()
+    check_model(model, "load", "load(model, folder)", CheckpointError)
+    check_path(directory, "load(model, folder)", CheckpointError)
     folder = Path(directory)
     manifest, data = _read(folder)
     path = folder / manifest.tensors.file

@@ -105,6 +105,14 @@ class Rule:
     output: TensorConfig | None = None
     tied: bool = False
 
+    def __new__(cls, *places: Any, **_: Any) -> Rule:
+        if len(places) > 2:
+            raise ConfigError(
+                f"Rule takes a pattern and a preset by place, got {places[2]!r:.60} too; the others have names: "
+                "Rule(pattern, input=..., weight=...)"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self, preset: Config | str | None) -> None:
         if not isinstance(self.pattern, str):
             raise ConfigError(f"a rule's pattern is a text, such as 'head' or '*', got {self.pattern!r:.80}")

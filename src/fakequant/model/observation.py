@@ -14,6 +14,7 @@ from fakequant.calibration import Calibrator, check_mergeable, make_calibrator
 from fakequant.distributed import is_data_parallel
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward
+from fakequant.model.failures import failure_named
 from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Positions
@@ -88,7 +89,8 @@ class Job:
         restore = self.positions.observe_through(self.model, self.inputs)
         for batch in track(batches, "calibrating", total, progress):
             self.positions.enter(batch)
-            self.run(model, batch)
+            with failure_named(self.model, self.batches + 1, batch):
+                self.run(model, batch)
             self.last, self.batches = [batch], self.batches + 1
             # One process of several may not stop alone: a sharded model is called by all of them.
             if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):

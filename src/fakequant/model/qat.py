@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -57,8 +58,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("original_lr", "original_epochs", "fraction", "start", "end"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"Schedule({name}={getattr(self, name)}): must be positive")
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not float(value) > 0:
+                raise ConfigError(f"Schedule({name}={value!r:.40}): must be positive, a number such as 0.1")
 
     @property
     def epochs(self) -> int:

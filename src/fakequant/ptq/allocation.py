@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
+from numbers import Real
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from fakequant.ptq.losses import Loss, arriving_errors, count_products, divergen
 from fakequant.ptq.stream import record
 from fakequant.ptq.sums import has_rows
 
+_BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "floor": "98.5"}
+"""Examples."""
 _UNITS = 20_000
 """Steps in which sizes are counted where they have no larger common divisor: 0.005 % of the largest size."""
 
@@ -170,10 +174,13 @@ class Scores:
             operations: at most so many bit operations for a multiply-accumulate on average; 64 where all has 8 bits.
 
         Raises:
-            ConfigError: not exactly one budget, or none of the mixes fits it (names the nearest).
+            ConfigError: not exactly one budget, one that is no positive number, or none of the mixes fits it
+                (names the nearest).
         """
         if sum(budget is not None for budget in (bits, size, loss, operations)) != 1:
             raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or operations= per product")
+        for name, value in (("bits", bits), ("size", size), ("loss", loss), ("operations", operations)):
+            check_budget(name, value)
         curve = self.curve("bits" if operations is None else "operations")
         if loss is not None:
             fitting = [point for point in curve if point.loss <= loss][:1]
@@ -220,6 +227,16 @@ class Scores:
             rows.append([layer, f"{self.weights[layer]:,}", *losses])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:
+    """Raise if a budget is neither None nor a positive number; with `any_number`, any number but NaN."""
+    if value is None:
+        return
+    number = isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    if not number or not (any_number or float(value) >= 0):
+        kind = "a number" if any_number else "a positive number"
+        raise ConfigError(f"{name}={value!r:.40}: a budget is {kind}, such as {name}={_BUDGETS[name]}")
 
 
 def scores(

@@ -19,10 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.errors import CalibrationError, ConfigError, FakeQuantError
+from fakequant.files import check_path, writable_file
+from fakequant.model.arguments import check_metric, check_model, measured
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.choice import AUTO
 from fakequant.model.execution import set_execution
+from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
 from fakequant.model.prepare import prepare
@@ -77,7 +80,8 @@ def compare(  # noqa: PLR0913  all but the first three by name
 
     Raises:
         ConfigError: an unknown preset, method or steps, or a file of another model or of other batches.
-        CalibrationError: no batches.
+        CalibrationError: no batches, or the model in float fails on one (names it, and the layer).
+        OutputError: the file cannot be written; raised before the work.
         What fails in one way of quantizing is a row with the reason.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -87,12 +91,18 @@ def compare(  # noqa: PLR0913  all but the first three by name
     >>> [row.preset for row in found.rows]
     ['INT8', 'INT4_GROUP32']
     """
+    check_model(model, "compare", "compare(model, batches)")
+    check_metric(metric, "compare")
     refuse_tensor(batches, "compare")
     refuse_prepared(model, "compare")
     tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
-    given, run = list(batches), runner(inputs, forward)
+    if path is not None:
+        check_path(path, "compare(model, batches, path='rows.jsonl')")
+        path = writable_file(path)
+    given = list(batches)
     if not given:
         raise CalibrationError("compare needs batches, and got none")
+    run = naming(runner(inputs, forward), given)
     known = _read(path, _fingerprint(model, given))
     task = _Task(model, given, run, metric, {"inputs": inputs, "forward": forward})
     result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
@@ -159,7 +169,7 @@ class _Task:
         if self.metric is None:
             return None
         with evaluating(model), cached_weights(model), torch.no_grad():
-            return float(self.metric(model))
+            return measured(self.metric, model)
 
     def milliseconds(self, model: nn.Module) -> float:
         """Of a forward pass of the first batch: the shortest of up to five, or of those that 0.2 s hold."""
@@ -212,7 +222,7 @@ def _read(path: str | os.PathLike[str] | None, fingerprint: str) -> dict[tuple[s
     if path is None:
         return {}
     file = Path(path)
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    lines = file.read_text("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
     if not lines:
         file.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
         return {}

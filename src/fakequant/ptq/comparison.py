@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from fakequant.errors import ConfigError
+from fakequant.files import output_errors, writable_file
 from fakequant.model.html import html_result
 
 _HEADER = ["preset", "method", "steps", "metric", "error", "bits", "MB", "ms", "seconds"]
@@ -83,7 +85,7 @@ class Comparison:
         Args:
             over: "bits" per weight or "milliseconds".
         """
-        _check_axis(over)
+        check_axis(over)
         kept: list[Compared] = []
         for row in sorted(self.rows, key=lambda row: (getattr(row, over), _cost(row))):
             if not row.failed and (not kept or _cost(row) < _cost(kept[-1])):
@@ -119,10 +121,10 @@ class Comparison:
             over: "bits" per weight or "milliseconds".
 
         Raises:
-            ConfigError: another `over`.
-            ModuleNotFoundError: matplotlib is not installed (pip install 'fakequant[demo]').
+            ConfigError: another `over`, a kind of file that matplotlib does not write, or matplotlib is missing.
+            OutputError: the file cannot be written.
         """
-        _check_axis(over)
+        path = checked_picture(path, over)
         import matplotlib
 
         matplotlib.use("Agg")
@@ -142,15 +144,38 @@ class Comparison:
             axes.legend()
         axes.set_xlabel(_AXES[over])
         axes.set_ylabel("metric" if self.float_metric is not None else "error of the output")
-        figure.savefig(path, bbox_inches="tight")
+        with output_errors(path):
+            figure.savefig(path, bbox_inches="tight")
         pyplot.close(figure)
-        return Path(path)
+        return path
 
 
 _AXES = {"bits": "bits per weight, with scales", "milliseconds": "milliseconds of a forward pass"}
 
 
-def _check_axis(over: str) -> None:
+def checked_picture(path: str | os.PathLike[str], over: str) -> Path:
+    """Check that `Comparison.plot` can draw a file, and create its folder.
+
+    Raises:
+        ConfigError: another `over`, a file of a kind that matplotlib does not write, or matplotlib is not installed.
+        OutputError: the file cannot be written.
+    """
+    check_axis(over)
+    if find_spec("matplotlib") is None:
+        raise ConfigError("a plot needs matplotlib, not installed here; run pip install 'fakequant[report]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kind, known = Path(path).suffix.lower(), sorted(FigureCanvasBase.get_supported_filetypes())
+    if kind.lstrip(".") not in known:
+        raise ConfigError(
+            f"matplotlib does not write {kind or 'a file without an ending'}: {path}; give a name that ends in "
+            f".{', .'.join(known)}"
+        )
+    return writable_file(path)
+
+
+def check_axis(over: str) -> None:
+    """Raise if `over` is none of "bits" and "milliseconds"."""
     if over not in _AXES:
         raise ConfigError(f"over must be one of {', '.join(map(repr, _AXES))}, got {over!r}")
 

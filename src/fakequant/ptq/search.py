@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.batches import Forward, Inputs, refuse_tensor
+from fakequant.model.arguments import check_metric, check_model, measured
+from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.calibrate import calibrate
+from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
 from fakequant.nn import cached_weights
-from fakequant.ptq.allocation import Allocation, left_in_float, scores, verify
+from fakequant.nn.quantizer import refuse_prepared
+from fakequant.ptq.allocation import Allocation, check_budget, left_in_float, scores, verify
 
 Metric = Callable[[nn.Module], float]
 
@@ -52,8 +55,9 @@ def search(  # noqa: PLR0913  all but the first three by name
         The mix with its measured error; `fakequant.prepare(model, mix.config())` applies it.
 
     Raises:
-        ConfigError: not exactly one budget, a floor without a metric, or nothing fits (names the nearest).
-        CalibrationError: no batches.
+        ConfigError: not exactly one budget, one that is no number, a floor without a metric, or nothing fits
+            (names the nearest).
+        CalibrationError: no batches, or the model fails on one (names it, and the layer).
 
     >>> torch.manual_seed(0).initial_seed()
     0
@@ -62,15 +66,20 @@ def search(  # noqa: PLR0913  all but the first three by name
     >>> mix.choices
     {'0': 'INT4_GROUP32', '2': 'INT8_WEIGHT_ONLY'}
     """
+    check_model(model, "search", "search(model, batches, bits=5)")
+    check_metric(metric, "search")
     refuse_tensor(batches, "search")
+    refuse_prepared(model, "search")
     if sum(budget is not None for budget in (bits, size, loss, floor)) != 1:
         raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or floor= with metric=")
     if (metric is None) != (floor is None):
         raise ConfigError("metric= and floor= belong together: the metric is called as metric(model), larger is better")
+    for name, value in (("bits", bits), ("size", size), ("loss", loss), ("floor", floor)):
+        check_budget(name, value, any_number=name == "floor")
     given = list(batches)
     if not given:
         raise CalibrationError("search needs batches, and got none")
-    how: dict[str, Any] = {"inputs": inputs, "forward": forward}
+    how: dict[str, Any] = {"forward": naming(runner(inputs, forward), given)}
     found = scores(model, given, [choices] if isinstance(choices, str) else choices, **how)
     if metric is None or floor is None:
         mix = found.allocate(bits=bits, size=size, loss=loss)
@@ -104,4 +113,4 @@ def _measured(model: nn.Module, batches: list[Any], mix: Allocation, metric: Met
     twin = prepare(copy.deepcopy(model), mix.config().with_rule(*left_in_float(model)))
     calibrate(twin, batches, progress=False, **how)
     with evaluating(twin), cached_weights(twin), torch.no_grad():
-        return float(metric(twin))
+        return measured(metric, twin)

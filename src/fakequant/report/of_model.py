@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from fakequant.export import VerifyReport
-from fakequant.files import writable_file
+from fakequant.files import check_path, writable_file
 from fakequant.model.analysis import Metric
+from fakequant.model.arguments import check_metric, check_model
+from fakequant.model.arguments import measured as value_of
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.modes import disabled, evaluating
 from fakequant.ptq.results import Improvement
@@ -62,6 +64,9 @@ def report(
     >>> "worst layer" in page
     True
     """
+    check_model(model, "report", "report(model, batches, 'report.html')")
+    check_metric(metric, "report")
+    check_path(path, "report(model, batches, 'report.html')")
     target = writable_file(path)
     measured = measure(model, batches, forward=runner(inputs, forward))
     given = list(results)
@@ -95,8 +100,8 @@ def _name(metric: Metric | None) -> str:
 def _accuracy(model: nn.Module, metric: Metric) -> list[Accuracy]:
     with evaluating(model), torch.no_grad():
         with disabled(model):
-            before = metric(model)
-        return [Accuracy("float", "", before), Accuracy("quantized", "", metric(model))]
+            before = value_of(metric, model)
+        return [Accuracy("float", "", before), Accuracy("quantized", "", value_of(metric, model))]
 
 
 def report_pair(first: str | os.PathLike[str], second: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:

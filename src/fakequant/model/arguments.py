@@ -1,0 +1,48 @@
+"""Checks of what the functions on models take first: a model, and a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fakequant.errors import ConfigError, FakeQuantError, shown
+
+
+def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:
+    """Raise if a model is none, as where arguments are swapped.
+
+    Args:
+        caller: the name of the function.
+        example: how it is called.
+    """
+    if not isinstance(model, nn.Module):
+        raise error(f"{caller} takes a model, got {shown(model)}; write {example}")
+
+
+def check_metric(metric: Any, caller: str) -> None:
+    """Raise if a metric is neither None nor a function."""
+    if metric is not None and not callable(metric):
+        raise ConfigError(
+            f"{caller} takes a function as metric, called as metric(model), got {shown(metric)}; write metric=evaluate"
+        )
+
+
+def measured(metric: Callable[[nn.Module], Any], model: nn.Module) -> float:
+    """What a metric gives for a model.
+
+    Raises:
+        ConfigError: no number.
+
+    >>> measured(lambda model: None, nn.Identity())
+    Traceback (most recent call last):
+    fakequant.errors.ConfigError: metric(model) returned None, not a number; return one, larger is better
+    """
+    value = metric(model)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"metric(model) returned {shown(value)}, not a number; return one, larger is better"
+        ) from error
