@@ -315,3 +315,8 @@ def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(start: int) -> None
         assert everything(model) == before, f"line {line} of {lines}"
     prepare(model, presets.INT8)
     assert len(quantizers(model)) == 18  # 10 of them are of the attention
+
+
+def test_lazy_layers_are_told_before_the_example_runs() -> None:
+    with pytest.raises(ConfigError, match=r"^0: its parameters get their shapes in the first call; run the model once"):
+        prepare(nn.Sequential(nn.LazyLinear(4)), presets.INT8, torch.ones(2, 4))

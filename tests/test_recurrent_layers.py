@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import fakequant as fq
-from fakequant.errors import ConfigError, ExportError
+from fakequant.errors import CoverageWarning, ExportError
 from fakequant.nn.recurrent import GateQuantizers, unroll
 from tests.support.bits import assert_same_bits
 
@@ -271,8 +271,9 @@ def test_a_dynamic_length_is_refused_and_a_dynamic_batch_is_not(tags: Tags, tmp_
     fq.export_onnx(tags, X, tmp_path / "batch.onnx", dynamic_shapes=({0: "batch"},))
 
 
-def test_projections_are_refused() -> None:
-    model = nn.Sequential(nn.LSTM(4, 6, proj_size=3))
-    with pytest.raises(ConfigError, match=r"0: LSTM\(proj_size=\.\.\.\) has a third product"):
+def test_layers_with_projections_stay_in_float() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 6, proj_size=3))
+    with pytest.warns(CoverageWarning, match=r"^1 module with 92 % of the parameters stays in float: LSTM \(1: "):
         fq.prepare(model, "int8")
-    assert type(model[0]) is nn.LSTM
+    assert type(model[1]) is nn.LSTM
+    assert isinstance(model[0], fq.nn.QuantLinear)

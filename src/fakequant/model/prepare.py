@@ -150,6 +150,9 @@ def _with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Co
     return config.with_rule(*added) if added else config
 
 
+_LAZY = "its parameters get their shapes in the first call; run the model once first"
+
+
 class _Planned(NamedTuple):
     layers: dict[str, Rule]
     sites: SitePlan | None
@@ -173,6 +176,9 @@ def _planned(model: nn.Module, config: Config, target: str | None, example: Any,
     if example is None or not (places or _quantizes_inputs(config)):
         return _Planned(held, None, [], None)
     refuse_sharded(model, "look into")
+    lazy = [path for path, module in model.named_modules() if isinstance(module, LazyModuleMixin)]
+    if lazy:
+        raise ConfigError(f"{lazy[0] or 'the model'}: {_LAZY}")
     args, kwargs = example_arguments(example, inputs)
     recording = record(model, lambda: model(*args, **kwargs))
     if not places:
@@ -220,7 +226,7 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
         return
     try:
         if isinstance(layer, LazyModuleMixin):
-            raise ConfigError("its parameters get their shapes in the first call; run the model once first")
+            raise ConfigError(_LAZY)
         if bypasses_class(layer):
             raise ConfigError(
                 "a forward of its own (a hook's) would bypass the quantizers; "

@@ -35,7 +35,8 @@ def quantized_class(layer: nn.Module) -> type[QuantizedLayer] | None:
     That is what `quantizes` registered for its class. A subclass that overrides nothing that computes becomes a
     subclass of its own class and of the form of its base.
     """
-    return within_wrappers(type(layer), _form)
+    form = within_wrappers(type(layer), _form)
+    return form if form is not None and form.takes(layer) else None
 
 
 def within_wrappers(cls: type[Any], make: Callable[[type[Any]], type[Any] | None]) -> type[Any] | None:

@@ -117,6 +117,11 @@ class QuantizedLayer(nn.Module):
         return [LayerWeight.of(self, attribute, operand.weight) for attribute, operand in operands if operand.weight]
 
     @classmethod
+    def takes(cls, layer: nn.Module) -> bool:
+        """Whether this is a quantized form of a float layer; one that is not taken stays in float with a warning."""
+        return True
+
+    @classmethod
     def check(cls, layer: nn.Module) -> None:
         """Whether a float layer can become this one.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.errors import ConfigError, ExportError
+from fakequant.errors import ExportError
 from fakequant.nn.layers import QuantizedLayer, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
@@ -80,12 +80,8 @@ class _RecurrentLayer(_Recurrent):
         return [f"_l{index}{direction}" for index in range(layer.num_layers) for direction in directions]
 
     @classmethod
-    def check(cls, layer: nn.Module) -> None:
-        if getattr(layer, "proj_size", 0):
-            raise ConfigError(
-                "LSTM(proj_size=...) has a third product, whose quantized form does not exist; leave the layer in "
-                "float by a rule"
-            )
+    def takes(cls, layer: nn.Module) -> bool:
+        return not getattr(layer, "proj_size", 0)  # a projection is a third product, without a quantizer here
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Output and last state as the float layer returns them, of the same arguments."""
