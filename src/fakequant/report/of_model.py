@@ -37,7 +37,8 @@ def report(
 ) -> Path:
     """Measure a model and write its report as one HTML file, and the figures as JSON beside it.
 
-    Each layer is also measured alone, on the first batch; this takes about half a run of the model for each layer.
+    Each layer is also measured alone, which takes about half a run of the model for each layer: on as many examples of
+    the first batch as give 65,536 values of the output, if the batch can be cut. The page says how many.
 
     Args:
         model: a calibrated model.
@@ -75,6 +76,7 @@ def report(
         metric=_name(metric),
         accuracy=[] if metric is None else _accuracy(model, metric),
         layers=measured.layers,
+        alone_on=measured.alone_on,
         distributions=measured.distributions,
         channels=measured.channels,
         improvement=[row for found in given if isinstance(found, Improvement) for row in improved(found)],
