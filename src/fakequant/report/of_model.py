@@ -15,9 +15,11 @@ from fakequant.files import writable_file
 from fakequant.model.analysis import Metric
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.modes import disabled, evaluating
+from fakequant.ptq.comparison import Comparison
 from fakequant.ptq.results import Improvement
 from fakequant.report.advice import with_advice
 from fakequant.report.collect import environment, improved, verification
+from fakequant.report.curve import curve_of
 from fakequant.report.data import Accuracy, ReportData, Section
 from fakequant.report.measure import measure
 from fakequant.report.page import write_page, write_report
@@ -25,7 +27,7 @@ from fakequant.report.pair import render_pair
 from fakequant.report.saved import read_results, write_results
 
 
-def report(
+def report(  # noqa: PLR0913  all but the first four by name
     model: nn.Module,
     batches: Iterable[Any],
     path: str | os.PathLike[str],
@@ -34,6 +36,7 @@ def report(
     inputs: Inputs | None = None,
     forward: Forward | None = None,
     results: Iterable[VerifyReport | Improvement] = (),
+    comparison: Comparison | str | os.PathLike[str] | None = None,
 ) -> Path:
     """Measure a model and write its report as one HTML file, and the figures as JSON beside it.
 
@@ -43,15 +46,16 @@ def report(
     Args:
         model: a calibrated model.
         batches, inputs, forward: as for `calibrate`, passed over once.
-        path: the HTML file; the figures get the same name with the ending .json.
+        path: the HTML file; the figures get the same name with the ending .json. Folders above it are made.
         metric: called as metric(model), larger is better; measured in float and quantized.
         results: what `verify_onnx` and `fakequant.ptq.improve` returned for this model, to show it too.
+        comparison: what `compare` returned, or the path of the rows that it wrote, for a curve over bits per weight.
 
     Returns:
         The path of the page.
 
     Raises:
-        ConfigError: the model has no quantizers, or there is no batch.
+        ConfigError: the model has no quantizers, or there is no batch; or the file of a comparison holds no rows.
         CalibrationError: an input is not calibrated.
         OutputError: the file cannot be written; raised before the work.
 
@@ -64,6 +68,7 @@ def report(
     True
     """
     target = writable_file(path)
+    curve, curve_metric = ([], "") if comparison is None else curve_of(comparison)
     measured = measure(model, batches, forward=runner(inputs, forward))
     given = list(results)
     missing = {
@@ -79,6 +84,8 @@ def report(
         alone_on=measured.alone_on,
         distributions=measured.distributions,
         channels=measured.channels,
+        curve=curve,
+        curve_metric=curve_metric,
         improvement=[row for found in given if isinstance(found, Improvement) for row in improved(found)],
         verifications=[verification(Path(f.path).name, f) for f in given if isinstance(f, VerifyReport)],
         environment=environment(),
