@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -198,11 +199,19 @@ def report(
     first: Annotated[Path, typer.Argument(help="a folder of `fakequant quantize`, or a page of fakequant.report")],
     second: Annotated[Path | None, typer.Argument(help="another one, to set both side by side")] = None,
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    compare: Annotated[Path | None, typer.Option(help="rows that fakequant.compare wrote, for a curve")] = None,
 ) -> None:
     """Set two runs side by side on one page, or write the page of one run anew from its figures."""
-    from fakequant.report import read_results, report_pair, write_report
+    from fakequant.report import curve_of, read_results, report_pair, write_report
 
-    page = write_report(out, read_results(first)) if second is None else report_pair(first, second, out)
+    if compare is not None and second is not None:
+        raise typer.BadParameter("--compare is for the page of one run; leave OTHER out")
+    if second is not None:
+        page = report_pair(first, second, out)
+    else:
+        curve, measured = ([], "") if compare is None else curve_of(compare)
+        found = read_results(first)
+        page = write_report(out, found if not curve else replace(found, curve=curve, curve_metric=measured))
     Console(soft_wrap=True).print(Text(f"Written: {page}"))
 
 

@@ -243,6 +243,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             so_far,
             summary=(*so_far.summary, *_execution_lines(job, model), *has_graph),
             layers=measured.layers,
+            alone_on=measured.alone_on,
             distributions=with_ranges(measured.distributions, progress.calibrators),
             channels=measured.channels,
             sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),

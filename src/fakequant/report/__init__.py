@@ -9,6 +9,7 @@ from typing import Any
 
 from fakequant.report.advice import with_advice
 from fakequant.report.collect import environment, improved, layers_left, sizes, verification
+from fakequant.report.curve import curve_of
 from fakequant.report.data import (
     Accuracy,
     Channels,
@@ -46,6 +47,7 @@ __all__ = [
     "Size",
     "Verification",
     "accuracy_cells",
+    "curve_of",
     "distributions",
     "environment",
     "from_json",

@@ -155,11 +155,15 @@ class Channels:
 
 @dataclass(frozen=True)
 class Point:
-    """A quantized form of a model: its name, its bits per weight, and its metric (larger is better)."""
+    """A quantized form of a model: its name, its bits per weight, and its metric (larger is better).
+
+    `failed` says why there are no figures; "" where there are.
+    """
 
     label: str
     bits: float
     metric: float
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -233,10 +237,12 @@ class ReportData:
         accuracy: measurements; the first is the float model, the baseline of the others.
         reported: which of them is of the model that the report is about; the last by default.
         layers: the quantized layers in the order in which they run.
+        alone_on: the examples on which layers are measured alone, as a sentence.
         distributions: the histograms of inputs.
         channels: the weights of layers by channel.
         improvement: what choosing weights by their error gained, by layer.
         curve: forms of the model to compare, see `Point`.
+        curve_metric: what the curve measures; "" for `metric`.
         sizes: the sizes of files and weights.
         left: operations that compute in float, by model; an empty list means none.
         verifications: the comparisons of the exported models.
@@ -254,10 +260,12 @@ class ReportData:
     accuracy: Sequence[Accuracy] = ()
     reported: int = -1
     layers: Sequence[Layer] = ()
+    alone_on: str = ""
     distributions: Sequence[Distribution] = ()
     channels: Sequence[Channels] = ()
     improvement: Sequence[Improved] = ()
     curve: Sequence[Point] = ()
+    curve_metric: str = ""
     sizes: Sequence[Size] = ()
     left: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verifications: Sequence[Verification] = ()

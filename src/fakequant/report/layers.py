@@ -22,8 +22,7 @@ def layer_tables(layers: Sequence[Layer]) -> str:
     total = sum(layer.bytes for layer in layers) or 1
     worst = sorted((layer for layer in layers if math.isfinite(layer.worst)), key=lambda layer: layer.worst)[:WORST]
     parts = [
-        "<p>Signal over quantization noise: <em>alone</em>, of the model's output on the first batch with only this "
-        "layer quantized; "
+        "<p>Signal over quantization noise: <em>alone</em>, of the model's output with only this layer quantized; "
         "<em>input</em> and <em>weight</em>, of its own tensors. <em>bits</em> counts codes and scales per weight; "
         "<em>share</em> is of the bytes of quantized weights. "
         f'<span class="bad">Below {BAD:g} dB</span>, <span class="fair">below {FAIR:g} dB</span>, '

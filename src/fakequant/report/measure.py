@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +20,13 @@ from fakequant.model.paths import layer_of
 from fakequant.model.progress import track
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.summary import LayerSummary, summary
+from fakequant.nn.contexts import cached_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams
 from fakequant.report.data import Channels, Distribution, Layer
+from fakequant.report.examples import first_examples
 from fakequant.report.histograms import distribution_of, readable
 from fakequant.restore import restore_after, state_of
 
@@ -38,6 +41,8 @@ class Measured:
     layers: list[Layer] = field(default_factory=list)
     distributions: list[Distribution] = field(default_factory=list)
     channels: list[Channels] = field(default_factory=list)
+    alone_on: str = ""
+    """On what the layers were measured alone, as a sentence; "" where they were not."""
 
 
 @dataclass
@@ -57,7 +62,7 @@ class _Watched:
                 self.power.add(x, output)
             return
         self.power.add(x, output)
-        if bool(x.isfinite().all()):
+        if math.isfinite(self.power.signal) or bool(x.isfinite().all()):
             self.counts.observe(x)
 
 
@@ -69,13 +74,16 @@ def measure(
     alone: bool = True,
     progress: bool | None = None,
 ) -> Measured:
-    """Measure every quantizer on all batches, and every layer alone on the first batch.
+    """Measure every quantizer on all batches, and every layer alone on examples of the first batch.
+
+    A layer alone takes about half a run of the model. So only as many examples of the first batch are taken as give
+    65,536 values of the output, if the batch can be cut; `alone_on` says how many.
 
     Args:
         model: a calibrated model.
         batches: as for `calibrate`.
         forward: called as forward(model, batch).
-        alone: whether to quantize each layer alone, too, which takes about half a run of the model for each layer.
+        alone: whether to quantize each layer alone, too.
         progress: whether to show a progress bar; by default on a terminal.
 
     Raises:
@@ -92,9 +100,12 @@ def measure(
         for name, one in watched.items():
             one.quantizer.register_forward_hook(one.see)
             one.quantizer.register_forward_pre_hook(_notes(order, layer_of(name)))
-        first = _run_all(model, batches, run, progress)
+        first, output = _run_all(model, batches, run, progress)
     ordered = [*order, *(name for name in described if name not in order)]
-    values = _alone(model, first, run, progress) if alone else {}
+    values, alone_on = {}, ""
+    if alone:
+        part, alone_on = first_examples(model, first, output, run)
+        values = _alone(model, part, run, progress)
     bits = _bits(model)
     return Measured(
         [_layer(described[name], watched, values.get(name), bits.get(name)) for name in ordered if name in described],
@@ -105,6 +116,7 @@ def measure(
             for name, one in watched.items()
             if layer_of(name) == layer and one.weight is not None and one.weight.dim() >= 2
         ],
+        alone_on,
     )
 
 
@@ -112,17 +124,17 @@ def _notes(order: dict[str, None], layer: str) -> Callable[..., None]:
     return lambda *_: order.setdefault(layer)
 
 
-def _run_all(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool | None) -> Any:
-    """Run all batches and return the first."""
-    first, count = None, 0
-    with evaluating(model), torch.no_grad():
+def _run_all(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool | None) -> tuple[Any, Any]:
+    """Run all batches; return the first and the model's output for it."""
+    first, output, count = None, None, 0
+    with evaluating(model), cached_weights(model), torch.no_grad():
         for batch in track(batches, "measuring", None, progress):
-            first = batch if not count else first
+            found = run(model, batch)
+            first, output = (first, output) if count else (batch, found)
             count += 1
-            run(model, batch)
     if not count:
         raise ConfigError("the batches held no examples; give a list or a loader that can be iterated again")
-    return first
+    return first, output
 
 
 def _alone(model: nn.Module, batch: Any, run: Forward, progress: bool | None) -> dict[str, float]:

@@ -17,9 +17,11 @@ from fakequant.model.arguments import check_metric, check_model
 from fakequant.model.arguments import measured as value_of
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.modes import disabled, evaluating
+from fakequant.ptq.comparison import Comparison
 from fakequant.ptq.results import Improvement
 from fakequant.report.advice import with_advice
 from fakequant.report.collect import environment, improved, verification
+from fakequant.report.curve import curve_of
 from fakequant.report.data import Accuracy, ReportData, Section
 from fakequant.report.measure import measure
 from fakequant.report.page import write_page, write_report
@@ -27,7 +29,7 @@ from fakequant.report.pair import render_pair
 from fakequant.report.saved import read_results, write_results
 
 
-def report(
+def report(  # noqa: PLR0913  all but the first four by name
     model: nn.Module,
     batches: Iterable[Any],
     path: str | os.PathLike[str],
@@ -36,23 +38,26 @@ def report(
     inputs: Inputs | None = None,
     forward: Forward | None = None,
     results: Iterable[VerifyReport | Improvement] = (),
+    comparison: Comparison | str | os.PathLike[str] | None = None,
 ) -> Path:
     """Measure a model and write its report as one HTML file, and the figures as JSON beside it.
 
-    Each layer is also measured alone, on the first batch; this takes about half a run of the model for each layer.
+    Each layer is also measured alone, which takes about half a run of the model for each layer: on as many examples of
+    the first batch as give 65,536 values of the output, if the batch can be cut. The page says how many.
 
     Args:
         model: a calibrated model.
         batches, inputs, forward: as for `calibrate`, passed over once.
-        path: the HTML file; the figures get the same name with the ending .json.
+        path: the HTML file; the figures get the same name with the ending .json. Folders above it are made.
         metric: called as metric(model), larger is better; measured in float and quantized.
         results: what `verify_onnx` and `fakequant.ptq.improve` returned for this model, to show it too.
+        comparison: what `compare` returned, or the path of the rows that it wrote, for a curve over bits per weight.
 
     Returns:
         The path of the page.
 
     Raises:
-        ConfigError: the model has no quantizers, or there is no batch.
+        ConfigError: the model has no quantizers, or there is no batch; or the file of a comparison holds no rows.
         CalibrationError: an input is not calibrated.
         OutputError: the file cannot be written; raised before the work.
 
@@ -68,6 +73,7 @@ def report(
     check_metric(metric, "report")
     check_path(path, "report(model, batches, 'report.html')")
     target = writable_file(path)
+    curve, curve_metric = ([], "") if comparison is None else curve_of(comparison)
     measured = measure(model, batches, forward=runner(inputs, forward))
     given = list(results)
     missing = {
@@ -80,8 +86,11 @@ def report(
         metric=_name(metric),
         accuracy=[] if metric is None else _accuracy(model, metric),
         layers=measured.layers,
+        alone_on=measured.alone_on,
         distributions=measured.distributions,
         channels=measured.channels,
+        curve=curve,
+        curve_metric=curve_metric,
         improvement=[row for found in given if isinstance(found, Improvement) for row in improved(found)],
         verifications=[verification(Path(f.path).name, f) for f in given if isinstance(f, VerifyReport)],
         environment=environment(),

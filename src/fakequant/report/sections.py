@@ -27,7 +27,8 @@ def _layers(data: ReportData) -> str:
         "<p>Weights were chosen by the error of their layers and keep the chosen values, so that only what was done "
         "later is noise of weights here.</p>"
     )
-    return (kept if data.improvement else "") + layer_tables(data.layers)
+    said = paragraphs([data.alone_on] if data.alone_on else [])
+    return (kept if data.improvement else "") + said + layer_tables(data.layers)
 
 
 def _ranges(data: ReportData) -> str:
@@ -104,16 +105,23 @@ def _improvement(data: ReportData) -> str:
     )
 
 
+_BEST = "best for its bits"
+
+
 def _curve(data: ReportData) -> str:
     if not data.curve:
         return ""
-    best = {point.label for point in charts.frontier(data.curve)}
+    drawn = [point for point in data.curve if not point.failed]
+    best = {point.label for point in charts.frontier(drawn)}
     rows = [
-        (point.label, f"{point.bits:.2f}", f"{point.metric:.6g}", "best for its bits" if point.label in best else "")
+        (point.label, "-", "-", point.failed)
+        if point.failed
+        else (point.label, f"{point.bits:.2f}", f"{point.metric:.6g}", _BEST if point.label in best else "")
         for point in data.curve
     ]
-    shown = table(("form", "bits per weight", data.metric, ""), rows, numbers=(1, 2))
-    return charts.curve(data.curve, data.metric) + shown
+    metric = data.curve_metric or data.metric
+    shown = table(("form", "bits per weight", metric, ""), rows, numbers=(1, 2))
+    return (charts.curve(drawn, metric) if drawn else "") + shown
 
 
 def _sizes(data: ReportData) -> str:

@@ -1,0 +1,56 @@
+"""The points of a curve from what `fakequant.compare` found or wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fakequant.errors import ConfigError
+from fakequant.ptq.comparison import Compared, Comparison
+from fakequant.report.data import Point
+
+DECIBELS = "signal over noise of the output, dB"
+
+
+def curve_of(comparison: Comparison | str | os.PathLike[str]) -> tuple[list[Point], str]:
+    """The points of a comparison and what they measure: "" for the metric of the report, else a name.
+
+    Where a row has no metric, all rows show the error of the output in dB, which is larger for better ones. A row that
+    failed becomes a point without a place, with its reason.
+
+    Args:
+        comparison: what `fakequant.compare` returned, or the path of the rows that it wrote.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no rows.
+    """
+    rows = comparison.rows if isinstance(comparison, Comparison) else _read(Path(comparison))
+    with_metric = all(row.metric is not None for row in rows if not row.failed)
+    return [_point(row, with_metric) for row in rows], "" if with_metric else DECIBELS
+
+
+def _point(row: Compared, with_metric: bool) -> Point:
+    label = " ".join(filter(None, row.way))
+    if row.failed:
+        return Point(label, 0.0, -math.inf, row.failed)
+    if with_metric and row.metric is not None:
+        return Point(label, row.bits, row.metric)
+    return Point(label, row.bits, -10 * math.log10(row.error) if row.error else math.inf)
+
+
+def _read(path: Path) -> Sequence[Compared]:
+    wanted = "give the path= of fakequant.compare, or what it returned"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may cut off the last line
+        rows = [Compared(**values) for values in whole if "fingerprint" not in values]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {wanted}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} holds no rows of a comparison: {error}; {wanted}") from error
+    if not rows:
+        raise ConfigError(f"{path} holds no rows of a comparison; {wanted}")
+    return rows
