@@ -273,7 +273,7 @@ def test_a_dynamic_length_is_refused_and_a_dynamic_batch_is_not(tags: Tags, tmp_
 
 def test_layers_with_projections_stay_in_float() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 6, proj_size=3))
-    with pytest.warns(CoverageWarning, match=r"^1 module with 92 % of the parameters stays in float: LSTM \(1: "):
+    with pytest.warns(CoverageWarning, match=r"^1 module with 73 % of the parameters stays in float: LSTM \(1: "):
         fq.prepare(model, "int8")
     assert type(model[1]) is nn.LSTM
     assert isinstance(model[0], fq.nn.QuantLinear)
