@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,9 @@ def test_search_prints_a_preset_for_each_layer(recipe: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     fq.prepare(model, fq.Config("mixed", ()), rules=chosen)
     assert model(torch.ones(1, 64)).shape == (1, 8)
-    assert f"rules={chosen}" in lines[3]
+    rules = [word for layer, preset in chosen.items() for word in ("--rule", f"{layer}={preset}")]
+    given = ["fakequant", "quantize", str(recipe), "--out", "quantized", "--float", "*"]
+    assert shlex.split(lines[3]) == [*given, *rules]
 
 
 def test_a_budget_that_nothing_fits_is_one_line(recipe: Path) -> None:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fakequant.cli.commands import app
 from fakequant.cli.recipe import load_recipe
 from fakequant.errors import RecipeError
+from fakequant.report import read_results
+from tests.support.pages import blocks
 from tests.support.recipes import EVALUATE, RECIPE
+
+PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
+PROJECT = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+torch.manual_seed(0)
+loader = held_out = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
+torch.save(Net().state_dict(), "net.pt")
+"""
 
 
 def test_recipe_offers_what_it_has(recipe) -> None:
@@ -95,3 +114,15 @@ def test_the_example_recipe_offers_all_and_runs(monkeypatch: pytest.MonkeyPatch)
         assert all(found.offers(name) for name in ("model", "calibration_batches", "evaluate", "train"))
         assert sum(len(batch) for batch in found.calibration_batches()) == 1198
         assert 0 <= found.evaluate(found.model()) <= 100
+
+
+def test_the_recipe_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_project", raising=False)
+    Path("my_project.py").write_text(PROJECT)
+    (block,) = blocks(PAGE.read_text())
+    Path("recipe.py").write_text(block.code)
+    result = CliRunner().invoke(app, ["quantize", "recipe.py", "--out", "out"])
+    assert result.exit_code == 0, result.output
+    figures = read_results(Path("out")).accuracy
+    assert [figure.method for figure in figures] == ["", "mse", "mse, then fine-tuned"]

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import fakequant as fq
-from fakequant.calibration import calibrators, make_calibrator
+from fakequant.calibration import calibrators, find_method, make_calibrator
 from fakequant.calibration.calibrator import ALIASES as METHODS
 from fakequant.errors import ConfigError
 from fakequant.model.presets import ALIASES, find_preset, presets
@@ -27,6 +27,8 @@ def test_other_libraries_names_of_presets_and_methods() -> None:
         type(make_calibrator(alias, "int8")) is type(make_calibrator(name, "int8")) for alias, name in METHODS.items()
     )
     assert not set(METHODS) & set(calibrators())
+    assert find_preset("int8wo") is presets()["INT8_WEIGHT_ONLY"]
+    assert find_method("hist") == "mse"
     with pytest.raises(ConfigError, match="did you mean W4A16"):
         find_preset("w4a6")
 

@@ -111,8 +111,8 @@ DEFAULT_METHOD = "mse"
 """The method for inputs where none is named: on average the smallest error of the output of trained models, in
 `python -m benchmarks.accuracy.methods`."""
 
-ALIASES = {"absmax": "max", "ema": "moving_average", "kl": "entropy", "minmax": "max"}
-"""What other libraries call these methods."""
+ALIASES = {"absmax": "max", "ema": "moving_average", "hist": "mse", "kl": "entropy", "minmax": "max"}
+"""What other libraries call these methods. A HistogramObserver of torch takes the range of least squared error."""
 
 
 def find_method(method: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,7 +26,10 @@ def compare(
 
 
 def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | None], verbose: bool = False) -> list[str]:
-    """A preset for each layer under one budget of `fakequant.search`, as lines; the mix is measured."""
+    """A preset for each layer under one budget of `fakequant.search`, as lines; the mix is measured.
+
+    The last line holds the options by which `fakequant quantize` applies the mix.
+    """
     has_floor = budget["floor"] is not None
     if has_floor and not recipe.offers("evaluate"):
         raise RecipeError(
@@ -43,5 +47,5 @@ def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | Non
         *(f"{layer.ljust(width)}  {choice}" for layer, choice in mix.choices.items()),
         f"{mix.bits_per_weight:.3f} bits per weight, {mix.bits / 8:.0f} bytes; {measured}error of the output "
         f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}",
-        f"in a recipe or in Python: fakequant.prepare(model, fakequant.Config('mixed', ()), rules={dict(mix.choices)})",
+        shlex.join(["--float", "*", *(word for pair in mix.choices.items() for word in ("--rule", "=".join(pair)))]),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from fakequant.calibration import DEFAULT_METHOD
 from fakequant.errors import FakeQuantError
 
 
@@ -108,7 +110,9 @@ def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
     preset: Annotated[str, typer.Option(help="configuration, such as int8, fp8 or int4_weight_only")] = "int8",
-    method: Annotated[str, typer.Option(help="calibrator of the activations, or auto: the best of four")] = "mse",
+    method: Annotated[
+        str, typer.Option(help="calibrator of the activations, or auto: the best of four")
+    ] = DEFAULT_METHOD,
     train: Annotated[bool, typer.Option(help="fine-tune with the recipe's train(model), if it is defined")] = True,
     compare: Annotated[bool, typer.Option(help="calibrate with the other methods too, for the report")] = False,
     static: Annotated[bool, typer.Option(help="export for the size of the first batch only")] = False,
@@ -122,6 +126,15 @@ def quantize(  # noqa: PLR0913  the command's options
     improve: Annotated[
         str | None, typer.Option(help="choose weights by the error of their layers: best, or fast, which takes less")
     ] = None,
+    floats: Annotated[
+        list[str] | None, typer.Option("--float", help="a pattern of layers that stay in float; repeat for several")
+    ] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(help="PATTERN=PRESET: another preset for some layers; repeat for several")
+    ] = None,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="store codes instead of float weights in the checkpoint, which is smaller")
+    ] = False,
     text: TextFile = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the results of another recipe, and start anew")
@@ -137,7 +150,8 @@ def quantize(  # noqa: PLR0913  the command's options
     """
     from fakequant.cli.job import Job, run
 
-    kind = {"static": static, "style": style, "execution": execution, "unseen": unseen, "improve": improve}
+    kind: dict[str, Any] = {"static": static, "style": style, "execution": execution, "unseen": unseen}
+    kind |= {"improve": improve, "floats": tuple(floats or ()), "rules": tuple(rule or ()), "packed": packed}
     job = Job(recipe, preset, method, out, train, compare, verbose=verbose, text=text, overwrite=overwrite, **kind)
     run(job, Console(quiet=quiet))
 
@@ -227,7 +241,7 @@ def verify(
 
     A file in the style standard or trt that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator.
     """
-    from fakequant.cli.job import verify_file
+    from fakequant.cli.verification import verify_file
     from fakequant.report.terminal import visible
 
     report = verify_file(onnx_file, recipe, checkpoint)
@@ -290,6 +304,8 @@ def search(  # noqa: PLR0913  the command's options
     choices = preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32")
     with counting(lambda line: errors.print(Text(line)), bars=not quiet):
         lines = search_mix(load_recipe(recipe, text), choices, budget, verbose)
+    given = [recipe] if text is None else [recipe, "--text", str(text)]
+    lines[-1] = f"fakequant quantize {shlex.join(given)} --out quantized {lines[-1]}"
     for line in lines:
         Console(soft_wrap=True).print(Text(line))
 

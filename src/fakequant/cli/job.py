@@ -18,19 +18,19 @@ from fakequant.cli.batches import NamedBatches
 from fakequant.cli.examples import dynamic_batch, example_of, first_line, fitting, write_graph
 from fakequant.cli.generation import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.recipe import Recipe, load_recipe
+from fakequant.cli.settings import Job as Job
 from fakequant.cli.steps import Steps
-from fakequant.cli.unfinished import Unfinished, refuse_other_recipe
+from fakequant.cli.unfinished import Unfinished, held_before, refuse_other_recipe
 from fakequant.errors import ConfigError, ExportError, FakeQuantError, VerificationError, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.style import Style
 from fakequant.model.calibrate import calibrate
-from fakequant.model.checkpoint import load, save
+from fakequant.model.checkpoint import save
 from fakequant.model.choice import AUTO
 from fakequant.model.config import Config, as_execution
 from fakequant.model.execution import set_execution
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
-from fakequant.model.presets import find_preset
 from fakequant.model.summary import summary
 from fakequant.model.unseen import check_unseen
 from fakequant.nn import Execution, cached_weights
@@ -55,49 +55,6 @@ from fakequant.report import (
 from fakequant.report.terminal import print_report
 
 _IMPROVE = ("best", "fast")
-
-
-@dataclass(frozen=True)
-class Job:
-    """The arguments of `fakequant quantize`.
-
-    Args:
-        recipe: what `load_recipe` takes.
-        preset: name of a preset, in upper or lower case.
-        method: calibrator of the activations.
-        out: the folder for `checkpoint`, `model.onnx`, `graph.txt` and `report.html`.
-        train: whether to fine-tune with the recipe's `train(model)`, if it is defined.
-        compare: whether to calibrate with every other method too, for the report.
-        static: whether the exported model takes only batches of the size of the first.
-        style: the dialect of the exported file, see `export_onnx`.
-        execution: how layers compute while they are measured: "simulate", "auto" or "integer", see `set_execution`.
-            The checkpoint keeps it; it does not change the exported file.
-        unseen: how to treat layers that no batch reaches, see `calibrate`.
-        improve: the steps of `fakequant.ptq.improve` after calibration, "best" or "fast"; None for none.
-        verbose: whether to print tables of all layers, and the traceback if the model fails on a batch.
-        text: lines of text for calibration, for a folder of Hugging Face.
-        overwrite: whether to replace the results of another recipe, and to start anew.
-    """
-
-    recipe: str | Path
-    preset: str
-    method: str
-    out: Path
-    train: bool = True
-    compare: bool = False
-    static: bool = False
-    style: str = "portable"
-    execution: str = "simulate"
-    unseen: str = "error"
-    improve: str | None = None
-    verbose: bool = False
-    text: Path | None = None
-    overwrite: bool = False
-
-    def settings(self, recipe: Recipe) -> str:
-        """All that decides the model, as text."""
-        names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
-        return repr((*names, str(self.text), recipe.content))
 
 
 @dataclass
@@ -135,9 +92,10 @@ class _Progress:
     def data(self, config: Config) -> ReportData:
         """The content of the report that the steps so far give."""
         return ReportData(
-            f"{self.recipe.path.stem}, quantized to {config.name}",
+            title_of(self.recipe.path, config),
             summary=(
                 f"Recipe {self.recipe.path.name}, preset {config.name}, activations calibrated with {self.job.method}.",
+                *self.job.exceptions(),
                 *self.remarks,
             ),
             metric="evaluate(model)",
@@ -185,7 +143,7 @@ def run(job: Job, console: Console) -> ReportData:
         VerificationError: the exported file does not compute the same as the model; all files are written.
         KeyboardInterrupt: with a message that says which files the folder holds.
     """
-    config = find_preset(job.preset)
+    config = job.config()
     if job.method != AUTO:
         job = replace(job, method=find_method(job.method))
     Style.parse(job.style)
@@ -202,6 +160,8 @@ def run(job: Job, console: Console) -> ReportData:
                 refuse_other_recipe(out, recipe.source)
             kept = Unfinished(out, recipe.source, job.settings(recipe))
             progress = _Progress(recipe, job, Steps(console, _number_of_steps(job, recipe)), kept)
+            if before := held_before(out, recipe.source, title_of(recipe.path, config)):
+                progress.steps.note(before)
             model = quantized_model(job, config, progress)
             with staged(out) as folder:
                 written = _write(job, config, progress, model, folder)
@@ -220,6 +180,11 @@ def run(job: Job, console: Console) -> ReportData:
     return written.data
 
 
+def title_of(recipe: Path, config: Config) -> str:
+    """The title of a run's report."""
+    return f"{recipe.stem}, quantized to {config.name}"
+
+
 def _number_of_steps(job: Job, recipe: Recipe) -> int:
     optional = (recipe.offers("evaluate"), job.improve is not None, job.train and recipe.offers("train"))
     return 6 + sum(optional)
@@ -229,7 +194,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
     """Save, export, verify and report a model."""
     steps, example = progress.steps, example_of(model, progress.recipe.first_batch())
     with steps.step("saving the checkpoint"):
-        save(model, folder / CHECKPOINT)
+        save(model, folder / CHECKPOINT, packed=job.packed)
     export, check, refusal = _exported(job, progress, model, example, folder)
     progress.page(config, "the file is exported and verified, and the layers are not measured")
     with steps.step("measuring layers"), progress.named(model):
@@ -238,6 +203,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
         has_graph = write_graph(model, example, folder / GRAPH)
         files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
         left = _left(config, progress, model, example)
+        known = {} if export is None else {ONNX: export.float_bytes}
         so_far = progress.data(config)
         data = replace(
             so_far,
@@ -246,7 +212,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             alone_on=measured.alone_on,
             distributions=with_ranges(measured.distributions, progress.calibrators),
             channels=measured.channels,
-            sizes=sizes(files, {} if export is None else {ONNX: export.float_bytes}),
+            sizes=sizes({job.label(name): path for name, path in files.items()}, known),
             left=left,
             verifications=[] if check is None else [verification(ONNX, check)],
         )
@@ -371,17 +337,3 @@ def _prepare_and_calibrate(job: Job, config: Config, progress: _Progress, model:
     found = {row.method: row.value for row in progress.accuracy if row.method in copies}
     if found and (best := max(found, key=found.__getitem__)) != job.method and found[best] > found[job.method]:
         progress.steps.note(f"{best} was best, and {job.method} is exported; for the other: --method {best}")
-
-
-def verify_file(path: Path, recipe: str | Path | None, checkpoint: Path | None) -> VerifyReport:
-    """Verify an exported file; with a recipe also compare its weights and outputs with the model.
-
-    Raises:
-        VerificationError: the file cannot be read, or fakequant did not write it.
-        RecipeError, CheckpointError: the model cannot be rebuilt.
-    """
-    if recipe is None:
-        return verify_onnx(path)
-    loaded = load_recipe(recipe)
-    model = load(loaded.model(), checkpoint or path.parent / CHECKPOINT)
-    return verify_onnx(path, model.eval(), loaded.calibration_batches())

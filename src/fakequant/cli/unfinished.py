@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fakequant.cli.generation import CHECKPOINT, REPORT
+from fakequant.cli.generation import CHECKPOINT, PARTS, REPORT
 from fakequant.errors import ConfigError, FakeQuantError
 from fakequant.files import write_whole
 from fakequant.model.checkpoint import load, save
@@ -81,6 +81,34 @@ class Unfinished:
     def remove(self) -> None:
         """Remove the folder: the results are in their place, or the job starts anew."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def held_before(out: Path, source: str, title: str) -> str:
+    """A line on what a folder held before this run; "" of an earlier call of the same command and of an empty folder.
+
+    Args:
+        out: the folder of the results.
+        source: the recipe, as an absolute path.
+        title: of this run's report.
+    """
+    ours = {Path(part).parts[0] for part in PARTS}
+    names = sorted(path.name for path in out.iterdir() if path.name != FOLDER and not path.name.startswith("."))
+    if (out / RESULTS).is_file():
+        with suppress(FakeQuantError, OSError):
+            found = read_results(out)
+            if (found.title, found.source) == (title, source):
+                return ""
+            recipe, _, preset = found.title.rpartition(", quantized to ")
+            return f"{out} holds the {preset} run of {found.source or recipe}; this run replaces it"
+    replaced = [name for name in names if name in ours]
+    others = [name for name in names if name not in ours]
+    if replaced:
+        return f"{out} holds {_listed(replaced)} of another origin; this run replaces what has these names"
+    return f"{out} holds {_listed(others)}; this run leaves that alone and adds its files" if others else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def refuse_other_recipe(out: Path, source: str) -> None:

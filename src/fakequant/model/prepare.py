@@ -93,7 +93,7 @@ def prepare(
         )
     refuse_exported(model)
     preset: Config = config if isinstance(config, Config) else find_preset(config)
-    config = _with_exceptions(preset, skip, rules or {})
+    config = with_exceptions(preset, skip, rules or {})
     restore = structure_of([model])
     try:
         held, sites, notes, recording = _planned(model, config, target, example, inputs)
@@ -132,8 +132,15 @@ def refuse_exported(model: nn.Module) -> None:
             )
 
 
-def _with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Config | str]) -> Config:
-    """A configuration with rules for what stays in float, and for what other presets quantize."""
+def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Config | str]) -> Config:
+    """A configuration with rules for what stays in float, and for what other presets quantize.
+
+    Args:
+        skip, rules: as for `prepare`.
+
+    Raises:
+        ConfigError: they have another form, or a preset is unknown.
+    """
     if isinstance(skip, str):
         raise ConfigError(f"skip takes a list of patterns, got {skip!r}; write skip=[{skip!r}]")
     if not isinstance(rules, Mapping):

@@ -1,0 +1,89 @@
+"""The arguments of `fakequant quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fakequant.cli.generation import CHECKPOINT
+from fakequant.cli.recipe import Recipe
+from fakequant.errors import ConfigError
+from fakequant.model.config import Config
+from fakequant.model.prepare import with_exceptions
+from fakequant.model.presets import find_preset
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of `fakequant quantize`.
+
+    Args:
+        recipe: what `load_recipe` takes.
+        preset: name of a preset, in upper or lower case.
+        method: calibrator of the activations.
+        out: the folder for `checkpoint`, `model.onnx`, `graph.txt` and `report.html`.
+        train: whether to fine-tune with the recipe's `train(model)`, if it is defined.
+        compare: whether to calibrate with every other method too, for the report.
+        static: whether the exported model takes only batches of the size of the first.
+        style: the dialect of the exported file, see `export_onnx`.
+        execution: how layers compute while they are measured: "simulate", "auto" or "integer", see `set_execution`.
+            The checkpoint keeps it; it does not change the exported file.
+        unseen: how to treat layers that no batch reaches, see `calibrate`.
+        improve: the steps of `fakequant.ptq.improve` after calibration, "best" or "fast"; None for none.
+        verbose: whether to print tables of all layers, and the traceback if the model fails on a batch.
+        text: lines of text for calibration, for a folder of Hugging Face.
+        overwrite: whether to replace the results of another recipe, and to start anew.
+        floats: patterns of layers that stay in float, as `skip` of `fakequant.prepare`.
+        rules: "PATTERN=PRESET" for layers with another preset, as `rules` of `fakequant.prepare`.
+        packed: whether the checkpoint holds the codes of quantized weights instead of float weights.
+    """
+
+    recipe: str | Path
+    preset: str
+    method: str
+    out: Path
+    train: bool = True
+    compare: bool = False
+    static: bool = False
+    style: str = "portable"
+    execution: str = "simulate"
+    unseen: str = "error"
+    improve: str | None = None
+    verbose: bool = False
+    text: Path | None = None
+    overwrite: bool = False
+    floats: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    packed: bool = False
+
+    def settings(self, recipe: Recipe) -> str:
+        """All that decides the model, as text."""
+        names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
+        return repr((*names, self.floats, self.rules, str(self.text), recipe.content))
+
+    def config(self) -> Config:
+        """The preset with the exceptions from it.
+
+        Raises:
+            ConfigError: an unknown preset, or a rule that is no "PATTERN=PRESET".
+        """
+        rules: dict[str, str] = {}
+        for rule in self.rules:
+            pattern, equals, preset = rule.rpartition("=")
+            if not equals:
+                raise ConfigError(f"--rule takes PATTERN=PRESET, such as --rule head=int8, got {rule!r}")
+            rules[pattern] = preset
+        config = with_exceptions(find_preset(self.preset), self.floats, rules)
+        number = len(self.floats) + len(rules)
+        ending = f" with {number} exception{'s' if number > 1 else ''}" if number else ""
+        return replace(config, name=config.name + ending)
+
+    def exceptions(self) -> list[str]:
+        """Lines for the report: which layers the preset does not hold for."""
+        left = [f"In float: {', '.join(self.floats)}."] if self.floats else []
+        return [*left, f"Other presets: {', '.join(self.rules)}."] if self.rules else left
+
+    def label(self, name: str) -> str:
+        """What the report calls a file or folder of the run."""
+        holds = "packed codes" if self.packed else "float weights, for training on"
+        return f"{name} ({holds})" if name == CHECKPOINT else name
