@@ -276,4 +276,4 @@ def test_layers_with_projections_stay_in_float() -> None:
     with pytest.warns(CoverageWarning, match=r"^1 module with 73 % of the parameters stays in float: LSTM \(1: "):
         fq.prepare(model, "int8")
     assert type(model[1]) is nn.LSTM
-    assert isinstance(model[0], fq.nn.QuantLinear)
+    assert fq.nn.quantizers(model).keys() == {"0._input_quantizer", "0._weight_quantizer"}
