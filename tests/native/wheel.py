@@ -3,7 +3,8 @@
     python tests/native/wheel.py dist             # all wheels of a folder
     python tests/native/wheel.py dist/one.whl
 
-Prints size, seconds of the installation, and seconds of the first result beyond those of importing torch.
+Prints size, seconds of the installation, and seconds of the first result beyond those of importing torch. Fails where
+one of them is too large.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 LARGEST = 4_000_000  # bytes of a wheel
+SLOWEST = 30.0  # seconds of the installation and the first result together, beyond importing torch
 FIRST = """
 import sys, time
 import torch
@@ -50,7 +52,7 @@ def tried(wheel: Path) -> bool:
     expected = "reference" if wheel.name.endswith("none-any.whl") else "kernels"
     print(f"{wheel.name}: {size:,} bytes, installed in {installed:.1f} s, served by the {served}")
     print(f"    first result {seconds} s after torch is imported")
-    return size < LARGEST and served == expected
+    return size < LARGEST and served == expected and installed + float(seconds) < SLOWEST
 
 
 def main(place: Path) -> int:
