@@ -147,6 +147,7 @@ def test_layers_are_scored_by_the_divergence_of_logits_or_a_function() -> None:
     model, given = Net().double(), [batch.double() for batch in batches()[:2]]
     logits = torch.cat([model(batch) for batch in given]).log_softmax(-1).detach()
 
+    @torch.no_grad()
     def measure(tried: nn.Module) -> float:
         own = torch.cat([tried(batch) for batch in given]).log_softmax(-1)
         return float((logits.exp() * (logits - own)).sum(-1).mean())

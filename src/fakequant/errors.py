@@ -136,7 +136,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def shown(value: Any) -> str:
     """A value in one line: itself where it is short, else its type.
 
-    >>> shown("int8"), shown([1, 2]), shown(nn.Linear(4, 4))
+    >>> shown("int8"), shown([1, 2]), shown(torch.nn.Linear(4, 4))
     ("'int8'", '[1, 2]', 'a Linear')
     """
     if isinstance(value, (str, int, float, type(None), list, tuple, dict)) and "\n" not in (text := repr(value)):
