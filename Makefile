@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo accuracy docs site wheel clean
+.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo accuracy docs site wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -105,6 +105,12 @@ wheel: setup
 	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --plat auto --wheel-dir dist build/wheel/*.whl
 	FAKEQUANT_PURE=1 $(PIP_WHEEL) --wheel-dir dist .
 	$(BIN)/python tests/native/wheel.py dist
+
+# The suite with the wheel of this platform installed, in a folder without src/; `make test-wheel ONLY=tests/test_cli.py`
+# runs a part.
+test-wheel: wheel
+	$(BIN)/python tests/native/suite.py $$(ls -t dist/*-abi3-*.whl | head -n 1) \
+		-n 2 --dist loadfile --no-loadscope-reorder -m 'not exhaustive' $(ONLY)
 
 clean:
 	rm -rf build dist demo-output src/*.egg-info src/fakequant/ops/cpu/_kernels*.so

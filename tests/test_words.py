@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 
+import fakequant as fq
+
 ROOT = Path(__file__).parent.parent
 REFUSED = re.compile(r"\b(nobody|somebody|is to be|are to be|but for|who)\b", re.IGNORECASE)
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
 ]
-SOURCES = sorted(path for path in (ROOT / "src").rglob("*") if path.suffix in {".py", ".h", ".cpp"})
+PACKAGE = Path(fq.__file__).parent
+SOURCES = sorted(path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".h", ".cpp"})
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -21,7 +24,7 @@ def test_pages_are_in_plain_words(path: Path) -> None:
 
 def test_sources_are_in_plain_words() -> None:
     assert len(SOURCES) > 200
-    found = {str(path.relative_to(ROOT)): REFUSED.findall(path.read_text()) for path in SOURCES}
+    found = {str(path.relative_to(PACKAGE)): REFUSED.findall(path.read_text()) for path in SOURCES}
     assert {path: words for path, words in found.items() if words} == {}
 
 

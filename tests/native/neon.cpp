@@ -1,7 +1,7 @@
 // Compares the kernels of neon.h with the portable loops, for processors that the tests do not run on: prints how
 // many values, codes and bits of masks differ, of how many values.
 
-#include "../../src/fakequant/ops/cpu/eight_lanes.cpp"
+#include "eight_lanes.cpp"
 
 #include <cstdio>
 #include <random>
