@@ -48,6 +48,51 @@ def test_a_packed_model_computes_the_same_bits(name, tmp_path):
     assert tensors_in(tmp_path)["0.weight"].dtype is torch.uint8
 
 
+WITHOUT_DATA = ["INT4_GROUP32", "INT4_WEIGHT_ONLY", "INT8_WEIGHT_ONLY", "NF4_WEIGHT_ONLY", "NVFP4", "MXFP4"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+def test_weights_without_scales_get_those_of_the_next_call(name, dtype, tmp_path):
+    # The weights alone, because inputs of NVFP4 need calibration.
+    only = fq.Config("weights", (fq.Rule("*", weight=fq.presets.presets()[name].rules[0].weight),))
+    model = fq.prepare(network().to(dtype), only)
+    before, x = state_of(model), torch.randn(8, WIDTH, dtype=dtype)
+    expected = model(x)
+    with warnings.catch_warnings(action="error"):
+        again = fq.load(network().to(dtype), fq.save(model, tmp_path, packed=True))
+    assert torch.equal(again(x), expected)
+    assert_as_before(model, before)
+    assert not model[0].weight_quantizer.calibrated
+    for layer in (0, 2):
+        bits = spec_bits(model[layer].weight_quantizer.spec, tuple(model[layer].weight.shape))
+        assert tensors_in(tmp_path)[f"{layer}.weight"].nbytes == bits.codes // 8
+
+
+def test_a_tied_weight_without_scales_and_zero_points_come_back(tmp_path):
+    def tied():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20, bias=False))
+        net[1].weight = net[0].weight
+        return net
+
+    rule = fq.Rule("*", layers=("Embedding", "Linear"), weight="uint4 per_channel(0) asymmetric")
+    model = fq.prepare(tied(), fq.Config("asymmetric", (rule,)))
+    again = fq.load(tied(), fq.save(model, tmp_path, packed=True))
+    assert again[0].weight is again[1].weight
+    assert torch.equal(again(torch.arange(20)), model(torch.arange(20)))
+    assert tensors_in(tmp_path)["0.weight"].nbytes == 160
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_without_scales_that_is_not_finite_stays_in_float(value, tmp_path):
+    model = fq.prepare(network(), "INT4_GROUP32")
+    model[0].weight.data[0, 0] = value
+    with pytest.warns(UserWarning, match=r"stores 1 of 2 quantized weights in float: 0\.weight: it holds NaN or inf"):
+        fq.save(model, tmp_path, packed=True)
+    assert tensors_in(tmp_path)["0.weight"].dtype is torch.float32
+
+
 @pytest.mark.parametrize("name", ["INT8", "INT4_GROUP32", "INT4_GROUP128", "MXFP4", "MXFP6", "NF4_WEIGHT_ONLY"])
 def test_sizes_are_those_of_the_summary(name, tmp_path):
     model = prepared(name)

@@ -63,7 +63,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
         directory: the folder.
         packed: store quantized weights as codes, two 4-bit codes in a byte: the sizes that `summary` gives. `load` sets
             them to the values of the codes, so that the model computes the same bits; the float weights are lost, and
-            with them a good start for training on. One warning names the weights that stay in float.
+            with them a good start for training on. Weights without scales get those of their next call, in the file
+            alone. One warning names the weights that stay in float.
 
     Raises:
         CheckpointError: the model is not prepared, or safetensors is missing.

@@ -17,7 +17,6 @@ from fakequant.functional import dequantize
 from fakequant.model.manifest import LayerEntry, PackedEntry, QuantizerEntry
 from fakequant.model.paths import join
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.format import Format
 from fakequant.numerics.qparams import QParams
@@ -27,7 +26,7 @@ _CHUNK = 1 << 18
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16)}
 _DTYPES["bfloat16"] = torch.bfloat16
 _NAMED = 4
-_Held = list[tuple[str, LayerWeight]]
+_Held = list[tuple[str, Quantizer]]
 
 
 class Packed(NamedTuple):
@@ -40,7 +39,8 @@ class Packed(NamedTuple):
 def pack(model: nn.Module, tensors: Mapping[str, Tensor], shared: Mapping[str, str]) -> Packed:
     """Replace the quantized weights of a state dict by their codes, and their scales by those of their format.
 
-    A weight stays in float where codes would not give its layers the same bits; one warning names these.
+    A weight without scales yet gets those of its next call. One stays in float where codes would not give its layers
+    the same bits; one warning names these.
 
     Args:
         model: the prepared model.
@@ -49,18 +49,23 @@ def pack(model: nn.Module, tensors: Mapping[str, Tensor], shared: Mapping[str, s
     """
     by_parameter: dict[int, _Held] = {}
     for path, weight in quantized_weights(model).items():
-        by_parameter.setdefault(id(weight.parameter), []).append((path, weight))
+        by_parameter.setdefault(id(weight.parameter), []).append((path, weight.quantizer))
     packed, entries, left = dict(tensors), {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         held = by_parameter.get(id(parameter), [])
         if name not in packed or not held:
             continue
         names = [name, *(tied for tied, first in shared.items() if first == name)]
-        if reason := _float_reason(held, names, parameter):
+        reason = _float_reason(held, names, parameter)
+        fixed = [] if reason else [_fixed(quantizer, parameter) for _, quantizer in held]
+        if reason := reason or _codes_reason(fixed, parameter):
             left[name] = reason
             continue
-        path, quantizer = held[0][0], held[0][1].quantizer
+        path, quantizer = held[0][0], fixed[0]
         codes, _ = quantizer.codes(parameter.detach())
+        for (place, own), user in zip(held, fixed, strict=True):
+            if user is not own:
+                packed |= {f"{place}.{key}": value for key, value in user.named_buffers()}
         packed[name] = _to_bytes(codes.cpu(), quantizer.spec.format)
         dtype = str(parameter.dtype).removeprefix("torch.")
         entries[name] = PackedEntry(path, list(parameter.shape), dtype, False)
@@ -76,23 +81,37 @@ def _float_reason(held: _Held, names: list[str], parameter: Tensor) -> str:
         return "a layer without a quantizer reads it, too"
     if is_sharded(parameter):
         return "it is sharded over processes"
-    for _, weight in held:
-        quantizer: Quantizer = weight.quantizer
+    for _, quantizer in held:
         if quantizer.mode is not Mode.QUANTIZE:
             return "its quantizer is switched off"
         if quantizer.learned is not None:
             return "its range is learned; fakequant.qat.set_scales(model, fakequant.qat.Scales.FIXED) fixes it"
         if quantizer.dynamic:
             return "its range is dynamic"
-        if not quantizer.calibrated:
-            return 'it has no scales; fakequant.calibrate(model, pattern="*_weight_quantizer") sets them'
-    first: Quantizer = held[0][1].quantizer
-    with torch.no_grad():
-        wanted, found = first(parameter), first.codes(parameter.detach())
-        if found is None:
-            return "it holds NaN"
-        values = dequantize(found[0], found[1], first.spec, dtype=parameter.dtype)
-        same = all(torch.equal(weight.quantizer(values), weight.quantizer(parameter)) for _, weight in held)
+        if not quantizer.calibrated and not bool(parameter.isfinite().all()):
+            return "it holds NaN or inf"
+    return ""
+
+
+@torch.no_grad()
+def _fixed(quantizer: Quantizer, weight: Tensor) -> Quantizer:
+    """A quantizer with scales: that of a weight, or while it has none, another with those of its next call."""
+    if quantizer.calibrated:
+        return quantizer
+    fixed = Quantizer(quantizer.spec, kind=quantizer.kind)
+    fixed.freeze(weight)
+    return fixed
+
+
+@torch.no_grad()
+def _codes_reason(fixed: list[Quantizer], parameter: Tensor) -> str:
+    """Why the codes of a weight cannot stand for it, or an empty text."""
+    first = fixed[0]
+    wanted, found = first(parameter), first.codes(parameter.detach())
+    if found is None:
+        return "it holds NaN"
+    values = dequantize(found[0], found[1], first.spec, dtype=parameter.dtype)
+    same = all(torch.equal(quantizer(values), quantizer(parameter)) for quantizer in fixed)
     return "" if same and torch.equal(values, wanted) else "its codes do not give the same values"
 
 
