@@ -62,7 +62,9 @@ def pack(model: nn.Module, tensors: Mapping[str, Tensor], shared: Mapping[str, s
             left[name] = reason
             continue
         path, quantizer = held[0][0], fixed[0]
-        codes, _ = quantizer.codes(parameter.detach())
+        coded = quantizer.codes(parameter.detach())
+        assert coded is not None, "a weight with NaN stays in float, see `_codes_reason`"
+        codes = coded[0]
         for (place, own), user in zip(held, fixed, strict=True):
             if user is not own:
                 packed |= {f"{place}.{key}": value for key, value in user.named_buffers()}
