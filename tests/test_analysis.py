@@ -10,7 +10,7 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.analysis import layer_sqnr, sensitivity
+from fakequant.model.analysis import Power, layer_sqnr, sensitivity
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.execution import set_execution
@@ -161,3 +161,14 @@ def test_batches_without_rows_measure_nothing() -> None:
 def test_a_model_that_finds_nothing_measures_nothing() -> None:
     with pytest.raises(ConfigError, match="the model found nothing in them"):
         sensitivity(returning(lambda y: y[:0]), [ROWS])
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "signal"),
+    [(3e38, torch.float32, 3.6e77), (1e-30, torch.float32, 4e-60), (1e160, torch.float64, math.inf)],
+)
+def test_powers_of_huge_and_tiny_values(value: float, dtype: torch.dtype, signal: float) -> None:
+    """The difference of 3e38 and its negative overflows float32, and the square of 1e160 float64."""
+    power, x = Power(), torch.full((4,), value, dtype=dtype)
+    power.add(x, -x)
+    assert (power.signal, power.noise) == (pytest.approx(signal, rel=1e-6), pytest.approx(4 * signal, rel=1e-6))

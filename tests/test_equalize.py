@@ -19,6 +19,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.batches import run_batch
 from fakequant.ptq import equalize
 from fakequant.ptq.neighbors import _KEEP_SCALES
+from fakequant.ptq.output_check import OutputCheck
 from tests.support.bits import assert_same_bits
 
 TENSORS = fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),))
@@ -232,6 +233,29 @@ def test_functions_between_layers_keep_scales(name: str) -> None:
     function = next(f for of in (nn.functional, torch, Tensor) if (f := getattr(of, name, None)) is not None)
     args = CALLS.get(name, ())
     assert_same_bits(function(8 * x, *args), 8 * function(x.clone(), *args))  # powers of two round nothing
+
+
+class Positive(nn.Module):
+    """Gives as many values as are positive, as a detector gives what it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y[y > 0]
+
+
+def test_an_output_of_another_length_is_another_output() -> None:
+    torch.manual_seed(0)
+    model, x = Positive(), torch.randn(16, 4)
+    check = OutputCheck(model, lambda: model(x))
+    assert check.why_not() is None
+    with torch.no_grad():
+        model.layer.bias += 1
+    assert check.difference() == float("inf")
+    assert check.why_not() == "the model's output would change by inf of its size"
 
 
 USUAL = ["nn LSTM", "nn GAN generator", "nn UNet", "nn TransformerEncoder"]

@@ -19,6 +19,13 @@ from tests.support.matrix import full, sweep
 WIDTH = 64
 
 
+def tied():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20, bias=False))
+    net[1].weight = net[0].weight
+    return net
+
+
 def network() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 32, bias=False))
@@ -70,12 +77,6 @@ def test_weights_without_scales_get_those_of_the_next_call(name, dtype, tmp_path
 
 
 def test_a_tied_weight_without_scales_and_zero_points_come_back(tmp_path):
-    def tied():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20, bias=False))
-        net[1].weight = net[0].weight
-        return net
-
     rule = fq.Rule("*", layers=("Embedding", "Linear"), weight="uint4 per_channel(0) asymmetric")
     model = fq.prepare(tied(), fq.Config("asymmetric", (rule,)))
     again = fq.load(tied(), fq.save(model, tmp_path, packed=True))
@@ -114,12 +115,6 @@ def test_weights_come_back_in_their_dtype(dtype, tmp_path):
 
 
 def test_a_tied_weight_is_stored_once(tmp_path):
-    def tied():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20, bias=False))
-        net[1].weight = net[0].weight
-        return net
-
     model = fq.prepare(tied(), "INT8_WEIGHT_ONLY")
     fq.calibrate(model, [torch.arange(20)], progress=False)
     again = fq.load(tied(), fq.save(model, tmp_path, packed=True))

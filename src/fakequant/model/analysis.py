@@ -43,9 +43,12 @@ class Power:
         exact, approximate = exact.detach(), approximate.detach()
         if exact.dtype not in (torch.float32, torch.float64) or approximate.dtype is not exact.dtype:
             exact, approximate = exact.double(), approximate.double()
-        # Float32 rounds a difference by 2**-24 of it, and sums are float64: no copy in double takes the most time.
+        # Float32 rounds a difference by 2**-24 of it, and sums are float64. Copies in double take most time.
+        noise = _energy(approximate - exact)
+        if not math.isfinite(noise):  # a difference may be too large for float32
+            noise = _energy(approximate.double() - exact.double())
         self.signal += _energy(exact)
-        self.noise += _energy(approximate - exact)
+        self.noise += noise
 
     def decibels(self) -> float:
         """Signal over noise: inf without noise."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.nn.forms import change_class, class_reference, within_wrappers
-from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule, pause, resume
+from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule
 from fakequant.nn.traced_sites import is_traced, run_traced
 from fakequant.nn.unseen import hide_caches, unseen
 
@@ -80,15 +80,10 @@ def _owner_class(cls: type[Any]) -> type[Any]:
 
     @wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = pause()
-        try:
-            run = partial(_with_quantizers, self._modules[SITES], inner, self, args, kwargs)
-            return run_traced(run, self, args, kwargs) if is_traced() else run(SiteMode)
-        finally:
-            if outer is not None:
-                resume(outer)
+        run = partial(_with_quantizers, self._modules[SITES], inner, self, args, kwargs)
+        return run_traced(run, self, args, kwargs) if is_traced() else run(SiteMode)
 
-    return _subclass(cls, "owner", forward, _without_sites(cls))
+    return _subclass(cls, "owner", unseen(forward), _without_sites(cls))
 
 
 def _with_quantizers(
@@ -156,18 +151,10 @@ def _subclass(
     if (cls, role) in _made:
         return _made[cls, role]
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:  # not by `unseen`: torch.export would lose the module's path
-        outer = pause()
-        if outer is None:
-            return cls.__call__(self, *args, **kwargs)
-        try:
-            return cls.__call__(self, *args, **kwargs)
-        finally:
-            resume(outer)
-
     values = {
         "forward": forward,
-        "__call__": call,
+        # Looked up in each call: torch.export puts a `__call__` of its own into nn.Module, which notes the path.
+        "__call__": unseen(lambda self, *args, **kwargs: cls.__call__(self, *args, **kwargs)),
         "__reduce_ex__": _reduce,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

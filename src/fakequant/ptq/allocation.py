@@ -171,7 +171,8 @@ class Scores:
             bits: at most so many bits per weight, with scales.
             size: at most so many bytes of weights.
             loss: the smallest size with at most this loss.
-            operations: at most so many bit operations for a multiply-accumulate on average; 64 where all has 8 bits.
+            operations: the largest mean of bit operations for a multiply-accumulate. It is 64 where weights and inputs
+                have 8 bits.
 
         Raises:
             ConfigError: not exactly one budget, one that is no positive number, or none of the mixes fits it
@@ -301,16 +302,18 @@ def scores(
         for name, twin in quantized.items():
             own: Any = twin.get_submodule(layer)
             if isinstance(own, QuantizedLayer) and own.weight_quantizer is not None:
-                cost, weight, x = (
-                    float(arriving[layer, name].square().mean()),
-                    own.weight_quantizer,
-                    own.input_quantizer,
-                )
-                bits = spec_bits(weight.spec, tuple(layers[layer].weight.shape))
-                each = weight.spec.format.bits * (32 if x is None else x.spec.format.bits)
-                found[layer][name] = Score(cost, bits.codes + bits.scales, products[layer] * each)
+                cost = float(arriving[layer, name].square().mean())
+                found[layer][name] = _score(own, cost, products[layer])
     ties = list({tuple(group): list(dict.fromkeys(group)) for group in recorded.siblings.values()}.values())
     return Scores(found, {layer: layers[layer].weight.numel() for layer in reached}, ties, arriving, products)
+
+
+def _score(layer: Any, loss: float, products: int) -> Score:
+    """The score of a quantized layer with so many multiply-accumulates."""
+    weight, x = layer.weight_quantizer.spec, layer.input_quantizer
+    bits = spec_bits(weight, tuple(layer.weight.shape))
+    each = weight.format.bits * (32 if x is None else x.spec.format.bits)
+    return Score(loss, bits.codes + bits.scales, products * each)
 
 
 def _prepared(model: nn.Module, choice: str, batches: list[Any], inputs: Any, forward: Any) -> nn.Module:

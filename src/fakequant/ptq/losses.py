@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,8 +74,8 @@ def losses_alone(
         twin, prefix = quantized[name], f"{layer}." if layer else ""
         with modes(twin, lambda path, own, prefix=prefix: own.mode if path.startswith(prefix) else Mode.OFF):
             added = float(loss(twin)) - before
-        if added != added:
-            raise ConfigError(f"the loss with {layer} alone in {name} is NaN")
+        if math.isnan(added):
+            raise ConfigError(f"the loss with {layer or 'the model'} alone in {name} is NaN")
         found[layer, name] = torch.zeros(len(layers), dtype=torch.float64)
         found[layer, name][place] = (len(layers) * max(added, 0.0)) ** 0.5
     return found

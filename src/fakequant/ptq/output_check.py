@@ -45,7 +45,9 @@ class OutputCheck:
             return self._run()
 
     def difference(self, run: Callable[[], Any] | None = None, model: nn.Module | None = None) -> float:
-        """The norm of what differs in an output, as a share of the norm of the first ones: the largest; inf for NaN.
+        """The norm of what differs in an output, as a share of the norm of the first ones: the largest.
+
+        It is inf for NaN, and for an output of another shape, as a detector gives where it finds something else.
 
         Args:
             run: by default that of the model.
@@ -53,6 +55,8 @@ class OutputCheck:
         """
         largest = 0.0
         for old, new in zip(self._wanted, self._outputs(run, model), strict=True):
+            if new.shape != old.shape:
+                return float("inf")
             change = float((new.double() - old.double()).norm())
             size = float(old.double().norm())
             share = change / size if size else (0.0 if change == 0 else float("inf"))
