@@ -1,6 +1,6 @@
 """Tries a wheel with every Python and torch, each in a new environment, and writes the table of docs/release.md.
 
-    python tests/native/matrix.py dist/fakequant-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl \\
+    python tests/native/versions.py dist/fakequant-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl \\
         --pythons python3.10 python3.11 --torches 2.10.0 2.13.0
 
 Cells that a call does not try stay as they are. Of a torch for GPUs only the package itself is installed, and it works
