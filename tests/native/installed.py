@@ -1,4 +1,4 @@
-"""What `matrix.py` runs with an installed wheel: the kernels serve, with the right bits, and a model makes its round.
+"""What `versions.py` runs with an installed wheel: the kernels serve, with the right bits, and a model makes its round.
 
 Needs torch, numpy, safetensors and the package alone.
 """
