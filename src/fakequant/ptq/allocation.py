@@ -84,6 +84,13 @@ class Allocation:
         """Bit operations of a multiply-accumulate on average: 64 where weights and inputs have 8 bits."""
         return self.operations / max(1, self.products)
 
+    def __repr__(self) -> str:
+        figures = [f"{len(self.choices)} layers", f"{self.bits_per_weight:.4g} bits per weight"]
+        figures += [f"predicted loss {self.loss:.2e}"]
+        figures += [] if self.measured is None else [f"measured {self.measured:.2e}"]
+        figures += [] if self.metric is None else [f"metric {self.metric:.4g}"]
+        return f"Allocation({', '.join(figures)})"
+
     def config(self) -> Config:
         """The choices as a configuration for `fakequant.prepare`; other layers stay in float."""
         name = f"mixed, {self.bits_per_weight:.2f} bits"
@@ -227,6 +234,8 @@ class Scores:
             rows.append([layer, f"{self.weights[layer]:,}", *losses])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+    __repr__ = __str__  # what notebooks and consoles show
 
 
 def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:

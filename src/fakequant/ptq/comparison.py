@@ -48,6 +48,8 @@ class Compared:
         found = self.failed or f"{metric}error {self.error:.2e}, {self.bits:.2f} bits per weight, {self.seconds:.1f} s"
         return f"{' '.join(filter(None, self.way))}: {found}"
 
+    __repr__ = __str__  # what notebooks and consoles show
+
     @property
     def way(self) -> tuple[str, str, str]:
         """What was done."""
@@ -106,6 +108,8 @@ class Comparison:
         full = [row for row in rows if len(row) == len(_HEADER)]
         widths = [max(map(len, column)) for column in zip(*full, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    __repr__ = __str__  # what notebooks and consoles show
 
     def _repr_html_(self) -> str:
         rows = [row + [""] * (len(_HEADER) - len(row)) for row in self._cells()]
