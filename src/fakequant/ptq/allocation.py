@@ -272,7 +272,7 @@ def scores(
             is better, such as 1 less an accuracy. Losses of `Scores` and `Allocation` are then what is added to it.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
-        progress: whether to show a progress bar; by default on a terminal.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Raises:
         ConfigError: an unknown preset or measure, or a model without linear layers and convolutions.
