@@ -88,7 +88,7 @@ def test_a_specification_and_a_rule_come_back(value: Any) -> None:
     assert eval(repr(value), {cls.__name__: cls for cls in PARSED}) == value
 
 
-def test_a_rule_says_what_is_not_the_default() -> None:
+def test_a_rule_says_what_is_not_the_default():
     rule = Rule("head", input="int8 per_token dynamic", layers="Linear", ops="add", execution="integer", tied=True)
     text = (
         "Rule('head', input='int8 per_token dynamic', layers=('Linear',), execution='integer', ops=('add',), tied=True)"
@@ -96,7 +96,7 @@ def test_a_rule_says_what_is_not_the_default() -> None:
     assert repr(rule) == text
 
 
-def test_a_configuration_is_counted_and_printed_rule_by_rule() -> None:
+def test_a_configuration_is_counted_and_printed_rule_by_rule():
     assert repr(fq.presets.INT8) == "Config('INT8', 2 rules)"
     assert repr(Config("own", Rule("head"))) == "Config('own', 1 rule)"
     assert str(Config("own", (Rule("head"), Rule("*", weight="int8")))).splitlines() == [
