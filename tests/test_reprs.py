@@ -88,18 +88,19 @@ def test_a_specification_and_a_rule_come_back(value: Any) -> None:
     assert eval(repr(value), {cls.__name__: cls for cls in PARSED}) == value
 
 
-def test_a_rule_says_what_is_not_the_default():
-    rule = Rule("head", input="int8 per_token dynamic", layers="Linear", ops="add", execution="integer", tied=True)
+def test_a_rule_says_what_is_not_the_default() -> None:
+    given: Any = {"input": "int8 per_token dynamic", "layers": "Linear", "ops": "add", "execution": "integer"}
+    rule = Rule("head", **given, tied=True)
     text = (
         "Rule('head', input='int8 per_token dynamic', layers=('Linear',), execution='integer', ops=('add',), tied=True)"
     )
     assert repr(rule) == text
 
 
-def test_a_configuration_is_counted_and_printed_rule_by_rule():
+def test_a_configuration_is_counted_and_printed_rule_by_rule() -> None:
     assert repr(fq.presets.INT8) == "Config('INT8', 2 rules)"
-    assert repr(Config("own", Rule("head"))) == "Config('own', 1 rule)"
-    assert str(Config("own", (Rule("head"), Rule("*", weight="int8")))).splitlines() == [
+    assert repr(Config("own", (Rule("head"),))) == "Config('own', 1 rule)"
+    assert str(Config("own", (Rule("head"), Rule("*", weight=TensorConfig("int8"))))).splitlines() == [
         "Config('own', 2 rules)",
         "  Rule('head')",
         "  Rule('*', weight='int8 per_tensor')",
