@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pytest
@@ -16,7 +18,7 @@ from fakequant.errors import ConfigError
 from fakequant.export.verdict import OutputRow, Row, VerifyReport
 from fakequant.model.analysis import Sensitivities, Sensitivity
 from fakequant.nn.quantizer import Quantizer
-from fakequant.ptq import Improvement, LayerResult
+from fakequant.ptq import Compared, Comparison, Improvement, LayerResult
 
 matplotlib.use("agg")
 
@@ -115,6 +117,64 @@ def test_errors_of_layers_are_bars(model: nn.Module) -> None:
     assert [bar.get_width() for bar in fq.plot.errors(by_metric).patches] == [-200.0, -200.0]
 
 
+def test_channels_are_a_band_between_the_ends_of_the_range(model: nn.Module) -> None:
+    weight, quantizer = model.get_parameter("0.weight").detach(), quantizer_of(model, "0._weight_quantizer")
+    axes = fq.plot.channels(model, "0._weight_quantizer")
+    band, *ends = [stairs.get_data() for stairs in axes.patches]
+    assert list(band.values) == weight.amax(1).double().tolist()
+    assert list(band.baseline) == weight.amin(1).double().tolist()
+    assert list(band.edges) == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
+    assert quantizer.scale is not None
+    assert [list(end.values) for end in ends] == [(quantizer.scale.flatten() * code).tolist() for code in (-8, 7)]
+    assert axes.get_title() == "0._weight_quantizer: int4 per_channel(0)"
+
+
+@pytest.mark.parametrize("preset", ["NVFP4_WEIGHT_ONLY", "NF4_WEIGHT_ONLY", "INT4_GROUP32", "FP8_BLOCK"])
+def test_the_ends_of_groups_are_those_of_the_widest(preset: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 5)
+    axes = fq.plot.channels(fq.prepare(nn.Sequential(layer), preset), "0._weight_quantizer")
+    lowest, highest = (torch.as_tensor(stairs.get_data().values) for stairs in axes.patches[1:])
+    largest = layer.weight.detach().abs().amax(1).double()
+    assert bool((highest >= largest * 0.85).all())
+    assert bool((highest <= largest.max() * 1.2).all())
+    assert bool((lowest <= largest * -0.85).all())
+
+
+def test_channels_of_convolutions_are_those_of_the_output() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 7, 2), nn.ConvTranspose2d(7, 4, 2))
+    model = fq.prepare(net, "INT8_WEIGHT_ONLY")
+    drawn = [fq.plot.channels(model, f"{layer}._weight_quantizer") for layer in (0, 1)]
+    assert [len(axes.patches[0].get_data().values) for axes in drawn] == [7, 4]
+
+
+@pytest.mark.parametrize("metric", [None, lambda net: 0.5])
+def test_a_comparison_is_points_and_a_curve(metric: Any) -> None:
+    found = fq.compare(nn.Sequential(nn.Linear(8, 6)), batches(), ["INT8", "INT4_GROUP32"], metric=metric)
+    before = matplotlib.get_backend()
+    axes = fq.plot.comparison(found, over="milliseconds")
+    assert axes.get_xlabel() == "milliseconds of a forward pass"
+    assert {text.get_text().split()[0] for text in axes.texts} == {"INT4_GROUP32", "INT8"}
+    assert list(axes.lines[0].get_xdata()) == [row.milliseconds for row in found.curve("milliseconds")]
+    with pytest.raises(ConfigError, match="over must be one of 'bits', 'milliseconds', got 'bytes'"):
+        fq.plot.comparison(found, over="bytes")
+    with pytest.raises(ConfigError, match=r"comparison takes what fakequant\.compare returned, got 'rows.jsonl'"):
+        fq.plot.comparison("rows.jsonl")  # pyright: ignore[reportArgumentType]
+    assert matplotlib.get_backend() == before
+
+
+def test_a_plot_into_a_file_leaves_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matplotlib, "use", lambda *_: pytest.fail("a notebook has chosen its backend"))
+    path = Comparison([Compared("INT8", "mse", "", error=0.1, bits=8.0)]).plot(tmp_path / "found.png")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_names_that_are_not_public_do_not_show() -> None:
+    assert dir(fq.plot) == ["channels", "comparison", "errors", "histogram"]
+    modules = {"compat", "ir", "plot", "ptq", "__version__"}
+    assert set(dir(fq)) == {*fq.__all__, *modules}
+
+
 def test_what_cannot_be_drawn_is_said(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no quantizer '0._input_quantiser'; did you mean 0._input_quantizer"):
         fq.plot.histogram(model, "0._input_quantiser", batches())
@@ -122,6 +182,8 @@ def test_what_cannot_be_drawn_is_said(model: nn.Module, monkeypatch: pytest.Monk
         fq.plot.histogram(model, "0._input_quantizer")
     with pytest.raises(ConfigError, match="give a list"):
         fq.plot.histogram(model, "0._input_quantizer", torch.ones(2, 8))
+    with pytest.raises(ConfigError, match=r"no weight has the quantizer '0._input_quantizer'"):
+        fq.plot.channels(model, "0._input_quantizer")
     monkeypatch.setattr("fakequant.plot.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"fakequant.plot needs matplotlib, .* pip install 'fakequant\[report\]'"):
         fq.plot.errors({})

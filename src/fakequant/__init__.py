@@ -152,4 +152,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_PLACES})
+    return sorted({*__all__, *_MODULES, "__version__"})

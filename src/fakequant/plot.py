@@ -1,22 +1,27 @@
-"""Pictures of a quantized model for notebooks, drawn with matplotlib: the values of a tensor, the error of layers."""
+"""Pictures of a quantized model for notebooks, drawn with matplotlib: values, channels, errors of layers, presets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fakequant.calibration import make_calibrator
+from fakequant.distributed import whole
 from fakequant.errors import ConfigError, nearest, shown
+from fakequant.functional import dequantize
 from fakequant.model.analysis import Sensitivities
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
 from fakequant.model.weights import fresh_weight, quantized_weights
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.ptq.comparison import Comparison, check_axis
 from fakequant.ptq.results import Improvement
 from fakequant.report.data import Distribution
 from fakequant.report.histograms import distribution_of
@@ -25,8 +30,16 @@ from fakequant.restore import restore_after, state_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+__all__ = ["channels", "comparison", "errors", "histogram"]
+
 _EXACT_DECIBELS = 100.0
 """The longest bar: above this ratio the noise is negligible."""
+_RANGE = "#d55e00"
+"""The colour of ends of ranges."""
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def histogram(
@@ -75,6 +88,73 @@ def histogram(
     if shown is None:
         raise ConfigError(f"no batch reaches {quantizer}, or all its values are equal; give batches that reach it")
     return _draw_histogram(held[quantizer], shown, axes)
+
+
+def channels(model: nn.Module, quantizer: str, *, axes: Axes | None = None) -> Axes:
+    """Draw the smallest and the largest value of every output channel of a weight, and the range of its quantizer.
+
+    A channel whose band is thin between the ends of the range uses few codes; one that reaches over them is clipped.
+    Where a channel has several ranges, as under groups, the ends are those of the widest.
+
+    Args:
+        model: a prepared model.
+        quantizer: the path of the quantizer of a weight, such as "head._weight_quantizer".
+        axes: where to draw; by default in a new figure.
+
+    Raises:
+        ConfigError: no weight has such a quantizer, or matplotlib is not installed.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> channels(model, "0._weight_quantizer").get_title()
+    '0._weight_quantizer: int8 per_channel(0)'
+    """
+    _check_matplotlib()
+    weights = quantized_weights(model)
+    if (weight := weights.get(quantizer)) is None:
+        raise ConfigError(f"no weight has the quantizer {quantizer!r}{nearest(quantizer, list(weights))}")
+    with torch.no_grad():
+        values = whole(fresh_weight(weight, quantizer))
+        bands = [_extremes(weight, values)] + [_extremes(weight, end) for end in _end_values(weight.quantizer, values)]
+    (low, high), (bottom, _), (_, top) = bands
+    axes = _axes(axes, 3.2)
+    edges = [place - 0.5 for place in range(len(low) + 1)]
+    axes.stairs(high, edges, baseline=low, fill=True, alpha=0.5, label="smallest to largest value")
+    for end, label in ((bottom, "range of the quantizer"), (top, None)):
+        axes.stairs(end, edges, baseline=None, color=_RANGE, linestyle="--", label=label)
+    axes.margins(x=0.01, y=0.05)
+    axes.autoscale()
+    axes.set_ylim(top=axes.get_ylim()[1] + 0.2 * (axes.get_ylim()[1] - axes.get_ylim()[0]))  # room for the legend
+    axes.set_xlabel("output channel")
+    axes.set_ylabel("value")
+    axes.set_title(f"{quantizer}: {weight.quantizer.spec}", parse_math=False)
+    axes.legend(loc="upper right", ncols=2)
+    return axes
+
+
+def comparison(found: Comparison, *, over: str = "bits", axes: Axes | None = None) -> Axes:
+    """Draw the presets that `fakequant.compare` tried: metric, without one the error, over size or time.
+
+    A line joins those that none surpasses, as in `Comparison.plot`, which writes a file.
+
+    Args:
+        found: the result of `fakequant.compare`.
+        over: "bits" per weight or "milliseconds".
+        axes: where to draw; by default in a new figure.
+
+    Raises:
+        ConfigError: another `over`, another `found`, or matplotlib is not installed.
+
+    >>> found = compare(nn.Sequential(nn.Linear(4, 4)), [torch.ones(1, 4)], ["INT8", "FP8"])
+    >>> comparison(found).get_xlabel()
+    'bits per weight, with scales'
+    """
+    _check_matplotlib()
+    if not isinstance(found, Comparison):
+        raise ConfigError(f"comparison takes what fakequant.compare returned, got {shown(found)}")
+    check_axis(over)
+    axes = _axes(axes, 4.4)
+    found.draw(axes, over)
+    return axes
 
 
 def errors(found: Sensitivities | Mapping[str, float] | Improvement, *, axes: Axes | None = None) -> Axes:
@@ -134,7 +214,7 @@ def _draw_histogram(quantizer: Quantizer, shown: Distribution, axes: Axes | None
     axes.set_ylabel("count")
     axes.set_title(f"{shown.name}: {quantizer.spec}{' dynamic' if quantizer.dynamic else ''}", parse_math=False)
     for end in _ends(quantizer):
-        axes.axvline(end, color="#d55e00", linestyle="--", label=f"range ends at {end:.4g}")
+        axes.axvline(end, color=_RANGE, linestyle="--", label=f"range ends at {end:.4g}")
     if _ends(quantizer):
         axes.legend()
     return axes
@@ -149,6 +229,25 @@ def _ends(quantizer: Quantizer) -> list[float]:
     highest = ((format.quant_max - zero) * scale).max().item()
     lowest = ((format.quant_min - zero) * scale).min().item()
     return [lowest, highest] if lowest < 0 else [highest]
+
+
+def _extremes(weight: LayerWeight, values: Tensor) -> tuple[list[float], list[float]]:
+    """The smallest and the largest value of every output channel; those of a stack of weights one after the other."""
+    layer = cast("QuantizedLayer", weight.layer)
+    operand = layer.operands(layer)[weight.attribute]
+    if operand.is_stack:
+        rows = values.movedim(operand.channels, 1).flatten(0, 1)
+    else:
+        rows = values.movedim(operand.channels, 0)
+    rows = rows.double().flatten(1)
+    return rows.amin(1).tolist(), rows.amax(1).tolist()
+
+
+def _end_values(quantizer: Quantizer, weight: Tensor) -> list[Tensor]:
+    """For each element of a weight the lowest and the highest value that its quantizer gives."""
+    params, format = quantizer.qparams(weight), quantizer.spec.format
+    ends = (torch.full_like(weight, end, dtype=torch.float32) for end in (format.quant_min, format.quant_max))
+    return [dequantize(format.to_storage(end), params, quantizer.spec) for end in ends]
 
 
 def _draw_bars(names: list[str], bars: Mapping[str, list[float]], axes: Axes | None) -> Axes:

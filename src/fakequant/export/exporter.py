@@ -95,6 +95,8 @@ class ExportReport:
             lines.append(f"not in the file (off, or not reached by the example): {', '.join(self.left_out)}")
         return "\n".join(lines)
 
+    __repr__ = __str__  # what notebooks and consoles show
+
 
 _CALL = "export_onnx(model, example, 'model.onnx')"
 

@@ -201,6 +201,8 @@ class VerifyReport:
         lines.insert(1, "  ".join("-" * width for width in widths[:-1]))
         return "\n".join([*lines, *self._lines()])
 
+    __repr__ = __str__  # what notebooks and consoles show
+
     def _repr_html_(self) -> str:
         return html_result(_HEADER, [_cells(row) for row in self.rows], self._lines(), numbers=(3, 4))
 

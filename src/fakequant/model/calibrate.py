@@ -69,7 +69,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         forward: called as forward(model, batch) instead of the model.
         mask: which tokens count, where batches have padding: a function from a batch to a bool tensor [batch, tokens],
             or the key of a dict batch, such as "attention_mask". A `CalibrationWarning` names inputs of other shapes.
-        progress: whether to show a progress bar; by default on a terminal.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
         unseen: what becomes of layers that need data, and that no batch reached: "error"; "float" leaves them in float,
             which one `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the
             same place in other members of their `nn.ModuleList`, as for the experts of a mixture, with a warning too.

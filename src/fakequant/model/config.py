@@ -37,6 +37,9 @@ class TensorConfig:
     def __str__(self) -> str:
         return f"{self.spec}{' dynamic' if self.dynamic else ''}"
 
+    def __repr__(self) -> str:
+        return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
+
     def placed(self, axes: dict[int, int]) -> TensorConfig:
         """The same with the axes that it names by their role moved to where a tensor has them."""
         spec = self.spec.replace(granularity=self.spec.granularity.remap_axes(axes))
@@ -152,6 +155,14 @@ class Rule:
         for name in ("input", "weight", "output"):
             object.__setattr__(self, name, getattr(general[0], name))
 
+    def __repr__(self) -> str:
+        words = [repr(self.pattern)]
+        for one in fields(self)[1:]:
+            if (value := getattr(self, one.name)) != one.default:
+                text = str(value) if isinstance(value, TensorConfig) else value
+                words.append(f"{one.name}={(text.value if isinstance(text, Execution) else text)!r}")
+        return f"Rule({', '.join(words)})"
+
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule speaks of a layer."""
         if not fnmatchcase(name, self.pattern):
@@ -222,6 +233,12 @@ class Config:
         if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
             raise ConfigError(f"a configuration is made of rules, got {wrong[0]!r:.80}; write Rule(pattern, preset)")
         object.__setattr__(self, "rules", rules)
+
+    def __repr__(self) -> str:
+        return f"Config({self.name!r}, {len(self.rules)} {'rule' if len(self.rules) == 1 else 'rules'})"
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *(f"  {rule!r}" for rule in self.rules)])
 
     def with_rule(self, *rules: Rule) -> Config:
         """The same configuration with rules added at the end, where they override the others."""

@@ -76,6 +76,9 @@ class Fusions:
         lines = [f"{norm or '(model)'} into {layer or '(model)'}" for norm, layer in self.fused.items()]
         return "\n".join([*lines, *(f"{norm or '(model)'} stays: {why}" for norm, why in self.left.items())])
 
+    def __repr__(self) -> str:
+        return str(self) or "no batch normalisations"
+
 
 def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None = None) -> Model:
     """Fold every batch normalisation that directly follows a convolution or linear layer into that layer, in place.

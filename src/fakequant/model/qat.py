@@ -178,7 +178,7 @@ class Options:
         freeze_batch_norm_after: share of the epochs after which batch statistics are frozen; 1.0 never freezes.
         optimizer: makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
         on_epoch: called as on_epoch(epoch, mean loss) after every epoch; returning False ends the training.
-        progress: whether to show a progress bar; by default on a terminal.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     >>> options = Options(scales=Scales.LEARNED, on_epoch=lambda epoch, loss: loss > 0.01)
     >>> options.method, options.freeze_batch_norm_after

@@ -99,6 +99,8 @@ class SitePlan:
             lines.append(f"{site.path}: {held}")
         return "\n".join(lines) or "no functions have quantizers"
 
+    __repr__ = __str__  # what notebooks and consoles show
+
 
 def site_path(owner: str, key: str) -> str:
     """The path of a site in a model.

@@ -83,6 +83,8 @@ class Summary:
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([*lines, *self._lines()])
 
+    __repr__ = __str__  # what notebooks and consoles show
+
     def _repr_html_(self) -> str:
         return html_result(self.header, self.rows(), self._lines())
 

@@ -97,6 +97,9 @@ class ScaleSpec:
             return "scale=" + str(self.format) + "@" + str(self.granularity)
         return "scale=" + str(self.format) + ":" + self.rounding.value
 
+    def __repr__(self) -> str:
+        return "ScaleSpec()" if self.format is None else f"ScaleSpec.parse({str(self)!r})"
+
     @classmethod
     def parse(cls, text: str) -> ScaleSpec:
         """The specification of a text form; empty text stands for float32 scales.

@@ -177,6 +177,12 @@ class QuantSpec:
             object.__setattr__(self, "_text", kept)
         return kept
 
+    def __repr__(self) -> str:
+        try:
+            return f"QuantSpec.parse({self.to_text()!r})"
+        except SpecError:  # of a format that is not registered, which no text gives back
+            return f"<QuantSpec {self}>"
+
     def _to_words(self) -> str:
         words = [str(self.format), str(self.granularity)]
         if self.symmetric != _symmetric_by_default(self.format, self.arithmetic):

@@ -48,6 +48,9 @@ class TableFormat(Format):
         middles = tuple(float((Fraction(low) + Fraction(high)) / 2) for low, high in itertools.pairwise(self.values))
         object.__setattr__(self, "grid", Grid(self.values[0], self.values[-1], table=Table(self.values, middles)))
 
+    def __repr__(self) -> str:
+        return f"TableFormat({self.label!r}, {len(self.values)} values)"
+
     @property
     def name(self) -> str:
         return self.label

@@ -84,6 +84,13 @@ class Allocation:
         """Bit operations of a multiply-accumulate on average: 64 where weights and inputs have 8 bits."""
         return self.operations / max(1, self.products)
 
+    def __repr__(self) -> str:
+        figures = [f"{len(self.choices)} layers", f"{self.bits_per_weight:.4g} bits per weight"]
+        figures += [f"predicted loss {self.loss:.2e}"]
+        figures += [] if self.measured is None else [f"measured {self.measured:.2e}"]
+        figures += [] if self.metric is None else [f"metric {self.metric:.4g}"]
+        return f"Allocation({', '.join(figures)})"
+
     def config(self) -> Config:
         """The choices as a configuration for `fakequant.prepare`; other layers stay in float."""
         name = f"mixed, {self.bits_per_weight:.2f} bits"
@@ -229,6 +236,8 @@ class Scores:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
+    __repr__ = __str__  # what notebooks and consoles show
+
 
 def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:
     """Raise if a budget is neither None nor a positive number; with `any_number`, any number but NaN."""
@@ -264,7 +273,7 @@ def scores(
             is better, such as 1 less an accuracy. Losses of `Scores` and `Allocation` are then what is added to it.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
-        progress: whether to show a progress bar; by default on a terminal.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Raises:
         ConfigError: an unknown preset or measure, or a model without linear layers and convolutions.

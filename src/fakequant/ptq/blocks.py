@@ -52,7 +52,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
         seed: of the order of batches.
-        progress: whether to show a progress bar; by default on a terminal.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
         The errors of the blocks before and after. Weights that layers share stay as they are.

@@ -6,10 +6,14 @@ import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fakequant.errors import ConfigError
 from fakequant.files import output_errors, writable_file
 from fakequant.model.html import html_result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _HEADER = ["preset", "method", "steps", "metric", "error", "bits", "MB", "ms", "seconds"]
 
@@ -47,6 +51,8 @@ class Compared:
         metric = "" if self.metric is None else f"metric {self.metric:.4g}, "
         found = self.failed or f"{metric}error {self.error:.2e}, {self.bits:.2f} bits per weight, {self.seconds:.1f} s"
         return f"{' '.join(filter(None, self.way))}: {found}"
+
+    __repr__ = __str__  # what notebooks and consoles show
 
     @property
     def way(self) -> tuple[str, str, str]:
@@ -107,6 +113,8 @@ class Comparison:
         widths = [max(map(len, column)) for column in zip(*full, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
+    __repr__ = __str__  # what notebooks and consoles show
+
     def _repr_html_(self) -> str:
         rows = [row + [""] * (len(_HEADER) - len(row)) for row in self._cells()]
         return html_result(_HEADER, rows, numbers=range(3, len(_HEADER)))
@@ -125,16 +133,27 @@ class Comparison:
             OutputError: the file cannot be written.
         """
         path = checked_picture(path, over)
-        import matplotlib
+        from matplotlib.figure import Figure  # without pyplot, whose backend a notebook has chosen
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        figure = Figure(figsize=(8, 5))
+        self.draw(figure.subplots(), over)
+        with output_errors(path):
+            figure.savefig(path, bbox_inches="tight")
+        return path
 
-        figure, axes = pyplot.subplots(figsize=(8, 5))
+    def draw(self, axes: Axes, over: str = "bits") -> None:
+        """Draw what `plot` writes on axes of matplotlib.
+
+        Raises:
+            ConfigError: another `over`.
+        """
+        check_axis(over)
         shown = [row for row in self.rows if not row.failed]
         axes.scatter([getattr(row, over) for row in shown], [_height(row) for row in shown])
         for row in shown:
-            axes.annotate(" ".join(filter(None, row.way)), (getattr(row, over), _height(row)), fontsize=7)
+            text, place = " ".join(filter(None, row.way)), (getattr(row, over), _height(row))
+            axes.annotate(text, place, (5, 0), textcoords="offset points", va="center", fontsize=7)
+        axes.margins(x=0.2)  # for the texts on the right
         curve = self.curve(over)
         axes.plot([getattr(row, over) for row in curve], [_height(row) for row in curve])
         if self.float_metric is None:
@@ -144,10 +163,6 @@ class Comparison:
             axes.legend()
         axes.set_xlabel(_AXES[over])
         axes.set_ylabel("metric" if self.float_metric is not None else "error of the output")
-        with output_errors(path):
-            figure.savefig(path, bbox_inches="tight")
-        pyplot.close(figure)
-        return path
 
 
 _AXES = {"bits": "bits per weight, with scales", "milliseconds": "milliseconds of a forward pass"}

@@ -69,6 +69,8 @@ class Equalization:
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, f"error of the quantized model's output: {self.before:.2e} -> {self.after:.2e}"])
 
+    __repr__ = __str__  # what notebooks and consoles show
+
 
 def equalize(
     model: nn.Module,

@@ -48,6 +48,8 @@ class FoldedScales:
         width = max(len(row[0]) for row in rows)
         return "\n".join(f"{layer:{width}}  {what}" for layer, what in rows)
 
+    __repr__ = __str__  # what notebooks and consoles show
+
 
 def fold_scales(
     model: nn.Module, batch: Any, *, inputs: Inputs | None = None, forward: Forward | None = None

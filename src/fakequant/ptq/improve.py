@@ -69,7 +69,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
             The sums are those of all batches, and all processes get the same weights. The first process chooses for
             the inputs (`smooth`, `rotate`, `input`), by its own batches.
-        progress: whether to show a progress bar; by default on a terminal.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
         The errors of all layers before and after. Layers without a weight matrix, or that share their weight, are

@@ -56,7 +56,7 @@ def low_rank(
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
         mask: which tokens count, where batches have padding, as for `calibrate`.
-        progress: whether to show a progress bar; by default on a terminal.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
         The errors of all layers by rounding to nearest, before and after. Layers that stay as they are have the reason.

@@ -47,6 +47,8 @@ class Improvement:
         ]
         return "\n".join([*lines, self._last_line])
 
+    __repr__ = __str__  # what notebooks and consoles show
+
     def _repr_html_(self) -> str:
         header, *rows = self._rows()
         return html_result(header, rows, [self._last_line], numbers=range(1, len(header) - 1))

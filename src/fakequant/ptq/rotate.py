@@ -59,6 +59,8 @@ class Rotations:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
+    __repr__ = __str__  # what notebooks and consoles show
+
 
 def rotate(
     model: nn.Module,
