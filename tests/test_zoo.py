@@ -56,7 +56,7 @@ def means_nothing(case):
         (Step("", lambda case: {"dB": 3}), {"cell": "+", "note": {"dB": 3}}),
         (Step("", fails), {"cell": "X", "error": "WrongError: a: red model.onnx", "note": {"dB": 1.0}}),
         (Step("", fails, lambda case: None), {"cell": "X"}),
-        (Step("", fails, fails), {"cell": "f"}),
+        (Step("", fails, fails), {"cell": "f", "in float": "WrongError: a: red model.onnx"}),
         (Step("", means_nothing), {"cell": "."}),
     ],
     ids=["works", "fails", "works in float", "fails in float too", "means nothing"],
@@ -200,6 +200,7 @@ def test_the_page_has_a_row_for_each_model_and_each_cause():
         },
         "d": {"cell": "+", "seconds": 1, "note": {"dB": 40.5}},
         "f": {"cell": "f", "error": "ConversionError: no | operator", "seconds": 1},
+        "g": {"cell": "f", "error": "SiteError: another order", "in float": "TypeError: no image", "seconds": 1},
     }
     cells = {letter: {**cell, "commit": "c1"} for letter, cell in cells.items()}
     models = {
@@ -212,7 +213,8 @@ def test_the_page_has_a_row_for_each_model_and_each_cause():
         in text
     )
     assert "| f | 2 | ConversionError: no \\| operator | one, two |" in text
-    assert "| two | + | . | . | X | + | + | f |" in text
+    assert "| g | 2 | SiteError: another order; in float: TypeError: no image | one, two |" in text
+    assert "| two | + | . | . | X | + | + | f | f |" in text
     assert "| **fail** | 0/2 | 0/0 | 0/0 | 2/2 |" in text
     assert "| one | 50.0 % | 3 | 2 | 40.5 |  |  |  |" in text
     assert "| one | `attention` | bmm | factor 2 in float | 50.0 % |" in text

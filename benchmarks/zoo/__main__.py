@@ -21,7 +21,7 @@ from .architectures import ARCHITECTURES
 from .child import OURS
 from .pages import page
 from .preload import preload
-from .runner import TOO_LONG, cell_of, left_to_run, letters_of, read_record, run_all, run_architecture, write_record
+from .runner import TOO_LONG, cell_of, left_to_run, read_record, run_all, run_architecture, write_record
 from .steps import STEPS, USUAL
 
 RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
@@ -49,10 +49,9 @@ def main(given: list[str] | None = None) -> int:
     """Run what the command line says; 1 if a step fails that works in float."""
     options = arguments(given)
     chosen = [name for name in ARCHITECTURES if not options.only or any(text in name for text in options.only)]
-    wanted = {name: letters_of(ARCHITECTURES[name].skip, options.steps) for name in chosen}
     measured, record = commit("src", "benchmarks/zoo"), read_record(options.results)
     record["machine"] = machine()
-    left = {name: left_to_run(record, name, wanted[name], measured, options.failed) for name in chosen}
+    left = {name: left_to_run(record, name, options.steps, measured, options.failed) for name in chosen}
     if any(left.values()):
         torch.set_num_threads(1)  # threads do not survive a fork
         preload()
@@ -64,7 +63,7 @@ def main(given: list[str] | None = None) -> int:
         print(f"{number:3} {name:40} {line} {time.monotonic() - begin:.0f} s", flush=True)
     if record.get("models"):
         write_whole(options.page, page(record).encode())
-    return int(any(cell_of(record, name, letter) in (OURS, TOO_LONG) for name in chosen for letter in wanted[name]))
+    return int(any(cell_of(record, name, letter) in (OURS, TOO_LONG) for name in chosen for letter in options.steps))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,10 @@ class Architecture:
     Args:
         name: the library and the model.
         build: makes the model and two batches; called after the seed is set.
-        skip: letters of steps that are not run, because they take too long.
     """
 
     name: str
     build: Callable[[], Built]
-    skip: str = ""
 
 
 def images(size: int, count: int = 2, channels: int = 3) -> Tensor:

@@ -9,7 +9,7 @@ from tests.support.vision import import_torchvision
 from .architecture import Architecture, Built, images
 
 
-def _model(name: str, size: int = 64, skip: str = "ghj", **options: Any) -> Architecture:
+def _model(name: str, size: int = 64, **options: Any) -> Architecture:
     """A model of timm by its name there, on images of some size."""
 
     def build() -> Built:
@@ -18,20 +18,20 @@ def _model(name: str, size: int = 64, skip: str = "ghj", **options: Any) -> Arch
 
         return timm.create_model(name, pretrained=False, num_classes=10, **options), [images(size), images(size)]
 
-    return Architecture(f"timm {name}", build, skip)
+    return Architecture(f"timm {name}", build)
 
 
-def _vit(name: str, skip: str = "ghj", **options: Any) -> Architecture:
+def _vit(name: str, **options: Any) -> Architecture:
     """A vision transformer of timm with two blocks, on images of 64 pixels."""
-    return _model(name, skip=skip, img_size=64, depth=2, **options)
+    return _model(name, img_size=64, depth=2, **options)
 
 
 ARCHITECTURES = [
     _model("convnextv2_atto"),
-    _model("test_convnext3", skip=""),
-    _model("test_vit", 160, skip=""),
-    _model("test_nfnet", 96, skip=""),
-    _model("test_mambaout", 96, skip=""),
+    _model("test_convnext3"),
+    _model("test_vit", 160),
+    _model("test_nfnet", 96),
+    _model("test_mambaout", 96),
     _model("hrnet_w18_small"),
     _model("regnety_002"),
     _model("efficientformer_l1", 224),

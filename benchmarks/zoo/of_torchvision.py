@@ -12,14 +12,14 @@ from tests.support.vision import import_torchvision
 from .architecture import Architecture, Built, images
 
 
-def _classifier(name: str, size: int = 64, skip: str = "", **options: Any) -> Architecture:
+def _classifier(name: str, size: int = 64, **options: Any) -> Architecture:
     """A model of `torchvision.models` by its name there, on images of some size."""
 
     def build() -> Built:
         model = import_torchvision().models.get_model(name, weights=None, **options)
         return model, [images(size), images(size)]
 
-    return Architecture(f"tv {name}", build, skip)
+    return Architecture(f"tv {name}", build)
 
 
 def _vit() -> Built:
@@ -78,24 +78,24 @@ def _detector(name: str) -> Callable[[], Built]:
 ARCHITECTURES = [
     _classifier("resnet18"),
     _classifier("mobilenet_v3_small"),
-    _classifier("efficientnet_b0", skip="h"),
+    _classifier("efficientnet_b0"),
     _classifier("convnext_tiny"),
-    _classifier("densenet121", skip="h"),
+    _classifier("densenet121"),
     _classifier("shufflenet_v2_x0_5"),
     _classifier("squeezenet1_1"),
     _classifier("regnet_x_400mf"),
     _classifier("vgg11", num_classes=10),
-    _classifier("mnasnet0_5", skip="h"),
-    _classifier("inception_v3", 96, "hj", aux_logits=False, init_weights=False),
-    _classifier("googlenet", 64, "hj", init_weights=False),
-    Architecture("tv vit_b_16", _vit, "j"),
-    Architecture("tv maxvit", _maxvit, "hj"),
-    _classifier("swin_t", skip="hj"),
-    _classifier("swin_v2_t", skip="hj"),
-    Architecture("tv deeplabv3_mobilenet", _segmentation("deeplabv3_mobilenet_v3_large"), "hj"),
-    Architecture("tv lraspp_mobilenet", _segmentation("lraspp_mobilenet_v3_large"), "hj"),
-    Architecture("tv r3d_18", _video, "hj"),
-    Architecture("tv raft_small", _flow, "hj"),
-    Architecture("tv fcos", _detector("fcos_resnet50_fpn"), "hj"),
-    Architecture("tv fasterrcnn", _detector("fasterrcnn_mobilenet_v3_large_320_fpn"), "cfghjs"),
+    _classifier("mnasnet0_5"),
+    _classifier("inception_v3", 96, aux_logits=False, init_weights=False),
+    _classifier("googlenet", 64, init_weights=False),
+    Architecture("tv vit_b_16", _vit),
+    Architecture("tv maxvit", _maxvit),
+    _classifier("swin_t"),
+    _classifier("swin_v2_t"),
+    Architecture("tv deeplabv3_mobilenet", _segmentation("deeplabv3_mobilenet_v3_large")),
+    Architecture("tv lraspp_mobilenet", _segmentation("lraspp_mobilenet_v3_large")),
+    Architecture("tv r3d_18", _video),
+    Architecture("tv raft_small", _flow),
+    Architecture("tv fcos", _detector("fcos_resnet50_fpn")),
+    Architecture("tv fasterrcnn", _detector("fasterrcnn_mobilenet_v3_large_320_fpn")),
 ]

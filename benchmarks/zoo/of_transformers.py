@@ -81,7 +81,7 @@ def _spectrum() -> Batch:
 
 
 def _sound() -> Batch:
-    return {"input_values": torch.randn(2, 800)}
+    return {"input_values": torch.randn(2, 6400)}
 
 
 def _model(

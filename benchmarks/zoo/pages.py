@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from typing import Any
 
 from .child import FLOAT_TOO, OK, OURS
 from .runner import TOO_LONG, Record, cell_of
@@ -117,15 +118,21 @@ def _causes(record: Record, *kinds: str) -> list[str]:
     for name, model in sorted(record["models"].items()):
         for letter, cell in model.items():
             if cell["cell"] in kinds:
-                found[letter, _cause(cell["error"])].append((name, cell["error"]))
+                found[letter, _cause(cell["error"])].append((name, _errors(cell)))
     if not found:
         return []
     ordered = sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     rows = [
-        f"| {letter} | {len(models)} | {_cell(models[0][1])} | {', '.join(name for name, _ in models)} |"
+        f"| {letter} | {len(models)} | {models[0][1]} | {', '.join(name for name, _ in models)} |"
         for (letter, _), models in ordered
     ]
     return ["| step | models | error of the first | which |", "|---|---|---|---|", *rows]
+
+
+def _errors(cell: dict[str, Any]) -> str:
+    """The error of a cell, and that of the float model where its cause is another."""
+    error, in_float = _cell(cell["error"]), cell.get("in float", cell["error"])
+    return error if _cause(in_float) == _cause(cell["error"]) else f"{error}; in float: {_cell(in_float)}"
 
 
 def _cause(error: str) -> str:

@@ -123,11 +123,6 @@ def write_record(path: Path, record: Record) -> None:
     write_whole(path, ("{" + ",\n".join(parts) + "}\n").encode())
 
 
-def letters_of(skip: str, letters: str) -> str:
-    """The letters that an architecture does not skip."""
-    return "".join(letter for letter in letters if letter not in skip)
-
-
 def cell_of(record: Record, name: str, letter: str) -> str:
     """The cell of a step, "." where it was not run."""
     return record.get("models", {}).get(name, {}).get(letter, {}).get("cell", NOT_RUN)
