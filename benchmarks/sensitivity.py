@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.benchmark import CannotRunError, Prepared
 from fakequant.demo import digits
+from fakequant.model.analysis import Power
 from fakequant.nn import QuantizedLayer, Quantizer
 from tests.support.exactness import by_int64, by_the_reference
 
@@ -67,8 +67,7 @@ class OfEveryLayer:
 def _by_whole_passes(model: nn.Module, batches: tuple[Tensor, ...]) -> dict[str, float]:
     """The definition: the signal-to-noise ratio in dB of the outputs, a pass for each layer."""
     with fq.disabled(model):
-        exact = [model(batch).double() for batch in batches]
-    signal = sum(y.square().sum().item() for y in exact)
+        exact = [model(batch) for batch in batches]
     found: dict[str, float] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLayer):
@@ -76,9 +75,10 @@ def _by_whole_passes(model: nn.Module, batches: tuple[Tensor, ...]) -> dict[str,
                 for quantizer in layer.children():
                     assert isinstance(quantizer, Quantizer)
                     quantizer.mode = fq.nn.Mode.QUANTIZE
-                outputs = [model(batch).double() for batch in batches]
-            noise = sum((y - right).square().sum().item() for y, right in zip(outputs, exact, strict=True))
-            found[name] = 10 * math.log10(signal / noise)
+                power = Power()
+                for batch, right in zip(batches, exact, strict=True):
+                    power.add(right, model(batch))
+            found[name] = power.decibels()
     return found
 
 
