@@ -72,7 +72,8 @@ def build(name: str) -> nn.Module:
 def test_residual_sums_of_resnet(target: str) -> None:
     plan, _ = planned(build("resnet18"), target, IMAGE)
     sums = operands(plan, "add")
-    assert len(plan.sites) == 8
+    outputs = 1 if target == "xnnpack" else 0  # the mean in the end is in float there, and reads a quantized result
+    assert len(plan.sites) == 8 + outputs
     assert sums == ({("other",)} if target == "tensorrt" else {("input", "other")})
 
 

@@ -1,0 +1,171 @@
+"""Where the exported files of engines that do not run here have their pairs of QuantizeLinear and DequantizeLinear."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fakequant as fq
+from fakequant.errors import CoverageWarning, FusionWarning
+from tests.support.vision import import_torchvision
+
+onnx = pytest.importorskip("onnx", reason="onnx is not installed: pip install 'fakequant[onnx]'")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore", category=CoverageWarning),
+    pytest.mark.filterwarnings("ignore", category=FusionWarning),  # densenet has norms that follow no product
+]
+
+IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+IDS = torch.arange(12).view(2, 6)
+PRODUCTS = {"Conv", "Gemm", "MatMul"}
+MOVES = {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Identity", "Expand", "Gather", "Slice"}
+FUSED = {"Relu", "Clip"}
+
+
+class File:
+    """The nodes of an exported file, with what makes and what reads every tensor."""
+
+    def __init__(self, path: Path) -> None:
+        graph = onnx.load(path).graph
+        self.nodes = list(graph.node)
+        self.constants = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
+        self.producers = {name: node for node in self.nodes for name in node.output}
+        self.readers: dict[str, list[Any]] = {}
+        for node in self.nodes:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+
+    def of(self, *kinds: str) -> list[Any]:
+        return [node for node in self.nodes if node.op_type in kinds]
+
+    def source(self, name: str) -> Any:
+        """The node that computes a tensor, in front of what only moves values; None for an input or a constant."""
+        node = self.producers.get(name)
+        while node is not None and node.op_type in MOVES:
+            node = self.producers.get(node.input[0])
+        return node
+
+    def is_quantized(self, name: str) -> bool:
+        node = self.source(name)
+        return node is not None and node.op_type == "DequantizeLinear"
+
+    def is_constant(self, name: str) -> bool:
+        return self.source(name) is None and name in self.constants
+
+    def computed_operands(self, node: Any) -> list[str]:
+        """The operands that are no constants in float: not a bias, not the factor of attention."""
+        return [name for name in node.input[:2] if not self.is_constant(name)]
+
+    def ends(self, node: Any) -> set[str]:
+        """What reads the result, behind functions that are fused and what only moves values; "" is the output."""
+        readers = self.readers.get(node.output[0], [])
+        found = {reader.op_type for reader in readers if reader.op_type not in FUSED | MOVES}
+        for reader in readers:
+            if reader.op_type in FUSED | MOVES:
+                found |= self.ends(reader)
+        return found or {""}
+
+    def scale_and_zero(self, node: Any) -> tuple[Any, Any]:
+        return self.constants[node.input[1]], self.constants[node.input[2]] if len(node.input) > 2 else np.zeros(1)
+
+    def quantizer(self, name: str) -> tuple[float, int]:
+        """Scale and zero point of a quantized operand."""
+        scale, zero = self.scale_and_zero(self.source(name))
+        return float(scale), int(zero)
+
+
+def resnet() -> torch.nn.Module:
+    made = import_torchvision().models.resnet
+    return made.ResNet(made.BasicBlock, [1, 1, 1, 1], num_classes=10)
+
+
+def densenet() -> torch.nn.Module:
+    models = import_torchvision().models
+    return models.DenseNet(growth_rate=4, block_config=(2, 2), num_init_features=8, num_classes=10)
+
+
+def bert() -> torch.nn.Module:
+    import_torchvision()
+    from transformers import BertConfig, BertModel
+
+    sizes: dict[str, int] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertModel(BertConfig(vocab_size=20, intermediate_size=32, attn_implementation="eager", **sizes))
+
+
+def exported(build: Any, target: str, preset: str, folder: Path) -> File:
+    torch.manual_seed(0)
+    model, x = build().eval(), IDS if build is bert else IMAGE
+    if build is not bert:
+        fq.fuse_batch_norm(model, x)
+    fq.prepare(model, preset, example=x, target=target)
+    fq.calibrate(model, [x])
+    fq.export_onnx(model, x, folder / "model.onnx")
+    assert fq.verify_onnx(folder / "model.onnx", model, [x])
+    return File(folder / "model.onnx")
+
+
+def test_tensorrt_adds_the_residual_branch_to_a_product_in_float(tmp_path: Path) -> None:
+    file = exported(resnet, "tensorrt", "INT8", tmp_path)
+    sums = file.of("Add")
+    assert len(sums) == 4
+    for node in sums:
+        quantized = [file.is_quantized(name) for name in node.input]
+        assert sorted(quantized) == [False, True]
+        assert file.source(node.input[quantized.index(False)]).op_type == "Conv"
+    for node in file.of(*PRODUCTS):
+        assert all(file.is_quantized(name) for name in node.input[:2])
+    for node in file.of("QuantizeLinear", "DequantizeLinear"):
+        assert not file.scale_and_zero(node)[1].any()  # TensorRT takes symmetric codes alone
+
+
+def test_tensorrt_keeps_softmax_in_float_between_quantized_products(tmp_path: Path) -> None:
+    file = exported(bert, "tensorrt", "INT8", tmp_path)
+    (softmax,) = file.of("Softmax")
+    assert not file.is_quantized(softmax.input[0])
+    products = file.of(*PRODUCTS)
+    assert len(products) == 9  # 3 projections, 2 of attention, its output, 2 of the MLP, and the pooler
+    for node in products:
+        assert all(file.is_quantized(name) for name in file.computed_operands(node))
+
+
+@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
+def test_products_and_sums_are_quantized_on_both_sides(target: str, tmp_path: Path) -> None:
+    file = exported(resnet, target, "INT8_AFFINE", tmp_path)
+    products, sums = file.of(*PRODUCTS), file.of("Add")
+    assert (len(products), len(sums)) == (13, 4)
+    for node in (*products, *sums):
+        assert all(file.is_quantized(name) for name in node.input[:2])
+        assert file.ends(node) == {"QuantizeLinear"}
+
+
+@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
+def test_operands_of_a_concatenation_share_one_scale(target: str, tmp_path: Path) -> None:
+    file = exported(densenet, target, "INT8_AFFINE", tmp_path)
+    joins = file.of("Concat")
+    assert len(joins) == 4
+    for node in joins:
+        assert len({file.quantizer(name) for name in node.input}) == 1
+
+
+def test_qnn_gives_softmax_its_fixed_range(tmp_path: Path) -> None:
+    file = exported(bert, "qnn", "INT8_AFFINE", tmp_path)
+    (softmax,) = file.of("Softmax")
+    (reader,) = file.readers[softmax.output[0]]
+    assert reader.op_type == "QuantizeLinear"
+    scale, zero = file.scale_and_zero(reader)
+    assert (scale, zero) == (np.float32(1 / 255), 0)
+    for node in file.of(*PRODUCTS):
+        assert all(file.is_quantized(name) for name in file.computed_operands(node))
+
+
+def test_xnnpack_leaves_attention_in_float(tmp_path: Path) -> None:
+    file = exported(bert, "xnnpack", "INT8_AFFINE", tmp_path)
+    (softmax,) = file.of("Softmax")
+    assert file.ends(softmax) == {"MatMul"}
+    node, before = softmax, []
+    while node.op_type != "DequantizeLinear":
+        node = file.source(node.input[0])
+        before.append(node.op_type)
+    assert before == ["Add", "Mul", "MatMul", "DequantizeLinear"]  # mask, factor and product have no quantizer
