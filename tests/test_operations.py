@@ -12,6 +12,7 @@ from fakequant.model import presets
 from fakequant.model.config import Rule
 from fakequant.model.operations import is_product, operations, unquantized
 from fakequant.model.prepare import prepare
+from fakequant.model.sites import site_plan
 from fakequant.model.summary import summary
 from fakequant.nn import quantizers
 from tests.support.models import images, small_net
@@ -35,6 +36,22 @@ def test_functional_products_are_listed() -> None:
     assert [(o.name, o.float_inputs, o.inputs) for o in left] == [("matmul", 2, 2), ("matmul", 2, 2)]
     others = [o.name for o in unquantized(model, torch.randn(2, 3, 8)) if not o.is_product]
     assert others == ["softmax", "add"]
+
+
+def test_a_result_that_is_quantized_in_place_reaches_the_next_product_quantized() -> None:
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act, self.last = nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(self.first(x))
+            return self.last(x) * x.cos()
+
+    x = images()[:, :1].expand(-1, 3, -1, -1)
+    model = prepare(Forked(), presets.INT8_AFFINE, x, target="onnxruntime")
+    assert "act._sites.relu_0: output uint8" in str(site_plan(model))
+    assert [(one.module, one.name) for one in unquantized(model, x, products_only=True)] == []
 
 
 @pytest.mark.parametrize("mask", [torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)], ids=["float", "bool"])

@@ -134,7 +134,8 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
         if node.target is torch.ops.fakequant.fake_quantize.default:
             quantized[node] = True
             continue
-        quantized[node] = name in MOVES and bool(sources) and all(quantized[n] for n in sources)
+        read = sources[1:] if name == "copy" and len(sources) == 2 else sources  # copy_ overwrites its first tensor
+        quantized[node] = name in MOVES and bool(read) and all(quantized[n] for n in read)
         if node.op != "call_function" or name in MOVES or not sources or not _is_float(node) or _is_plumbing(node):
             continue
         constants = {n for n in sources if n.op in ("placeholder", "get_attr") and n.name not in activations}
