@@ -83,7 +83,7 @@ MUTATIONS = [
         f"{NUMERICS}/reference.py",
         "inside = (b.x > lo) & (b.x < hi)",
         "inside = (b.x >= lo) & (b.x < hi)",
-        "tests/test_plans_learned.py",
+        "tests/test_reference.py",
     ),
     Mutation(
         "the range of inputs is open at its upper end",
