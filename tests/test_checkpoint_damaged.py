@@ -1,4 +1,4 @@
-"""Checkpoints that nobody saved: whatever is wrong with one is said, and the model stays as it was."""
+"""Damaged checkpoints: whatever is wrong with one is said, and the model stays as it was."""
 
 import json
 from importlib.util import find_spec

@@ -39,7 +39,7 @@ HISTOGRAMS = {
     "beyond 2**53": lambda bins: np.random.default_rng(0).integers(0, 2**55, bins),
     "sparse": lambda bins: np.random.default_rng(0).integers(0, 3, bins),
 }
-# Of the middles' errors: usual, near float32's ends (squares overflow), below the smallest amax that has a scale.
+# Units of the middles' errors: usual, near float32's ends (squares overflow), below the smallest amax that has a scale.
 UNITS = [1.0, 0.37, 3e-9, 1e18, 1e-12]
 
 

@@ -52,7 +52,7 @@ def hostile_pairs():
 def with_gradients(function, *inputs):
     leaves = [x.clone().requires_grad_() for x in inputs]
     y = function(*leaves)
-    # Of random patterns: what is rounded twice differs.
+    # Gradients are random patterns, so that what is rounded twice differs.
     return [y.detach(), *torch.autograd.grad(y, leaves, random_bits(y.numel(), 3).view(y.shape))]
 
 

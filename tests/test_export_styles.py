@@ -172,7 +172,7 @@ NODES = {
         "ir": 12,
     },
     ("standard", "NVFP4"): {
-        # Of the activation: codes of scales, elements; of the weight: scales, elements.
+        # For the activation: codes of scales, elements; for the weight: scales, elements.
         "QuantizeLinear": 2,
         "DequantizeLinear": 4,
         "types": {"FLOAT4E2M1", "FLOAT8E4M3FN"},

@@ -7,7 +7,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.restore import attributes_of, restore_after, restore_on_error, state_of
 from tests.hostile.interrupts import CASES, X, calibrated
-from tests.support.interrupts import Case, differences, failures, lines_of, moments, state
+from tests.support.interruption import Case, differences, failures, lines_of, moments, state
 
 QUICK = [
     "prepare",

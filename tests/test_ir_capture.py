@@ -249,7 +249,7 @@ def test_automatic_types_are_refused():
 @pytest.mark.parametrize("arguments", [{}, {"padding_idx": 2}, {"include_last_offset": True}], ids=str)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_embeddings(mode, arguments):
-    """Of what torch makes beside the bags, and nothing reads, its own rules for shapes contradict each other."""
+    """torch makes more than the bags, which nothing reads, and contradicts itself about the shapes of that."""
     model = nn.EmbeddingBag(8, 3, mode=mode, **arguments)
     ids, offsets = torch.tensor([1, 2, 3, 4, 2, 2, 0]), torch.tensor([0, 2, 2, 5])
     graph = ir.capture(model, (ids, offsets))
@@ -280,7 +280,7 @@ def test_transformer_encoders_are_captured_beside_the_fast_path_of_torch(prepare
 
 
 class Concatenates(nn.Module):
-    """Of a part without elements, and of labels that are integers."""
+    """Concatenates a part without elements, and labels that are integers."""
 
     def forward(self, x: Tensor) -> Tensor:
         labels = torch.ones(len(x), 1, dtype=torch.int32)

@@ -17,7 +17,7 @@ from fakequant.ops.library import fake_quantize_over
 from tests.support import cases
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES
-from tests.support.interrupts import PACKAGE
+from tests.support.interruption import PACKAGE
 from tests.support.matrix import each_format, each_format_once
 from tests.support.plan_cases import assert_served_if_supported, by_plan, checked, hostile, needs_kernels
 

@@ -19,7 +19,7 @@ from fakequant.model.config import Rule
 from fakequant.model.modes import disabled
 from fakequant.model.prepare import prepare
 from fakequant.nn import Mode, quantizers
-from tests.support.interrupts import PACKAGE
+from tests.support.interruption import PACKAGE
 from tests.support.models import SmallNet, hook_forward, images, small_net
 
 

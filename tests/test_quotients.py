@@ -41,7 +41,7 @@ def scales_beside_ties() -> torch.Tensor:
 
 
 def told_apart() -> torch.Tensor:
-    """Of these scales those where multiplication by the reciprocal gives another code than division."""
+    """The scales where multiplication by the reciprocal gives another code than division."""
     scale = scales_beside_ties()
     x = torch.arange(128.0, 256.0)[:, None, None]
     return scale[(x / scale).round() != (x * (torch.ones(()) / scale)).round()]

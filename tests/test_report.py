@@ -7,7 +7,6 @@ import math
 import re
 import sys
 from dataclasses import fields, replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -36,51 +35,11 @@ from fakequant.report import (
     render,
     report_pair,
     to_json,
-    with_advice,
     write_report,
 )
 from fakequant.report.charts import frontier
 from fakequant.report.layers import blocks
-
-_VOID = {"meta", "br", "img", "path", "use", "hr", "link", "input"}
-
-
-class _Page(HTMLParser):
-    """Checks that every element is closed in order; collects headings, text and tags."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.headings: list[str] = []
-        self.text: list[str] = []
-        self.feed(page)
-        self.close()
-        assert self.open == [], f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in _VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-        if self.open and self.open[-1] == "h2":
-            self.headings.append(data)
-
-    @property
-    def words(self) -> str:
-        return " ".join(self.text)
+from tests.support.parsed_page import Page
 
 
 def full() -> ReportData:
@@ -132,11 +91,11 @@ def page() -> str:
 
 
 def test_page_is_well_formed_and_has_every_section_in_order(page: str) -> None:
-    assert _Page(page).headings == [section.value for section in Section]
+    assert Page(page).headings == [section.value for section in Section]
 
 
 def test_page_needs_nothing_from_outside(page: str) -> None:
-    parsed = _Page(page)
+    parsed = Page(page)
     assert "://" not in page
     assert not {"link", "img", "iframe", "object"} & set(parsed.tags)
     assert not [name for name, _ in parsed.attributes if name in ("src", "onclick")]
@@ -148,7 +107,7 @@ def test_page_needs_nothing_from_outside(page: str) -> None:
 
 
 def test_every_reference_inside_the_page_has_its_target(page: str) -> None:
-    parsed = _Page(page)
+    parsed = Page(page)
     targets = {value[1:] for name, value in parsed.attributes if name in ("href", "xlink:href")}
     targets |= set(re.findall(r"url\(#([^)]+)\)", page))
     identifiers = {value for name, value in parsed.attributes if name == "id"}
@@ -158,7 +117,7 @@ def test_every_reference_inside_the_page_has_its_target(page: str) -> None:
 
 
 def test_names_are_escaped(page: str) -> None:
-    parsed = _Page(page)
+    parsed = Page(page)
     assert not {"u", "note", "agree", "lambda", "file", "x"} & set(parsed.tags)
     assert page.count("<b>") == page.count("</b>") == 4, "the figures of the tiles"
     labels = [value for name, value in parsed.attributes if name == "aria-label"]
@@ -168,7 +127,7 @@ def test_names_are_escaped(page: str) -> None:
 
 
 def test_figures_of_every_section_are_shown(page: str) -> None:
-    words = _Page(page).words
+    words = Page(page).words
     for text in ("98.50", "98.25", "-0.25", 'accuracy "top-1", %', "1,000", "3.98", "No operation."):
         assert text in words, text
     assert "32 groups together" in words
@@ -178,7 +137,7 @@ def test_figures_of_every_section_are_shown(page: str) -> None:
 
 
 def test_verdicts_of_verification(page: str) -> None:
-    words = _Page(page).words
+    words = Page(page).words
     assert "Exact: 0 of 1,000 compared elements differ." in words
     assert "Not exact: 7 of 1,010 compared elements differ, and 0 quantizers have another fault." in words
     assert "Not exact: 0 of 10 compared elements differ, and 1 quantizers have another fault." in words
@@ -231,14 +190,14 @@ def test_a_missing_part_is_said_with_its_reason(part: str, section: Section) -> 
     values = {f.name: getattr(full(), f.name) for f in fields(ReportData)}
     values[part] = type(values[part])()
     values["channels"] = []
-    parsed = _Page(render(ReportData(**{**values, "missing": {section: "because <so>."}})))
+    parsed = Page(render(ReportData(**{**values, "missing": {section: "because <so>."}})))
     assert parsed.words.count("Missing:") == 1
     assert "Missing: because <so>." in parsed.words
     assert parsed.headings == [s.value for s in Section]
 
 
 def test_an_empty_report_says_all_is_missing() -> None:
-    parsed = _Page(render(ReportData("Nothing")))
+    parsed = Page(render(ReportData("Nothing")))
     assert parsed.words.count("Missing: This run did not measure it.") == 7, "all but the two optional sections"
 
 
@@ -280,77 +239,13 @@ def test_the_ten_worst_are_above(page: str) -> None:
     assert re.findall(r"<code>(l\d\d)</code>", worst) == [f"l{index}" for index in range(19, 9, -1)]
 
 
-def test_tiles_say_metric_size_exactness_and_worst_layer() -> None:
-    data = ReportData(
-        "x",
-        accuracy=[Accuracy("float32", "", 90.0), Accuracy("INT8", "mse", 80.0)],
-        layers=[Layer("a", "Linear", weight="int8", alone=9.0, elements=1000, bytes=1000, float_bytes=4000)],
-        verifications=[Verification("model.onnx", [NodeCheck("a", "int8", 1000, 0)], runtime="ONNX Runtime")],
-    )
-    words = _Page(render(with_advice(data, "int4"))).words
-    for text in (
-        "80.00 -10.00 against float32; INT8 mse",
-        "1 kB 4 kB in float: 4.00 times smaller, 8.00 bits per weight",
-        "exact all 1 quantizers, 1,000 values, bit for bit in ONNX Runtime",
-        "9.0 dB with this layer alone quantized",
-        'model = fq.prepare(float_model, "int4", skip=["a"])',
-    ):
-        assert text in words, text
-
-
-def test_the_tile_is_of_the_reported_model() -> None:
-    assert "49.90 -0.10 against float32; INT8" in _Page(render(ReportData("x", accuracy=LOST, reported=1))).words
-    assert "40.00 -10.00 against float32; INT2" in _Page(render(ReportData("x", accuracy=LOST))).words
-
-
-def test_a_page_says_what_ratios_mean_after_weights_were_chosen() -> None:
-    data = ReportData("x", layers=[GOOD])
-    assert "keep the chosen values" not in render(data)
-    assert "keep the chosen values" in render(replace(data, improvement=[Improved("good", 1.0, 0.5)]))
-
-
-GOOD = Layer("good", "Linear", weight="int8", alone=50.0)
-CUT = Distribution(
-    "good, input", [0.0, 1.0], [1], {"chosen": (0.0, 0.5)}, clips={"chosen": Clip(0.1, 10.0)}, whole=20.0
-)
-LOST = [Accuracy(name, "", value) for name, value in (("float32", 50.0), ("INT8", 49.9), ("INT2", 40.0))]
-FINE = replace(CUT, clips={"chosen": Clip(0.1, 40.0)}, whole=45.0)
-SOME = [Layer(name, "Linear", weight="int8", alone=value) for name, value in (("x", 15.0), ("y", 16.0))]
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"verifications": [Verification("f", [NodeCheck("a", "", 5, 1)])]}, "f differs from the model"),
-        ({"layers": [GOOD], "distributions": [CUT]}, "The range of good, input cuts off values that matter"),
-        ({"layers": [GOOD], "distributions": [FINE]}, "Nothing stands out: export"),
-        ({"layers": [*SOME[:1], GOOD]}, "x hurts most, by far: leave it in float"),
-        ({"layers": SOME}, "Several layers hurt, first x: choose the weights by the error of their layers"),
-        ({"layers": SOME, "improvement": [Improved("x", 1.0, 0.5)]}, "Several layers hurt, first x: fine-tune"),
-        ({"layers": [GOOD]}, "Nothing stands out: export the model and verify the file"),
-        ({"verifications": [Verification("f", [NodeCheck("a", "", 5, 0)])]}, "Nothing stands out: the file is ready"),
-        ({"layers": [GOOD], "accuracy": LOST}, "The metric lost 20.0%, though no layer alone hurts much: choose the"),
-        ({"layers": [GOOD], "accuracy": LOST, "reported": 1}, "Nothing stands out: export the model"),
-        ({"next": "as given"}, "as given"),
-    ],
-)
-def test_the_next_step_follows_from_the_measurements(values: dict, said: str) -> None:
-    assert with_advice(ReportData("x", **values)).next.startswith(said)
-
-
-@pytest.mark.parametrize(("ratio", "said"), [(math.inf, True), (40.0, False)])
-def test_a_weight_on_its_codes_is_not_taken_for_free(ratio: float, said: bool) -> None:
-    words = _Page(render(ReportData("x", layers=[replace(GOOD, weight_sqnr=ratio)]))).words
-    assert ("The error against the weights before that is in none of these columns." in words) is said
-
-
 def test_the_frontier_leaves_out_what_others_beat() -> None:
     assert [point.label for point in frontier(full().curve)] == ["INT4", "INT<u>8"]
     assert frontier([Point("a", 4.0, math.nan)]) == []
 
 
 def test_an_interrupted_job_says_so() -> None:
-    assert "Not finished: calibrating." in _Page(render(ReportData("x", unfinished="calibrating."))).words
+    assert "Not finished: calibrating." in Page(render(ReportData("x", unfinished="calibrating."))).words
 
 
 def test_two_runs_are_side_by_side(tmp_path: Path) -> None:
@@ -360,7 +255,7 @@ def test_two_runs_are_side_by_side(tmp_path: Path) -> None:
     for name, data in (("a", full()), ("b", other)):
         (tmp_path / f"{name}.json").write_text(to_json(data))
     page = report_pair(tmp_path / "a.html", tmp_path / "b.html", tmp_path / "both.html").read_text()
-    words = _Page(page).words
+    words = Page(page).words
     assert "12.5 20.0 +7.5" in re.sub(r"\s+", " ", words)
     assert "not quantized; float x float" in words
     assert "30.0 40.0 +10.0" in re.sub(r"\s+", " ", words), "of own tensors, because one run measured no other"

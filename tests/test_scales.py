@@ -19,7 +19,7 @@ E8M0 = "float8_e8m0fnu"
 NVFP4 = fq.QuantSpec(
     "float4_e2m1fn", fq.PerBlock({-1: 16}), scale=ScaleSpec("float8_e4m3fn", granularity=fq.PerTensor())
 )
-# Of every element format of OCP Microscaling 1.0, table 1: its largest number and how many mantissa bits it has.
+# Every element format of OCP Microscaling 1.0, table 1, with its largest number and its number of mantissa bits.
 ELEMENTS = {
     "float8_e4m3fn": (448.0, 3),
     "float8_e5m2": (57344.0, 2),

@@ -163,7 +163,7 @@ def test_the_environment_shows_why_it_cannot_serve(gpu):
 
 
 def test_the_reference_serves_where_triton_cannot_compile(gpu):
-    """Of a tensor on the CPU that triton would serve if it could."""
+    """The tensor is on the CPU, and triton would serve it if it could."""
     backend = TritonBackend("cpu")
     gpu.setattr(dispatch, "_backends", (backend, dispatch.REFERENCE))
     assert dispatch.choose(torch.ones(1), fq.QuantSpec("int8")) is backend

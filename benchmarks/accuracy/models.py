@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fakequant.demo import digits, text
 
 _FEATURES = 128
-"""Of the transformers: a group of 128 weights is a whole row of most matrices, one of 32 is not."""
+"""The width of the transformers: a group of 128 weights is a whole row of most matrices, one of 32 is not."""
 
 
 @dataclass(frozen=True)

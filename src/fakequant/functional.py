@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import CallError, DTypeError, QParamsError, ShapeError, SpecError
-from .numerics.philox import draw_seed
-from .numerics.qparams import (
-    FLOATING,
-    QParams,
-    Range,
-    check_tensor,
-    compute_dtype,
-    is_plain_eager,
-    is_readable_without_sync,
-    shape_of,
+from .errors import CallError, DTypeError, QParamsError
+from .numerics.arguments import (
+    MAGNITUDE,
+    Number,
+    as_tensor,
+    as_tensors,
+    check_values,
+    checked_params,
+    fit,
+    on_device_of,
+    resolve_seed,
 )
+from .numerics.qparams import QParams, Range, check_tensor, compute_dtype
 from .numerics.qparams import choose_qparams as _qparams_of_range
-from .numerics.spec import Arithmetic, QuantSpec, Rounding, as_spec
+from .numerics.spec import QuantSpec, Rounding, as_spec
 from .ops import library
 from .ops.dispatch import find_plan
 from .ops.gradients import apply_plan
-
-Number = float | int | Tensor | np.generic | np.ndarray[Any, Any]
-
-_Bounds = tuple[float, float, str]  # the least and the largest value of a parameter, and both in words
-_LARGEST = torch.finfo(torch.float64).max
-_ROUNDED_TO_0 = 2.0**-150  # half of the smallest float32
-_MAGNITUDE: _Bounds = 0.0, _LARGEST, "a number >= 0"
-_SMALLEST = 2.0**-1074  # which compares equal to 0 where the processor flushes subnormal numbers
-_POSITIVE: _Bounds = _SMALLEST, _LARGEST, "a positive, finite number"
-# 1 / 2**-128 is beyond float32, that of the next number is not; likewise for float64.
-_WITH_RECIPROCAL: dict[torch.dtype, _Bounds] = {
-    dtype: (least, _LARGEST, "a positive, finite number with a finite reciprocal")
-    for dtype, least in ((torch.float32, 2.0**-128 + 2.0**-149), (torch.float64, 2.0**-1024 + 2.0**-1074))
-}
 
 
 def fake_quantize(
@@ -89,7 +72,7 @@ def fake_quantize(
     """
     spec = as_spec(spec)
     if scale is not None and amax is None and seed is None:
-        if (given := _as_tensors(scale, zero_point, x, spec)) is not None:
+        if (given := as_tensors(scale, zero_point, x, spec)) is not None:
             scale, zero_point = given
             # Kernels check parameters in the pass that quantizes; what is wrong with one is found below.
             plan = find_plan(x, spec, scale, zero_point)
@@ -97,7 +80,7 @@ def fake_quantize(
                 return y
     elif scale is None and zero_point is None and amax is None:
         check_tensor("x", x)
-        return library.fake_quantize_dynamic(x, spec, _resolve_seed(seed, spec, x))
+        return library.fake_quantize_dynamic(x, spec, resolve_seed(seed, spec, x))
     return library.quantize_by(x, spec, *_resolve(x, spec, scale, zero_point, amax, seed))
 
 
@@ -136,7 +119,7 @@ def fake_quantize_(
     if scale is None and zero_point is None and amax is None:
         values = fake_quantize(x, spec, seed=seed)  # first, because it says what is wrong with x
         return x.copy_(values)
-    given = _as_tensors(scale, zero_point, x, spec) if scale is not None and amax is None and seed is None else None
+    given = as_tensors(scale, zero_point, x, spec) if scale is not None and amax is None and seed is None else None
     if given is not None and library.fake_quantize_over(x, spec, *given):
         return x
     params = _resolve(x, spec, scale, zero_point, amax, seed)
@@ -185,7 +168,7 @@ def dequantize(codes: Tensor, params: QParams, spec: QuantSpec | str, *, dtype: 
     computed = compute_dtype(params.scale.dtype)
     compute_dtype(dtype or computed)
     traced = library.needs_tracing(codes, params.scale, params.zero_point)
-    valid = _checked(params.scale, params.zero_point, codes, spec, computed, traced=traced)
+    valid = checked_params(params.scale, params.zero_point, codes, spec, computed, traced=traced)
     return library.dequantize(codes, valid, spec, dtype or params.scale.dtype)
 
 
@@ -202,7 +185,7 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
 
 
 def _qparams_like(x: Tensor, range: Range, spec: QuantSpec) -> QParams:
-    """Of a range of a tensor like x."""
+    """The parameters for a range of tensors like x."""
     wide = library.needs_wide_division(range.lo)
     return _qparams_of_range(range, spec, largest=torch.finfo(x.dtype).max, wide=wide)
 
@@ -221,7 +204,7 @@ def _resolve(
     dtype = compute_dtype(x.dtype)
     traced = library.needs_tracing(x, scale, zero_point, amax, seed)
     if scale is not None and amax is None:
-        params = _checked(scale, zero_point, x, spec, dtype, traced=traced)
+        params = checked_params(scale, zero_point, x, spec, dtype, traced=traced)
     elif scale is not None:
         raise QParamsError("both scale and amax were given; the scale follows from amax, so give one of them")
     elif zero_point is not None and amax is not None:
@@ -229,174 +212,12 @@ def _resolve(
     elif zero_point is not None:
         raise QParamsError("a zero_point was given without a scale; give both, or neither to take them from x")
     elif amax is not None:
-        limit = _fit("amax", _as_tensor("amax", amax, x, dtype), x, spec)
-        _check_values("amax", limit, _MAGNITUDE, traced=traced)
-        limit = _on_device_of(x, limit)
+        limit = fit("amax", as_tensor("amax", amax, x, dtype), x, spec)
+        check_values("amax", limit, MAGNITUDE, traced=traced)
+        limit = on_device_of(x, limit)
         params = _qparams_like(x, Range(-limit, limit), spec)
     else:
         params = choose_qparams(x, spec)
     if seed is not None or spec.rounding is Rounding.STOCHASTIC:
-        params = params._replace(seed=_resolve_seed(seed, spec, x))
+        params = params._replace(seed=resolve_seed(seed, spec, x))
     return params
-
-
-def _resolve_seed(seed: int | Tensor | None, spec: QuantSpec, x: Tensor) -> Tensor | None:
-    """The seed of stochastic rounding, drawn if none is given; None where rounding is to nearest."""
-    if spec.rounding is Rounding.NEAREST_EVEN:
-        if seed is None:
-            return None
-        raise SpecError(f"a seed was given, but {spec} rounds to nearest; use rounding=Rounding.STOCHASTIC")
-    if seed is None:
-        return draw_seed()
-    if isinstance(seed, Tensor):
-        _check_has_values("seed", seed, x)
-        if seed.dtype == torch.int64 and seed.dim() == 0:
-            return seed
-        got = f"a tensor of {seed.dtype} and shape {list(seed.shape)}"
-    elif isinstance(seed, int) and -(2**63) <= seed < 2**63:
-        return torch.tensor(seed, dtype=torch.int64, device="cpu")
-    else:
-        got = repr(seed)
-    raise QParamsError(f"seed must be an integer of 64 bits with a sign, or a 0-d int64 tensor, got {got}")
-
-
-def _checked(
-    scale: Number, zero_point: Number | None, x: Tensor, spec: QuantSpec, dtype: torch.dtype, *, traced: bool
-) -> QParams:
-    """Scale and zero point for x (or its codes) in the shape that broadcasts.
-
-    Raises:
-        ShapeError, QParamsError, SpecError: they do not fit x, the format or the specification.
-    """
-    if zero_point is not None and spec.symmetric:
-        raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
-    scale = _fit("scale", _as_tensor("scale", scale, x, dtype), x, spec)
-    check_scale(scale, spec.arithmetic, traced=traced)
-    scale = _on_device_of(x, scale)
-    if zero_point is None:
-        return QParams(scale)
-    zero_point = _fit("zero_point", _as_tensor("zero_point", zero_point, x, dtype), x, spec)
-    lowest, highest = spec.format.quant_min, spec.format.quant_max
-    expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
-    _check_values("zero_point", zero_point, (lowest, highest, expected), whole=True, traced=traced)
-    return QParams(scale, _on_device_of(x, zero_point))
-
-
-def check_scale(scale: Tensor, arithmetic: Arithmetic, *, traced: bool = True) -> None:
-    """Check the values of a scale, float32 or float64, where they are known: surely if the call is not `traced`.
-
-    Raises:
-        QParamsError: one that is not positive and finite, or has no finite reciprocal where that is needed.
-    """
-    bounds = _WITH_RECIPROCAL[scale.dtype] if arithmetic is Arithmetic.RECIPROCAL else _POSITIVE
-    _check_values("scale", scale, bounds, positive=True, traced=traced)
-
-
-def _check_has_values(name: str, value: Tensor, x: Tensor) -> None:
-    if value.device.type == "meta" != x.device.type:
-        raise QParamsError(
-            f"{name} is on the device meta, which holds no values, and x is on {x.device}; give a {name} with values"
-        )
-
-
-def _as_tensors(
-    scale: Number, zero_point: Number | None, x: Tensor, spec: QuantSpec
-) -> tuple[Tensor, Tensor | None] | None:
-    """Scale and zero point, made tensors where they are numbers; None where that or what comes before it will raise."""
-    if isinstance(scale, Tensor) and (zero_point is None or isinstance(zero_point, Tensor)):
-        return scale, zero_point
-    if not isinstance(x, Tensor) or x.dtype not in FLOATING or (zero_point is not None and spec.symmetric):
-        return None
-    dtype = compute_dtype(x.dtype)
-    made, made_zero_point = _made_tensor(scale, dtype), None
-    if zero_point is not None and (made_zero_point := _made_tensor(zero_point, dtype)) is None:
-        return None
-    return None if made is None else (made, made_zero_point)
-
-
-def _made_tensor(value: Number, dtype: torch.dtype) -> Tensor | None:
-    """A tensor as it is, the tensor of a number; None of all else, and of a number that is 0 or none in the dtype."""
-    if isinstance(value, Tensor):
-        return value
-    value = _plain_number(value)
-    if not isinstance(value, (int, float)) or (0 < abs(value) <= _ROUNDED_TO_0 and dtype == torch.float32):
-        return None
-    try:
-        return torch.tensor(value, dtype=dtype, device="cpu")
-    except OverflowError:
-        return None
-
-
-def _plain_number(value: Number) -> Number:
-    """A number of NumPy, also as an array of no axes, as Python's own."""
-    return value.item() if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0 else value
-
-
-def _as_tensor(name: str, value: Number, x: Tensor, dtype: torch.dtype) -> Tensor:
-    value = _plain_number(value)
-    if isinstance(value, Tensor):
-        check_tensor(name, value)
-        _check_has_values(name, value, x)
-        if value.is_complex():
-            raise QParamsError(f"{name} must be real, got a tensor of {value.dtype}")
-        if is_plain_eager() and value._is_zerotensor():  # zeros without memory, see `is_concrete`
-            value = value.clone()
-    if (made := _made_tensor(value, dtype)) is not None:
-        return made if made.dtype == dtype else made.to(dtype)
-    if not isinstance(value, (int, float)):
-        wanted = f"{name} must be an int, a float or a tensor of real numbers, got {value!r}"
-        raise QParamsError(f"{wanted}; convert it, for example by float()")
-    found = "0" if abs(value) < 1 else "beyond all numbers"
-    raise QParamsError(f"{name}={value!r} is {found} in {dtype}, in which tensors of {x.dtype} are quantized")
-
-
-def _on_device_of(x: Tensor, values: Tensor) -> Tensor:
-    """Checked parameters on the device of x, without a wait for it."""
-    return values if values.device == x.device else values.to(x.device, non_blocking=True)
-
-
-def _fit(name: str, values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
-    """Parameters in one of the accepted shapes, as the one that broadcasts."""
-    shapes = spec.granularity.scale_shapes(shape_of(x))
-    given = shape_of(values)
-    if given == shapes[0]:
-        return values
-    if tuple(given) in shapes or (values.numel() == 1 == math.prod(shapes[0])):
-        return values.reshape(shapes[0])
-    accepted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-    raise ShapeError(
-        f"{name} has shape {list(values.shape)}, but {spec.granularity} on a tensor of shape {list(x.shape)} needs "
-        f"{accepted}; reshape it, or choose the granularity that it belongs to"
-    )
-
-
-def _check_values(
-    name: str, values: Tensor, bounds: _Bounds, *, whole: bool = False, positive: bool = False, traced: bool
-) -> None:
-    """Raise if a parameter is not within bounds in every group, where its values are `is_readable_without_sync`.
-
-    Most parameters are one number: read, it costs a tenth of comparing and reducing it as a tensor. Behind a tensor
-    that has pushed all else out of the caches that difference is as long as copying a million elements.
-
-    Args:
-        positive: whether 0.0 is refused. Where the processor flushes subnormal numbers, they are 0.0 and so is a lower
-            bound among them, and a kernel would divide by it.
-    """
-    number = values.numel()
-    if not number or not is_readable_without_sync(values, traced=traced):
-        return
-    lowest, highest, expected = bounds
-    least, most = (values.item(),) * 2 if number == 1 else (end.item() for end in values.aminmax())
-    in_bounds = lowest <= least and most <= highest and (least > 0 or not positive)
-    if in_bounds and not (whole and bool((values != values.round()).any())):
-        return
-    if positive and least == 0 and _SMALLEST == 0:
-        raise QParamsError(
-            f"{name} must be {expected} in every group, got one that is 0 because torch.set_flush_denormal(True) makes "
-            f"0 of all numbers below {torch.finfo(values.dtype).tiny:g}; give a larger {name}"
-        )
-    exact = values.double()  # torch would round the bounds to the dtype of the values
-    good = (exact >= lowest) & (exact <= highest)
-    if whole:
-        good &= exact == exact.round()
-    raise QParamsError(f"{name} must be {expected} in every group, got {values[~good][0].item()}")

@@ -21,7 +21,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, FormatCase, hostile_gradient
 from tests.support.exactness import by_the_reference
 
-# Of all that is wrong with one format, as many are printed.
+# The most faults of one format that are printed.
 TOLD = 3
 Results = dict[str, Tensor]
 

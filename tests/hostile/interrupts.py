@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fakequant as fq
 from fakequant.nn import cached_weights, fixed_ranges
-from tests.support.interrupts import Case, failures, failures_by_signals, lines_of, moments
+from tests.support.interruption import Case, failures, failures_by_signals, lines_of, moments
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
 TARGETS = torch.zeros(2, 2)

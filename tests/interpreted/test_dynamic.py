@@ -41,7 +41,7 @@ def compare(name, dtype, each):
         turn += 1
         if not each and turn % 16:
             continue
-        # Of specifications without their number, a step that meets all of them in turn.
+        # Without `each` a granularity gets one specification, and all of them have their turn.
         for spec in chosen if each else [chosen[7 * (turn // 4) % len(chosen)]]:
             turn += 4 * each
             x = LAYOUTS[list(LAYOUTS)[turn // 4 % len(LAYOUTS)]](hostile(where, dtype, turn))

@@ -17,7 +17,7 @@ import fakequant as fq
 from fakequant.numerics import reference
 from fakequant.ops.cpu.backend import load_kernels
 
-# Of all results below, with any Python, torch and processor; it changes where a number changes, and then on purpose.
+# The digest of all results below, with any Python, torch and processor. If a number changes, it changes, on purpose.
 DIGEST = "9b890a167564bfa1"
 SPECS = [
     "int8",

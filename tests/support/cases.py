@@ -235,7 +235,7 @@ def hostile(
 
 
 def hostile_gradient(x: Tensor) -> Tensor:
-    """Of the output: every magnitude; NaN and inf in the last quarter alone, so that most groups have finite sums."""
+    """A gradient of every magnitude; NaN and inf only in its last quarter, so that most groups have finite sums."""
     dy = torch.randn(x.shape) * 2.0 ** torch.randint(-14, 15, x.shape)
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     pick = torch.randint(0, 40, (x.numel(),))

@@ -228,7 +228,7 @@ def entropy_by_loops(
                 candidate[position] = mass[cell]
         reference = np.array(counts[:kept])
         reference[-1] += counts[kept:].sum()
-        # Of a candidate without any counts the divergence is no number, which argmin would take.
+        # The divergence of a candidate without any counts is NaN, which argmin would take.
         divergences.append(entropy(reference, candidate) if candidate.any() else np.inf)
     last = len(divergences) - 1 - int(np.argmin(divergences[::-1]))
     return float(edges[last * stride + start_bin])

@@ -26,7 +26,8 @@ from fakequant.files import (
     writable_folder,
     write_whole,
 )
-from fakequant.model.manifest import MANIFEST, named_files
+from fakequant.model.manifest import MANIFEST
+from fakequant.model.manifest_reading import named_files
 from fakequant.report.saved import RESULTS
 
 CHECKPOINT, ONNX, REPORT, GRAPH = "checkpoint", "model.onnx", "report.html", "graph.txt"

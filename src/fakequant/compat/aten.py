@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fakequant.compat.codes import CodeRange
 from fakequant.errors import AxisError, CallError, SpecError, UnsupportedDTypeError
-from fakequant.functional import check_scale
 from fakequant.nn.learned import straight_through
+from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.granularity import Granularity, PerChannel, PerTensor
 from fakequant.numerics.qparams import FLOATING, QParams, compute_dtype, is_concrete
 from fakequant.numerics.reference import grad_input

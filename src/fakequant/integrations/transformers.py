@@ -15,7 +15,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fakequant.errors import CheckpointError
 from fakequant.model.checkpoint import check_layers, layer_entry, restore_layers
-from fakequant.model.manifest import LayerEntry, SitesEntry, layer_values, parse_layers, parse_sites, sites_values
+from fakequant.model.manifest import LayerEntry, SitesEntry, layer_values, sites_values
+from fakequant.model.manifest_reading import parse_layers, parse_sites
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.stored_sites import check_sites, site_quantizers, sites_entry
 from fakequant.model.ties import share_learned, tied_weights

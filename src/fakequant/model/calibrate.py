@@ -129,21 +129,9 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             }
         )
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
-    modules = [model.get_submodule(name) for name in left]
-    owners = {name: model.get_submodule(layer_of(name)) for name in idle}
-    with restore_on_error(ranges_of(quantizers(model).values(), [*modules, *owners.values()])):
-        leave_in_float(modules)
-        for name, layer in owners.items():
-            setattr(layer, name.rpartition(".")[2], None)
-        weights = quantized_weights(model)
-        for name, range in ranges.items():
-            if name not in weights or not holds_codes(weights[name]):
-                found[name].set_range(range)
-            found[name].collected = calibrators[name] if found[name].kind is Kind.INPUT else None
-        for name, weight in weights.items():
-            if name in ranges:
-                note_weight(weight)
-    return {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
+    used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
+    _set_ranges(model, ranges, used, left, idle)
+    return used
 
 
 def recalibrate(
@@ -244,6 +232,39 @@ def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
     if not found and pattern != "*":
         raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
     return found
+
+
+def _set_ranges(
+    model: nn.Module,
+    ranges: Mapping[str, Range],
+    used: Mapping[str, Calibrator],
+    left: Iterable[str],
+    idle: Iterable[str],
+) -> None:
+    """Give quantizers their ranges; nothing is changed if that fails.
+
+    Args:
+        model: a prepared model.
+        ranges: by the path of the quantizer.
+        used: the calibrators that found them.
+        left: the paths of layers that stay in float.
+        idle: the paths of optional quantizers that their layers did without.
+    """
+    found = quantizers(model)
+    modules = [model.get_submodule(name) for name in left]
+    owners = {name: model.get_submodule(layer_of(name)) for name in idle}
+    with restore_on_error(ranges_of(found.values(), [*modules, *owners.values()])):
+        leave_in_float(modules)
+        for name, layer in owners.items():
+            setattr(layer, name.rpartition(".")[2], None)
+        weights = quantized_weights(model)
+        for name, range in ranges.items():
+            if name not in weights or not holds_codes(weights[name]):
+                found[name].set_range(range)
+            found[name].collected = used[name] if found[name].kind is Kind.INPUT else None
+        for name, weight in weights.items():
+            if name in ranges:
+                note_weight(weight)
 
 
 def _calibrate_by_choice(

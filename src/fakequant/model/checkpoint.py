@@ -25,11 +25,10 @@ from fakequant.model.manifest import (
     SitesEntry,
     TensorFile,
     TransformEntry,
-    named_files,
     quantizer_entry,
-    read_manifest,
     tensor_file_name,
 )
+from fakequant.model.manifest_reading import named_files, read_manifest
 from fakequant.model.packing import pack, unpack
 from fakequant.model.prepare import attach
 from fakequant.model.stored_ranges import check_ranges, is_wide

@@ -21,9 +21,9 @@ METHODS = (DEFAULT_METHOD, "max", "percentile", "entropy")
 """What one pass over the batches serves."""
 
 _CLEARLY = 0.9
-"""Of the error of the default. On few batches a smaller difference is chance: on the four trained models of
-`benchmarks.accuracy.methods` the mean error is 1.004 (INT8) and 1.017 (INT8_AFFINE) of the best; with 0.95 here it was
-1.021 and 1.050."""
+"""The share of the default's error below which another method is taken. On few batches a smaller difference is chance:
+on the four trained models of `benchmarks.accuracy.methods` the mean error is 1.004 (INT8) and 1.017 (INT8_AFFINE) of
+the best; with 0.95 here it was 1.021 and 1.050."""
 
 _EVERY, _AT_MOST = 4, 8
 """The second of every four batches is held back, up to eight: they stay in memory."""
@@ -44,7 +44,7 @@ class HeldBack:
         self._batches = batches
         self.held: list[Any] = []
         self.count = 0
-        """Of all batches."""
+        """The number of all batches."""
 
     def __iter__(self) -> Iterator[Any]:
         only: list[Any] = []

@@ -22,7 +22,7 @@ class _Call(NamedTuple):
     inputs: tuple[Tensor, ...]
     output: Tensor
     versions: list[int]
-    """Of inputs and output: operations in place may have written to them since."""
+    """The versions of inputs and output: operations in place may have written to them since."""
 
 
 class ReusedOutputs:

@@ -15,7 +15,7 @@ class WeightBits(NamedTuple):
     elements: int
     codes: int
     scales: int
-    """Of scales, of the scales of scales, and of zero points."""
+    """The bits of scales, of the scales of scales, and of zero points."""
 
     @property
     def per_weight(self) -> float:

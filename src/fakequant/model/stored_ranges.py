@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, QParamsError, ShapeError
-from fakequant.functional import check_scale
 from fakequant.model.manifest import LayerEntry, QuantizerEntry
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
@@ -18,6 +17,7 @@ from fakequant.nn.forms import quantized_class
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.learned import LearnedRange
 from fakequant.nn.operands import LayerWeight
+from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.spec import QuantSpec
 
 

@@ -58,7 +58,7 @@ class Summary:
     bytes_quantized: int = 0
     """With quantized weights as codes and scales."""
     bits_per_weight: float = 0.0
-    """Of the quantized weights, codes and scales; 0.0 if there are none."""
+    """The bits of codes and scales for each quantized weight; 0.0 if there are none."""
 
     @property
     def header(self) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class IntegerProduct(ABC):
     quantizers: ClassVar[tuple[str, str]] = ("_input_quantizer", "_weight_quantizer")
     """The layer's attributes that hold those of the factors."""
     fewest_axes: ClassVar[int] = 1
-    """Of each factor."""
+    """The least number of axes of each factor."""
 
     def __call__(self, layer: Any, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """The output of a layer in integer execution, or None where the layer is simulated.

@@ -123,7 +123,7 @@ class QuantizedLayer(nn.Module):
 
     @classmethod
     def check(cls, layer: nn.Module) -> None:
-        """Whether a float layer can become this one.
+        """Refuse a float layer that cannot become this one.
 
         Raises:
             ConfigError: it cannot; says why and what to do.
@@ -148,7 +148,7 @@ class QuantizedLayer(nn.Module):
         return self.product(self, x, other, bias)
 
     def why_simulated(self, execution: Execution | None = None) -> str | None:
-        """Why the layer, told so (by default what it is told), is simulated whatever its input; None if it is not."""
+        """Why the layer is simulated whatever its input under an execution, by default its own; None if it is not."""
         if self.product is None:
             return f"there is no integer product for {type(self).float_class.__name__}"
         return self.product.why_simulated(self, execution or self.execution)

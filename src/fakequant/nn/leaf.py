@@ -9,7 +9,7 @@ from torch.fx import Proxy, Tracer
 
 
 def as_leaf(module: nn.Module, *args: Any) -> Any:
-    """The call of a module, recorded by the tracer of its proxies among the arguments.
+    """The call of a module, recorded by the tracer of the proxies among its arguments.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), "INT8_WEIGHT_ONLY")
     >>> [str(node) for node in torch.fx.symbolic_trace(model).graph.nodes]

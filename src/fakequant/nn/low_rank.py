@@ -41,7 +41,7 @@ class LowRank(nn.Module):
 
     @property
     def bits(self) -> int:
-        """Of both matrices."""
+        """The bits of both matrices."""
         return 8 * sum(matrix.numel() * matrix.element_size() for matrix in (self.down, self.up))
 
     def product(self) -> Tensor:

@@ -145,7 +145,7 @@ class Quantizer(QuantizerPart):
 
     def _by_learned(self, x: Tensor) -> Tensor:
         learned = self.learned
-        if learned is None:
+        if learned is None:  # never calibrated, as `qparams` will say
             return library.fake_quantize(x, self.qparams(x), self.spec)
         y = learned.fake_quantize_in_one_call(x, examples=self.kind is Kind.INPUT)
         return learned.fake_quantize(x, self.qparams(x)) if y is None else y

@@ -260,7 +260,8 @@ def register_granularity(name: str, parse: Callable[[str], Granularity]) -> None
     """Make a granularity known under the name that its text form begins with.
 
     Your own granularity is a subclass of `Granularity` that says its block size along every axis (`block_shape`). If it
-    names axes, it also says how to name others (`remap_axes`).
+    names axes, it also says how to name others (`remap_axes`), and how it applies to each of several stacked tensors
+    (`for_each`).
 
     Raises:
         SpecError: another granularity already has the name.

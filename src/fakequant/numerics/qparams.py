@@ -32,7 +32,7 @@ class Range(NamedTuple):
     @property
     def amax(self) -> Tensor:
         """The largest magnitude of every group."""
-        # + 0.0: of an all-zero group -lo is -0.0, and bound / -0.0 would be -inf.
+        # + 0.0: for an all-zero group -lo is -0.0, and bound / -0.0 would be -inf.
         return torch.maximum(-self.lo, self.hi) + 0.0
 
 
@@ -115,8 +115,8 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
 def is_concrete(*tensors: object) -> bool:
     """Whether the tensors among these are plain ones in plain eager execution, so that their values may be looked at.
 
-    Not where something watches (`is_plain_eager`), nor for subclasses, nor for the batches of
-    `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor a function transform's, nor for
+    It is false where something watches (see `is_plain_eager`), and for three kinds of tensors: subclasses; the batches
+    of `torch.autograd.grad(..., is_grads_batched=True)`, which are neither subclasses nor a function transform's; and
     zeros without memory, as autograd makes for the gradient of `torch.sgn`.
     """
     if not is_plain_eager():
@@ -131,7 +131,7 @@ def is_concrete(*tensors: object) -> bool:
 
 
 def is_readable_without_sync(values: Tensor, *, traced: bool = True) -> bool:
-    """Whether values may be looked at without waiting for an accelerator, which has all else before them to do first.
+    """Whether values may be looked at without waiting until an accelerator has done all work before them.
 
     Args:
         traced: false if `is_concrete` is known to be true.

@@ -122,7 +122,7 @@ class QuantSpec:
         }.items():
             object.__setattr__(self, name, value)
         self._check()
-        str(self)
+        str(self)  # which keeps it
 
     def _check(self) -> None:
         if not isinstance(self.granularity, Granularity):
@@ -170,7 +170,7 @@ class QuantSpec:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        # Kept from the start, because compilers read it, which take the numbers that it depends on for varying ones.
+        # Made once, by __init__: a compiler that made the text itself would take its numbers for varying ones.
         kept = getattr(self, "_text", None)
         if kept is None:
             kept = self._to_words()

@@ -140,10 +140,10 @@ def find_plan(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """The plan for a call in plain eager execution; None where torch's operations must be seen, or for no such call.
+    """The plan for a call in plain eager execution; None where there is none.
 
-    That is: something watches (see `library.needs_tracing`), a parameter does not fit x, or nothing computes a ReLU in
-    the same pass.
+    There is none if something must see torch's operations (see `library.needs_tracing`), if a parameter does not fit x,
+    or if no kernel computes the ReLU in the same pass.
 
     Args:
         x: the tensor, or the codes that are read.
@@ -177,7 +177,7 @@ def plan_of(
     variant: str = VALUES,
     dtype: torch.dtype | None = None,
 ) -> KernelPlan | None:
-    """`find_plan` whatever watches, for operators of graphs."""
+    """`find_plan` without the question whether something watches, for operators of graphs."""
     of_scale = of_zero_point = None
     if scale is not None:
         of_scale = scale.dtype, scale.device, scale.shape, scale.is_contiguous()
@@ -192,7 +192,7 @@ def plan_of(
 
 
 def plan_by(backend: Backend, kind: Kind) -> KernelPlan:
-    """The plan of one backend for a kind that it serves, for what it packed."""
+    """The plan of one backend for a kind that it serves, to unpack the masks that it packed."""
     key = backend, kind
     plan = _known.get(key) or _remember(key, backend.plan(kind))
     assert plan is not None, "backends have plans for all but ReLUs"
@@ -209,12 +209,12 @@ def _made_plan(key: tuple[Any, ...], x: Tensor) -> KernelPlan | None:
     kind = kind._replace(
         scale=kind.scale and ParameterKind(*kind.scale), zero_point=kind.zero_point and ParameterKind(*kind.zero_point)
     )
-    plan = choose(x, kind.spec, codes=kind.variant == CODES).plan(kind) if _is_call(kind) else None
+    plan = choose(x, kind.spec, codes=kind.variant == CODES).plan(kind) if _parameters_fit(kind) else None
     return _remember(key, plan)
 
 
-def _is_call(kind: Kind) -> bool:
-    """Whether there are values, and parameters that fit them."""
+def _parameters_fit(kind: Kind) -> bool:
+    """Whether the values can be quantized, by parameters of the right device and shape."""
     if kind.dtype not in FLOATING or kind.device.type == "meta":
         return False
     shapes = kind.spec.granularity.scale_shapes(kind.shape)

@@ -1,9 +1,8 @@
 """The operator as nodes of graphs, for exporters, and for compilers that must not look inside.
 
-Nodes carry the specification as text.
-`fakequant::fake_quantize` returns the values. `fakequant::fake_quantize_masked` is the same for graphs with a backward
-pass: it also returns one bit per element, which is all that is saved, so that such a graph has the eager bits at the
-eager speed.
+Nodes carry the specification as text. `fakequant::fake_quantize` returns the values. `fakequant::fake_quantize_masked`
+is the same for graphs with a backward pass: it also returns one bit per element, which is all that is saved, so that
+such a graph has the eager bits at the eager speed.
 """
 
 from __future__ import annotations

@@ -67,10 +67,10 @@ def quantize_by(
 
 
 def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tensor | None) -> bool:
-    """Write the quantized values over x, without a gradient; False where no kernel does that, and x is as it was.
+    """Write the quantized values over x, without a gradient; False if no kernel can, and then x is as it was.
 
-    False too where a parameter is not valid or lies in the memory of x, which kernels overwrite while they read it, and
-    for views whose memory holds the negatives, as of `torch.conj(z).imag`.
+    That is also so if a parameter is not valid, if one lies in the memory of x, which kernels overwrite while they read
+    it, and if the memory holds the negatives of x, as for `torch.conj(z).imag`.
     """
     plan = find_plan(x, spec, scale, zero_point)
     if plan is None or plan.values_over is None or x.is_inference() or x.is_neg():
@@ -85,7 +85,7 @@ def fake_quantize_over(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Te
 
 
 def _share_memory(x: Tensor, other: Tensor) -> bool:
-    """Whether their storages overlap, as different ones do that come from NumPy or DLPack."""
+    """Whether their storages overlap; two storages can, if they come from NumPy or DLPack."""
     one, another = x.untyped_storage(), other.untyped_storage()
     first, second = one.data_ptr(), another.data_ptr()
     return first < second + another.nbytes() and second < first + one.nbytes()
@@ -94,8 +94,8 @@ def _share_memory(x: Tensor, other: Tensor) -> bool:
 def fake_quantize_relu(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
     """`fake_quantize` of torch.relu(x), forward and gradient.
 
-    In one pass over memory each, where a backend can; between them it saves one bit per element, while torch.relu alone
-    saves its result.
+    Where a backend can, each of both is one pass over memory. It saves one bit per element for the gradient, while
+    torch.relu alone saves its result.
     """
     # A scale that learns needs the ReLU's result again.
     learns = torch.is_grad_enabled() and are_learned(params)
@@ -159,7 +159,7 @@ def _with_extras(plan: KernelPlan, range: Range | None, seed: Tensor | None) -> 
 
 
 def _by_operations(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
-    """`fake_quantize` where something watches: by torch's operations or as a node of a graph."""
+    """`fake_quantize` where no plan serves: by torch's operations or as a node of a graph."""
     compute_dtype(x.dtype)
     if spec.rounding is Rounding.STOCHASTIC and params.seed is None:
         params = params._replace(seed=draw_seed())

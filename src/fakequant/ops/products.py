@@ -68,10 +68,10 @@ def linear_unavailable(device_type: str) -> str | None:
 def trial(
     name: str, compute: Callable[[Tensor], Tensor], given: tuple[Tensor, ...], exact: Callable[[Tensor], Tensor]
 ) -> str | None:
-    """Why an operator that sums codes exactly, or so it is said, cannot be used, or None.
+    """Why an operator that is said to sum codes exactly cannot be used, or None.
 
     Raises:
-        RuntimeError: there is no memory: not an answer, and so not one that a caller would remember.
+        RuntimeError: there is no memory, which says nothing about the operator, so that no caller remembers it.
     """
     try:
         wrong = [
@@ -79,7 +79,7 @@ def trial(
         ]
     # torch raises the last where an operator is not built in, and ValueError for dtypes that it does not multiply.
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        # Of a CPU's memory torch says it by a RuntimeError.
+        # If a CPU's memory is full, torch raises a plain RuntimeError.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise
         return f"{name} does not run here: {str(error).splitlines()[0]}"

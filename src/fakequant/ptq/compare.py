@@ -172,7 +172,7 @@ class _Task:
             return measured(self.metric, model)
 
     def milliseconds(self, model: nn.Module) -> float:
-        """Of a forward pass of the first batch: the shortest of up to five, or of those that 0.2 s hold."""
+        """The time of a forward pass of the first batch: the shortest of up to five, or of those that fit in 0.2 s."""
         times: list[float] = []
         with evaluating(model), cached_weights(model), torch.no_grad():
             self.run(model, self.batches[0])

@@ -164,7 +164,7 @@ def run_of(model: nn.Module, batches: list[Any], steps: Iterable[str], masks: li
 
 
 def digest(values: Any) -> str:
-    """Of all tensors, texts and numbers in values, one after the other."""
+    """The digest of all tensors, texts and numbers in values, one after the other."""
     found = hashlib.sha256()
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):

@@ -29,9 +29,9 @@ class Setting(NamedTuple):
     """How far a solver may trust the sums of few rows."""
 
     damping: float
-    """Of the moments that GPTQ inverts, as a share of the mean of their diagonal."""
+    """What is added to the diagonal of the moments that GPTQ inverts, as a share of its mean."""
     ridge: float | None
-    """The same of those by which the target makes good the drift of earlier layers; None: it does not."""
+    """The same for the moments by which the target makes up for the drift of earlier layers; None: it does not."""
 
 
 _ONE = Setting(0.1, 0.2)

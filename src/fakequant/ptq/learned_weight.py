@@ -57,7 +57,7 @@ class LearnedWeight:
             self._gap = high - self._low
             self._range = self._whole_range()
         self.factor = torch.ones_like(self._range.hi, requires_grad=True)
-        """Of each group's range."""
+        """What each group's range is multiplied by."""
         self.rounding = torch.zeros_like(self._weight)
         """Offsets in steps, or shares before their sigmoid."""
         if mode == "relaxed":

@@ -13,7 +13,7 @@ from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
 
 _TOLERANCE = 1e-5
-"""Of the output's norm; in half precision it is one step of the dtype."""
+"""A share of the output's norm; in half precision it is one step of the dtype."""
 
 
 class OutputCheck:

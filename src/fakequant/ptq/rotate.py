@@ -271,7 +271,7 @@ class _Form(NamedTuple):
     """What a normalisation does beside dividing each row by its size."""
 
     gain: Tensor
-    """Of each channel, float64."""
+    """The factor of each channel, float64."""
     shift: Tensor | None
     plain: float
     """The weight that multiplies by 1."""

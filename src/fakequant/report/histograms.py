@@ -82,7 +82,7 @@ def _ends(params: QParams, spec: QuantSpec) -> tuple[float, float]:
     zero = 0.0 if params.zero_point is None else params.zero_point.double().item()
     scale = params.scale.double().item()
     lowest, highest = (spec.format.quant_min - zero) * scale, (spec.format.quant_max - zero) * scale
-    # Of two's complement the lowest code has no partner; a symmetric range ends at the highest one on both sides.
+    # The lowest code of two's complement has no partner; a symmetric range ends at the highest one on both sides.
     return (max(lowest, -highest) if params.zero_point is None and lowest < 0 else lowest), highest
 
 

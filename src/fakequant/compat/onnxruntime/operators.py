@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fakequant.compat.codes import CodeRange
 from fakequant.errors import DTypeError, QParamsError, ShapeError
-from fakequant.functional import check_scale
+from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.qparams import QParams, compute_dtype, is_concrete
 from fakequant.numerics.reference import grad_input

@@ -24,7 +24,7 @@ from fakequant.ops.relu import keeps_negative_zero, keeps_strides
 _ARITHMETIC = {Arithmetic.DIVIDE: 0, Arithmetic.RECIPROCAL: 1, Arithmetic.MULTIPLIER: 2}
 _NO_MASK = 0
 _MASK = {Gradient.IDENTITY: _NO_MASK, Gradient.CODE_RANGE: 1, Gradient.INPUT_RANGE: 2, Gradient.CLIP: 3}
-_EVERYWHERE = 4  # of a ReLU that is quantized with IDENTITY, whose mask is its own alone
+_EVERYWHERE = 4  # for a quantized ReLU with IDENTITY: the mask is that of the ReLU alone
 _BY_RANGE = (Gradient.INPUT_RANGE, Gradient.CLIP)
 log = logging.getLogger("fakequant.backend")
 
@@ -269,11 +269,11 @@ def _measured(x: Tensor, layout: Layout) -> Range:
 
 @lru_cache(maxsize=64)
 def _nowhere(groups: int) -> Tensor:
-    """`Bins.inverse` for kernels that are to count nothing."""
+    """The `Bins.inverse` with which kernels count nothing."""
     return torch.zeros(groups, dtype=torch.float64, device="cpu")
 
 
 @lru_cache(maxsize=16)
 def _middles(quant_max: float) -> Tensor:
-    """What lies between neighbouring integers from 0 to the largest code."""
+    """The middles of neighbouring integers from 0 to the largest code."""
     return torch.arange(quant_max, dtype=torch.float64, device="cpu") + 0.5

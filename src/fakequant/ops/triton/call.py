@@ -23,7 +23,7 @@ from fakequant.ops.kernel_params import UNDER_A_SCALE, grid_fields, rule_of, tab
 # saturates all the same where codes and zero points stay below 2**21.
 _PLAIN_BITS = 20
 LARGEST_INT32 = 2**31 - 1
-# Of a run that a program holds at once: 32 elements for each thread of 8 warps.
+# The most elements of a run that a program holds at once: 32 elements for each thread of 8 warps.
 LONGEST_RUN = 8192
 # Runs shorter than this are reduced with those of other rows of memory, which lie side by side in it.
 _SHORT = 16

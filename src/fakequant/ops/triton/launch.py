@@ -23,7 +23,7 @@ _WARPS = 4
 _WIDE_ROW = 4096
 # Blocks of values that a program observes.
 _STEPS = 8
-# Of a program that finds the totals of groups.
+# The groups whose totals one program finds.
 _GROUPS = 256
 _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -83,7 +83,7 @@ def kinds_of(product):
 
 @triton.jit
 def raise_largest(sums, field, kind, group, there, groups, REDUCED: tl.constexpr):
-    """Of sums [6, groups]: row 0, the largest exponent field; row 5, the kinds of what is not finite."""
+    """Raise row 0 of sums [6, groups], the largest exponent field, and row 5, the kinds of what is not finite."""
     tl.atomic_max(sums + group, tl.max(field, axis=REDUCED), mask=there, sem="relaxed")
     kinds = tl.max(kind & 1, axis=REDUCED) | tl.max(kind & 2, axis=REDUCED) | tl.max(kind & 4, axis=REDUCED)
     tl.atomic_or(sums + 5 * groups + group, kinds, mask=there & (kinds != 0), sem="relaxed")
