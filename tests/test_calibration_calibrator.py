@@ -21,7 +21,7 @@ methods = pytest.mark.parametrize("method", calibrators())
 
 def test_registry_names():
     assert {"entropy", "max", "moving_average", "mse", "percentile"} <= set(calibrators())
-    assert OTHERS == ["moving_average"]
+    assert "moving_average" in OTHERS
     assert calibrators() == sorted(calibrators())
 
 
@@ -273,7 +273,7 @@ def test_bad_states(method):
     calibrator = watched(method, "int8", torch.ones(4))
     good = calibrator.state_dict()
     before = state_bits(calibrator)
-    lo, hi = ("lo", "hi") if "lo" in good else ("average_lo", "average_hi")
+    lo, hi = (next(name for name in good if name.endswith(end)) for end in ("lo", "hi"))
     for bad, message in (
         ({**good, "mean": torch.ones(1)}, "the tensors .*mean.*expected"),
         ({name: good[name] for name in good if name != lo}, f"expected .*{lo}"),

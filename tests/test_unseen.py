@@ -11,6 +11,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning
 from fakequant.nn import Mode, quantizers
 from tests.support.bits import assert_same_bits
+from tests.support.calibrators import MERGEABLE
 
 X = torch.linspace(-1, 1, 128).view(16, 8)
 
@@ -150,7 +151,7 @@ def test_siblings_lend_what_they_saw(method):
 
 def test_siblings_lend_nothing_that_does_not_merge():
     model = fq.prepare(Experts(), "int8")
-    with pytest.raises(ConfigError, match=r'^unseen="siblings" joins .* use one of entropy, max, mse, percentile$'):
+    with pytest.raises(ConfigError, match=rf'^unseen="siblings" joins .* use one of {", ".join(MERGEABLE)}$'):
         fq.calibrate(model, [X], "moving_average", unseen="siblings")
     assert not any(quantizer.calibrated for quantizer in quantizers(model).values())
 
