@@ -1,5 +1,6 @@
 """One test for each rule of the tables: what every target does with results, norms, pooling and fixed ranges."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -151,3 +152,98 @@ def test_rules_with_an_output_reach_functions() -> None:
     )
     fq.calibrate(made, [IMAGE])
     assert made._sites.add_0.output.scale.shape[-1] == 16
+
+
+@dataclass
+class Returned:
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "qnn", "xnnpack"])
+def test_results_that_leave_the_model_in_a_dataclass(target: str) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(32, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Returned:
+            y = self.body(x)
+            return Returned(self.head(y.relu()), [y])
+
+    _, placement = planned(Returns(), target)
+    assert {path for path, rule in placement.layers.items() if rule.output is not None} == {"body", "head"}
+
+
+class Attends(nn.Module):
+    """Attention as two products and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.softmax(self.query(x) @ self.key(x).mT, -1) @ x
+
+
+class Repeats(nn.Module):
+    """Calls one block twice, and returns what the second call gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Attends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "qnn"])
+def test_all_calls_of_a_block_count_where_results_are_quantized(target: str) -> None:
+    plan, _ = planned(Repeats(), target)
+    sites = {site.key: tuple(site.quantizers) for site in plan.sites}
+    assert sites["add_0"] == ("input", "other", "output")  # the second call returns it
+    assert sites["matmul_1"][:1] == ("other",)  # the softmax quantizes its result in both calls
+
+
+class Masked(nn.Module):
+    """Attention of a decoder by hand, which masks in one of three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.query, self.key, self.way = nn.Linear(32, 32), nn.Linear(32, 32), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(32, 32).triu(1)
+        scores = self.query(x) @ self.key(x).mT / 6
+        if self.way == "fill":
+            scores = scores.masked_fill(hidden == 1, -torch.inf)
+        elif self.way == "add":
+            scores = scores + hidden * torch.finfo(torch.float32).min
+        else:
+            scores = torch.cat([(scores - 10000 * hidden), scores], -1)
+        return x + torch.softmax(scores, -1)[..., :32] @ x
+
+
+@pytest.mark.parametrize("target", ALL)
+@pytest.mark.parametrize("way", ["fill", "add", "cat"])
+def test_scores_with_a_mask_have_no_quantizer(way: str, target: str) -> None:
+    torch.manual_seed(0)
+    model = Masked(way).eval()
+    expected = model(IMAGE)
+    fq.prepare(model, "INT8" if target == "tensorrt" else "INT8_AFFINE", example=IMAGE, target=target)
+    sites: dict[str, set[str]] = {site.key: set(site.quantizers) for site in fq.site_plan(model).sites}
+    assert sites.get("softmax_0", set()) <= {"output"}
+    assert not {"cat_0", "sub_0"} & set(sites)
+    assert ("matmul_0" in sites) is (target != "xnnpack")
+    assert ("output" in sites.get("matmul_0", ())) is (target == "qnn")  # in place of the operands of the sum
+    fq.calibrate(model, [IMAGE])
+    assert ((model(IMAGE) - expected).square().sum() / expected.square().sum()).log10() < -3.5
+
+
+def test_a_model_that_calls_vmap_is_planned() -> None:  # no number may be read from a tensor there
+    class Maps(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.vmap(lambda row: row + row.cos())(x)
+
+    plan, _ = planned(Maps(), "onnxruntime")
+    assert str(plan) == "_sites.add_0: input uint8 per_tensor, other uint8 per_tensor, output uint8 per_tensor"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
+from fakequant.model.masks import masked_calls
 from fakequant.model.recording import Call, Recording
 from fakequant.model.sites import Candidate, SiteQuantizer, candidates, operand_of, rules_of_sites
 from fakequant.model.targets import FixedRange, Target
@@ -99,11 +100,12 @@ class _Planner:
         self.given = layers
         self.layers = dict(layers)
         self.candidates = {(one.owner, one.function, one.index): one for one in configs}
-        self.calls_of: dict[Candidate, list[Call]] = {}
+        self.same: dict[tuple[str | None, str, int], list[Call]] = {}  # calls, which differ by visit alone
         for call in recording.calls:
-            if (one := self._candidate(call)) is not None:
-                self.calls_of.setdefault(one, []).append(call)
+            self.same.setdefault(call.site, []).append(call)
+        self.calls_of = {one: self.same[one.owner, one.function, one.index] for one in configs}
         self.call_of = {one: calls[0] for one, calls in self.calls_of.items()}
+        self.masked = masked_calls(recording)
         self.held: dict[Candidate, Held] = {}
         self.quantized: set[int] = set()  # values with a quantizer of their own
 
@@ -128,7 +130,7 @@ class _Planner:
 
     def _inputs(self) -> None:
         for one, call in self.call_of.items():
-            if one.function not in self.target.inputs or self._adds_bias(one, call):
+            if one.function not in self.target.inputs or call.site in self.masked or self._adds_bias(one, call):
                 continue
             names = [name for name in one.operands if not self._is_fused(call.operands[name], one.function)]
             if self.target.identity_only and one.function == "add":
@@ -186,12 +188,12 @@ class _Planner:
 
     def _fixed(self) -> None:
         """Ranges that do not depend on the data, after which no other quantizer is needed."""
-        for one, call in self.call_of.items():
+        for one in self.call_of:
             known = self.target.fixed.get(one.function)
             fixed = None if known is None else _fixed_quantizer(self.configs[one].input, known)
             if fixed is not None:
                 self.held.setdefault(one, {})["output"] = fixed
-                self._drop_after(set(call.outputs), self.target.keeps)
+                self._drop_after({value for same in self.calls_of[one] for value in same.outputs}, self.target.keeps)
 
     def _drop_after(self, quantized: set[int], through: frozenset[str]) -> None:
         """Take quantizers away from operands and layers that read quantized values in all their calls.
@@ -238,8 +240,7 @@ class _Planner:
     def _outputs(self) -> None:
         """Results that no other quantizer reaches."""
         for call in self.flow.calls:
-            one = self._candidate(call)
-            if call.function not in self.target.outputs or (one is not None and call is not self.call_of[one]):
+            if call.function not in self.target.outputs or call.site in self.masked:
                 continue
             last = self._last_of_chain(call)
             inside = call.function == ATTENTION_LAYER  # whose first products no quantizer of another call reaches
@@ -248,7 +249,8 @@ class _Planner:
             if not self._quantize_output(last):
                 continue
             # `nn.MultiheadAttention` transposes its result; engines move quantizers over that.
-            self._drop_after(set(last.outputs[:1]), self.target.keeps if inside else _NO_NODES)
+            quantized = {value for same in self.same[last.site] for value in same.outputs[:1]}
+            self._drop_after(quantized, self.target.keeps if inside else _NO_NODES)
 
     def _quantize_output(self, call: Call) -> bool:
         """Give the result of a call the quantizer of its layer or its site; False where a rule leaves that in float."""
