@@ -42,7 +42,7 @@ from fakequant.report import (
 from fakequant.report.charts import frontier
 from fakequant.report.layers import blocks
 
-_VOID = {"meta", "br", "img", "path", "use", "hr", "link", "input"}
+_VOID = {"meta", "br", "wbr", "img", "path", "use", "hr", "link", "input"}
 
 
 class _Page(HTMLParser):
@@ -172,7 +172,7 @@ def test_figures_of_every_section_are_shown(page: str) -> None:
     for text in ("98.50", "98.25", "-0.25", 'accuracy "top-1", %', "1,000", "3.98", "No operation."):
         assert text in words, text
     assert "32 groups together" in words
-    assert "clips 25.00% of the values, 12.0 dB" in words
+    assert "clips 25.00% of the values, 12.0\u00a0dB" in words
     assert "10% of the error of rounding to nearest is left." in words
     assert page.count("<svg") == 6, "with two lines of legends"
 
