@@ -104,7 +104,7 @@ wheel: setup
 	FAKEQUANT_KERNELS=1 $(PIP_WHEEL) --wheel-dir build/wheel .
 	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --plat auto --wheel-dir dist build/wheel/*.whl
 	FAKEQUANT_PURE=1 $(PIP_WHEEL) --wheel-dir dist .
-	$(BIN)/python tests/native/wheel.py dist
+	$(BIN)/python tests/native/wheel.py dist --record benchmarks/results/wheel.json
 
 # The suite with the wheel of this platform installed, in a folder without src/; `make test-wheel ONLY=tests/test_cli.py`
 # runs a part.

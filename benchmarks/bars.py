@@ -1,11 +1,12 @@
 """The figures that the project promises, measured in one run: `python -m benchmarks.bars`.
 
-Prints a table, writes it to benchmarks/results/bars.json and docs/bars.md, and five of its rows to README.md. Exits
-with 1 if a bar is missed. Some rows come from files of other commands: the demo's from demo-output/results.json
-(`make demo`), the language model's from transformer-output/results.json (`python examples/transformer.py`), other
-libraries' from benchmarks/results/bench.jsonl (`make bench`). Rows whose file is missing are left out, with a line
-that says so. Times are those of the cases in `benchmarks/limits.py`, by the runner of `make bench`. `--pages`
-measures nothing. It writes the pages from the last results.
+Prints a table, writes what it measured to benchmarks/results/bars.json, all rows to docs/bars.md, and five of them to
+README.md. Exits with 1 if a bar is missed. Some rows come from files of other commands: the demo's from
+demo-output/results.json (`make demo`), the language model's from transformer-output/results.json (`python
+examples/transformer.py`), other libraries' from benchmarks/results/bench.jsonl (`make bench`), and those of
+`benchmarks/records.py`. Rows whose file is missing are left out, with a line that says so. Times are those of the cases
+in `benchmarks/limits.py`, by the runner of `make bench`. `--pages` measures nothing. It writes the pages from the last
+results and the records.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from fakequant.benchmark import Result
 from tests.support import compat_exactness, exactness
 
 from . import compat, ir, pages
+from .bar import Bar, at_most, nothing_differs
 from .cases import COMPARED_SIZES
 from .limits import LIMITS, Limit
 from .processes import Plan, run
 from .record import LINES, ROOT, Line, machine, put_between, read_lines, write_results
+from .records import record_bars
 
 RESULTS = ROOT / "benchmarks" / "results" / "bars.json"
 DEMO = ROOT / "demo-output" / "results.json"
@@ -51,26 +54,6 @@ FIGURES = {
     "int8.onnx in ONNX Runtime against torch": "INT8 model in ONNX Runtime: quantized elements that differ from torch",
 }
 STUDY_BEGIN, STUDY_END = "<!-- study:begin -->", "<!-- study:end -->"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One promise: what is measured, what must hold, what was found."""
-
-    what: str
-    bar: str
-    measured: str
-    ok: bool
-
-
-def at_most(what: str, value: float, limit: float, form: str = "{:.2f}") -> Bar:
-    """A bar on the largest value allowed."""
-    return Bar(what, f"<= {limit:g}", form.format(value), value <= limit)
-
-
-def nothing_differs(what: str, count: int) -> Bar:
-    """A bar of zero differing elements."""
-    return Bar(what, "0 differing elements", f"{count:,}", count == 0)
 
 
 def exactness_bars() -> list[Bar]:
@@ -341,7 +324,7 @@ def main() -> int:
         put_between(MICROSCALING, STUDY_BEGIN, STUDY_END, study_table())
     if "--pages" in sys.argv[1:]:
         measured = json.loads(RESULTS.read_text())
-        write_pages([Bar(**bar) for bar in measured["bars"]], measured["machine"])
+        write_pages([*(Bar(**bar) for bar in measured["bars"]), *record_bars()], measured["machine"])
         return 0
     machine()  # before anything is timed: the load is then that of other programs
     results = run(Plan("promised", processes=PROCESSES))
@@ -357,8 +340,9 @@ def main() -> int:
     bars += peer_bars()
     bars.append(at_most("bytes saved for the backward per element", saved_bytes_per_element(), 1 / 8, "{:.3f}"))
     bars += import_bars()
-    print(as_table(bars))
     write_results(RESULTS, {"machine": machine(), "bars": [asdict(bar) for bar in bars]})
+    bars += record_bars()  # which stay in their own files
+    print(as_table(bars))
     write_pages(bars, machine())
     missed = [bar.what for bar in bars if not bar.ok]
     print(f"missed: {'; '.join(missed)}" if missed else "all bars are met")

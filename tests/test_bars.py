@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import bars, compat, kinds
+from benchmarks import bars, compat, kinds, records
 from benchmarks.limits import FUSED, LIMITS, Limit
 from benchmarks.record import write_lines
 from fakequant.benchmark import COPY, MEASURED, Result
@@ -153,10 +153,9 @@ def test_the_page_and_the_readme_get_their_tables_between_the_markers(tmp_path):
 
 
 def test_the_pages_of_bars_have_their_markers_and_what_was_measured():
-    measured = json.loads(bars.RESULTS.read_text())["bars"]
-    table = bars.as_table([bars.Bar(**bar) for bar in measured])
-    assert table in bars.PAGE.read_text()
-    assert bars.figures_table([bars.Bar(**bar) for bar in measured]) in bars.README.read_text()
+    measured = [bars.Bar(**bar) for bar in json.loads(bars.RESULTS.read_text())["bars"]]
+    assert bars.as_table([*measured, *records.record_bars()]) in bars.PAGE.read_text(), "--pages writes it"
+    assert bars.figures_table(measured) in bars.README.read_text()
 
 
 def test_rows_of_the_demo(tmp_path):

@@ -1,4 +1,5 @@
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 
 from fakequant.model.presets import presets
 from tests.support.matrix import full, sweep
+from tests.support.pages import blocks
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -37,6 +39,30 @@ def test_rows_of_the_page_about_onnx_are_what_is_exported(generate, name):
 @pytest.mark.exhaustive
 def test_the_page_about_onnx_is_the_one_that_is_exported(generate):
     assert generate.STYLES_PAGE.read_text() == generate.styles_page(), "run `make docs`"
+
+
+# Blocks without prompts, which doctest does not run, by page: the test that runs them.
+RUN_BY = {"jobs.md": "test_jobs.py", "recipe.md": "test_cli_recipe.py", "execution.md": "test_dtensor.py"}
+
+
+def test_every_block_of_a_page_is_run_by_a_test():
+    pages = [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]
+    plain = {page for page in pages if any(">>> " not in block.code for block in blocks(page.read_text()))}
+    tutorials = set((DOCS / "tutorials").glob("*.md"))  # run by test_tutorials.py
+    assert {page.name for page in plain - tutorials} == set(RUN_BY)
+    for page, test in RUN_BY.items():
+        assert page in (DOCS.parent / "tests" / test).read_text()
+
+
+@pytest.mark.exhaustive
+def test_the_gallery_has_the_reports_that_its_page_names(tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("sklearn")
+    done = subprocess.run([sys.executable, DOCS / "gallery.py", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    named = set(re.findall(r"\(gallery/(\w+\.html)\)", (DOCS / "gallery.md").read_text()))
+    assert {page.name for page in tmp_path.glob("*.html")} == named
+    assert len(named) == 3
 
 
 EXAMPLE = DOCS.parent / "examples" / "quickstart.py"

@@ -1,5 +1,9 @@
 """DTensors, of tensor parallelism: the bits of plain tensors, on a mesh of this one process."""
 
+import copy
+from collections import OrderedDict
+from pathlib import Path
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -8,6 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fakequant as fq
 from tests.support.bits import assert_same_bits
+from tests.support.pages import blocks, printed
+
+PAGE = Path(__file__).parents[1] / "docs" / "execution.md"
 
 # One of every family of formats and of scales.
 SPECS = [
@@ -106,6 +113,15 @@ def test_layers_that_were_parallelized_before_prepare_give_what_plain_ones_give(
     for one in (right, model):
         fq.calibrate(one, [x])
     assert_same_bits(model(x), right(x))
+
+
+def test_the_block_of_the_page_about_tensor_parallelism_runs(mesh, x):
+    (block,) = (block for block in blocks(PAGE.read_text()) if "parallelize_module(" in block.code)
+    up, down = nn.Linear(64, 32), nn.Linear(32, 16)
+    right = fq.prepare(nn.Sequential(OrderedDict(up=copy.deepcopy(up), down=copy.deepcopy(down))), fq.presets.MXFP8)
+    names = {**globals(), "model": nn.Sequential(OrderedDict(up=up, down=down)), "mesh": mesh, "batches": [x]}
+    printed(block.code, names, PAGE, block.line)
+    assert_same_bits(names["model"](x), right(x))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -131,7 +131,7 @@ def test_figures_of_every_section_are_shown(page: str) -> None:
     for text in ("98.50", "98.25", "-0.25", 'accuracy "top-1", %', "1,000", "3.98", "No operation."):
         assert text in words, text
     assert "32 groups together" in words
-    assert "clips 25.00% of the values, 12.0 dB" in words
+    assert "clips 25.00% of the values, 12.0\u00a0dB" in words
     assert "10% of the error of rounding to nearest is left." in words
     assert page.count("<svg") == 6, "with two lines of legends"
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
-import shutil
-import subprocess
 from html import unescape
 from pathlib import Path
 
@@ -26,10 +24,12 @@ from fakequant.report import (
     write_report,
 )
 from fakequant.report.of_model import report_pair
+from tests.support.browser import BROWSER, MISSING, SETTLED, browse, in_scheme, picture, printed, printed_words
 
-BROWSER = os.environ.get("FAKEQUANT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=MISSING)
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium; FAKEQUANT_CHROMIUM can name one")
+SHEET = 720
+"""The width in pixels of what is printed on a sheet of A4 or letter."""
 
 # The page lies in a frame of a given width; what is measured of it becomes the text of the page around it.
 AROUND = """<body style="margin:0">
@@ -38,9 +38,14 @@ AROUND = """<body style="margin:0">
 f.onload = () => {{
   const page = f.contentDocument, root = page.documentElement, shown = row => row.checkVisibility();
   const rows = selector => [...page.querySelectorAll(selector)].filter(shown).map(row => row.cells[0].textContent);
+  const top = (node, at) => {{ const one = page.createRange(); one.setStart(node, at); one.setEnd(node, at + 1);
+    return one.getBoundingClientRect().top; }};
+  const broken = code => [...code.childNodes].filter(node => node.nodeType === 3 && /^\\S+$/.test(node.data))
+    .filter(node => top(node, 0) !== top(node, node.length - 1)).map(node => node.data);
   const colour = getComputedStyle(page.body).backgroundColor;
   const found = {{ wide: root.scrollWidth, fits: root.clientWidth, dark: colour, all: rows("#rows tbody tr").length,
     tools: !!page.querySelector(".tools"), tiles: page.querySelectorAll(".tile").length,
+    broken: [...page.querySelectorAll("code")].filter(shown).flatMap(broken),
     next: page.querySelector(".next") && page.querySelector(".next").getBoundingClientRect().top }};
   page.querySelectorAll("details").forEach(one => {{ one.open = true; }});
   found.open = rows("#rows tbody tr").length; found.stillfits = root.scrollWidth;
@@ -58,6 +63,9 @@ f.onload = () => {{
   document.body.textContent = JSON.stringify(found);
 }};
 </script></body>"""
+
+LONG = "embeddings_of_tokens.and_of.their_positions.in_one_layer"
+LAST = Layer("exact", "add", "int8", input_sqnr=math.inf)
 
 
 def data(layers: int = 100) -> ReportData:
@@ -82,7 +90,7 @@ def data(layers: int = 100) -> ReportData:
         "A model with a rather long name that has to be wrapped somewhere",
         metric="accuracy, %",
         accuracy=[Accuracy("float32", "", 90.0), Accuracy("INT8", "mse", 89.9, "a note that is rather long, too")],
-        layers=[Layer("stem", "Conv2d", "", "int8"), *inside, Layer("exact", "add", "int8", float("inf"))],
+        layers=[Layer(LONG, "Conv2d", "", "int8", alone=19.0), *inside, LAST],
         distributions=shown,
         channels=[Channels(one.name, [-1.0] * 48, [1.0] * 48, 384, 1.5) for one in inside],
         curve=[Point("INT8", 8.1, 89.0), Point("INT4", 4.5, 80.0)],
@@ -94,20 +102,10 @@ def data(layers: int = 100) -> ReportData:
 
 def measured(folder: Path, page: str, width: int = 1280, sandbox: str = "", *options: str) -> dict:
     (folder / "around.html").write_text(AROUND.format(page=page, width=width, sandbox=sandbox))
-    command = [
-        str(BROWSER),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--allow-file-access-from-files",
-        *options,
-    ]
-    command += [f"--window-size={max(width, 600)},1000", "--virtual-time-budget=4000", "--dump-dom"]
-    command += [f"--user-data-dir={folder / 'profile'}", (folder / "around.html").as_uri()]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    body = re.search(r"<body[^>]*>(\{.*\})</body>", ran.stdout, flags=re.DOTALL)
-    assert body, ran.stdout[-2000:] + ran.stderr[-2000:]
+    options += (SETTLED, "--allow-file-access-from-files", f"--window-size={max(width, 600)},1000", "--dump-dom")
+    text = browse((folder / "around.html").as_uri(), *options)
+    body = re.search(r"<body[^>]*>(\{.*\})</body>", text, flags=re.DOTALL)
+    assert body, text[-2000:]
     return json.loads(unescape(body.group(1)))
 
 
@@ -131,12 +129,13 @@ def test_layers_sort_and_filter(folder: Path, width: int) -> None:
     assert found["wide"] == found["fits"] == found["stillfits"] == width, "nothing is cut off or scrolls the page"
     assert (found["tiles"], found["tools"]) == (4, True)
     assert found["next"] < 800, "on the first screen"
+    assert found["broken"] == [], "a name breaks only after a dot or an underscore"
     assert (found["all"], found["open"]) == (2, 102), "blocks are folded"
     assert found["filtered"] == [f"body.{n}.{k}" for n in (1, *range(10, 20)) for k in "qkvo"]
     if width > 640:
-        assert found["worst"] == ["body.0.q", "body.9.k", "body.18.v"], "20 dB, three times"
+        assert found["worst"] == [LONG, "body.0.q", "body.9.k"], "19 dB, then 20 dB"
         assert found["best"][0] == "body.9.q", "56 dB"
-        assert found["back"][:2] == ["stem", "body.0.q"]
+        assert found["back"][:2] == [LONG, "body.0.q"]
 
 
 def test_a_page_reads_without_scripts(folder: Path) -> None:
@@ -146,9 +145,35 @@ def test_a_page_reads_without_scripts(folder: Path) -> None:
 
 
 def test_a_page_is_dark_where_the_reader_wants_that(folder: Path) -> None:
-    for scheme, colour in (("0", "rgb(13, 17, 23)"), ("1", "rgb(255, 255, 255)")):
-        found = measured(folder, "page.html", 1280, "", f"--blink-settings=preferredColorScheme={scheme}")
+    for scheme, colour in (("dark", "rgb(13, 17, 23)"), ("light", "rgb(255, 255, 255)")):
+        found = measured(folder, "page.html", 1280, "", in_scheme(scheme))
         assert found["dark"] == colour
+
+
+def test_a_printed_page_shows_all(folder: Path) -> None:
+    page = (folder / "page.html").read_text("utf-8")
+    assert "<details>" in page
+    (folder / "open.html").write_text(page.replace("<details>", "<details open>"), "utf-8")
+    pages = {name: printed(folder / f"{name}.html", folder / f"{name}.pdf") for name in ("page", "open")}
+    assert printed_words(pages["page"]) == printed_words(pages["open"])
+
+
+def test_a_printed_page_fits_its_sheet(folder: Path) -> None:
+    page = (folder / "page.html").read_text("utf-8")
+    (folder / "sheet.html").write_text(page.replace("@media print", "@media all"), "utf-8")
+    found = measured(folder, "sheet.html", SHEET)
+    assert (found["wide"], found["stillfits"], found["broken"]) == (SHEET, SHEET, [])
+
+
+@pytest.mark.parametrize(("width", "scheme", "scripts"), [(1280, "light", True), (390, "dark", False)])
+def test_a_picture_shows_the_page(folder: Path, width: int, scheme: str, scripts: bool) -> None:
+    image = pytest.importorskip("PIL.Image")
+    path = picture(folder / "page.html", folder / "picture.png", width, 900, scheme, scripts)
+    with image.open(path) as shown:
+        assert shown.size == (width, 900)
+        colours = shown.convert("RGB").getcolors(maxcolors=1 << 24)
+    assert max(colours)[1] == ((13, 17, 23) if scheme == "dark" else (255, 255, 255)), "the paper"
+    assert len(colours) > 50, "and what stands on it"
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -1,6 +1,8 @@
 """The time of `fq.compare` over that of as many single evaluations.
 
 python -m benchmarks.accuracy.compare
+
+Writes it to benchmarks/results/compare.json.
 """
 
 from __future__ import annotations
@@ -8,12 +10,14 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from pathlib import Path
 
 import torch
 
 import fakequant as fq
 from benchmarks.accuracy.models import Task, output_error, tasks
+from benchmarks.record import ROOT, machine, write_results
+
+RESULTS = ROOT / "benchmarks" / "results" / "compare.json"
 
 PRESETS = (
     *("INT8", "INT8_AFFINE", "INT8_PER_TOKEN", "INT8_WEIGHT_ONLY", "FP8", "MXFP8"),
@@ -46,11 +50,14 @@ def seconds(task: Task) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the ratio for the encoder of images."""
+    """Print and record the ratio for the encoder of images."""
+    where = machine()  # before the work: the load is then that of other programs
     warnings.simplefilter("ignore")
-    task = tasks(Path(__file__).parents[2] / "build" / "accuracy")["vision transformer"]
+    task = tasks(ROOT / "build" / "accuracy")["vision transformer"]
     together, apart = seconds(task)
     print(f"{len(PRESETS)} presets: compare {together:.1f} s, single evaluations {apart:.1f} s: {together / apart:.2f}")
+    figures = {"model": task.name, "presets": len(PRESETS), "together": together, "apart": apart}
+    write_results(RESULTS, {"machine": where, **figures})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python tests/native/wheel.py dist             # all wheels of a folder
     python tests/native/wheel.py dist/one.whl
+    python tests/native/wheel.py dist --record benchmarks/results/wheel.json
 
 Prints size, seconds of the installation, and seconds of the first result beyond those of importing torch. Fails where
 the wheel is too large, the seconds are too many, or another backend serves than the wheel is for.
@@ -9,12 +10,15 @@ the wheel is too large, the seconds are too many, or another backend serves than
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 LARGEST = 4_000_000  # bytes of a wheel
 LONGEST = 30.0  # seconds of the installation and the first result, beyond torch's; five are the aim
@@ -32,8 +36,8 @@ print(f"{seconds:.2f}", "kernels" if load_kernels() is None else "reference")
 """
 
 
-def tried(wheel: Path) -> bool:
-    """Whether a wheel is small enough, installs fast enough, and gives the right numbers from its folder."""
+def tried(wheel: Path) -> dict[str, Any] | None:
+    """The size of a wheel, the seconds that it needs, and what serves from its folder; None for wrong numbers."""
     size = wheel.stat().st_size
     # No compiler is found there.
     without = {**os.environ, "PATH": "/nonexistent", "CC": "/bin/false", "CXX": "/bin/false"}
@@ -47,22 +51,37 @@ def tried(wheel: Path) -> bool:
         done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{wheel.name}: the first tensor failed\n{done.stderr[-2000:]}")
-        return False
+        return None
     first, served = done.stdout.split()
-    seconds = installed + float(first)
-    expected = "reference" if wheel.name.endswith("none-any.whl") else "kernels"
     print(f"{wheel.name}: {size:,} bytes of at most {LARGEST:,}, served by the {served}")
     print(f"    {installed:.1f} s to install, {first} s from torch to the first result: of at most {LONGEST:.0f} s")
-    return size < LARGEST and seconds < LONGEST and served == expected
+    return {"wheel": wheel.name, "bytes": size, "installed": installed, "first": float(first), "served": served}
 
 
-def main(place: Path) -> int:
+def good(found: dict[str, Any] | None) -> bool:
+    """Whether a wheel is small enough, installs fast enough, and is served by what it is for."""
+    if found is None:
+        return False
+    expected = "reference" if found["wheel"].endswith("none-any.whl") else "kernels"
+    fast = found["installed"] + found["first"] < LONGEST
+    return found["bytes"] < LARGEST and fast and found["served"] == expected
+
+
+def main() -> int:
+    """Try the wheels; 1 if one is not good."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("place", type=Path, help="a wheel or a folder of wheels")
+    parser.add_argument("--record", type=Path, help="the file that gets the figures, for docs/bars.md")
+    arguments = parser.parse_args()
+    place = arguments.place
     wheels = [place] if place.suffix == ".whl" else sorted(place.glob("*.whl"))
     if not wheels:
         sys.exit(f"{place} holds no wheel; run `make wheel`")
     found = [tried(wheel) for wheel in wheels]
-    return int(not all(found))
+    if arguments.record:
+        arguments.record.write_text(json.dumps([one for one in found if one], indent=2) + "\n")
+    return int(not all(map(good, found)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-_VOID = {"meta", "br", "img", "path", "use", "hr", "link", "input"}
+_VOID = {"meta", "br", "wbr", "img", "path", "use", "hr", "link", "input"}
 
 
 class Page(HTMLParser):

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
+
+_LONG = re.compile(r"\S{13,}")
+"""Words that may break within themselves."""
+_BREAK = re.compile(r"(?<=[._])(?=\w)")
+
+
+def breakable(text: str) -> str:
+    """Text, escaped, in which long names, such as those of layers, may break after dots and underscores.
+
+    >>> breakable("a.b: encoder.layer_0<")
+    'a.b: encoder.<wbr>layer_<wbr>0&lt;'
+    """
+    return _LONG.sub(lambda word: _BREAK.sub("<wbr>", word.group()), escape(text))
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:

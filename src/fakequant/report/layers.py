@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
 
+from fakequant.model.html import breakable
 from fakequant.report.data import Layer
 
 WORST = 10
@@ -51,7 +52,7 @@ def folded(layers: Sequence[Layer], render: Callable[[Sequence[Layer]], str]) ->
         shown = f"worst {decibels(worst.worst)} dB" if math.isfinite(worst.worst) else ""
         heat = "".join(f'<i class="{grade(layer.worst)}"></i>' for layer in own)
         parts.append(
-            f"<details><summary><code>{escape(name)}</code> "
+            f"<details><summary><code>{breakable(name)}</code> "
             f'<span class="soft">{len(own)} layers{", " if shown else ""}{shown}</span>'
             f'<span class="heat" aria-hidden="true">{heat}</span></summary>{render(own)}</details>'
         )
@@ -81,7 +82,8 @@ def _row(layer: Layer, total: int) -> str:
     share = f"{layer.bytes / total:.1%}" if layer.bytes else ""
     specs = f"{layer.input or 'float'}; {layer.weight}" if layer.weight else layer.input or "float"
     return (
-        f"<tr><th scope=row><code>{escape(layer.name)}</code></th><td>{escape(layer.type)}</td><td>{escape(specs)}</td>"
+        f"<tr><th scope=row><code>{breakable(layer.name)}</code></th>"
+        f"<td>{escape(layer.type)}</td><td>{escape(specs)}</td>"
         f"{measured(layer.alone)}{measured(layer.input_sqnr)}{measured(layer.weight_sqnr)}"
         f"<td>{bits}</td><td>{share}</td></tr>"
     )

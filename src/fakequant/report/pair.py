@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
+from fakequant.model.html import breakable
 from fakequant.report.data import Layer, ReportData, accuracy_cells
 from fakequant.report.layers import decibels, folded, measured
 from fakequant.report.page import document
@@ -79,7 +80,8 @@ def _row(layer: Layer, one: Layer | None, two: Layer | None) -> str:
         kind = "good" if gain > 0.5 else "bad" if gain < -0.5 else "soft"
         change = f'<td class="{kind}">{"+" if gain > 0 else ""}{decibels(gain) if gain else "0.0"}</td>'
     return (
-        f"<tr><th scope=row><code>{escape(layer.name)}</code></th><td>{escape(layer.type)}</td><td>{escape(specs)}</td>"
+        f"<tr><th scope=row><code>{breakable(layer.name)}</code></th>"
+        f"<td>{escape(layer.type)}</td><td>{escape(specs)}</td>"
         f"{measured(ratios[0])}{measured(ratios[1])}{change}</tr>"
     )
 

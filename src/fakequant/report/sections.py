@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from fakequant.model.html import html_table
+from fakequant.model.html import breakable, html_table
 from fakequant.report import charts
 from fakequant.report.advice import cut
 from fakequant.report.data import Channels, Distribution, ReportData, Section, Size, Verification, accuracy_cells
@@ -59,14 +59,14 @@ def _distribution(shown: Distribution) -> str:
     for index, (method, (low, high)) in enumerate(shown.ranges.items()):
         ends = f"±{high:.4g}" if low == -high else f"{low:.4g} to {high:.4g}"
         clip = shown.clips.get(method)
-        cost = f": clips {_share(clip.share)}, {clip.sqnr:.1f} dB" if clip else ""
+        cost = f": clips {_share(clip.share)}, {clip.sqnr:.1f}&nbsp;dB" if clip else ""
         flag = (
-            f' <span class="bad">the whole range would give {shown.whole:.1f} dB</span>'
+            f' <span class="bad">the whole range would give {shown.whole:.1f}&nbsp;dB</span>'
             if (method == CHOSEN and cut(shown))
             else ""
         )
         lines.append(f"<p>{charts.legend(index)}{escape(method)} {ends}{cost}{flag}</p>")
-    caption = f"<figcaption><code>{escape(shown.name)}</code>{together}</figcaption>"
+    caption = f"<figcaption><code>{breakable(shown.name)}</code>{together}</figcaption>"
     return f"<figure>{caption}{charts.histogram(shown)}{''.join(lines)}</figure>"
 
 
@@ -77,7 +77,7 @@ def _share(share: float) -> str:
 def _channels(shown: Channels) -> str:
     note = f"{shown.channels} channels; the largest is {shown.spread:.3g} times the median"
     return (
-        f"<figure><figcaption><code>{escape(shown.name)}, weight</code></figcaption>{charts.channels(shown)}"
+        f"<figure><figcaption><code>{breakable(shown.name)}, weight</code></figcaption>{charts.channels(shown)}"
         f"<p>{note}</p></figure>"
     )
 
@@ -138,7 +138,7 @@ def _sizes(data: ReportData) -> str:
 def _left(data: ReportData) -> str:
     parts = []
     for model, operations in data.left.items():
-        items = "".join(f"<li><code>{escape(operation)}</code></li>" for operation in operations)
+        items = "".join(f"<li><code>{breakable(operation)}</code></li>" for operation in operations)
         shown = f"<ul>{items}</ul>" if items else "<p>No operation.</p>"
         if len(operations) > WORST:
             shown = f"<details><summary>{len(operations)} operations</summary>{shown}</details>"
@@ -183,7 +183,7 @@ def _environment(data: ReportData) -> str:
 def paragraphs(sentences: Iterable[str], kind: str = "") -> str:
     """Each sentence as a paragraph, escaped."""
     opening = f'<p class="{kind}">' if kind else "<p>"
-    return "".join(f"{opening}{escape(sentence)}</p>" for sentence in sentences)
+    return "".join(f"{opening}{breakable(sentence)}</p>" for sentence in sentences)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:

@@ -33,7 +33,8 @@ thead th { font-weight: 600; vertical-align: bottom; } tbody tr:nth-child(even) 
 .layers { width: 100%; table-layout: fixed; } .layers th:first-child { width: 22%; } .layers th,
 .layers td { padding-right: .5rem; }
 .layers th:nth-child(2) { width: 11%; } .layers th:nth-child(3) { width: 26%; }
-.layers th, .layers td { overflow-wrap: anywhere; } .layers td:nth-child(3) { font-size: .8rem; color: var(--soft); }
+.layers th:first-child, .layers td { overflow-wrap: anywhere; }
+.layers td:nth-child(3) { font-size: .8rem; color: var(--soft); }
 .layers i { display: block; height: 4px; background: currentColor; margin-left: auto; border-radius: 2px; }
 th button { font: inherit; color: inherit; background: none; border: 0; padding: 0; text-align: inherit; cursor:
   pointer;
@@ -54,6 +55,9 @@ figure p { font-size: .8rem; margin: .1rem 0; } svg { display: block; width: 100
 .axis { display: flex; justify-content: space-between; font-size: .75rem; color: var(--soft); }
 .curve { max-width: 40rem; } .curve text { font-size: 11px; fill: currentColor; }
 .key { display: inline-block; width: 22px; height: 4px; vertical-align: middle; margin-right: .3em; }
+@media print, (max-width: 900px) { .layers { font-size: .75rem; } .layers th,
+  .layers td { padding-right: .3rem; } .layers th:nth-child(2) { width: 13%; }
+  .layers th:nth-child(3) { width: 22%; } }
 @media (max-width: 640px) { .wide th, .wide td { padding-right: .5rem; font-size: .8rem; }
   body { padding: 1rem .8rem 3rem; } .layers thead { display: none; }
   .layers, .layers tbody, .layers tr, .layers th, .layers td { display: block; width: auto !important; border: 0;
@@ -69,9 +73,11 @@ figure p { font-size: .8rem; margin: .1rem 0; } svg { display: block; width: 100
   .pair td:nth-child(5)::before { content: "B "; } .pair td:nth-child(6)::before { content: "B less A "; } }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --paper: #fff; --line: #bbb; --zebra: #fff;
   --good: #116329; --fair: #7a5200; --bad: #b42318; --bar: #0072b2; --mark: #d55e00; }
-  body { max-width: none; padding: 0; font-size: 10pt; } nav, .tools { display: none; } h2, h3 { break-after: avoid; }
-  #rows details::details-content { content-visibility: visible; block-size: auto; }
-  tr, .tile, figure { break-inside: avoid; } pre { white-space: pre-wrap; } .wide { overflow: visible; } }
+  body { max-width: none; padding: 0; font-size: 10pt; } nav, .tools { display: none; }
+  .tiles { grid-template-columns: 1fr 1fr; } h2, h3, summary { break-after: avoid; }
+  details::details-content { content-visibility: visible; block-size: auto; }
+  tr, .tile, figure { break-inside: avoid; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+  .wide { overflow: visible; } }
 """
 
 SCRIPT = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from fakequant.model.html import breakable
 from fakequant.report.advice import BAD_LOSS, FAIR_LOSS, ranked
 from fakequant.report.data import ReportData, accuracy_cells
 from fakequant.report.layers import decibels, grade
@@ -15,13 +16,13 @@ def verdict(data: ReportData) -> str:
     following = ""
     if data.next:
         code = f"<pre><code>{escape(data.code)}</code></pre>" if data.code else ""
-        following = f'<div class="next"><p><strong>Next:</strong> {escape(data.next)}</p>{code}</div>'
+        following = f'<div class="next"><p><strong>Next:</strong> {breakable(data.next)}</p>{code}</div>'
     return f'<div class="tiles">{"".join(tiles)}</div>{following}'
 
 
 def _tile(what: str, figure: str, note: str, kind: str = "") -> str:
     """A tile; the figure is HTML."""
-    shown = f"<p>{escape(note)}</p>" if note else ""
+    shown = f"<p>{breakable(note)}</p>" if note else ""
     return f'<div class="tile {kind}"><p class="what">{escape(what)}</p><b>{figure}</b>{shown}</div>'
 
 
@@ -67,7 +68,7 @@ def _worst(data: ReportData) -> str:
     first = layers[0]
     what = "with this layer alone quantized" if first.alone is not None else "of its own tensors"
     after = f"; the next is {layers[1].name} with {decibels(layers[1].worst)}" if len(layers) > 1 else ""
-    name = f"<code>{escape(first.name)}</code>"
+    name = f"<code>{breakable(first.name)}</code>"
     return _tile("worst layer", name, f"{decibels(first.worst)} dB {what}{after}", grade(first.worst))
 
 
