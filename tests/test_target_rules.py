@@ -1,5 +1,6 @@
 """One test for each rule of the tables: what every target does with results, norms, pooling and fixed ranges."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -151,3 +152,24 @@ def test_rules_with_an_output_reach_functions() -> None:
     )
     fq.calibrate(made, [IMAGE])
     assert made._sites.add_0.output.scale.shape[-1] == 16
+
+
+@dataclass
+class Returned:
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "qnn", "xnnpack"])
+def test_results_that_leave_the_model_in_a_dataclass(target: str) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(32, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Returned:
+            y = self.body(x)
+            return Returned(self.head(y.relu()), [y])
+
+    _, placement = planned(Returns(), target)
+    assert {path for path, rule in placement.layers.items() if rule.output is not None} == {"body", "head"}

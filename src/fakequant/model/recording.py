@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fakequant.model.calls import not_compiled
 from fakequant.model.modes import evaluating
 from fakequant.model.operations import counted, is_product
+from fakequant.model.outputs import float_tensors
 from fakequant.nn.site_functions import CALLED_AS, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.unseen import OF_CACHE, hide_caches
@@ -145,7 +146,8 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
         recorder,
     ):
         result = run()
-    recorder.recording.outputs = tuple(recorder.value_of(leaf) for leaf in _tensors(result))
+    returned = [*_tensors(result), *float_tensors(result)]  # torch's trees end at a dataclass
+    recorder.recording.outputs = tuple(dict.fromkeys(recorder.value_of(tensor) for tensor in returned))
     return recorder.recording
 
 
