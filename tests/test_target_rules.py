@@ -173,3 +173,33 @@ def test_results_that_leave_the_model_in_a_dataclass(target: str) -> None:
 
     _, placement = planned(Returns(), target)
     assert {path for path, rule in placement.layers.items() if rule.output is not None} == {"body", "head"}
+
+
+class Attends(nn.Module):
+    """Attention as two products and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.softmax(self.query(x) @ self.key(x).mT, -1) @ x
+
+
+class Repeats(nn.Module):
+    """Calls one block twice, and returns what the second call gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Attends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "qnn"])
+def test_all_calls_of_a_block_count_where_results_are_quantized(target: str) -> None:
+    plan, _ = planned(Repeats(), target)
+    sites = {site.key: tuple(site.quantizers) for site in plan.sites}
+    assert sites["add_0"] == ("input", "other", "output")  # the second call returns it
+    assert sites["matmul_1"][:1] == ("other",)  # the softmax quantizes its result in both calls

@@ -99,10 +99,10 @@ class _Planner:
         self.given = layers
         self.layers = dict(layers)
         self.candidates = {(one.owner, one.function, one.index): one for one in configs}
-        self.calls_of: dict[Candidate, list[Call]] = {}
+        self.same: dict[tuple[str | None, str, int], list[Call]] = {}  # calls, which differ by visit alone
         for call in recording.calls:
-            if (one := self._candidate(call)) is not None:
-                self.calls_of.setdefault(one, []).append(call)
+            self.same.setdefault(call.site, []).append(call)
+        self.calls_of = {one: self.same[one.owner, one.function, one.index] for one in configs}
         self.call_of = {one: calls[0] for one, calls in self.calls_of.items()}
         self.held: dict[Candidate, Held] = {}
         self.quantized: set[int] = set()  # values with a quantizer of their own
@@ -186,12 +186,12 @@ class _Planner:
 
     def _fixed(self) -> None:
         """Ranges that do not depend on the data, after which no other quantizer is needed."""
-        for one, call in self.call_of.items():
+        for one in self.call_of:
             known = self.target.fixed.get(one.function)
             fixed = None if known is None else _fixed_quantizer(self.configs[one].input, known)
             if fixed is not None:
                 self.held.setdefault(one, {})["output"] = fixed
-                self._drop_after(set(call.outputs), self.target.keeps)
+                self._drop_after({value for same in self.calls_of[one] for value in same.outputs}, self.target.keeps)
 
     def _drop_after(self, quantized: set[int], through: frozenset[str]) -> None:
         """Take quantizers away from operands and layers that read quantized values in all their calls.
@@ -238,8 +238,7 @@ class _Planner:
     def _outputs(self) -> None:
         """Results that no other quantizer reaches."""
         for call in self.flow.calls:
-            one = self._candidate(call)
-            if call.function not in self.target.outputs or (one is not None and call is not self.call_of[one]):
+            if call.function not in self.target.outputs:
                 continue
             last = self._last_of_chain(call)
             inside = call.function == ATTENTION_LAYER  # whose first products no quantizer of another call reaches
@@ -248,7 +247,8 @@ class _Planner:
             if not self._quantize_output(last):
                 continue
             # `nn.MultiheadAttention` transposes its result; engines move quantizers over that.
-            self._drop_after(set(last.outputs[:1]), self.target.keeps if inside else _NO_NODES)
+            quantized = {value for same in self.same[last.site] for value in same.outputs[:1]}
+            self._drop_after(quantized, self.target.keeps if inside else _NO_NODES)
 
     def _quantize_output(self, call: Call) -> bool:
         """Give the result of a call the quantizer of its layer or its site; False where a rule leaves that in float."""
