@@ -203,3 +203,47 @@ def test_all_calls_of_a_block_count_where_results_are_quantized(target: str) -> 
     sites = {site.key: tuple(site.quantizers) for site in plan.sites}
     assert sites["add_0"] == ("input", "other", "output")  # the second call returns it
     assert sites["matmul_1"][:1] == ("other",)  # the softmax quantizes its result in both calls
+
+
+class Masked(nn.Module):
+    """Attention of a decoder by hand, which masks in one of three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.query, self.key, self.way = nn.Linear(32, 32), nn.Linear(32, 32), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(32, 32).triu(1)
+        scores = self.query(x) @ self.key(x).mT / 6
+        if self.way == "fill":
+            scores = scores.masked_fill(hidden == 1, -torch.inf)
+        elif self.way == "add":
+            scores = scores + hidden * torch.finfo(torch.float32).min
+        else:
+            scores = torch.cat([(scores - 10000 * hidden), scores], -1)
+        return x + torch.softmax(scores, -1)[..., :32] @ x
+
+
+@pytest.mark.parametrize("target", ALL)
+@pytest.mark.parametrize("way", ["fill", "add", "cat"])
+def test_scores_with_a_mask_have_no_quantizer(way: str, target: str) -> None:
+    torch.manual_seed(0)
+    model = Masked(way).eval()
+    expected = model(IMAGE)
+    fq.prepare(model, "INT8" if target == "tensorrt" else "INT8_AFFINE", example=IMAGE, target=target)
+    sites: dict[str, set[str]] = {site.key: set(site.quantizers) for site in fq.site_plan(model).sites}
+    assert sites.get("softmax_0", set()) <= {"output"}
+    assert not {"cat_0", "sub_0"} & set(sites)
+    assert ("matmul_0" in sites) is (target != "xnnpack")
+    assert ("output" in sites.get("matmul_0", ())) is (target == "qnn")  # in place of the operands of the sum
+    fq.calibrate(model, [IMAGE])
+    assert ((model(IMAGE) - expected).square().sum() / expected.square().sum()).log10() < -3.5
+
+
+def test_a_model_that_calls_vmap_is_planned() -> None:  # no number may be read from a tensor there
+    class Maps(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.vmap(lambda row: row + row.cos())(x)
+
+    plan, _ = planned(Maps(), "onnxruntime")
+    assert str(plan) == "_sites.add_0: input uint8 per_tensor, other uint8 per_tensor"

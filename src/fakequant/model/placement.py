@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
+from fakequant.model.masks import masked_calls
 from fakequant.model.recording import Call, Recording
 from fakequant.model.sites import Candidate, SiteQuantizer, candidates, operand_of, rules_of_sites
 from fakequant.model.targets import FixedRange, Target
@@ -104,6 +105,7 @@ class _Planner:
             self.same.setdefault(call.site, []).append(call)
         self.calls_of = {one: self.same[one.owner, one.function, one.index] for one in configs}
         self.call_of = {one: calls[0] for one, calls in self.calls_of.items()}
+        self.masked = masked_calls(recording)
         self.held: dict[Candidate, Held] = {}
         self.quantized: set[int] = set()  # values with a quantizer of their own
 
@@ -128,7 +130,7 @@ class _Planner:
 
     def _inputs(self) -> None:
         for one, call in self.call_of.items():
-            if one.function not in self.target.inputs or self._adds_bias(one, call):
+            if one.function not in self.target.inputs or call.site in self.masked or self._adds_bias(one, call):
                 continue
             names = [name for name in one.operands if not self._is_fused(call.operands[name], one.function)]
             if self.target.identity_only and one.function == "add":
@@ -238,7 +240,7 @@ class _Planner:
     def _outputs(self) -> None:
         """Results that no other quantizer reaches."""
         for call in self.flow.calls:
-            if call.function not in self.target.outputs:
+            if call.function not in self.target.outputs or call.site in self.masked:
                 continue
             last = self._last_of_chain(call)
             inside = call.function == ATTENTION_LAYER  # whose first products no quantizer of another call reaches

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from fakequant.model.calls import not_compiled
 from fakequant.model.modes import evaluating
 from fakequant.model.operations import counted, is_product
 from fakequant.model.outputs import float_tensors
-from fakequant.nn.site_functions import CALLED_AS, called_as
+from fakequant.nn.site_functions import CALLED_AS, CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.unseen import OF_CACHE, hide_caches
 from fakequant.restore import Restore, restore_after, structure_of
@@ -66,6 +66,7 @@ class Call:
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
         equation: that of an `einsum`; empty where it has none.
+        extreme: whether an operand has numbers as large as those of masks; False for products.
     """
 
     number: int
@@ -79,6 +80,7 @@ class Call:
     multiplications: int = 0
     where: tuple[tuple[CodeType, int], ...] = ()
     equation: str = ""
+    extreme: bool = False
 
     @property
     def site(self) -> tuple[str | None, str, int]:
@@ -113,6 +115,19 @@ class Recording:
         return visits
 
 
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
+
+
+class _Detail(NamedTuple):
+    """What is noted of a call that can be quantized alone: see `Call`."""
+
+    operands: dict[str, int]
+    where: tuple[tuple[CodeType, int], ...]
+    equation: str
+    extreme: bool
+
+
+_PLAIN = _Detail({}, (), "", False)
 _WITH_PRODUCTS = frozenset({"multi_head_attention_forward"})
 _SITES = frozenset(called.function.name for called in CALLED_AS.values())
 
@@ -194,8 +209,7 @@ class _Recorder(TorchFunctionMode):
             name = _name_of(func) if called is None else called.function.name
         arguments = _tensors((args, kwargs))
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
-        operands = {} if called is None else operands_of(called, args, kwargs)
-        numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
+        detail = _PLAIN if called is None else self._detail(called, args, kwargs)
         count = 0
         if is_product(name) or name in _WITH_PRODUCTS:
             result, count = counted(
@@ -207,10 +221,15 @@ class _Recorder(TorchFunctionMode):
         if result is None:  # `x[i] = y`, which changes its first argument
             made = arguments[:1]
         if made or called is not None:
-            where = () if called is None else self._where()
-            equation = args[0] if name == "einsum" and args and isinstance(args[0], str) else ""
-            self._note(name, numbers, inputs, made, count, where, equation)
+            self._note(name, inputs, made, count, detail)
         return result
+
+    def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> _Detail:
+        operands = operands_of(called, args, kwargs)
+        numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
+        equation = args[0] if called.function.name == "einsum" and args and isinstance(args[0], str) else ""
+        extreme = not called.function.is_product and _is_extreme(operands.values())
+        return _Detail(numbers, self._where(), equation, extreme)
 
     def _is_of_cache(self) -> bool:
         """Whether a cache of transformers makes the call."""
@@ -224,22 +243,13 @@ class _Recorder(TorchFunctionMode):
     def _where(self) -> tuple[tuple[CodeType, int], ...]:
         """The places in the code that run, from the call of the function up to the `forward` of its owner."""
         places = []
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(3)
         while frame is not None and frame.f_code is not self.followed:
             places.append((frame.f_code, frame.f_lasti))
             frame = frame.f_back
         return tuple(places)
 
-    def _note(
-        self,
-        name: str,
-        operands: dict[str, int],
-        inputs: tuple[int, ...],
-        made: list[Tensor],
-        count: int,
-        where: tuple[tuple[CodeType, int], ...],
-        equation: str,
-    ) -> None:
+    def _note(self, name: str, inputs: tuple[int, ...], made: list[Tensor], count: int, detail: _Detail) -> None:
         recording = self.recording
         owner, visit = self.running[-1] if self.running else (None, 0)
         number = len(recording.calls)
@@ -248,8 +258,9 @@ class _Recorder(TorchFunctionMode):
         outputs = tuple(self._new(tensor, number, constant=constant) for tensor in made)
         index = self.counts[owner, visit, name]
         self.counts[owner, visit, name] += 1
+        operands, where, equation, extreme = detail
         recording.calls.append(
-            Call(number, owner, visit, name, index, operands, inputs, outputs, count, where, equation)
+            Call(number, owner, visit, name, index, operands, inputs, outputs, count, where, equation, extreme)
         )
 
     def value_of(self, tensor: Tensor) -> int:
@@ -318,3 +329,18 @@ def _name_of(func: Any) -> str:
     """The name of a function of torch without what tells that it is in place or an operator."""
     name: str = getattr(func, "__name__", str(func))
     return name.strip("_") if name.startswith("__") else name.rstrip("_")
+
+
+_EXTREME = 1e4  # older models of transformers mask by adding -10000
+
+
+def _is_extreme(tensors: Iterable[Tensor]) -> bool:
+    """Whether a tensor has a number that is as large as those of masks; one with NaN has none."""
+    for tensor in tensors:
+        while _functorch.is_functorch_wrapped_tensor(tensor):  # by vmap, which lets no values out
+            tensor = _functorch.get_unwrapped(tensor)
+        if tensor.numel() and tensor.dtype.itemsize > 1:  # torch finds no extremes of floats with 8 bits
+            low, high = tensor.aminmax()
+            if low.item() <= -_EXTREME or high.item() >= _EXTREME:
+                return True
+    return False

@@ -1,0 +1,33 @@
+"""Which calls of a recorded run compute with the mask of an attention, whose numbers no scale of scores can hold.
+
+A mask adds -inf, or a number such as -10000 or the least float, where a softmax shall give 0. A range over such numbers
+and the scores rounds all scores to one value.
+"""
+
+from __future__ import annotations
+
+from fakequant.model.recording import Recording
+from fakequant.nn.site_functions import SITE_FUNCTIONS
+
+_SOFTMAX = frozenset({"softmax", "log_softmax"})
+_TAKES_MASK = frozenset({"scaled_dot_product_attention", "attention_function"})
+
+
+def masked_calls(recording: Recording) -> set[tuple[str | None, str, int]]:
+    """The calls that have numbers of a mask and whose result reaches a softmax, or an attention as its mask.
+
+    A product on the way ends it: what it reads are no scores. Calls are named as by `Call.site`.
+    """
+    found = set()
+    scores: set[int] = set()  # values that reach a softmax
+    for call in reversed(recording.calls):
+        known = SITE_FUNCTIONS.get(call.function)
+        if call.function in _TAKES_MASK:
+            scores.update(value for value in call.inputs if value not in call.operands.values())
+        elif call.multiplications or (known is not None and known.is_product):
+            continue
+        elif call.function in _SOFTMAX or any(value in scores for value in call.outputs):
+            scores.update(call.inputs)
+            if call.extreme:
+                found.add(call.site)
+    return found
