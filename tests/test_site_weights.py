@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.sites import site_plan
+from fakequant.model.targets import targets
+from fakequant.nn import QuantizedLayer
 from fakequant.nn.site_functions import einsum_operand
 from tests.support.bits import assert_same_bits
 
@@ -164,3 +166,24 @@ def test_weights_of_functions_are_not_named_as_left_in_float() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fq.prepare(Product(), rules, example=torch.ones(2, 4))
+
+
+class Reads(nn.Module):
+    """Reads the weight of a layer without calling it, as the attention of torchvision's Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(F.linear(x, self.read.weight, self.read.bias))
+
+
+@pytest.mark.parametrize("target", [None, *sorted(targets())])
+def test_a_layer_whose_weight_a_function_quantizes_has_no_quantizers(target: str | None) -> None:
+    x = torch.randn(3, 4)
+    rules = fq.Rule("*", input="int8", weight="int8 per_channel(0)", ops=("linear",))
+    model: Any = fq.prepare(Reads(), fq.presets.INT8.with_rule(rules), example=x, target=target)
+    assert not isinstance(model.read, QuantizedLayer)
+    fq.calibrate(model, [x])  # which would miss data for the layer
+    assert fq.unquantized(model, x, products_only=True) == []

@@ -193,7 +193,22 @@ def _planned(model: nn.Module, config: Config, target: str | None, example: Any,
     placement = Placement({}, held) if table is None else place(model, config, recording, table, held)
     sites = plan_sites(model, config, recording, placement.sites)
     sites, note = with_training(model, sites, recording, lambda: model(*args, **kwargs))
-    return _Planned(placement.layers, sites, [*placement.notes, *note], recording)
+    layers = _without_read(model, placement.layers, sites, recording)
+    return _Planned(layers, sites, [*placement.notes, *note], recording)
+
+
+def _without_read(
+    model: nn.Module, layers: Mapping[str, Rule], sites: SitePlan, recording: Recording
+) -> dict[str, Rule]:
+    """Layers without those that are never called, because a function reads their weight and quantizes it itself."""
+    read = {
+        model.get_submodule(site.owner).get_parameter(path) for site in sites.sites for path in site.weights.values()
+    }
+    return {
+        path: rule
+        for path, rule in layers.items()
+        if recording.visits[path] or read.isdisjoint(model.get_submodule(path).parameters(recurse=False))
+    }
 
 
 def _quantizes_inputs(config: Config) -> bool:
