@@ -288,3 +288,16 @@ def test_report_reads_as_a_table(tmp_path: Path) -> None:
     assert lines[1].endswith("clipped before to -127 to 127")
     assert f"{tmp_path / 'm.onnx'}: opset 20, {report.bytes:,} bytes" in lines[3]
     assert report.to_dict()["quantizers"][1]["quantizer"] == "0.0._weight_quantizer"
+
+
+def test_quantizers_within_a_constant_are_named_as_left_out(tmp_path: Path) -> None:
+    class LowRank(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input @ (self.weight @ self.weight)
+
+    rules = Config("", (Rule("*", weight="int8 per_tensor", ops=("matmul",)),))
+    model, x = prepare(LowRank(4, 4), rules, example=torch.ones(2, 4)), torch.ones(2, 4)
+    calibrate(model, [x])
+    written = export_onnx(model, x, tmp_path / "model.onnx")
+    assert written.left_out == ["_sites.matmul_0.input", "_sites.matmul_0.other"]
+    assert "not in the file (off, not reached by the example, or within a constant): _sites.matmul_0" in str(written)

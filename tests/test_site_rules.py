@@ -190,6 +190,19 @@ def test_saved_and_loaded(tmp_path: Path, method: str | None) -> None:
     }
 
 
+def test_a_function_in_float64_of_a_model_in_float32_is_saved_and_loaded(tmp_path: Path) -> None:
+    class Wide(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return (input.double() + super().forward(input).double()).float()
+
+    rules = fq.Config("", (fq.Rule("*", input="int8", ops=("add",)),))
+    made = fq.prepare(Wide(4, 4), rules, example=X)
+    fq.calibrate(made, [X])
+    fq.save(made, tmp_path)
+    again = fq.load(Wide(4, 4), tmp_path)
+    assert torch.equal(again(X), made(X))
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     class Other(nn.Sequential):
         def __init__(self) -> None:

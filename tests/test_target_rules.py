@@ -246,4 +246,4 @@ def test_a_model_that_calls_vmap_is_planned() -> None:  # no number may be read 
             return torch.vmap(lambda row: row + row.cos())(x)
 
     plan, _ = planned(Maps(), "onnxruntime")
-    assert str(plan) == "_sites.add_0: input uint8 per_tensor, other uint8 per_tensor, output uint8 per_tensor"
+    assert str(plan) == "_sites.add_0: input uint8 per_tensor, other uint8 per_tensor"

@@ -68,7 +68,8 @@ class ExportReport:
         bytes: the size of the file.
         float_bytes: the size that the file would have with float weights.
         quantizers: the quantizers in the file, in graph order.
-        left_out: paths of quantizers that are not in the file, because they are off or the example did not reach them.
+        left_out: paths of quantizers that are not in the file, because they are off, the example did not reach them, or
+            what they quantize is computed from parameters alone and is a constant in the file.
     """
 
     path: Path
@@ -92,7 +93,9 @@ class ExportReport:
             f"{self.float_bytes:,} with float weights"
         )
         if self.left_out:
-            lines.append(f"not in the file (off, or not reached by the example): {', '.join(self.left_out)}")
+            lines.append(
+                f"not in the file (off, not reached by the example, or within a constant): {', '.join(self.left_out)}"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__  # what notebooks and consoles show

@@ -60,7 +60,8 @@ def check_ranges(
                         weight = getattr(held.owner, held.name, None)
             _check_named(path, entry, by_quantizer.get(path, {}), weight, wide)
     for path, entry in (others or {}).items():
-        _check_named(path, entry, by_quantizer.get(path, {}), None, wide)
+        # A function may compute in float64 whatever the parameters are.
+        _check_named(path, entry, by_quantizer.get(path, {}), None, wide=True)
 
 
 def _check_named(path: str, entry: QuantizerEntry, held: Mapping[str, Tensor], weight: object, wide: bool) -> None:
