@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fakequant.errors import ExportError
 from fakequant.model import presets
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
@@ -301,3 +303,28 @@ def test_quantizers_within_a_constant_are_named_as_left_out(tmp_path: Path) -> N
     written = export_onnx(model, x, tmp_path / "model.onnx")
     assert written.left_out == ["_sites.matmul_0.input", "_sites.matmul_0.other"]
     assert "not in the file (off, not reached by the example, or within a constant): _sites.matmul_0" in str(written)
+
+
+class Branching(nn.Linear):
+    """Runs, and cannot be traced: its way depends on its input."""
+
+    def forward(self, input):
+        return super().forward(input) if input.sum() > 0 else input
+
+
+def test_what_tracing_alone_cannot_do_stays_the_error_of_torch(tmp_path):
+    model = prepare(nn.Sequential(Branching(4, 4), nn.Linear(4, 4)), "INT8_WEIGHT_ONLY")
+    with pytest.raises(Exception, match="data-dependent") as found:
+        export_onnx(model, torch.ones(1, 4), tmp_path / "model.onnx")
+    assert not isinstance(found.value, ExportError)
+
+
+def test_an_example_that_the_model_refuses_is_named_in_one_line(tmp_path, caplog):
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    model = prepare(nn.Sequential(nn.Linear(4, 4)), "INT8_WEIGHT_ONLY")
+    said = r"^the example, tensors of shape \[2, 5\], failed in layer 0 \(Linear 4 -> 4\)"
+    with pytest.raises(ExportError, match=said):
+        export_onnx(model, torch.ones(2, 5), tmp_path / "model.onnx")
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert log.level == before

@@ -214,6 +214,30 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fq.calibrate(ready(), [X, torch.ones(4, 9)]),
         r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
     ),
+    "report on another width": (
+        lambda path: fq.report(ready(), [X, torch.ones(4, 9)], path / "report.html"),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "sensitivity on another width": (
+        lambda _: fq.sensitivity(ready(), [X, torch.ones(4, 9)]),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "ratios on another width": (
+        lambda _: fq.layer_sqnr(ready(), [X, torch.ones(4, 9)]),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "improve on another width": (
+        lambda _: fq.ptq.improve(ready(), [X, torch.ones(4, 9)]),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "reconstruct on another width": (
+        lambda _: fq.ptq.reconstruct(ready(), [X, torch.ones(4, 9)]),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "low_rank on another width": (
+        lambda _: fq.ptq.low_rank(ready(), [X, torch.ones(4, 9)]),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
     "run uncalibrated": (lambda _: fq.prepare(net(), "int8")(X), r"has not been calibrated|not calibrated"),
     "quantize to no format": (lambda _: fq.fake_quantize(X, "int8x"), r"int8x.*; (did you mean|known)"),
     "quantize integers": (lambda _: fq.fake_quantize(X.long(), "int8"), r"int64"),
@@ -221,6 +245,10 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "export uncalibrated": (
         lambda path: fq.export_onnx(fq.prepare(net(), "int8"), X, path / "model.onnx"),
         r"calibrate\(model, batches\)",
+    ),
+    "export on another width": (
+        lambda path: fq.export_onnx(ready(), torch.ones(4, 9), path / "model.onnx"),
+        r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
     ),
     "export a float model": (lambda path: fq.export_onnx(net(), X, path / "model.onnx"), r"prepare"),
     "verify nothing": (lambda path: fq.verify_onnx(path / "absent.onnx"), r"absent\.onnx"),

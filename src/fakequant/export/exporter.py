@@ -30,7 +30,7 @@ from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Inputs, example_arguments, select_inputs
 from fakequant.model.execution import simulated
-from fakequant.model.failures import described
+from fakequant.model.failures import described, example_named
 from fakequant.model.modes import evaluating
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn import fixed_ranges
@@ -135,8 +135,8 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
         output_names: names of the outputs in the file.
 
     Raises:
-        ExportError: an unknown style; quantizers that are not calibrated or that ONNX cannot express; a file of more
-            than 2 GB; or onnx is not installed. Nothing is written.
+        ExportError: an unknown style; quantizers that are not calibrated or that ONNX cannot express; an example on
+            which the model fails; a file of more than 2 GB; or onnx is not installed. Nothing is written.
         OutputError: the file cannot be written; raised before any work.
         torch.export's errors: the model cannot be traced.
 
@@ -220,7 +220,12 @@ def traced(
     active = _check(model, opset, style)
     args, kwargs = example_arguments(example)
     _check_example(model, example, args, kwargs)
-    with evaluating(model), fixed_ranges(model), _weights_fixed(model, args, kwargs):
+    with (
+        evaluating(model),
+        fixed_ranges(model),
+        _weights_fixed(model, args, kwargs),
+        example_named(model, args, kwargs),
+    ):
         program = trace(model, args, kwargs, dynamic_shapes)
     quantizing = sites(program, style)
     if not quantizing:

@@ -14,6 +14,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_metric, check_model, measured
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.execution import simulated
+from fakequant.model.failures import failure_named
 from fakequant.model.html import html_result
 from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.outputs import float_tensors
@@ -77,6 +78,7 @@ def layer_sqnr(
 
     Raises:
         ConfigError: there was no batch, or the batches are one tensor.
+        CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(1, 4)])
@@ -173,6 +175,7 @@ def sensitivity(
     Raises:
         ConfigError: the model has no quantized layers, the batches are one tensor, or, by the default metric, there was
             no batch or the model's output holds no float tensor.
+        CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8.with_rule(Rule("1")))
     >>> x = torch.linspace(-1, 1, 40).view(10, 4)
@@ -216,7 +219,8 @@ def _output_sqnr(
     with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
         for batch in track(batches, "measuring layers", total, progress):
             with kept.record():
-                output = run(model, batch)
+                with failure_named(model, batches_seen + 1, batch):
+                    output = run(model, batch)
                 exact = [tensor.clone() for tensor in float_tensors(output)]
             if not exact:
                 raise ConfigError(
@@ -253,6 +257,7 @@ def _run(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool 
     count = 0
     with evaluating(model), torch.no_grad():
         for batch in track(batches, "measuring", None, progress):
-            run(model, batch)
+            with failure_named(model, count + 1, batch):
+                run(model, batch)
             count += 1
     return count

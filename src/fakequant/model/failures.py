@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.errors import CalibrationError
+from fakequant.errors import CalibrationError, ExportError, FakeQuantError
 from fakequant.model.batches import Forward
 from fakequant.nn.quantizer import Quantizer
+from fakequant.restore import restore_after
 
 _OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 """What torch raises of wrong inputs. Other classes, such as torch.OutOfMemoryError, are left to the caller."""
+
+_LOG = "torch._subclasses.fake_tensor"
+"""Where torch writes the traceback of an error in tracing, which it raises, too."""
 
 
 class BatchError(CalibrationError):
@@ -59,6 +65,41 @@ def naming(run: Forward, batches: Sequence[Any]) -> Forward:
             return run(model, batch)
 
     return named
+
+
+@contextmanager
+def example_named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Turn an error of torch's tracing into one that names shapes and layer, if the model itself fails on the example.
+
+    Raises:
+        ExportError: a call of the model with the example fails, too. Other errors stay.
+    """
+    log = logging.getLogger(_LOG)
+    level = log.level
+    try:
+        with restore_after(lambda: log.setLevel(level)):
+            log.setLevel(logging.CRITICAL)
+            yield
+    except FakeQuantError:
+        raise
+    except _OF_TORCH as error:
+        if (refused := _refusal(model, args, kwargs)) is None:
+            raise
+        raise ExportError(refused) from error
+
+
+def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What a model says of an example on which it fails; None if it takes it."""
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except _OF_TORCH as error:
+        where = place(model, error) if type(error) in _OF_TORCH else None
+        if where is None:
+            return None
+        given = described((args, kwargs))
+        return f"the example, {given}, failed{where}: {one_line(error)}; give an example that the model takes"
+    return None
 
 
 def one_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.outputs import float_tensors
 from fakequant.model.progress import track
@@ -77,7 +78,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     found = find_blocks(model) if blocks is None else _named(model, blocks)
     tied = [weight.parameter for tie in tied_weights(model) for weight in tie.values()]
     shared = frozenset(parameter for parameter in tied if parameter is not None)
-    run, result = runner(inputs, forward), Improvement()
+    run, result = naming(runner(inputs, forward), given), Improvement()
     with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
         recorded = record(model, found, run, given)
         with Stream(model, found, run, given, recorded) as own, Stream(model, found, run, given, recorded) as floats:

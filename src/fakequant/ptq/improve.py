@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
@@ -77,7 +78,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
 
     Raises:
         ConfigError: an unknown step, a model without quantized weights, or a folder with several processes.
-        CalibrationError: an input that holds NaN or inf (names the layer), or inputs that are not calibrated.
+        CalibrationError: an input that holds NaN or inf (names the layer), inputs that are not calibrated, or a batch
+            on which the model fails.
         CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
         The model is unchanged after any error or interrupt.
 
@@ -97,7 +99,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     processes = Together(processes_of(model, group))
     if processes.group is not None and checkpoint is not None:
         raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
-    run, masked = runner(inputs, forward), Positions(mask)
+    run, masked = naming(runner(inputs, forward), given), Positions(mask)
     result, shared = Improvement(), _shared_parameters(model)
     notes = {path: _why_not(weight, shared) for path, weight in weights.items()}
     result.layers += [LayerResult(layer_of(path), note=note) for path, note in notes.items() if note]

@@ -12,6 +12,7 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
@@ -75,7 +76,8 @@ def low_rank(
     """
     refuse_tensor(batches, "low_rank")
     refuse_sharded(model, "split the weights of")
-    given, run, positions = list(batches), runner(inputs, forward), Positions(mask)
+    given, positions = list(batches), Positions(mask)
+    run = naming(runner(inputs, forward), given)
     if rank < 1:
         raise ConfigError(f"rank must be at least 1, got {rank}")
     if not given:

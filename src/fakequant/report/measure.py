@@ -15,6 +15,7 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.analysis import Power, sensitivity
 from fakequant.model.batches import Forward, refuse_tensor, runner
 from fakequant.model.execution import simulated
+from fakequant.model.failures import failure_named
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import layer_of
 from fakequant.model.progress import track
@@ -129,7 +130,8 @@ def _run_all(model: nn.Module, batches: Iterable[Any], run: Forward, progress: b
     first, output, count = None, None, 0
     with evaluating(model), cached_weights(model), torch.no_grad():
         for batch in track(batches, "measuring", None, progress):
-            found = run(model, batch)
+            with failure_named(model, count + 1, batch):
+                found = run(model, batch)
             first, output = (first, output) if count else (batch, found)
             count += 1
     if not count:

@@ -58,7 +58,7 @@ def report(  # noqa: PLR0913  all but the first four by name
 
     Raises:
         ConfigError: the model has no quantizers, or there is no batch; or the file of a comparison holds no rows.
-        CalibrationError: an input is not calibrated.
+        CalibrationError: an input is not calibrated, or the model failed on a batch.
         OutputError: the file cannot be written; raised before the work.
 
     >>> from tempfile import TemporaryDirectory
