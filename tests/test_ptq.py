@@ -118,6 +118,20 @@ def test_every_step_for_inputs_loses_less(step: str) -> None:
     assert min(shares) < 0.9
 
 
+def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
+    model = prepared("int3 per_channel(0)", input="int4")
+    found = fq.ptq.improve(model, batches(), progress=False)
+    steps = ["smooth", "input", "bias", "ranges", "gptq", "descend"]
+    for row in found.layers:
+        assert [*row.steps] == [step for step in steps if row.layer != "2" or step != "bias"]  # 2 has none
+        assert row.after == min(row.before, *(row.steps[step] for step in steps[2:] if step in row.steps))
+        assert row.steps.get("bias", row.before) <= row.before  # the nearest values with a better bias
+    for shown in (str(found), found._repr_html_()):
+        for row in found.layers:
+            assert all(f"{number:.2e}" in shown for number in (row.before, *row.steps.values(), row.after))
+    assert str(found).split()[:9] == ["layer", "nearest", *steps, "chosen"]
+
+
 def test_adaround_goes_on_from_the_steps_before_it() -> None:
     model = prepared("int3 per_channel(0)")
     found = fq.ptq.improve(model, batches(), ["gptq", "descend", "adaround"], progress=False)

@@ -96,7 +96,7 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
         name,
         plain.loss(tried["nearest"][1]) / energy,
         losses[best],
-        {k: v for k, v in losses.items() if k != "nearest"},
+        {("bias" if k == "nearest" else k): v for k, v in losses.items() if k != "nearest" or bias is not None},
     )
     return Choice(params, values, None if bias is None else _bias_change(plain, values), result)
 
