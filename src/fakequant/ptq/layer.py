@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
 _ONE = Setting(0.1, 0.2)
 _MANY = (Setting(0.01, None), Setting(0.05, None), Setting(0.2, None))
-_WITH_DRIFT = (*_MANY, Setting(0.05, 0.1), Setting(0.2, 0.5), Setting(0.5, 1.0))
+_WITH_DRIFT = (*_MANY, Setting(0.05, 0.1), _ONE, Setting(0.2, 0.5), Setting(0.5, 1.0))
 
 
 class Choice(NamedTuple):
