@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from fakequant.model.html import html_result
 
+_NAMED = 4
+
 
 @dataclass(frozen=True)
 class LayerResult:
@@ -57,7 +59,12 @@ class Improvement:
 
     @property
     def _last_line(self) -> str:
-        return f"{self.left:.0%} of the error of rounding to nearest is left"
+        line = f"{self.left:.0%} of the error of rounding to nearest is left"
+        stay = [found.layer or "(model)" for found in self.layers if found.note]
+        if not stay:
+            return line
+        more = f" and {len(stay) - _NAMED} more" if len(stay) > _NAMED else ""
+        return f"{line}; nothing was chosen for {len(stay)} of {len(self.layers)}: {', '.join(stay[:_NAMED])}{more}"
 
     def _rows(self) -> list[list[str]]:
         """The header and the rows of the table, the largest remaining error first."""
