@@ -18,6 +18,7 @@ from fakequant.ptq import InputSums, descend, gptq
 from fakequant.ptq.grid import Grid
 from fakequant.ptq.problem import Problem
 from fakequant.ptq.sums import rows_of
+from fakequant.ptq.turn import Turn
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
 
@@ -118,6 +119,20 @@ def test_every_step_for_inputs_loses_less(step: str) -> None:
     assert min(shares) < 0.9
 
 
+def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
+    model = prepared("int3 per_channel(0)", input="int4")
+    found = fq.ptq.improve(model, batches(), progress=False)
+    steps = ["smooth", "input", "bias", "ranges", "gptq", "descend"]
+    for row in found.layers:
+        assert [*row.steps] == [step for step in steps if row.layer != "2" or step != "bias"]  # 2 has none
+        assert row.after == min(row.before, *(row.steps[step] for step in steps[2:] if step in row.steps))
+        assert row.steps.get("bias", row.before) <= row.before  # the nearest values with a better bias
+    for shown in (str(found), found._repr_html_()):
+        for row in found.layers:
+            assert all(f"{number:.2e}" in shown for number in (row.before, *row.steps.values(), row.after))
+    assert str(found).split()[:9] == ["layer", "nearest", *steps, "chosen"]
+
+
 def test_adaround_goes_on_from_the_steps_before_it() -> None:
     model = prepared("int3 per_channel(0)")
     found = fq.ptq.improve(model, batches(), ["gptq", "descend", "adaround"], progress=False)
@@ -146,6 +161,8 @@ LAYERS = {
     "depthwise circular": (nn.Conv2d(4, 4, 3, padding=1, groups=4, padding_mode="circular"), (2, 4, 5, 6)),
     "conv2d same": (nn.Conv2d(3, 2, 3, padding="same"), (2, 3, 5, 6)),
     "conv3d unbatched": (nn.Conv3d(2, 3, 2), (2, 3, 4, 3)),
+    "transposed 1d": (nn.ConvTranspose1d(4, 6, 3, 2, padding=1, output_padding=1), (2, 4, 5)),
+    "transposed 2d": (nn.ConvTranspose2d(4, 3, (3, 2), dilation=(1, 2)), (2, 4, 3, 5)),
 }
 
 
@@ -156,10 +173,9 @@ def test_rows_times_the_weight_matrix_are_the_output(name: str) -> None:
     layer = copy.deepcopy(layer).double()
     with torch.no_grad():
         rows = rows_of(layer, x)
-        matrix = layer.weight.reshape(len(rows), -1, rows.shape[-1])
+        matrix = Turn(layer).tensor(layer.weight).reshape(len(rows), -1, rows.shape[-1])
         products = torch.einsum("grk,gok->rgo", rows, matrix).reshape(rows.shape[1], -1) + layer.bias
         y = layer(x)
-        right = y if isinstance(layer, nn.Linear) else (y if y.dim() == x.dim() and len(x) == len(y) else y[None])
         right = y if isinstance(layer, nn.Linear) else (y[None] if name == "conv3d unbatched" else y).movedim(1, -1)
     torch.testing.assert_close(products, right.reshape(products.shape))
 
@@ -277,7 +293,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head, self.idle = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False), nn.Linear(4, 4)
-        self.up = nn.ConvTranspose1d(4, 4, 2)
+        self.up = nn.ConvTranspose1d(4, 4, 2, groups=2)
         self.head.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -289,11 +305,11 @@ def test_what_is_left_at_nearest_is_listed_with_the_reason() -> None:
     found = fq.ptq.improve(model, [torch.tensor([[1, 2, 3]])], progress=False)
     assert {layer.layer: layer.note for layer in found.layers} == {
         "table": "nearest: a QuantEmbedding has no weight matrix",
-        "up": "nearest: a QuantConvTranspose1d has no weight matrix",
+        "up": "nearest: a QuantConvTranspose1d with groups has no weight matrix",
         "head": "nearest: layers share its weight",
         "idle": "no batch reaches it",
     }
-    assert "head" in str(found)
+    assert str(found).endswith("; nothing was chosen for 4 of 4: table, head, up, idle")
 
 
 def test_a_weight_that_a_float_layer_shares_stays() -> None:

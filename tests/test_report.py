@@ -32,6 +32,7 @@ from fakequant.report import (
     Verification,
     accuracy_cells,
     from_json,
+    improved,
     render,
     report_pair,
     to_json,
@@ -60,7 +61,10 @@ def full() -> ReportData:
             Layer("never", "Linear"),
         ],
         channels=[Channels('<b>"w', [-1.0, -0.5], [1.0, 0.5], 2, 1.5)],
-        improvement=[Improved("<b>stem", 1e-2, 1e-3), Improved("head", 0.0, 0.0, "nearest: a <note>")],
+        improvement=[
+            Improved("<b>stem", 1e-2, 1e-3, steps={"gptq": 2e-3, "<i>step": 1e-3}),
+            Improved("head", 0.0, 0.0, "nearest: a <note>"),
+        ],
         curve=[Point("INT<u>8", 8.25, 98.0), Point("INT4", 4.5, 97.0), Point("worse", 6.0, 90.0)],
         distributions=[
             Distribution(
@@ -327,3 +331,17 @@ def test_a_name_that_utf_8_cannot_write_is_in_the_report(tmp_path: Path) -> None
     path = write_report(tmp_path / "report.html", ReportData("a\ud800", left={"m": ["b\udfff"]}))
     assert r"a\ud800" in path.read_text()
     assert r"b\udfff" in path.read_text()
+
+
+def test_the_improvement_shows_the_error_after_each_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)), "INT4_WEIGHT_ONLY")
+    found = fq.ptq.improve(model, [torch.randn(32, 8)], ["ranges", "gptq", "bias"], progress=False)
+    given = improved(found)
+    assert {row.layer: dict(row.steps) for row in given} == {row.layer: row.steps for row in found.layers}
+    header, first, *_ = re.findall(r"<tr.*?</tr>", render(ReportData("A", improvement=given)).split("chosen by their error")[-1])
+    cells = [re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", first)]
+    names = [re.sub("<.*?>", "", cell) for cell in re.findall(r"<th.*?</th>", header)]
+    assert names[1:-1] == ["error by rounding to nearest", "bias", "ranges", "gptq", "as chosen"]
+    assert cells[1:-1] == [f"{number:.2e}" for number in (given[0].before, *given[0].steps.values(), given[0].after)]
+    assert from_json(to_json(ReportData("A", improvement=given))).improvement == given

@@ -17,7 +17,7 @@ from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case
 from fakequant.errors import ConfigError
 from fakequant.model.batches import run_batch
-from fakequant.ptq import rotate
+from fakequant.ptq import Rotated, rotate
 from fakequant.ptq.rotate import KINDS, rotation_of
 from tests.support.bits import assert_same_bits
 
@@ -113,6 +113,50 @@ def test_the_float_function_stays(norm: type[nn.Module], bias: bool, kind: str) 
     kinds = {type(module) for name, module in model.named_modules() if "norm" in name and name[-5:] != "norms"}
     assert kinds == {nn.RMSNorm if norm is nn.LayerNorm else norm}
     assert str(found).splitlines()[1].split()[-1] == "rotated"
+
+
+class Grouped(nn.Module):
+    """Attention whose heads share the keys and values of two."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        shared = WIDTH // HEADS * 2
+        self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, shared), nn.Linear(WIDTH, shared)
+        self.out, self._way = nn.Linear(WIDTH, WIDTH), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self._way == "repeat_interleave":
+            k, v = (part.repeat_interleave(HEADS // 2, 1) for part in (k, v))
+        elif self._way == "expand":  # as in transformers
+            k, v = (part[:, :, None].expand(-1, -1, HEADS // 2, -1, -1).flatten(1, 2) for part in (k, v))
+        attend = nn.functional.scaled_dot_product_attention
+        return self.out(attend(q, k, v, enable_gqa=self._way == "enable_gqa").transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("way", ["repeat_interleave", "expand", "enable_gqa"])
+def test_values_that_heads_share_are_rotated_into_every_head_that_reads_them(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Grouped(way)).eval(), torch.randn(3, 5, WIDTH)
+    old, wanted = copy.deepcopy(model), model(x)
+    found = rotate(model, x)
+    assert [row for row in found.rows if row.what == "heads"] == [
+        Rotated("heads", WIDTH // HEADS, ("0.v",), ("0.out",)),
+    ]
+    assert relative(model(x), wanted) < 1e-5
+    pairs = [*heads_of(model[0].v, old[0].v, 0), *heads_of(model[0].out, old[0].out, 1)]
+    assert len(pairs) == 2 + HEADS
+    # One rotation for all: what it does to the values of a shared head, every head that reads them undoes.
+    rotations = [new @ was.pinverse() for new, was in pairs]
+    assert relative(rotations[0], torch.eye(WIDTH // HEADS, dtype=torch.float64)) > 0.5
+    for rotation in rotations:
+        torch.testing.assert_close(rotation, rotations[0], rtol=1e-5, atol=1e-5)
+
+
+def heads_of(new: nn.Linear, old: nn.Linear, axis: int) -> list[tuple[Tensor, Tensor]]:
+    """The weights of each head [channels of a head, others], rotated and before, float64."""
+    parts = (layer.weight.detach().double().transpose(0, axis).split(WIDTH // HEADS) for layer in (new, old))
+    return list(zip(*parts, strict=True))
 
 
 def test_large_channels_cost_less() -> None:

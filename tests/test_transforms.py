@@ -215,3 +215,29 @@ def test_smoothing_alone_lowers_the_error_of_the_model() -> None:
     before = agreement(model)
     fq.ptq.improve(model, given, ["smooth"], progress=False)
     assert agreement(model) > before + 50
+
+
+@pytest.mark.parametrize(("step", "rows", "seed"), [("smooth", 4, 0), ("smooth", 16, 1), ("input", 8, 4)])
+def test_what_a_few_batches_alone_would_win_is_not_done(step: str, rows: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    few, new = (
+        [torch.randn(rows, 16, generator=generator) for _ in range(4)],
+        torch.randn(4000, 16, generator=generator),
+    )
+    few, new = [x * x.abs() for x in few], new * new.abs()
+    torch.manual_seed(seed)
+    net = nn.Linear(16, 8)
+    config = fq.Config("test", (fq.Rule(weight="int8 per_channel(0)", input="int8"),))
+    model = fq.prepare(nn.Sequential(copy.deepcopy(net)), config)
+    fq.calibrate(model, few, "max", progress=False)
+    with torch.no_grad():
+        before = (model(new) - net(new)).square().sum()
+        fq.ptq.improve(model, few, [step], progress=False)
+        assert (model(new) - net(new)).square().sum() <= before
+
+
+def test_a_single_batch_is_judged_by_itself() -> None:
+    model = with_outliers("int8")
+    found = smooth([model[0]], outliers()[:1])
+    assert isinstance(model[0].input_transform, ChannelScale)
+    assert found.after < 0.01 * found.before

@@ -26,7 +26,7 @@ from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ptq.compare import output_error
 from fakequant.ptq.losses import Loss, arriving_errors, count_products, divergence, losses_alone
 from fakequant.ptq.stream import record
-from fakequant.ptq.sums import has_rows
+from fakequant.ptq.sums import has_rows, is_turned
 
 _BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "floor": "98.5"}
 """Examples."""
@@ -291,7 +291,7 @@ def scores(
     given, run = list(batches), runner(inputs, forward)
     if not given:
         raise CalibrationError("scores needs batches, and got none")
-    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if has_rows(layer)}
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if _is_scored(layer)}
     if not layers:
         raise ConfigError("the model has no linear layers and no convolutions to choose formats for")
     quantized = {name: _prepared(model, name, given, inputs, forward) for name in choices}
@@ -333,9 +333,13 @@ def _prepared(model: nn.Module, choice: str, batches: list[Any], inputs: Any, fo
     return twin.eval()
 
 
+def _is_scored(module: nn.Module) -> bool:
+    return has_rows(module) and not is_turned(module)
+
+
 def left_in_float(model: nn.Module) -> list[Rule]:
     """Leave in float what the scores do not speak of, purposely, so that nothing warns of it."""
-    kinds = {type(module).__name__ for module in model.modules() if not has_rows(module)}
+    kinds = {type(module).__name__ for module in model.modules() if not _is_scored(module)}
     return [Rule("*", layers=tuple(sorted(kinds)), optional=True)] if kinds else []
 
 

@@ -191,7 +191,8 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 def _why_not(weight: LayerWeight, shared: set[nn.Parameter]) -> str | None:
     """Why nothing is chosen for a weight, or None."""
     if not has_rows(weight.layer):
-        return f"nearest: a {type(weight.layer).__name__} has no weight matrix"
+        groups = " with groups" if getattr(weight.layer, "groups", 1) > 1 else ""
+        return f"nearest: a {type(weight.layer).__name__}{groups} has no weight matrix"
     if weight.parameter is None:
         return "nearest: its weight is computed"
     if weight.parameter in shared:

@@ -20,6 +20,7 @@ from fakequant.ptq.ranges import searched_params
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.rounding import descend, gptq
 from fakequant.ptq.sums import InputSums
+from fakequant.ptq.turn import Turn
 
 SOLVERS = ("gptq", "descend", "adaround")
 """The steps that choose codes; each goes on from the values of the one before it."""
@@ -36,7 +37,7 @@ class Setting(NamedTuple):
 
 _ONE = Setting(0.1, 0.2)
 _MANY = (Setting(0.01, None), Setting(0.05, None), Setting(0.2, None))
-_WITH_DRIFT = (*_MANY, Setting(0.05, 0.1), Setting(0.2, 0.5), Setting(0.5, 1.0))
+_WITH_DRIFT = (*_MANY, Setting(0.05, 0.1), _ONE, Setting(0.2, 0.5), Setting(0.5, 1.0))
 
 
 class Choice(NamedTuple):
@@ -68,22 +69,23 @@ def choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, step
 
 
 def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
+    turn = Turn(weight.layer)
     quantizer, parameter = weight.quantizer, weight.parameter
     assert parameter is not None
-    float_weight = parameter.detach().clone()
+    float_weight, spec = turn.tensor(parameter.detach()).clone(), turn.spec(quantizer.spec)
     whole = InputSums()
     whole.merge(fit)
     whole.merge(held)
     bias = weight.layer._parameters.get("bias") if "bias" in steps else None
     plain = Problem(float_weight, whole)
     solved = plain if bias is None else Problem(float_weight, whole.about_mean())
-    params = quantizer.qparams(float_weight)
-    tried = {"nearest": (params, quantizer(float_weight))}
+    params = turn.params(quantizer.qparams(parameter.detach()))
+    tried = {"nearest": (params, turn.tensor(quantizer(parameter.detach())))}
     if "ranges" in steps:
-        params = searched_params(float_weight, quantizer.spec, solved.sums.moments)
-        tried["ranges"] = (params, library.fake_quantize(float_weight, params, quantizer.spec))
+        params = searched_params(float_weight, spec, solved.sums.moments)
+        tried["ranges"] = (params, library.fake_quantize(float_weight, params, spec))
     if solving := [step for step in SOLVERS if step in steps]:
-        grid = Grid(quantizer.spec, params, float_weight.shape)
+        grid = Grid(spec, params, float_weight.shape)
         quick = [step for step in solving if step != "adaround"]  # which would take long for every setting
         setting = _setting(float_weight, _Solver(grid, quick), fit, held, centred=bias is not None)
         for step, values in _Solver(grid, solving).solve(solved, setting).items():
@@ -96,9 +98,10 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
         name,
         plain.loss(tried["nearest"][1]) / energy,
         losses[best],
-        {k: v for k, v in losses.items() if k != "nearest"},
+        {("bias" if k == "nearest" else k): v for k, v in losses.items() if k != "nearest" or bias is not None},
     )
-    return Choice(params, values, None if bias is None else _bias_change(plain, values), result)
+    change = None if bias is None else _bias_change(plain, values)
+    return Choice(turn.params(params), turn.tensor(values), change, result)
 
 
 class _Solver:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +16,15 @@ from fakequant.ops import library
 from fakequant.ptq.grid import of_elements
 from fakequant.ptq.sums import product_of
 
+T = TypeVar("T")
+
 _FACTORS = (*torch.linspace(1.0, 0.5, 26).tolist(), 1.25, 1.5)
 """Multiples of a group's largest weight that are tried as the end of its range. With 1.5 that weight becomes the value
 4 of float4_e2m1fn in place of 6; the neighbours of 4 are nearer (arXiv 2512.02010)."""
 _INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31).tolist())
+GAIN = 0.9
+"""A transform or another range of an input must lower the error to this share. A transform costs an operation at run
+time where nothing can hold it, and small wins on a few batches are often none on others."""
 _SAMPLED = 4
 """Batches by which the range of an input is chosen."""
 
@@ -66,12 +71,25 @@ def _per_group(values: Tensor, spec: QuantSpec) -> Tensor:
 
 def whole_range(inputs: Sequence[Tensor], quantizer: Quantizer) -> Range:
     """The smallest range that holds all inputs of a quantizer."""
-    seen = [library.measure(x, quantizer.spec.granularity) for x in inputs]
-    return Range(torch.stack([found.lo for found in seen]).amin(0), torch.stack([found.hi for found in seen]).amax(0))
+    return _joined([library.measure(x, quantizer.spec.granularity) for x in inputs])
+
+
+def others_of(items: Sequence[T]) -> list[list[T]]:
+    """For each of some items, all others; for a single one itself."""
+    return [[*items[:place], *items[place + 1 :]] or [*items] for place in range(len(items))]
+
+
+def sampled(count: int) -> range:
+    """The places of the few batches among a number of them by which a choice for their input is judged."""
+    return range(0, count, max(1, count // _SAMPLED))
 
 
 def searched_input(layers: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[QParams, float, float]:
     """The parameters of an input's quantizer with which the outputs of its layers have the smallest error.
+
+    Each multiple of the range is judged on batches that did not make the range: what a batch has beyond the range of
+    the others counts, as it will for new data. It must win as much as a transform, because layers err together: a
+    range that is too small costs the model more than it costs the layer.
 
     Args:
         layers: those that get the input, with a weight matrix each; their quantizers are alike.
@@ -81,16 +99,31 @@ def searched_input(layers: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[QPa
         The parameters, the error with those that the first layer's quantizer has, and with those found.
     """
     spec = layers[0].input_quantizer.spec
-    lo, hi = whole_range(inputs, layers[0].input_quantizer)
-    choices = [layers[0].input_quantizer.qparams(inputs[0])]
-    choices += [choose_qparams(Range(lo * factor, hi * factor), spec) for factor in _INPUT_FACTORS]
-    sample = inputs[:: max(1, len(inputs) // _SAMPLED)]
-    losses = [sum(_output_error(layer, spec, params, sample) for layer in layers) for params in choices]
-    best = min(range(len(choices)), key=losses.__getitem__)
-    return choices[best], losses[0], losses[best]
+    seen = [library.measure(x, spec.granularity) for x in inputs]
+    others, places = others_of(seen), sampled(len(inputs))
+    given = layers[0].input_quantizer.qparams(inputs[0])
+
+    def loss(params: Callable[[int], QParams]) -> float:
+        return sum(_output_error(layer, spec, params(place), inputs[place]) for layer in layers for place in places)
+
+    losses = [loss(lambda _: given)]
+    losses += [loss(lambda place, f=f: _scaled(others[place], f, spec)) for f in _INPUT_FACTORS]
+    best = min(range(len(losses)), key=losses.__getitem__)
+    if losses[best] >= GAIN * losses[0]:
+        return given, losses[0], losses[0]
+    return _scaled(seen, _INPUT_FACTORS[best - 1], spec), losses[0], losses[best]
 
 
-def _output_error(layer: Any, spec: QuantSpec, params: QParams, inputs: Sequence[Tensor]) -> float:
-    """The sum of squared errors of the output that quantizing the input makes."""
-    errors = (library.fake_quantize(x, params, spec) - x for x in inputs)
-    return sum(float(product_of(layer, layer.weight, error).double().square().sum()) for error in errors)
+def _joined(seen: Sequence[Range]) -> Range:
+    return Range(torch.stack([found.lo for found in seen]).amin(0), torch.stack([found.hi for found in seen]).amax(0))
+
+
+def _scaled(seen: Sequence[Range], factor: float, spec: QuantSpec) -> QParams:
+    whole = _joined(seen)
+    return choose_qparams(Range(whole.lo * factor, whole.hi * factor), spec)
+
+
+def _output_error(layer: Any, spec: QuantSpec, params: QParams, x: Tensor) -> float:
+    """The squared error of the output that quantizing an input makes."""
+    error = library.fake_quantize(x, params, spec) - x
+    return float(product_of(layer, layer.weight, error).double().square().sum())

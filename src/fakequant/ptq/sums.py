@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from fakequant.distributed import gather
 from fakequant.errors import CalibrationError, ConfigError
+from fakequant.nn.foreign import QuantConv1D
 
 _ROWS = 16_384
 """Rows that are multiplied at a time: float32 products of them, added in float64."""
@@ -152,29 +153,45 @@ def rows_of(layer: nn.Module, x: Tensor) -> Tensor:
     Raises:
         ConfigError: the layer is of a kind without a weight matrix.
     """
-    for kind, rows in _KINDS.items():
-        if isinstance(layer, kind) and not isinstance(layer, _ConvTransposeNd):
-            return rows(layer, x)
-    raise ConfigError(f"a {type(layer).__name__} has no weight matrix")
+    if not has_rows(layer):
+        raise ConfigError(f"a {type(layer).__name__} has no weight matrix")
+    return _KINDS[_kind(layer)](layer, x)
 
 
 def has_rows(layer: nn.Module) -> bool:
-    """Whether a layer multiplies rows of its input with a weight matrix [out, columns]."""
-    return isinstance(layer, tuple(_KINDS)) and not isinstance(layer, _ConvTransposeNd)
+    """Whether a layer multiplies rows of its input with a weight matrix: [out, columns], or turned."""
+    return isinstance(layer, tuple(_KINDS)) and not (isinstance(layer, _ConvTransposeNd) and layer.groups > 1)
+
+
+def is_turned(layer: nn.Module) -> bool:
+    """Whether the weight of a layer with a weight matrix is [in, out, ...], and its matrix that with both turned."""
+    return isinstance(layer, (QuantConv1D, _ConvTransposeNd))
+
+
+def _kind(layer: nn.Module) -> type[nn.Module]:
+    return next(kind for kind in _KINDS if isinstance(layer, kind))
 
 
 def makes_same_rows(one: Any, other: Any) -> bool:
     """Whether two layers with a weight matrix make the same rows of the same input."""
-    kinds = [next(kind for kind in _KINDS if isinstance(layer, kind)) for layer in (one, other)]
-    return kinds[0] is kinds[1] and all(
+    return _kind(one) is _kind(other) and all(
         getattr(one, name, None) == getattr(other, name, None)
-        for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+        for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
     )
 
 
 def product_of(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
     """What a layer with a weight matrix gives for an input and another weight, without its bias."""
+    if isinstance(layer, _ConvTransposeNd):
+        return _transposed(layer, x, weight)
+    if is_turned(layer):
+        return x @ weight
     return F.linear(x, weight) if isinstance(layer, nn.Linear) else layer._conv_forward(x, weight, None)
+
+
+def _transposed(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
+    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(layer.kernel_size) - 1]
+    return convolve(x, weight, None, layer.stride, layer.padding, layer.output_padding, 1, layer.dilation)
 
 
 def _of_linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -196,5 +213,18 @@ def _of_convolution(layer: Any, x: Tensor) -> Tensor:
     return windows.unflatten(1, (layer.groups, columns)).movedim((1, 2), (0, -1)).reshape(layer.groups, -1, columns)
 
 
-_KINDS: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {nn.Linear: _of_linear, _ConvNd: _of_convolution}
-"""Layers with a weight matrix, and how their input becomes rows."""
+def _of_transposed(layer: Any, x: Tensor) -> Tensor:
+    """Every window as a row, by a transposed convolution with a weight that puts one value of it each."""
+    x = x if x.dim() == len(layer.kernel_size) + 2 else x[None]
+    columns = layer.weight[:, 0].numel()
+    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size).transpose(0, 1)
+    return _transposed(layer, x, picks).movedim(1, -1).reshape(1, -1, columns)
+
+
+_KINDS: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
+    nn.Linear: _of_linear,
+    QuantConv1D: _of_linear,
+    _ConvTransposeNd: _of_transposed,
+    _ConvNd: _of_convolution,
+}
+"""Layers with a weight matrix, and how their input becomes rows; the first kind that fits a layer holds."""

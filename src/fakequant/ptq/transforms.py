@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,12 @@ from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.qparams import choose_qparams
 from fakequant.ops import library
-from fakequant.ptq.ranges import whole_range
-from fakequant.ptq.sums import product_of
+from fakequant.ptq.ranges import GAIN, others_of, sampled, whole_range
+from fakequant.ptq.sums import is_turned, product_of
 
 _ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """How much of a channel's size the weight takes over. 1 is often best for static inputs, 0.5 for dynamic ones."""
-_GAIN = 0.9
-"""A transform must lower the error to this share: it costs an operation at run time where nothing can hold it."""
 _TOLERANCE = 1e-5
-_SAMPLED = 4  # batches
 
 
 class Transformed(NamedTuple):
@@ -32,6 +29,13 @@ class Transformed(NamedTuple):
     transform: InputTransform | None
     before: float
     after: float
+
+
+class _Candidate(NamedTuple):
+    """A transform, and the one that all batches but that at a place make."""
+
+    whole: InputTransform
+    without: Callable[[int], InputTransform]
 
 
 @torch.no_grad()
@@ -44,16 +48,24 @@ def smooth(layers: Sequence[Any], inputs: Sequence[Tensor]) -> Transformed:
         layers: those that get the input; changed where a transform is found.
         inputs: the tensors [..., channels] or [n, channels, ...] before the quantizer.
     """
+    if any(map(is_turned, layers)):
+        return Transformed(None, 0.0, 0.0)
     axis = -(layers[0].weight.dim() - 1)
-    of_inputs = torch.stack([_largest(x, axis) for x in inputs]).amax(0)
+    largest = [_largest(x, axis) for x in inputs]
     of_weights = torch.stack([_largest_of_weight(layer) for layer in layers]).amax(0)
-    candidates = []
-    for alpha in _ALPHAS:
+
+    def scale(alpha: float, seen: Sequence[Tensor]) -> ChannelScale:
+        of_inputs = torch.stack([*seen]).amax(0)
         factors = of_inputs**alpha / of_weights ** (1 - alpha)
-        scale = ChannelScale.of(layers[0])
+        found = ChannelScale.of(layers[0])
         # A channel that is always 0, in the input or in the weights, stays as it is.
-        scale.scale = torch.where((of_inputs > 1e-9) & (of_weights > 1e-9), 1 / factors, 1.0).clamp(1e-4, 1e4)
-        candidates.append(scale)
+        found.scale = torch.where((of_inputs > 1e-9) & (of_weights > 1e-9), 1 / factors, 1.0).clamp(1e-4, 1e4)
+        return found
+
+    others = others_of(largest)
+    candidates = [
+        _Candidate(scale(alpha, largest), lambda place, alpha=alpha: scale(alpha, others[place])) for alpha in _ALPHAS
+    ]
     return _best(layers, inputs, candidates)
 
 
@@ -67,24 +79,25 @@ def rotate(layers: Sequence[Any], inputs: Sequence[Tensor]) -> Transformed:
         layers: those that get the input; changed where a transform is found.
         inputs: the tensors [..., features] before the quantizer.
     """
-    if any(layer.weight.dim() != 2 for layer in layers):
+    if any(layer.weight.dim() != 2 or is_turned(layer) for layer in layers):
         return Transformed(None, 0.0, 0.0)
     granularity = layers[0].input_quantizer.spec.granularity
     own = {size for _, size in granularity.sizes} if isinstance(granularity, PerBlock) else set()
     features = layers[0].weight.shape[1]
     sizes = sorted({size for size in (*own, 128, 64, 32, 16) if features % size == 0 and not size & (size - 1)})
-    return _best(layers, inputs, [BlockHadamard.of(layers[0], block=size) for size in sizes if size > 1])
+    found = [BlockHadamard.of(layers[0], block=size) for size in sizes if size > 1]
+    return _best(layers, inputs, [_Candidate(own, lambda _, own=own: own) for own in found])
 
 
-def _best(layers: Sequence[Any], inputs: Sequence[Tensor], candidates: list[Any]) -> Transformed:
-    inputs = inputs[:: max(1, len(inputs) // _SAMPLED)]
-    wanted = [[product_of(layer, layer.weight, x) for x in inputs] for layer in layers]
-    losses = [_loss(layers, inputs, wanted, transform) for transform in (None, *candidates)]
-    best = min(range(len(losses)), key=losses.__getitem__)
-    if losses[best] >= _GAIN * losses[0] or not _keeps_function(layers, inputs, wanted, candidates[best - 1]):
-        return Transformed(None, losses[0], losses[0])
-    put(layers, candidates[best - 1])
-    return Transformed(candidates[best - 1], losses[0], losses[best])
+def _best(layers: Sequence[Any], inputs: Sequence[Tensor], candidates: list[_Candidate]) -> Transformed:
+    judge = _Judge(layers, inputs)
+    before = judge.loss(lambda _: None)
+    losses = [judge.loss(candidate.without) for candidate in candidates]
+    best = min(range(len(losses)), key=losses.__getitem__, default=None)
+    if best is None or losses[best] >= GAIN * before or not judge.keeps_function(candidates[best].whole):
+        return Transformed(None, before, before)
+    put(layers, candidates[best].whole)
+    return Transformed(candidates[best].whole, before, losses[best])
 
 
 @torch.no_grad()
@@ -96,37 +109,54 @@ def put(layers: Sequence[Any], transform: InputTransform) -> None:
         layer.weight_quantizer.set_qparams(qparams_of_tensor(layer.weight, layer.weight_quantizer.spec))
 
 
-def _loss(layers: Sequence[Any], inputs: Sequence[Tensor], wanted: Any, transform: InputTransform | None) -> float:
-    """The squared error of the layers' outputs with quantized inputs and weights, their ranges taken anew."""
-    transformed = [x if transform is None else transform(x) for x in inputs]
-    rounded = list(_rounded(layers[0].input_quantizer, transformed))
-    total = 0.0
-    for layer, outputs in zip(layers, wanted, strict=True):
-        weight = layer.weight if transform is None else transform.into_weight(layer, layer.weight)
-        quantizer = layer.weight_quantizer
-        weight = library.fake_quantize(weight, qparams_of_tensor(weight, quantizer.spec), quantizer.spec)
-        for x, output in zip(rounded, outputs, strict=True):
+class _Judge:
+    """The error of the outputs of layers by a transform, on a few of the batches.
+
+    Each batch is judged by what the others make: their transform, and the range of their transformed values. So what
+    a batch has beyond them counts, as it will for new data.
+    """
+
+    def __init__(self, layers: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+        self._layers, self._inputs, self._others = layers, inputs, others_of(inputs)
+        self._places = sampled(len(inputs))
+        self._wanted = {
+            place: [product_of(layer, layer.weight, inputs[place]) for layer in layers] for place in self._places
+        }
+
+    def loss(self, transform: Callable[[int], InputTransform | None]) -> float:
+        """The squared error with quantized inputs and weights, by a transform for each place of a batch."""
+        return sum(self._loss(place, transform(place)) for place in self._places)
+
+    def _loss(self, place: int, transform: InputTransform | None) -> float:
+        x, total = self._rounded(place, transform), 0.0
+        for layer, output in zip(self._layers, self._wanted[place], strict=True):
+            weight = layer.weight if transform is None else transform.into_weight(layer, layer.weight)
+            spec = layer.weight_quantizer.spec
+            weight = library.fake_quantize(weight, qparams_of_tensor(weight, spec), spec)
             total += float((product_of(layer, weight, x) - output).double().square().sum())
-    return total
+        return total
+
+    def _rounded(self, place: int, transform: InputTransform | None) -> Tensor:
+        x, *others = (_by(transform, x) for x in (self._inputs[place], *self._others[place]))
+        quantizer: Quantizer = self._layers[0].input_quantizer
+        if quantizer.dynamic:
+            return library.fake_quantize_dynamic(x, quantizer.spec)
+        return library.fake_quantize(x, choose_qparams(whole_range(others, quantizer), quantizer.spec), quantizer.spec)
+
+    def keeps_function(self, transform: InputTransform) -> bool:
+        """Whether a transform and its inverse in the weights give the outputs as before, up to rounding."""
+        for layer_place, layer in enumerate(self._layers):
+            weight = transform.into_weight(layer, layer.weight)
+            for place, outputs in self._wanted.items():
+                output = outputs[layer_place]
+                error = (product_of(layer, weight, transform(self._inputs[place])) - output).double().square().sum()
+                if not bool(error <= _TOLERANCE**2 * output.double().square().sum()):
+                    return False
+        return True
 
 
-def _rounded(quantizer: Quantizer, inputs: list[Tensor]) -> Iterator[Tensor]:
-    if quantizer.dynamic:
-        yield from (library.fake_quantize_dynamic(x, quantizer.spec) for x in inputs)
-        return
-    params = choose_qparams(whole_range(inputs, quantizer), quantizer.spec)
-    yield from (library.fake_quantize(x, params, quantizer.spec) for x in inputs)
-
-
-def _keeps_function(layers: Sequence[Any], inputs: Sequence[Tensor], wanted: Any, transform: InputTransform) -> bool:
-    """Whether the transform and its inverse in the weights give the outputs as before, up to rounding."""
-    for layer, outputs in zip(layers, wanted, strict=True):
-        weight = transform.into_weight(layer, layer.weight)
-        for x, output in zip(inputs, outputs, strict=True):
-            error = (product_of(layer, weight, transform(x)) - output).double().square().sum()
-            if not bool(error <= _TOLERANCE**2 * output.double().square().sum()):
-                return False
-    return True
+def _by(transform: InputTransform | None, x: Tensor) -> Tensor:
+    return x if transform is None else transform(x)
 
 
 def _largest(x: Tensor, axis: int) -> Tensor:

@@ -132,5 +132,5 @@ def _output(row: OutputRow) -> str:
 
 def improved(found: Improvement) -> list[Improved]:
     """Convert the result of `fakequant.ptq.improve` for a report; the largest remaining error comes first."""
-    rows = [Improved(one.layer, one.before, one.after, one.note) for one in found.layers]
+    rows = [Improved(one.layer, one.before, one.after, one.note, one.steps) for one in found.layers]
     return sorted(rows, key=lambda row: -row.after)

@@ -168,12 +168,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Improved:
-    """What `fakequant.ptq.improve` gained in a layer: the error before and after, or why nothing was chosen."""
+    """What `fakequant.ptq.improve` gained in a layer: the error before and after, or why nothing was chosen.
+
+    `steps` holds the error after each step by its name; see `fakequant.ptq.LayerResult`.
+    """
 
     layer: str
     before: float
     after: float
     note: str = ""
+    steps: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

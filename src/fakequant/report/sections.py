@@ -8,7 +8,16 @@ from html import escape
 from fakequant.model.html import breakable, html_table
 from fakequant.report import charts
 from fakequant.report.advice import cut
-from fakequant.report.data import Channels, Distribution, ReportData, Section, Size, Verification, accuracy_cells
+from fakequant.report.data import (
+    Channels,
+    Distribution,
+    Improved,
+    ReportData,
+    Section,
+    Size,
+    Verification,
+    accuracy_cells,
+)
 from fakequant.report.histograms import CHOSEN, readable
 from fakequant.report.layers import WORST, layer_tables
 
@@ -87,22 +96,20 @@ def _improvement(data: ReportData) -> str:
         return ""
     before, after = (sum(getattr(one, name) for one in data.improvement) for name in ("before", "after"))
     left = f"{after / before:.0%} of the error of rounding to nearest is left." if before else ""
-    rows = [
-        (one.layer or "(model)", "-", "-", one.note)
-        if one.note
-        else (
-            one.layer or "(model)",
-            f"{one.before:.2e}",
-            f"{one.after:.2e}",
-            f"{one.after / one.before:.0%} left" if one.before else "",
-        )
-        for one in data.improvement
-    ]
-    header = ("layer", "error by rounding to nearest", "as chosen", "")
-    shown = table(header, rows, numbers=(1, 2))
+    steps = list(dict.fromkeys(step for one in data.improvement for step in one.steps))
+    rows = [_improved_row(one, steps) for one in data.improvement]
+    header = ("layer", "error by rounding to nearest", *steps, "as chosen", "")
+    shown = table(header, rows, numbers=range(1, len(header) - 1))
     return f"<p>{left}</p>" + (
         shown if len(rows) <= WORST else f"<details><summary>by layer</summary>{shown}</details>"
     )
+
+
+def _improved_row(one: Improved, steps: Sequence[str]) -> tuple[str, ...]:
+    """The error before, after each of the steps, and as chosen."""
+    numbers = [one.before, *(one.steps.get(step) for step in steps), one.after]
+    shown = ["-" if one.note or number is None else f"{number:.2e}" for number in numbers]
+    return one.layer or "(model)", *shown, one.note or (f"{one.after / one.before:.0%} left" if one.before else "")
 
 
 _BEST = "best for its bits"
