@@ -339,7 +339,9 @@ def test_the_improvement_shows_the_error_after_each_step(tmp_path: Path) -> None
     found = fq.ptq.improve(model, [torch.randn(32, 8)], ["ranges", "gptq", "bias"], progress=False)
     given = improved(found)
     assert {row.layer: dict(row.steps) for row in given} == {row.layer: row.steps for row in found.layers}
-    header, first, *_ = re.findall(r"<tr.*?</tr>", render(ReportData("A", improvement=given)).split("chosen by their error")[-1])
+    header, first, *_ = re.findall(
+        r"<tr.*?</tr>", render(ReportData("A", improvement=given)).split("chosen by their error")[-1]
+    )
     cells = [re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?</t[hd]>", first)]
     names = [re.sub("<.*?>", "", cell) for cell in re.findall(r"<th.*?</th>", header)]
     assert names[1:-1] == ["error by rounding to nearest", "bias", "ranges", "gptq", "as chosen"]
