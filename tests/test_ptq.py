@@ -21,17 +21,7 @@ from fakequant.ptq.sums import rows_of
 from fakequant.ptq.turn import Turn
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
-
-WEIGHTS = {
-    "int4 channel": "int4 per_channel(0)",
-    "int3 group": "int3 per_block(-1:8,pad)",
-    "uint4 asymmetric": fq.QuantSpec("uint4", fq.PerBlock({-1: 8}, pad=True), symmetric=False),
-    "fp8": "float8_e4m3fn per_channel(0)",
-    "mxfp4": "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor",
-    "nvfp4": "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
-    "nf4 tiles": "nf4 per_block(0:4,-1:8,pad)",
-    "int8 tensor": "int8",
-}
+from tests.support.weight_specs import WEIGHTS
 
 
 def net() -> nn.Sequential:

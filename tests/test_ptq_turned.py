@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from tests.support.bits import assert_same_bits
-from tests.test_ptq import WEIGHTS
+from tests.support.weight_specs import WEIGHTS
 
 
 def transposed() -> nn.Sequential:
