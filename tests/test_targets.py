@@ -16,7 +16,7 @@ from fakequant.model.placement import Placement, place
 from fakequant.model.recording import record
 from fakequant.model.sites import SitePlan, plan_sites
 from fakequant.model.targets import find_target, targets
-from fakequant.model.targets.table import ATTENTION_LAYER
+from fakequant.model.targets.table import ATTENTION_LAYER, RECURRENT
 from fakequant.nn.attention_parts import attend_in_parts
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from tests.support.functional_models import example, float_network
@@ -174,7 +174,7 @@ def test_nothing_of_mobilenet_and_vit_that_keeps_scales_gets_a_quantizer(target:
 def test_tables_name_known_functions() -> None:
     for target in targets().values():
         named = target.inputs | target.outputs | target.shared | set(target.fixed)
-        assert named <= set(SITE_FUNCTIONS) | {ATTENTION_LAYER}
+        assert named <= set(SITE_FUNCTIONS) | RECURRENT | {ATTENTION_LAYER}
         assert not target.inputs & target.keeps
 
 

@@ -74,9 +74,11 @@ def by_group(x: Tensor, view: GroupView, groups: int) -> Tensor:
 
 def _describe_non_finite(values: Tensor, shape: torch.Size) -> str:
     nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
+    masked = not nans and infs == int((values == -math.inf).sum())
+    advice = " (-inf of an attention mask: give prepare an example with the mask)" if masked else ""
     return (
         f"a batch of shape {list(shape)} contains {nans} NaN and {infs} inf values of {values.numel()}; a range needs "
-        "finite data, so remove such inputs from the calibration batches or repair the layer that makes them"
+        f"finite data, so remove such inputs from the calibration batches or repair the layer that makes them{advice}"
     )
 
 

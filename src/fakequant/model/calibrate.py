@@ -14,6 +14,7 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.choice import AUTO, HeldBack, choose
+from fakequant.model.masks import warn_of_masks
 from fakequant.model.observation import Job, matches
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
@@ -131,6 +132,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
     _set_ranges(model, ranges, used, left, idle)
+    warn_of_masks(model, ranges)
     return used
 
 

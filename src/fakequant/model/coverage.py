@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,12 @@ class Left(NamedTuple):
         return f"{'; '.join(parts)} ({advice})"
 
 
-def left_in_float(model: nn.Module, purposely: set[nn.Module], products: Sequence[Operation] = ()) -> Left | None:
+def left_in_float(
+    model: nn.Module,
+    purposely: set[nn.Module],
+    products: Sequence[Operation] = (),
+    computed: Collection[nn.Parameter] = (),
+) -> Left | None:
     """What of a prepared model could be quantized and is not; None if nothing.
 
     Layers with a quantized form that no rule takes are in float on purpose, too.
@@ -56,11 +61,13 @@ def left_in_float(model: nn.Module, purposely: set[nn.Module], products: Sequenc
         model: a prepared model.
         purposely: modules that a rule leaves in float.
         products: what the model computes.
+        computed: parameters from which quantized weights are computed.
     """
     decided = {module for module in model.modules() if _is_decided(module)}
     meant = purposely | {part for module in decided for part in module.modules()}
     quantized = {p for module in decided if isinstance(module, QuantizedLayer) for p in module.parameters()}
     quantized |= {weight.parameter for weight in site_weights(model).values() if weight.parameter is not None}
+    quantized.update(computed)
     sizes: Counter[type[nn.Module]] = Counter()
     counts: Counter[type[nn.Module]] = Counter()
     left: set[nn.Parameter] = set()

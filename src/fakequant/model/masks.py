@@ -6,8 +6,16 @@ and the scores rounds all scores to one value.
 
 from __future__ import annotations
 
-from fakequant.model.recording import Recording
+from collections.abc import Mapping
+
+from torch import nn
+
+from fakequant.errors import CalibrationWarning, warn_user
+from fakequant.model.paths import layer_of
+from fakequant.model.recording import EXTREME, Recording
 from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.nn.sites import Site
+from fakequant.numerics.qparams import Range
 
 _SOFTMAX = frozenset({"softmax", "log_softmax"})
 _TAKES_MASK = frozenset({"scaled_dot_product_attention", "attention_function"})
@@ -31,3 +39,28 @@ def masked_calls(recording: Recording) -> set[tuple[str | None, str, int]]:
             if call.extreme:
                 found.add(call.site)
     return found
+
+
+def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
+    """Warn of functions whose calibrated ranges hold numbers of a mask, which the example of `prepare` did not have.
+
+    Args:
+        model: a prepared model.
+        ranges: by the path of the quantizer.
+    """
+    low: dict[str, float] = {}
+    for name, range in ranges.items():
+        site = model.get_submodule(layer_of(name))
+        if isinstance(site, Site) and not SITE_FUNCTIONS[site.function].is_product and range.lo.numel():
+            lowest = range.lo.min().item()
+            if lowest <= -EXTREME:
+                low[name] = lowest
+    if low:
+        first = next(iter(low))
+        others = f" and {len(low) - 1} more" if len(low) > 1 else ""
+        warn_user(
+            f"the range of {first}{others} reaches {low[first]:.3g}, as with the numbers of an attention mask: its scale "
+            "rounds all scores to one value. Give prepare(..., example=) an input with a mask, which leaves these "
+            "functions in float; or leave them in float by Rule(..., ops=(...))",
+            CalibrationWarning,
+        )

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fakequant.distributed import refuse_sharded
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.modes import evaluating
+from fakequant.model.targets.table import MOVES
 from fakequant.model.tracing import traced_program
 from fakequant.nn.quantizer import quantizers
 from fakequant.restore import attributes_of, restore_after
@@ -68,15 +69,18 @@ _COUNTS: dict[str, Callable[..., int]] = {
     "bilinear": lambda outputs, _, __, weight, *___: outputs * weight[0].numel(),
     "conv_tbc": lambda outputs, _, weight, *__: outputs * weight[..., 0].numel(),
 }
-# Operations that move values without computing: their output is quantized if their input is.
-MOVES = frozenset(
+# As engines move values, with the names of ATen: a result is quantized if all that it is made of is.
+_KEEPS = MOVES | frozenset(
     """
-    view reshape _unsafe_view permute transpose t contiguous clone copy detach alias flatten unflatten squeeze unsqueeze
-    expand slice select split split_with_sizes chunk unbind cat stack pad constant_pad_nd getitem to _to_copy dropout
-    feature_dropout max_pool1d max_pool2d max_pool3d relu clamp hardtanh index gather narrow roll flip repeat
-    repeat_interleave lift_fresh_copy _assert_tensor_metadata
+    _unsafe_view copy alias split_with_sizes constant_pad_nd _to_copy feature_dropout index repeat_interleave
+    lift_fresh_copy _assert_tensor_metadata cat stack hstack vstack dstack column_stack relu clamp hardtanh
     """.split()  # noqa: SIM905
 )
+
+
+def keeps_quantized(name: str) -> bool:
+    """Whether the result of an operation is quantized if its inputs are, because it only moves or cuts values."""
+    return name in _KEEPS
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,8 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
     with _ranges_optional(model), evaluating(model), torch.no_grad():
         program = traced_program(model, args, kwargs)
     activations = set(program.graph_signature.user_inputs)
+    parameters = set(program.graph_signature.inputs_to_parameters)
+    of_parameters: set[fx.Node] = set()  # computed from parameters alone, as engines do once
     quantized: dict[fx.Node, bool] = {}
     found = []
     for node in program.graph.nodes:
@@ -135,10 +141,21 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
             quantized[node] = True
             continue
         read = sources[1:] if name == "copy" and len(sources) == 2 else sources  # copy_ overwrites its first tensor
-        quantized[node] = name in MOVES and bool(read) and all(quantized[n] for n in read)
-        if node.op != "call_function" or name in MOVES or not sources or not _is_float(node) or _is_plumbing(node):
+        if node.name in parameters or (node.all_input_nodes and of_parameters.issuperset(node.all_input_nodes)):
+            of_parameters.add(node)
+        quantized[node] = keeps_quantized(name) and bool(read) and all(quantized[n] for n in read)
+        if (
+            node.op != "call_function"
+            or keeps_quantized(name)
+            or not sources
+            or not _is_float(node)
+            or _is_plumbing(node)
+        ):
+            continue
+        if node in of_parameters:
             continue
         constants = {n for n in sources if n.op in ("placeholder", "get_attr") and n.name not in activations}
+        constants |= of_parameters.intersection(sources)
         operands = _operands(node, sources, constants)
         if not operands:
             continue

@@ -20,7 +20,7 @@ from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
 from fakequant.model.presets import find_preset
-from fakequant.model.recorded_products import recorded_products
+from fakequant.model.recorded_products import quantized_parameters, recorded_products
 from fakequant.model.recording import Recording, record
 from fakequant.model.site_training import with_training
 from fakequant.model.sites import SitePlan, apply_sites, plan_sites
@@ -107,7 +107,8 @@ def prepare(
             apply_sites(model, sites)
         leave_fast_paths(model)
         counted = () if recording is None or not _quantizes_inputs(config) else recorded_products(model, recording)
-        left = left_in_float(model, purposely, counted)
+        computed = () if recording is None else quantized_parameters(model, recording)
+        left = left_in_float(model, purposely, counted, computed)
         hidden = None if recording is None else scripted(model, purposely)
         for note in (*notes, None if left is None else str(left), hidden, untied(model, purposely)):
             if note is not None:

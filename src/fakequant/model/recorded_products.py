@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fakequant.model.operations import MOVES, Operation
+from fakequant.model.operations import Operation, keeps_quantized
 from fakequant.model.recording import Call, Recording
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.sites import Site, sites_of
@@ -27,14 +27,35 @@ def recorded_products(model: nn.Module, recording: Recording) -> list[Operation]
         site = None if owner is None else _site(owner, call)
         floats = [value for value in call.inputs if recording.values[value].is_float]
         if _quantizes_result(owner, site) or (
-            call.function in MOVES and floats and all(value in quantized for value in floats)
+            keeps_quantized(call.function) and floats and all(value in quantized for value in floats)
         ):
             quantized.update(call.outputs)
-        if call.multiplications:
+        if call.multiplications and not all(recording.values[value].constant for value in call.outputs):
             factors = list(_factors(call, site, floats))
             left = sum(value not in quantized for value, held in factors if not held)
             found.append(Operation(call.owner or "", call.function, True, left, len(factors), call.multiplications))
     return found
+
+
+def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Parameter]:
+    """The parameters from which calls compute a weight that they quantize: `F.linear(x, self.base + self.a @ self.b)`.
+
+    Args:
+        model: the model, prepared after the run.
+        recording: of the run.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    reached: set[int] = set()  # values
+    for call in reversed(recording.calls):
+        owner = modules.get(call.owner or "")
+        site = None if owner is None else _site(owner, call)
+        if reached.isdisjoint(call.outputs):
+            held = {} if site is None else site._modules
+            read = [value for name, value in call.operands.items() if isinstance(held.get(name), Quantizer)]
+        else:
+            read = list(call.inputs)
+        reached.update(value for value in read if recording.values[value].constant)
+    return {parameter for value, parameter in enumerate(model.parameters()) if value in reached}
 
 
 def _site(owner: nn.Module, call: Call) -> Site | None:

@@ -331,7 +331,8 @@ def _name_of(func: Any) -> str:
     return name.strip("_") if name.startswith("__") else name.rstrip("_")
 
 
-_EXTREME = 1e4  # older models of transformers mask by adding -10000
+EXTREME = 1e4
+"""The size of numbers from which on they may be those of a mask: older models of transformers add -10000."""
 
 
 def _is_extreme(tensors: Iterable[Tensor]) -> bool:
@@ -341,6 +342,6 @@ def _is_extreme(tensors: Iterable[Tensor]) -> bool:
             tensor = _functorch.get_unwrapped(tensor)
         if tensor.numel() and tensor.dtype.itemsize > 1:  # torch finds no extremes of floats with 8 bits
             low, high = tensor.aminmax()
-            if low.item() <= -_EXTREME or high.item() >= _EXTREME:
+            if low.item() <= -EXTREME or high.item() >= EXTREME:
                 return True
     return False

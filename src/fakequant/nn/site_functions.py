@@ -151,7 +151,7 @@ _SYNONYMS = {
     "sub": ("subtract",),
     "mul": ("multiply",),
     "div": ("divide", "true_divide", "truediv"),
-    "cat": ("concat", "concatenate"),
+    "cat": ("concat", "concatenate", "hstack", "vstack", "dstack", "row_stack", "column_stack"),
 }
 # Names for rules that stand for several functions, or are shorter.
 _SHORT = {

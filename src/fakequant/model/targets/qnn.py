@@ -5,7 +5,15 @@ Softmax and sigmoid give values from 0 to 1, tanh from -1 to 1. Concatenations a
 
 from __future__ import annotations
 
-from fakequant.model.targets.table import ATTENTION_LAYER, MOVES, PRODUCTS, FixedRange, Target, after_products
+from fakequant.model.targets.table import (
+    ATTENTION_LAYER,
+    MOVES,
+    PRODUCTS,
+    RECURRENT,
+    FixedRange,
+    Target,
+    after_products,
+)
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 
 _ZERO_TO_ONE = FixedRange(0.0, 1.0, has_high=True)
@@ -23,7 +31,7 @@ QNN = Target(
         "hardsigmoid": _ZERO_TO_ONE,
         "tanh": FixedRange(-1.0, 1.0, has_high=True),
     },
-    outputs=(_INPUTS | PRODUCTS | {ATTENTION_LAYER}) - {"embedding"},
+    outputs=(_INPUTS | PRODUCTS | RECURRENT | {ATTENTION_LAYER}) - {"embedding"},
     fused=after_products("relu", "relu6") | {("add", "relu")},
     attention_in_parts=True,
 )

@@ -63,11 +63,13 @@ PRODUCTS = frozenset(
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 ATTENTION_LAYER = "multi_head_attention_forward"
 """What `nn.MultiheadAttention` calls: its projections, both products and the softmax in one function."""
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""What the recurrent layers call, for a whole sequence."""
 MOVES = frozenset(
     """
     view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach to expand
     split chunk unbind getitem get select narrow slice index_select gather repeat roll flip dropout pad
-    max_pool1d max_pool2d max_pool3d movedim swapaxes type_as float tensor_split
+    max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims type_as float tensor_split ravel
     """.split()  # noqa: SIM905
 )
 """Functions that move or pick values, which all engines compute on codes."""
