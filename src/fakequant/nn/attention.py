@@ -7,6 +7,7 @@ quantizers have the same bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -60,6 +61,23 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
     With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the quantizer of
     the probabilities is on: then it computes softmax(query @ key.T + mask) @ value in three operations.
     """
+
+    _watching: tuple[Callable[[Tensor], None], ...] = ()
+
+    def watch_out_proj(self, see: Callable[[Tensor], None]) -> Callable[[], None]:
+        """Have a function see each input [queries, n, embed_dim] of the last projection, before its quantizer.
+
+        Returns:
+            A function that ends it.
+        """
+        self._watching = (*self._watching, see)
+
+        def end() -> None:
+            self._watching = tuple(other for other in self._watching if other is not see)
+            if not self._watching:
+                vars(self).pop("_watching", None)
+
+        return end
 
     @classmethod
     def factors(cls, layer: nn.Module) -> dict[str, Operand]:
@@ -167,6 +185,8 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
         else:
             y = self._in_one_operation(q, k, v, mask, is_causal=is_causal)
             y = y.permute(2, 0, 1, 3)
+        for see in self._watching:
+            see(y.reshape(queries, n, width))
         y = self.quantized("_out_proj_input_quantizer", y.reshape(queries * n, width))
         y = F.linear(y, self.quantized("_out_proj_weight_quantizer", self.out_proj.weight), self.out_proj.bias)
         weights = weights.view(n, self.num_heads, queries, -1) if need_weights and weights is not None else None

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationError
-from fakequant.model.paths import layer_of
 from fakequant.model.positions import Positions
 from fakequant.nn.operands import LayerWeight
 from fakequant.numerics.qparams import QParams, choose_qparams
 from fakequant.ptq.finished import InputChoice
 from fakequant.ptq.layer import Choice, choose
+from fakequant.ptq.projections import first_places, inputs_of, quantized_inputs, reads_of, row_name
 from fakequant.ptq.ranges import searched_input, whole_range
 from fakequant.ptq.stream import Record, Stage
-from fakequant.ptq.sums import InputSums, makes_same_rows, rows_of
+from fakequant.ptq.sums import InputSums, makes_same_rows, rows_of, stacked
 from fakequant.ptq.transforms import put, rotate, smooth
 
 _TRANSFORMS = {"smooth": smooth, "rotate": rotate}
@@ -56,15 +56,20 @@ class Collector:
         """What loses least: for the input of the layer of a stage, and for its weight."""
         own = self._choose_input_together(stage, steps)
         fit, held = self.sums(stage, wanted, hold_back="descend" in steps)
-        return own, choose(layer_of(stage.name), weight, fit, held, steps)
+        return own, choose(row_name(stage.name, self._layers[stage.name]), weight, fit, held, steps)
 
-    def inputs(self, stage: Stage) -> dict[int, list[Tensor]]:
-        """What counts of a layer's inputs, before its quantizer, by the number of the batch."""
-        name, layer = stage.name, self._layers[stage.name]
+    def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
+        """What counts of a layer's inputs, before their quantizers, for each call by the number of the batch."""
+        layer = self._layers[stage.name]
         return {
-            number: [self._mask.counted(name, layer, call.first, self._counts[number]) for call in calls]
+            number: [self._counted(stage.name, inputs_of(layer, call), self._counts[number]) for call in calls]
             for number, calls in stage.calls.items()
         }
+
+    def _counted(self, name: str, inputs: Sequence[Tensor], counts: Tensor | None) -> tuple[Tensor, ...]:
+        """What counts of the inputs of a call; those that are one tensor stay one."""
+        found = {id(x): self._mask.counted(name, self._layers[name], x, counts) for x in inputs}
+        return tuple(found[id(x)] for x in inputs)
 
     def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
         """Choose a transform and the range of a layer's input, for all layers that get the same tensor."""
@@ -72,7 +77,7 @@ class Collector:
         if not group:
             return InputChoice(None, None, {})
         own, transform = group[0].input_quantizer, None
-        inputs = [x for calls in self.inputs(stage).values() for x in calls if x.numel()]
+        inputs = [x for calls in self.inputs(stage).values() for x, *_ in calls if x.numel()]
         if not inputs:
             return InputChoice(None, None, {})
         left, params = dict[str, float](), None
@@ -125,24 +130,38 @@ class Collector:
         self._last = None  # what it holds is freed before new sums are made
         if None in self._processes.all(found and True):
             found = self._sums(stage, wanted, hold_back=hold_back)
-            self._merge(found, self._layers[stage.name].weight.device)
         assert found is not None
         if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
             self._last = stage.name, tensors, found
         return found
 
     def _sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
-        layer, fit, held = self._layers[stage.name], InputSums(), InputSums()
+        layer, own = self._layers[stage.name], self.inputs(stage)
+        reads = self._reads(layer, [inputs for calls in own.values() for inputs in calls])
+        found = {place: (InputSums(), InputSums()) for place in reads}
         others = {} if wanted is None else self.inputs(wanted)
         try:
-            for place, (number, own) in enumerate(self.inputs(stage).items()):
-                sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
-                for call, x in enumerate(own):
-                    floats = rows_of(layer, _transformed(layer, others[number][call])) if number in others else None
-                    sums.add(rows_of(layer, layer.quantized_input(x)), floats)
+            for place, (number, calls) in enumerate(own.items()):
+                held = hold_back and place % _HELD_BACK == _HELD_BACK - 1
+                for call, inputs in enumerate(calls):
+                    rounded = quantized_inputs(layer, inputs)
+                    floats = others[number][call] if number in others else None
+                    for read, sums in found.items():
+                        rows = None if floats is None else rows_of(layer, _transformed(layer, floats[read]))
+                        sums[held].add(rows_of(layer, rounded[read]), rows)
         except CalibrationError as error:
-            raise CalibrationError(f"{layer_of(stage.name) or 'the model'}: {error}") from error
-        return fit, held
+            name = row_name(stage.name, layer)
+            raise CalibrationError(f"{name or 'the model'}: {error}") from error
+        for pair in found.values():
+            self._merge(pair, layer.weight.device)
+        fit, held_back = (stacked([found[place][part] for place in reads]) for part in (0, 1))
+        return fit, held_back
+
+    def _reads(self, layer: Any, calls: list[tuple[Tensor, ...]]) -> tuple[int, ...]:
+        """The places of inputs for which there are sums: a single one where all processes have one tensor at all."""
+        columns = [*zip(*self._processes.all(reads_of(layer, calls)), strict=True)]
+        reads = first_places(columns, getattr(layer, "reads", (0,)))
+        return reads[:1] if len({*reads}) == 1 else reads
 
     def _merge(self, found: tuple[InputSums, InputSums], device: torch.device) -> None:
         """Add what the other processes saw."""

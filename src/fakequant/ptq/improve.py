@@ -17,7 +17,6 @@ from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
-from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
@@ -26,6 +25,7 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.finished import Finished, digest, run_of
 from fakequant.ptq.layer import SOLVERS, write
+from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import has_rows
@@ -102,32 +102,33 @@ def improve(  # noqa: PLR0913  all but the first three by name
     run, masked = naming(runner(inputs, forward), given), Positions(mask)
     result, shared = Improvement(), _shared_parameters(model)
     notes = {path: _why_not(weight, shared) for path, weight in weights.items()}
-    result.layers += [LayerResult(layer_of(path), note=note) for path, note in notes.items() if note]
-    layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
+    result.layers += [LayerResult(row_name(path, as_layer(weights[path])), note=n) for path, n in notes.items() if n]
+    layers = {path: as_layer(weight) for path, weight in weights.items() if notes[path] is None}
     unchosen = len(result.layers)
     masks = [] if mask is None else [masked.of(batch) for batch in given]
     finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
-    with restore_on_error(_state(model, layers.values())), processes, evaluating(model), torch.no_grad():
+    state = _state(model, map(whole_layer, layers.values()))
+    with restore_on_error(state), processes, evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         collector = Collector(layers, given, masked, recorded, processes)
         with _Pass(model, layers, run, given, recorded, float_too="drift" in chosen_steps) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
                 weight, number = weights[stage.name], len(result.layers) - unchosen
-                found = finished.get(number, stage.name, weight.layer)
+                found = finished.get(number, stage.name, layers[stage.name])
                 own, choice = found or collector.choose(stage, wanted, weight, chosen_steps)
                 if found is not None:
                     collector.put_input(stage, own)
                 stages.keep(weight)
-                write(layer_of(stage.name), weight, choice)
+                write(row_name(stage.name, layers[stage.name]), weight, choice)
                 if found is None:
                     finished.put(number, stage.name, own, choice)
                 result.layers.append(replace(choice.result, steps={**own.left, **choice.result.steps}))
         masked.say_whole()
         chosen = {path: digest(weights[path].parameter) for path in recorded.order if processes.group is not None}
         _check_same(processes, chosen, "computed other weights; their processors round otherwise")
-    missed = [path for path in layers if path not in recorded.order]
-    result.layers += [LayerResult(layer_of(path), note="no batch reaches it") for path in missed]
+    missed = {path: layer for path, layer in layers.items() if path not in recorded.order}
+    result.layers += [LayerResult(row_name(path, layer), note="no batch reaches it") for path, layer in missed.items()]
     return result
 
 
@@ -190,7 +191,7 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 def _why_not(weight: LayerWeight, shared: set[nn.Parameter]) -> str | None:
     """Why nothing is chosen for a weight, or None."""
-    if not has_rows(weight.layer):
+    if not has_rows(as_layer(weight)):
         groups = " with groups" if getattr(weight.layer, "groups", 1) > 1 else ""
         return f"nearest: a {type(weight.layer).__name__}{groups} has no weight matrix"
     if weight.parameter is None:
@@ -215,7 +216,7 @@ class _Pass:
         *,
         float_too: bool,
     ) -> None:
-        self._model = model
+        self._model, self._layers = model, layers
         self._quantized = Stream(model, layers, run, batches, recorded)
         self._float = Stream(model, layers, run, batches, recorded) if float_too else None
         self._originals: dict[nn.Parameter, Tensor] = {}
@@ -232,6 +233,7 @@ class _Pass:
 
     def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
         done: set[str] = set()
+        last = None
         while (stage := self._quantized.advance()) is not None:
             wanted = None
             if self._float is not None:
@@ -242,7 +244,9 @@ class _Pass:
                         f"the float model calls other layers than the quantized one, at {stage.name}; leave out the "
                         'step "drift"'
                     )
-                self._originals.clear()  # of the last stage: no batch of the float model calls its layer again
+                if (layer := whole_layer(self._layers[stage.name])) is not last:
+                    self._originals.clear()  # no batch of the float model calls the layer of the last stage again
+                last = layer
             if stage.name not in done:  # batches with other orders of calls come to a layer that is chosen
                 done.add(stage.name)
                 yield stage, wanted
@@ -252,8 +256,8 @@ class _Pass:
     def keep(self, weight: LayerWeight) -> None:
         """Keep the float values of a layer that is about to change, for the float model's next calls of it."""
         if self._float is not None:
-            for parameter in (weight.parameter, weight.layer._parameters.get("bias")):
-                if parameter is not None:
+            for parameter in (weight.parameter, bias_of(as_layer(weight))[0]):
+                if parameter is not None and parameter not in self._originals:
                     self._originals[parameter] = parameter.detach().clone()
 
 

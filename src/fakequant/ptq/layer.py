@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fakequant.ops import library
 from fakequant.ptq.adaround import adaround
 from fakequant.ptq.grid import Grid
 from fakequant.ptq.problem import Problem
+from fakequant.ptq.projections import as_layer, bias_of
 from fakequant.ptq.ranges import searched_params
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.rounding import descend, gptq
@@ -69,14 +70,15 @@ def choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, step
 
 
 def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
-    turn = Turn(weight.layer)
+    layer = as_layer(weight)
+    turn = Turn(layer)
     quantizer, parameter = weight.quantizer, weight.parameter
     assert parameter is not None
     float_weight, spec = turn.tensor(parameter.detach()).clone(), turn.spec(quantizer.spec)
     whole = InputSums()
     whole.merge(fit)
     whole.merge(held)
-    bias = weight.layer._parameters.get("bias") if "bias" in steps else None
+    bias = bias_of(layer)[0] if "bias" in steps else None
     plain = Problem(float_weight, whole)
     solved = plain if bias is None else Problem(float_weight, whole.about_mean())
     params = turn.params(quantizer.qparams(parameter.detach()))
@@ -162,6 +164,7 @@ def write(name: str, weight: LayerWeight, choice: Choice) -> None:
             "convert the model to float32 first"
         )
     if choice.bias is not None:
-        bias: Any = weight.layer._parameters["bias"]
-        bias.data += choice.bias.to(bias.dtype)
+        bias, place = bias_of(as_layer(weight))
+        assert bias is not None
+        bias.data[place] += choice.bias.to(bias.dtype)
     note_weight(weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from fakequant.distributed import gather
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.nn.foreign import QuantConv1D
+from fakequant.ptq.projections import Projection
 
 _ROWS = 16_384
 """Rows that are multiplied at a time: float32 products of them, added in float64."""
@@ -147,7 +148,28 @@ def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tens
     return torch.sub(moments, outer, out=outer)
 
 
-def rows_of(layer: nn.Module, x: Tensor) -> Tensor:
+def stacked(parts: Sequence[InputSums]) -> InputSums:
+    """The sums of groups one after the other, of a layer whose groups get other inputs.
+
+    Each group weighs as many rows as the one with the most, so that its mean error counts.
+
+    Args:
+        parts: the sums of each group.
+    """
+    seen = [part for part in parts if part.count]
+    if len(parts) == 1 or not seen:
+        return parts[0]
+    found, count = InputSums(), max(part.count for part in seen)
+    for name in ("moments", "total", "drift", "drift_moments", "drift_total"):
+        first = getattr(seen[0], name)
+        if first is not None and first.numel():
+            shares = [getattr(part, name) * (count / part.count) if part.count else first * 0 for part in parts]
+            setattr(found, name, torch.cat(shares))
+    found.count = count
+    return found
+
+
+def rows_of(layer: Any, x: Tensor) -> Tensor:
     """The rows [groups, rows, columns] that a layer multiplies with its weight matrix, of an input x.
 
     Raises:
@@ -158,22 +180,29 @@ def rows_of(layer: nn.Module, x: Tensor) -> Tensor:
     return _KINDS[_kind(layer)](layer, x)
 
 
-def has_rows(layer: nn.Module) -> bool:
+def has_rows(layer: Any) -> bool:
     """Whether a layer multiplies rows of its input with a weight matrix: [out, columns], or turned."""
     return isinstance(layer, tuple(_KINDS)) and not (isinstance(layer, _ConvTransposeNd) and layer.groups > 1)
 
 
-def is_turned(layer: nn.Module) -> bool:
+def is_turned(layer: Any) -> bool:
     """Whether the weight of a layer with a weight matrix is [in, out, ...], and its matrix that with both turned."""
     return isinstance(layer, (QuantConv1D, _ConvTransposeNd))
 
 
-def _kind(layer: nn.Module) -> type[nn.Module]:
+def takes_transform(layer: Any) -> bool:
+    """Whether a layer with a weight matrix can have a transform of its input."""
+    return not is_turned(layer) and not isinstance(layer, Projection)
+
+
+def _kind(layer: Any) -> type:
     return next(kind for kind in _KINDS if isinstance(layer, kind))
 
 
 def makes_same_rows(one: Any, other: Any) -> bool:
     """Whether two layers with a weight matrix make the same rows of the same input."""
+    if isinstance(one, Projection) or isinstance(other, Projection):
+        return one is other
     return _kind(one) is _kind(other) and all(
         getattr(one, name, None) == getattr(other, name, None)
         for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
@@ -186,7 +215,7 @@ def product_of(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
         return _transposed(layer, x, weight)
     if is_turned(layer):
         return x @ weight
-    return F.linear(x, weight) if isinstance(layer, nn.Linear) else layer._conv_forward(x, weight, None)
+    return F.linear(x, weight) if isinstance(layer, (nn.Linear, Projection)) else layer._conv_forward(x, weight, None)
 
 
 def _transposed(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -194,7 +223,7 @@ def _transposed(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
     return convolve(x, weight, None, layer.stride, layer.padding, layer.output_padding, 1, layer.dilation)
 
 
-def _of_linear(layer: nn.Module, x: Tensor) -> Tensor:
+def _of_linear(layer: Any, x: Tensor) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
@@ -221,8 +250,9 @@ def _of_transposed(layer: Any, x: Tensor) -> Tensor:
     return _transposed(layer, x, picks).movedim(1, -1).reshape(1, -1, columns)
 
 
-_KINDS: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
+_KINDS: dict[type, Callable[[Any, Tensor], Tensor]] = {
     nn.Linear: _of_linear,
+    Projection: _of_linear,
     QuantConv1D: _of_linear,
     _ConvTransposeNd: _of_transposed,
     _ConvNd: _of_convolution,

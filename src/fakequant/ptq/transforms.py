@@ -16,7 +16,7 @@ from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.qparams import choose_qparams
 from fakequant.ops import library
 from fakequant.ptq.ranges import GAIN, others_of, sampled, whole_range
-from fakequant.ptq.sums import is_turned, product_of
+from fakequant.ptq.sums import product_of, takes_transform
 
 _ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """How much of a channel's size the weight takes over. 1 is often best for static inputs, 0.5 for dynamic ones."""
@@ -48,7 +48,7 @@ def smooth(layers: Sequence[Any], inputs: Sequence[Tensor]) -> Transformed:
         layers: those that get the input; changed where a transform is found.
         inputs: the tensors [..., channels] or [n, channels, ...] before the quantizer.
     """
-    if any(map(is_turned, layers)):
+    if not all(map(takes_transform, layers)):
         return Transformed(None, 0.0, 0.0)
     axis = -(layers[0].weight.dim() - 1)
     largest = [_largest(x, axis) for x in inputs]
@@ -79,7 +79,7 @@ def rotate(layers: Sequence[Any], inputs: Sequence[Tensor]) -> Transformed:
         layers: those that get the input; changed where a transform is found.
         inputs: the tensors [..., features] before the quantizer.
     """
-    if any(layer.weight.dim() != 2 or is_turned(layer) for layer in layers):
+    if any(layer.weight.dim() != 2 or not takes_transform(layer) for layer in layers):
         return Transformed(None, 0.0, 0.0)
     granularity = layers[0].input_quantizer.spec.granularity
     own = {size for _, size in granularity.sizes} if isinstance(granularity, PerBlock) else set()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
@@ -19,7 +19,7 @@ class Turn:
         layer: with a weight matrix.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         self._is_turned = is_turned(layer)
         axes = cast("Tensor", layer.weight).dim()
         self._axes = {0: 1, 1: 0, -axes: 1, 1 - axes: 0}
