@@ -59,8 +59,8 @@ def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
         first = next(iter(low))
         others = f" and {len(low) - 1} more" if len(low) > 1 else ""
         warn_user(
-            f"the range of {first}{others} reaches {low[first]:.3g}, as with the numbers of an attention mask: its scale "
-            "rounds all scores to one value. Give prepare(..., example=) an input with a mask, which leaves these "
-            "functions in float; or leave them in float by Rule(..., ops=(...))",
+            f"the range of {first}{others} reaches {low[first]:.3g}, as with the numbers of an attention mask: its "
+            "scale rounds all scores to one value. Give prepare(..., example=) an input with a mask, which leaves "
+            "these functions in float; or leave them in float by Rule(..., ops=(...))",
             CalibrationWarning,
         )

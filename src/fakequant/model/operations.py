@@ -144,15 +144,9 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
         if node.name in parameters or (node.all_input_nodes and of_parameters.issuperset(node.all_input_nodes)):
             of_parameters.add(node)
         quantized[node] = keeps_quantized(name) and bool(read) and all(quantized[n] for n in read)
-        if (
-            node.op != "call_function"
-            or keeps_quantized(name)
-            or not sources
-            or not _is_float(node)
-            or _is_plumbing(node)
-        ):
+        if node.op != "call_function" or keeps_quantized(name) or not sources or not _is_float(node):
             continue
-        if node in of_parameters:
+        if node in of_parameters or _is_plumbing(node):
             continue
         constants = {n for n in sources if n.op in ("placeholder", "get_attr") and n.name not in activations}
         constants |= of_parameters.intersection(sources)

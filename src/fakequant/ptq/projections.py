@@ -160,7 +160,7 @@ def bias_of(layer: Any) -> tuple[nn.Parameter | None, slice]:
 
 
 def inputs_of(layer: Any, call: Any) -> tuple[Tensor, ...]:
-    """The inputs of a call before their quantizers: one, but for a `Projection` of several."""
+    """The inputs of a call before their quantizers: one, and of a `Projection` of several, all of them."""
     return layer.inputs(call) if isinstance(layer, Projection) else (call.first,)
 
 
