@@ -204,7 +204,7 @@ def test_an_ended_run_of_an_attention_goes_on(case: str, tmp_path: Path, monkeyp
                 with pytest.raises(KeyboardInterrupt):
                     fq.ptq.improve(model, batches(), checkpoint=tmp_path, progress=False)
             assert_same(model, before)
-            assert "_watching" not in vars(model.attention)
+            assert not model.attention._watching
             assert not model.attention._forward_pre_hooks
     found = fq.ptq.improve(model, batches(), checkpoint=tmp_path, progress=False)
     assert_same(model, whole)
@@ -214,11 +214,11 @@ def test_an_ended_run_of_an_attention_goes_on(case: str, tmp_path: Path, monkeyp
 def _last_inputs(model: nn.Module) -> list[Tensor]:
     """What the last projection of the attention gets."""
     seen = list[Tensor]()
-    end = model.attention.watch_out_proj(seen.append)
+    handle = model.attention.watch_out_proj(seen.append)
     with torch.no_grad():
         for x in batches():
             model(x)
-    end()
+    handle.remove()
     return seen
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import fakequant as fq
 from benchmarks.zoo.architecture import Architecture
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case, WrongError, check_same_bits
-from benchmarks.zoo.child import run_step
+from benchmarks.zoo.child import first_line, run_step
 from benchmarks.zoo.pages import page
 from benchmarks.zoo.products import count_products
 from benchmarks.zoo.runner import left_to_run, read_record, run_all, run_architecture, write_record
@@ -221,3 +222,8 @@ def test_the_page_has_a_row_for_each_model_and_each_cause():
     for model in models.values():
         del model["p"]
     assert "No step fails that does not fail in float too." in page({"machine": {"torch": "2.13.0"}, "models": models})
+
+
+def test_an_error_names_no_folder_of_the_machine():
+    where = Path(__file__).resolve()
+    assert first_line(ValueError(f"\x1b[31mbad: {where}:32\nmore")) == "ValueError: bad: tests/test_zoo.py:32"

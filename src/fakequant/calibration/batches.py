@@ -74,8 +74,8 @@ def by_group(x: Tensor, view: GroupView, groups: int) -> Tensor:
 
 def _describe_non_finite(values: Tensor, shape: torch.Size) -> str:
     nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
-    masked = not nans and infs == int((values == -math.inf).sum())
-    advice = " (-inf of an attention mask: give prepare an example with the mask)" if masked else ""
+    negative = not nans and infs == int((values == -math.inf).sum())
+    advice = "; if an attention mask makes the -inf, give prepare an example with the mask" if negative else ""
     return (
         f"a batch of shape {list(shape)} contains {nans} NaN and {infs} inf values of {values.numel()}; a range needs "
         f"finite data, so remove such inputs from the calibration batches or repair the layer that makes them{advice}"

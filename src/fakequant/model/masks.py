@@ -49,18 +49,20 @@ def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
         ranges: by the path of the quantizer.
     """
     low: dict[str, float] = {}
+    functions: set[str] = set()
     for name, range in ranges.items():
         site = model.get_submodule(layer_of(name))
         if isinstance(site, Site) and not SITE_FUNCTIONS[site.function].is_product and range.lo.numel():
             lowest = range.lo.min().item()
             if lowest <= -EXTREME:
                 low[name] = lowest
+                functions.add(site.function)
     if low:
         first = next(iter(low))
         others = f" and {len(low) - 1} more" if len(low) > 1 else ""
         warn_user(
             f"the range of {first}{others} reaches {low[first]:.3g}, as with the numbers of an attention mask: its "
             "scale rounds all scores to one value. Give prepare(..., example=) an input with a mask, which leaves "
-            "these functions in float; or leave them in float by Rule(..., ops=(...))",
+            f"these functions in float; or leave them in float by Rule('*', ops={(*sorted(functions),)})",
             CalibrationWarning,
         )

@@ -132,8 +132,6 @@ class _Planner:
         for one, call in self.call_of.items():
             if one.function not in self.target.inputs or call.site in self.masked or self._adds_bias(one, call):
                 continue
-            if self._is_constant(call):
-                continue
             names = [name for name in one.operands if not self._is_fused(call.operands[name], one.function)]
             if self.target.identity_only and one.function == "add":
                 names = [name for name in names if name != self._main_branch(one, call)]
@@ -141,10 +139,6 @@ class _Planner:
             if self.target.attention_in_parts and one.function == "scaled_dot_product_attention":
                 held["probabilities"] = self._probabilities(one)
             self.held[one] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
-
-    def _is_constant(self, call: Call) -> bool:
-        """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
-        return all(self.flow.recording.values[value].constant for value in call.outputs)
 
     def _probabilities(self, one: Candidate) -> SiteQuantizer | None:
         config, known = self.configs[one].input, self.target.fixed.get("softmax")
@@ -195,7 +189,7 @@ class _Planner:
     def _fixed(self) -> None:
         """Ranges that do not depend on the data, after which no other quantizer is needed."""
         for one in self.call_of:
-            known = None if self._is_constant(self.call_of[one]) else self.target.fixed.get(one.function)
+            known = self.target.fixed.get(one.function)
             fixed = None if known is None else _fixed_quantizer(self.configs[one].input, known)
             if fixed is not None:
                 self.held.setdefault(one, {})["output"] = fixed
@@ -246,7 +240,7 @@ class _Planner:
     def _outputs(self) -> None:
         """Results that no other quantizer reaches."""
         for call in self.flow.calls:
-            if call.function not in self.target.outputs or call.site in self.masked or self._is_constant(call):
+            if call.function not in self.target.outputs or call.site in self.masked:
                 continue
             last = self._last_of_chain(call)
             inside = call.function == ATTENTION_LAYER  # whose first products no quantizer of another call reaches
@@ -353,5 +347,10 @@ def place(
             rules.update({path: rule for path, m in model.named_modules() if rule.matches_any(names[m], m)})
     found = candidates(model, recording)
     spoken = rules_of_sites(model, config, found)
-    configs = {one: rules[one.owner] for one in found if one.owner in rules and one not in spoken}
+    varying = {call.site for call in recording.calls if not recording.is_constant(call)}
+    configs = {
+        one: rules[one.owner]
+        for one in found
+        if one.owner in rules and one not in spoken and (one.owner, one.function, one.index) in varying
+    }
     return _Planner(target, recording, configs, layers).place()

@@ -30,7 +30,7 @@ def recorded_products(model: nn.Module, recording: Recording) -> list[Operation]
             keeps_quantized(call.function) and floats and all(value in quantized for value in floats)
         ):
             quantized.update(call.outputs)
-        if call.multiplications and not all(recording.values[value].constant for value in call.outputs):
+        if call.multiplications and not recording.is_constant(call):
             factors = list(_factors(call, site, floats))
             left = sum(value not in quantized for value, held in factors if not held)
             found.append(Operation(call.owner or "", call.function, True, left, len(factors), call.multiplications))

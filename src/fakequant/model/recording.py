@@ -106,6 +106,10 @@ class Recording:
     visits: Counter[str] = field(default_factory=Counter)
     outputs: tuple[int, ...] = ()
 
+    def is_constant(self, call: Call) -> bool:
+        """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
+        return bool(call.outputs) and all(self.values[value].constant for value in call.outputs)
+
     def of_owner(self, owner: str) -> list[list[Call]]:
         """The calls of functions that can be quantized, for every visit of an owner."""
         visits: list[list[Call]] = [[] for _ in range(self.visits[owner])]

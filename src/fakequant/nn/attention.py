@@ -7,12 +7,15 @@ quantizers have the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fakequant.errors import CalibrationError, ShapeError
 from fakequant.nn.layers import QuantizedLayer, quantizes
@@ -62,22 +65,18 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
     the probabilities is on: then it computes softmax(query @ key.T + mask) @ value in three operations.
     """
 
-    _watching: tuple[Callable[[Tensor], None], ...] = ()
+    _watching: Mapping[int, Callable[[Tensor], None]] = MappingProxyType({})
 
-    def watch_out_proj(self, see: Callable[[Tensor], None]) -> Callable[[], None]:
+    def watch_out_proj(self, see: Callable[[Tensor], None]) -> RemovableHandle:
         """Have a function see each input [queries, n, embed_dim] of the last projection, before its quantizer.
 
         Returns:
-            A function that ends it.
+            What ends it, as for hooks of torch.
         """
-        self._watching = (*self._watching, see)
-
-        def end() -> None:
-            self._watching = tuple(other for other in self._watching if other is not see)
-            if not self._watching:
-                vars(self).pop("_watching", None)
-
-        return end
+        watching = vars(self).setdefault("_watching", OrderedDict())
+        handle = RemovableHandle(watching)
+        watching[handle.id] = see
+        return handle
 
     @classmethod
     def factors(cls, layer: nn.Module) -> dict[str, Operand]:
@@ -185,7 +184,7 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
         else:
             y = self._in_one_operation(q, k, v, mask, is_causal=is_causal)
             y = y.permute(2, 0, 1, 3)
-        for see in self._watching:
+        for see in self._watching.values():
             see(y.reshape(queries, n, width))
         y = self.quantized("_out_proj_input_quantizer", y.reshape(queries * n, width))
         y = F.linear(y, self.quantized("_out_proj_weight_quantizer", self.out_proj.weight), self.out_proj.bias)

@@ -138,27 +138,26 @@ class Collector:
     def _sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
         layer, own = self._layers[stage.name], self.inputs(stage)
         reads = self._reads(layer, [inputs for calls in own.values() for inputs in calls])
-        found = {place: (InputSums(), InputSums()) for place in reads}
+        fit, held = ({place: InputSums() for place in reads} for _ in range(2))
         others = {} if wanted is None else self.inputs(wanted)
         try:
             for place, (number, calls) in enumerate(own.items()):
-                held = hold_back and place % _HELD_BACK == _HELD_BACK - 1
+                sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
                 for call, inputs in enumerate(calls):
                     rounded = quantized_inputs(layer, inputs)
                     floats = others[number][call] if number in others else None
-                    for read, sums in found.items():
+                    for read in sums:
                         rows = None if floats is None else rows_of(layer, _transformed(layer, floats[read]))
-                        sums[held].add(rows_of(layer, rounded[read]), rows)
+                        sums[read].add(rows_of(layer, rounded[read]), rows)
         except CalibrationError as error:
             name = row_name(stage.name, layer)
             raise CalibrationError(f"{name or 'the model'}: {error}") from error
-        for pair in found.values():
-            self._merge(pair, layer.weight.device)
-        fit, held_back = (stacked([found[place][part] for place in reads]) for part in (0, 1))
-        return fit, held_back
+        for read in fit:
+            self._merge((fit[read], held[read]), layer.weight.device)
+        return stacked([fit[read] for read in reads]), stacked([held[read] for read in reads])
 
     def _reads(self, layer: Any, calls: list[tuple[Tensor, ...]]) -> tuple[int, ...]:
-        """The places of inputs for which there are sums: a single one where all processes have one tensor at all."""
+        """The places of the inputs for which there are sums: one if all inputs are one tensor in all processes."""
         columns = [*zip(*self._processes.all(reads_of(layer, calls)), strict=True)]
         reads = first_places(columns, getattr(layer, "reads", (0,)))
         return reads[:1] if len({*reads}) == 1 else reads

@@ -101,9 +101,10 @@ def improve(  # noqa: PLR0913  all but the first three by name
         raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
     run, masked = naming(runner(inputs, forward), given), Positions(mask)
     result, shared = Improvement(), _shared_parameters(model)
-    notes = {path: _why_not(weight, shared) for path, weight in weights.items()}
-    result.layers += [LayerResult(row_name(path, as_layer(weights[path])), note=n) for path, n in notes.items() if n]
-    layers = {path: as_layer(weight) for path, weight in weights.items() if notes[path] is None}
+    views = {path: as_layer(weight) for path, weight in weights.items()}
+    notes = {path: _why_not(weight, views[path], shared) for path, weight in weights.items()}
+    result.layers += [LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note]
+    layers = {path: view for path, view in views.items() if notes[path] is None}
     unchosen = len(result.layers)
     masks = [] if mask is None else [masked.of(batch) for batch in given]
     finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
@@ -189,9 +190,9 @@ def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, count in holders.items() if count > 1}
 
 
-def _why_not(weight: LayerWeight, shared: set[nn.Parameter]) -> str | None:
+def _why_not(weight: LayerWeight, layer: Any, shared: set[nn.Parameter]) -> str | None:
     """Why nothing is chosen for a weight, or None."""
-    if not has_rows(as_layer(weight)):
+    if not has_rows(layer):
         groups = " with groups" if getattr(weight.layer, "groups", 1) > 1 else ""
         return f"nearest: a {type(weight.layer).__name__}{groups} has no weight matrix"
     if weight.parameter is None:

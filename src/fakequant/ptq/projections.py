@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,16 +14,11 @@ from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Quantizer
 
 _INPUTS = ("query", "key", "value")
+_READS = {"in_proj_weight": (0, 1, 2), "q_proj_weight": (0,), "k_proj_weight": (1,), "v_proj_weight": (2,)}
 _SUFFIX = "_weight_quantizer"
 
 
-class Handle(NamedTuple):
-    """What `register_forward_pre_hook` gives; `remove` takes the hook away."""
-
-    remove: Callable[[], None]
-
-
-class Projection:
+class Projection(ABC):
     """One weight [out, in] of a layer with several, as a linear layer.
 
     Args:
@@ -46,31 +42,31 @@ class Projection:
         return self._weight.quantizer
 
     @property
+    @abstractmethod
     def input_quantizer(self) -> Quantizer | None:
         """The quantizer of the input, if this weight alone gets what it quantizes."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def bias(self) -> tuple[nn.Parameter | None, slice]:
         """The parameter that holds the bias, and the place of this weight's part of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
         """Have a hook called as hook(self, args, kwargs) before each product, the input as its first argument."""
-        raise NotImplementedError
 
+    @abstractmethod
     def inputs(self, call: Any) -> tuple[Tensor, ...]:
         """The inputs of a call that the hook got; each quantizer sees all that the layer gives it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The same inputs as the product sees them."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def reads(self) -> tuple[int, ...]:
         """The places of the inputs that the weight is multiplied with, one for each block of its rows."""
-        raise NotImplementedError
 
 
 class _InProjection(Projection):
@@ -78,8 +74,7 @@ class _InProjection(Projection):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        place = "qkv".find(self._weight.name[0])
-        return (0, 1, 2) if place < 0 else (place,)
+        return _READS[self._weight.name]
 
     @property
     def input_quantizer(self) -> Quantizer | None:
@@ -124,7 +119,7 @@ class _OutProjection(Projection):
         return self.layer.out_proj._parameters.get("bias"), slice(None)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
-        return Handle(self.layer.watch_out_proj(lambda x: hook(self, (x.transpose(0, 1),), {})))
+        return self.layer.watch_out_proj(lambda x: hook(self, (x.transpose(0, 1),), {}))
 
     def inputs(self, call: Any) -> tuple[Tensor, ...]:
         return (call.first,)
