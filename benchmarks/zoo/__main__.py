@@ -42,6 +42,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if unknown := set(options.steps) - set(STEPS):
         parser.error(f"no step {', '.join(sorted(unknown))}; there are {''.join(STEPS)}")
+    if unknown := [text for text in options.only or () if not any(text in name for name in ARCHITECTURES)]:
+        parser.error(f"no architecture has {', '.join(unknown)} in its name")
     return options
 
 

@@ -10,14 +10,14 @@ import re
 import time
 import warnings
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+from benchmarks.record import ROOT
 
 from .architectures import ARCHITECTURES
 from .case import Case
 from .steps import STEPS, NotForThisError
 
-_CHECKOUT = Path(__file__).resolve().parents[2]
 OK, OURS, FLOAT_TOO, NOT_RUN = "+", "X", "f", "."
 
 
@@ -61,7 +61,7 @@ def first_line(error: BaseException) -> str:
 
     Without colours, and without the folders of the checkout and of temporary files, which differ from run to run.
     """
-    plain = re.sub(r"\x1b\[[0-9;]*m|\S*/tmp\w+/", "", str(error).replace(f"{_CHECKOUT}/", ""))
+    plain = re.sub(r"\x1b\[[0-9;]*m|\S*/tmp\w+/", "", str(error).replace(f"{ROOT}/", ""))
     lines = [line.strip() for line in plain.splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {text}"[:300]
