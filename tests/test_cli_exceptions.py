@@ -25,8 +25,10 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def quantize(recipe: Path, out: Path, *options: str) -> Result:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["quantize", str(recipe), "--out", str(out), *options])
+def quantize(recipe: Path, out: Path, *options: str, columns: int = 200) -> Result:
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(
+        app, ["quantize", str(recipe), "--out", str(out), *options]
+    )
     assert result.exit_code == 0, result.output
     return result
 
@@ -77,16 +79,16 @@ def test_a_folder_in_use_is_named(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "holds" not in quantize(recipe, out).stdout
     assert "holds" not in quantize(recipe, out).stdout
-    lines = quantize(recipe, out, "--preset", "fp8").stdout.splitlines()
+    lines = quantize(recipe, out, "--preset", "fp8", columns=60).stdout.splitlines()
     assert lines[0] == f"{out} holds the INT8 run of {recipe}; this run replaces it"
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
         (foreign / name).touch()
-    lines = quantize(recipe, foreign).stdout.splitlines()
+    lines = quantize(recipe, foreign, columns=60).stdout.splitlines()
     assert lines[0] == f"{foreign} holds a.txt, b.txt, c.txt and 1 more; this run leaves that alone and adds its files"
     other = tmp_path / "other"
     other.mkdir()
     (other / "model.onnx").write_bytes(b"mine")
-    lines = quantize(recipe, other).stdout.splitlines()
+    lines = quantize(recipe, other, columns=60).stdout.splitlines()
     assert lines[0] == f"{other} holds model.onnx of another origin; this run replaces what has these names"

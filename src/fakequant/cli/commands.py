@@ -245,7 +245,7 @@ def verify(
     from fakequant.report.terminal import visible
 
     report = verify_file(onnx_file, recipe, checkpoint)
-    Console().print(Text(visible(str(report), keep="\n")))
+    Console(soft_wrap=True).print(Text(visible(str(report), keep="\n")))
     if not report.exact:
         raise typer.Exit(1)
 
@@ -331,7 +331,7 @@ def bench(
         report = suite.run(elements or suite.SIZES, seconds=seconds)
     print_table(console, report.title, suite.HEADER, report.rows(), numbers=(2, 3, 4, 5))
     for note in report.notes:
-        console.print(Text(note))
+        console.print(Text(note), soft_wrap=True)
     if json_file is not None:
         report.write(json_file)
     if report.differing:

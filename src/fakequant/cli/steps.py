@@ -61,7 +61,7 @@ class Steps:
     def note(self, text: str) -> None:
         """Print lines of their own."""
         self._close_line()
-        self.console.print(Text(visible(text, keep="\n")))
+        self.console.print(Text(visible(text, keep="\n")), soft_wrap=True)  # a path in a pipe stays whole
 
     def _close_line(self) -> None:
         if self._line_is_open:
