@@ -64,10 +64,7 @@ EXAMPLES = [IDS, (IDS, torch.ones(2, 9)), {"ids": IDS, "mask": torch.ones(2, 9)}
 def test_a_cache_is_left_out_everywhere(example: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model = calibrated()
-    with pytest.warns(UserWarning, match=SAID):
-        assert "head" in str(fq.summary(model, example))
-    with pytest.warns(UserWarning, match=SAID):
-        assert fq.unquantized(model, example) == fq.unquantized(model, as_dict(example))
+    assert fq.unquantized(model, example) == fq.unquantized(model, as_dict(example))
     with pytest.warns(UserWarning, match=SAID):
         graph = fq.ir.capture(model, example)
     assert len(graph.outputs) == 1
@@ -95,12 +92,11 @@ def test_dynamic_shapes_stay(shapes: Any, tmp_path: Path) -> None:
     assert fq.verify_onnx(tmp_path / "m.onnx", model, [batch]).exact
 
 
-@pytest.mark.parametrize("work", [fq.summary, fq.unquantized, fq.ir.capture], ids=lambda work: work.__name__)
-def test_what_cannot_be_left_out_is_one_error_that_says_what_to_do(work: Any) -> None:
+def test_what_cannot_be_left_out_is_one_error_that_says_what_to_do() -> None:
     with pytest.raises(ExportError, match=r"returns a \S*Cache, which torch.export does not know; let it return tens"):
-        work(calibrated(Without), IDS)
+        fq.ir.capture(calibrated(Without), IDS)
     with pytest.raises(ExportError, match=r"if the example is a dict with use_cache=False"):
-        work(calibrated(), {"ids": IDS, "use_cache": True})
+        fq.ir.capture(calibrated(), {"ids": IDS, "use_cache": True})
 
 
 def test_other_errors_of_torch_export_are_left_alone() -> None:
@@ -126,8 +122,6 @@ def test_decoders_of_transformers(tmp_path: Path) -> None:
     }
     config = transformers.LlamaConfig(vocab_size=16, num_key_value_heads=1, **sizes, pad_token_id=0)
     model = calibrated(lambda: transformers.LlamaForCausalLM(config))
-    with pytest.warns(UserWarning, match=SAID):
-        assert "lm_head" in str(fq.summary(model, IDS))
     with pytest.warns(UserWarning, match=SAID):
         fq.export_onnx(model, {"input_ids": IDS}, tmp_path / "m.onnx", dynamic_shapes={"input_ids": {0: "batch"}})
     assert fq.verify_onnx(tmp_path / "m.onnx", model, [{"input_ids": IDS.repeat(2, 1)}]).exact

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fakequant.model.operations import Operation
+from fakequant.model.functions import Operation
 from fakequant.model.site_weights import site_weights
 from fakequant.model.weights import weights_of
 from fakequant.nn.forms import own_class, quantized_class, why_changed

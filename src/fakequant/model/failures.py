@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.errors import CalibrationError, ExportError, FakeQuantError
+from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError
 from fakequant.model.batches import Forward
 from fakequant.nn.quantizer import Quantizer
 from fakequant.restore import restore_after
@@ -68,6 +68,21 @@ def naming(run: Forward, batches: Sequence[Any]) -> Forward:
 
 
 @contextmanager
+def example_failure_named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Turn an error of torch in a model's call with an example into one that names its shapes and the layer.
+
+    Raises:
+        ConfigError: the model failed. Errors of this package, and those that arise outside of the model, stay.
+    """
+    try:
+        yield
+    except _OF_TORCH as error:
+        if type(error) not in _OF_TORCH or (where := place(model, error)) is None:
+            raise
+        raise ConfigError(_refused(args, kwargs, where, error)) from error
+
+
+@contextmanager
 def example_named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Turn an error of torch's tracing into one that names shapes and layer, if the model itself fails on the example.
 
@@ -97,9 +112,13 @@ def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         where = place(model, error) if type(error) in _OF_TORCH else None
         if where is None:
             return None
-        given = described((args, kwargs))
-        return f"the example, {given}, failed{where}: {one_line(error)}; give an example that the model takes"
+        return _refused(args, kwargs, where, error)
     return None
+
+
+def _refused(args: Sequence[Any], kwargs: Mapping[str, Any], where: str, error: BaseException) -> str:
+    given = described((args, kwargs))
+    return f"the example, {given}, failed{where}: {one_line(error)}; give an example that the model takes"
 
 
 def one_line(error: BaseException) -> str:

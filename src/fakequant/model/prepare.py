@@ -16,6 +16,7 @@ from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float, scripted
+from fakequant.model.failures import example_failure_named
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
@@ -71,9 +72,8 @@ def prepare(
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they hold against `skip`.
 
     Raises:
-        ConfigError: a rule matches nothing, the model is already prepared, or a layer cannot be quantized as its rule
-            says (names the layer).
-        The model's own errors: there is an example, and the model cannot run with it.
+        ConfigError: a rule matches nothing, the model is already prepared, a layer cannot be quantized as its rule says
+            (names the layer), or the model fails on the example (names the layer, and the shapes).
 
     The model is unchanged after any error or interrupt.
 
@@ -188,7 +188,8 @@ def _planned(model: nn.Module, config: Config, target: str | None, example: Any,
     if lazy:
         raise ConfigError(f"{lazy[0] or 'the model'}: {_LAZY}")
     args, kwargs = example_arguments(example, inputs)
-    recording = record(model, lambda: model(*args, **kwargs))
+    with example_failure_named(model, args, kwargs):
+        recording = record(model, lambda: model(*args, **kwargs))
     if not places:
         return _Planned(held, None, [], recording)
     placement = Placement({}, held) if table is None else place(model, config, recording, table, held)

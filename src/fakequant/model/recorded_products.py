@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fakequant.model.operations import Operation, keeps_quantized
+from fakequant.model.functions import Operation, keeps_quantized
 from fakequant.model.recording import Call, Recording
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.sites import Site, sites_of
@@ -31,7 +31,7 @@ def recorded_products(model: nn.Module, recording: Recording) -> list[Operation]
         ):
             quantized.update(call.outputs)
         if call.multiplications and not recording.is_constant(call):
-            factors = list(_factors(call, site, floats))
+            factors = list(_factors(call, site))
             left = sum(value not in quantized for value, held in factors if not held)
             found.append(Operation(call.owner or "", call.function, True, left, len(factors), call.multiplications))
     return found
@@ -64,12 +64,12 @@ def _site(owner: nn.Module, call: Call) -> Site | None:
     return site if isinstance(site, Site) else None
 
 
-def _factors(call: Call, site: Site | None, floats: list[int]) -> Iterator[tuple[int, bool]]:
-    """The factors of a product, and whether the call quantizes them; its bias is none."""
+def _factors(call: Call, site: Site | None) -> Iterator[tuple[int, bool]]:
+    """The factors of a product, and whether the call quantizes them."""
     held = {} if site is None else site._modules
     if call.operands:
         return ((value, isinstance(held.get(name), Quantizer)) for name, value in call.operands.items())
-    return ((value, False) for value in floats)
+    return ((value, False) for value in call.factors)
 
 
 def _quantizes_result(owner: nn.Module | None, site: Site | None) -> bool:

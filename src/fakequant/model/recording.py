@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fakequant.model.calls import not_compiled
+from fakequant.model.functions import counted, factors_of, is_product
 from fakequant.model.modes import evaluating
-from fakequant.model.operations import counted, is_product
 from fakequant.model.outputs import float_tensors
+from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.site_functions import CALLED_AS, CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.unseen import OF_CACHE, hide_caches
@@ -67,6 +68,7 @@ class Call:
             quantized.
         equation: that of an `einsum`; empty where it has none.
         extreme: whether an operand has numbers as large as those of masks; False for products.
+        factors: of a product, without its bias; empty for other functions.
     """
 
     number: int
@@ -81,6 +83,7 @@ class Call:
     where: tuple[tuple[CodeType, int], ...] = ()
     equation: str = ""
     extreme: bool = False
+    factors: tuple[int, ...] = ()
 
     @property
     def site(self) -> tuple[str | None, str, int]:
@@ -98,6 +101,8 @@ class Recording:
         called: for every module the paths of the modules that its `forward` calls.
         visits: how often every module was called, by path.
         outputs: the values that the model returns.
+        buffers: the values of buffers.
+        quantized: the values that quantizers made, where a prepared model runs.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -105,6 +110,8 @@ class Recording:
     called: dict[str, list[str]] = field(default_factory=dict)
     visits: Counter[str] = field(default_factory=Counter)
     outputs: tuple[int, ...] = ()
+    buffers: frozenset[int] = frozenset()
+    quantized: set[int] = field(default_factory=set)
 
     def is_constant(self, call: Call) -> bool:
         """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
@@ -129,10 +136,10 @@ class _Detail(NamedTuple):
     where: tuple[tuple[CodeType, int], ...]
     equation: str
     extreme: bool
+    factors: tuple[int, ...] = ()
 
 
 _PLAIN = _Detail({}, (), "", False)
-_WITH_PRODUCTS = frozenset({"multi_head_attention_forward"})
 _SITES = frozenset(called.function.name for called in CALLED_AS.values())
 
 
@@ -199,6 +206,7 @@ class _Recorder(TorchFunctionMode):
         self.counts: Counter[tuple[str | None, int, str]] = Counter()
         for parameter in model.parameters():
             self._new(parameter, None, constant=True)
+        self.recording.buffers = frozenset(self._new(buffer, None, constant=False) for buffer in model.buffers())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -213,9 +221,10 @@ class _Recorder(TorchFunctionMode):
             name = _name_of(func) if called is None else called.function.name
         arguments = _tensors((args, kwargs))
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
-        detail = _PLAIN if called is None else self._detail(called, args, kwargs)
-        count = 0
-        if is_product(name) or name in _WITH_PRODUCTS:
+        detail, count = _PLAIN if called is None else self._detail(called, args, kwargs), 0
+        if is_product(name):
+            if called is None:
+                detail = _PLAIN._replace(factors=tuple(map(self.value_of, factors_of(name, args, kwargs))))
             result, count = counted(
                 name, lambda: func(*args, **kwargs), [x for x in arguments if x.is_floating_point()]
             )
@@ -233,7 +242,8 @@ class _Recorder(TorchFunctionMode):
         numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
         equation = args[0] if called.function.name == "einsum" and args and isinstance(args[0], str) else ""
         extreme = not called.function.is_product and _is_extreme(operands.values())
-        return _Detail(numbers, self._where(), equation, extreme)
+        factors = tuple(numbers.values()) if called.function.is_product else ()
+        return _Detail(numbers, self._where(), equation, extreme, factors)
 
     def _is_of_cache(self) -> bool:
         """Whether a cache of transformers makes the call."""
@@ -262,9 +272,22 @@ class _Recorder(TorchFunctionMode):
         outputs = tuple(self._new(tensor, number, constant=constant) for tensor in made)
         index = self.counts[owner, visit, name]
         self.counts[owner, visit, name] += 1
-        operands, where, equation, extreme = detail
         recording.calls.append(
-            Call(number, owner, visit, name, index, operands, inputs, outputs, count, where, equation, extreme)
+            Call(
+                number,
+                owner,
+                visit,
+                name,
+                index,
+                detail.operands,
+                inputs,
+                outputs,
+                count,
+                detail.where,
+                detail.equation,
+                detail.extreme,
+                detail.factors,
+            )
         )
 
     def value_of(self, tensor: Tensor) -> int:
@@ -299,10 +322,10 @@ class _Recorder(TorchFunctionMode):
             for path, module in self.modules.items():
                 handles.append(module.register_forward_pre_hook(lambda *_: self._enter_hooks(), prepend=True))
                 handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-                vars(module)["forward"] = self._followed(path, module.forward)
+                vars(module)["forward"] = self._followed(path, module, module.forward)
             yield
 
-    def _followed(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _followed(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             caller = next((owner for owner, _ in reversed(self.running) if owner is not None), None)
@@ -311,9 +334,12 @@ class _Recorder(TorchFunctionMode):
             self.running.append((path, self.recording.visits[path]))
             self.recording.visits[path] += 1
             try:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
             finally:
                 self._leave()
+            if isinstance(module, Quantizer) and module.mode is Mode.QUANTIZE:
+                self.recording.quantized.add(self.value_of(result))
+            return result
 
         self.followed = run.__code__  # type: ignore[attr-defined]  one code for all modules
         return run
@@ -332,6 +358,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _name_of(func: Any) -> str:
     """The name of a function of torch without what tells that it is in place or an operator."""
     name: str = getattr(func, "__name__", str(func))
+    if name == "__get__":  # a property, as `x.mT`
+        return func.__self__.__name__  # type: ignore[no-any-return]
+    name = name.partition(".")[0]  # of an operator's overload
     return name.strip("_") if name.startswith("__") else name.rstrip("_")
 
 

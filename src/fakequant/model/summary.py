@@ -12,9 +12,10 @@ from torch import nn
 
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.calls import layers_called, weight_readers
+from fakequant.model.functions import Operation
 from fakequant.model.html import html_result
 from fakequant.model.modes import disabled, evaluating
-from fakequant.model.operations import Operation, unquantized
+from fakequant.model.operations import unquantized
 from fakequant.model.site_weights import site_weights
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights, warn_stale_scales
@@ -113,7 +114,7 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
 
     Args:
         model: a prepared model.
-        example: an input, a tuple or a dict of inputs; with it the model is traced and the operations that were left
+        example: an input, a tuple or a dict of inputs; with it the model runs, and the operations that were left
             unquantized are listed, and layers that it does not call are told; their weights count as float.
         inputs: which part of the example the model gets, as for `calibrate`; for a batch of a data loader.
 

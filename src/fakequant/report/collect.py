@@ -32,7 +32,7 @@ def layers_left(models: Mapping[str, nn.Module], example: Any) -> dict[str, list
 
     Args:
         models: the models by the name that the report shows.
-        example: an input, a tuple or a dict of inputs, with which the models are traced.
+        example: an input, a tuple or a dict of inputs, with which the models run.
     """
     return {
         name: [str(op) for op in sorted(unquantized(model, example), key=lambda op: not op.is_product)]
