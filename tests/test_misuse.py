@@ -154,6 +154,13 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
+def smoothed() -> nn.Module:
+    model = fq.prepare(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), "int8")
+    fq.calibrate(model, [X], progress=False)
+    fq.ptq.improve(model, [X * torch.logspace(-2, 2, 8)], ["smooth"], progress=False)
+    return model
+
+
 def ready() -> nn.Sequential:
     model = fq.prepare(net(), "int8")
     fq.calibrate(model, [X])
@@ -237,6 +244,30 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "low_rank on another width": (
         lambda _: fq.ptq.low_rank(ready(), [X, torch.ones(4, 9)]),
         r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "scores on another width": (
+        lambda _: fq.ptq.scores(net(), [X, torch.ones(4, 9)]),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "equalize on another width": (
+        lambda _: fq.ptq.equalize(net(), torch.ones(4, 9), fq.presets.INT8),
+        r"^batch 1, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "rotate on another width": (
+        lambda _: fq.ptq.rotate(net(), torch.ones(4, 9)),
+        r"^batch 1, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
+    ),
+    "fold_scales on another width": (
+        lambda _: fq.ptq.fold_scales(smoothed(), torch.ones(4, 9)),
+        r"^batch 1, tensors of shape \[4, 9\], failed in layer 0 \(LayerNorm\) on float32 \[4, 9\]: Run",
+    ),
+    "batch norm on another width": (
+        lambda _: fq.ptq.reestimate_batch_norm(nn.Sequential(nn.BatchNorm1d(8)), [X, torch.ones(4, 9)]),
+        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(BatchNorm1d\) on float32 \[4, 9\]: Run",
+    ),
+    "prepare on another width": (
+        lambda _: fq.prepare(net(), "int8", torch.ones(4, 9)),
+        r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
     ),
     "run uncalibrated": (lambda _: fq.prepare(net(), "int8")(X), r"has not been calibrated|not calibrated"),
     "quantize to no format": (lambda _: fq.fake_quantize(X, "int8x"), r"int8x.*; (did you mean|known)"),

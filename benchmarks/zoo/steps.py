@@ -20,7 +20,6 @@ import fakequant as fq
 from fakequant.errors import CoverageWarning
 from fakequant.model.batches import run_batch
 from fakequant.model.operations import unquantized
-from fakequant.model.site_weights import site_weights
 from fakequant.nn import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 
@@ -61,7 +60,7 @@ def _prepare(case: Case) -> Note:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = case.prepare(case.float())
-    left = _largest_left(model)
+    left = _largest_left(model, case.batches[0])
     if left and not any(left in str(one.message) for one in caught):
         raise WrongError(f"prepare leaves weights of {left} in float and does not warn of it")
     layers = sum(isinstance(module, QuantizedLayer) for module in model.modules())
@@ -69,13 +68,21 @@ def _prepare(case: Case) -> Note:
     return {"layers": layers, "sites": len(fq.site_plan(model).sites), "said": said}
 
 
-def _largest_left(model: nn.Module) -> str | None:
+def _largest_left(model: nn.Module, batch: Any) -> str | None:
     """The class with most parameters that stay in float; norms, biases and scalars have one axis and do not count.
 
-    What a function of the model takes as a quantized weight, as of a router, does not stay in float.
+    What a quantizer of a function gets, as the weight of a router, does not stay in float.
     """
     taken = {p for module in model.modules() if isinstance(module, QuantizedLayer) for p in module.parameters()}
-    taken |= {weight.parameter for weight in site_weights(model).values() if weight.parameter is not None}
+
+    def take(_: nn.Module, args: tuple[Any, ...]) -> None:
+        taken.update(x for x in args if isinstance(x, nn.Parameter))
+
+    handles = [quantizer.register_forward_pre_hook(take) for quantizer in quantizers(model).values()]
+    with fq.disabled(model), torch.no_grad():
+        run_batch(model, batch)
+    for handle in handles:
+        handle.remove()
     sizes: dict[str, int] = {}
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p not in taken and sum(n > 1 for n in p.shape) >= 2]

@@ -17,6 +17,7 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config, Rule
+from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
@@ -288,7 +289,8 @@ def scores(
     """
     refuse_tensor(batches, "scores")
     refuse_prepared(model, "scores")
-    given, run = list(batches), runner(inputs, forward)
+    given = list(batches)
+    run = naming(runner(inputs, forward), given)
     if not given:
         raise CalibrationError("scores needs batches, and got none")
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if _is_scored(layer)}
@@ -365,7 +367,8 @@ def verify(
         inputs: which part of a batch the model gets.
         forward: called as forward(model, batch) instead of the model.
     """
-    given, run, found = list(batches), runner(inputs, forward), []
+    given, found = list(batches), []
+    run = naming(runner(inputs, forward), given)
     for allocation in allocations:
         twin = prepare(copy.deepcopy(model), allocation.config().with_rule(*left_in_float(model)))
         calibrate(twin, given, inputs=inputs, forward=forward, progress=False)

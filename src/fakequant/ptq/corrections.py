@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.nn.folded import FoldedNorm
 from fakequant.ptq.stream import Stream, record
@@ -53,7 +54,7 @@ def reestimate_batch_norm(
     given, norms = list(batches), _norms(model)
     if not given:
         raise CalibrationError("reestimate_batch_norm needs batches, and got none")
-    run, done = runner(inputs, forward), set()
+    run, done = naming(runner(inputs, forward), given), set()
     with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
         recorded = record(model, norms, run, given)
         with Stream(model, norms, run, given, recorded) as stages:

@@ -16,6 +16,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
+from fakequant.model.failures import naming
 from fakequant.model.prepare import prepare
 from fakequant.nn.quantizer import is_as_made, quantizers, refuse_prepared
 from fakequant.ptq.channels import along_inputs, has_matrix, input_channels, of_inputs
@@ -112,7 +113,7 @@ def equalize(
     """
     refuse_prepared(model, "equalize")
     refuse_sharded(model, "equalize")
-    call = runner(inputs, forward)
+    call = naming(runner(inputs, forward), [batch])
     outputs = OutputCheck(model, lambda: call(model, batch))
     layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
     pairs, rows = _pairs(model, find_neighbors(model, {*layers}, {*layers}, outputs.run), layers)

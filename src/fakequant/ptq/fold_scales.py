@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, Inputs, runner
+from fakequant.model.failures import naming
 from fakequant.model.modes import disabled
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import is_as_made, quantizers
@@ -94,7 +95,7 @@ def fold_scales(
     }
     if not layers:
         return FoldedScales()
-    call = runner(inputs, forward)
+    call = naming(runner(inputs, forward), [batch])
 
     def run() -> Any:
         with disabled(model):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, runner
+from fakequant.model.failures import naming
 from fakequant.nn.quantizer import is_as_made, refuse_prepared
 from fakequant.nn.transforms import hadamard
 from fakequant.ptq.neighbors import shared_parameters
@@ -102,7 +103,7 @@ def rotate(
         raise ConfigError(f"unknown kind {kind!r}{nearest(str(kind), list(KINDS))}")
     refuse_prepared(model, "rotate")
     refuse_sharded(model, "rotate")
-    call = runner(inputs, forward)
+    call = naming(runner(inputs, forward), [batch])
     outputs = OutputCheck(model, lambda: call(model, batch))
     found = follow(model, outputs.run)
     job = _Job(model, outputs, kind, torch.Generator().manual_seed(seed))
