@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from benchmarks.accuracy.cases import CASES, Case
+from benchmarks.accuracy.cases import CASES, CASES_OF_CNN, Case
 from benchmarks.accuracy.language_peers import language_runs
 from benchmarks.accuracy.models import Task, output_error, tasks
 from benchmarks.accuracy.pages import write_page
@@ -33,7 +33,7 @@ def ours(case: Case, steps: str | None) -> Any:
     """A case by this package."""
 
     def run(model: nn.Module, batches: list[torch.Tensor]) -> nn.Module:
-        prepared = fq.prepare(copy.deepcopy(model), case.config())
+        prepared = fq.prepare(copy.deepcopy(model), case.config(model))
         fq.calibrate(prepared, batches, "max", progress=False)
         if steps is not None:
             fq.ptq.improve(prepared, batches, steps, progress=False)
@@ -46,7 +46,8 @@ def measure(task: Task, case: Case) -> list[dict[str, Any]]:
     """The rows of a model and a case."""
     rows = []
     named = {f"fakequant {name}": ours(case, steps) for name, steps in _STEPS.items()}
-    named |= runs(case) | language_runs(case, task.model)
+    if case.kernels is None:
+        named |= runs(case) | language_runs(case, task.model)
     for name, run in named.items():
         row: dict[str, Any] = {"model": task.name, "case": case.name, "by": name}
         started = time.perf_counter()
@@ -69,9 +70,8 @@ def main() -> None:
     found = tasks(ROOT / "build" / "accuracy")
     rows = []
     for task in found.values():
-        for case in CASES:
-            if case.only_linear and not any(isinstance(m, nn.LayerNorm) for m in task.model.modules()):
-                continue
+        normed = any(isinstance(m, nn.LayerNorm) for m in task.model.modules())
+        for case in CASES if normed else CASES_OF_CNN:
             if all(word in f"{task.name} {case.name}" for word in words):
                 rows += measure(task, case)
     if not words:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+
+from torch import nn
 
 import fakequant as fq
 
@@ -18,15 +21,26 @@ class Case:
     weight: str
     input: str | None = None
     only_linear: bool = False
-    """Whether convolutions stay in float: groups of 128 along their 9 to 64 input channels say nothing."""
+    """Whether convolutions stay in float: other libraries have no groups of their weights."""
+    kernels: int | None = None
+    """The most weights in a group of a convolution: whole kernels of as many input channels as fit, at least of one."""
 
-    def config(self) -> fq.Config:
-        """The case as a configuration of this package."""
+    def config(self, model: nn.Module) -> fq.Config:
+        """The case as a configuration of this package, for a model."""
         kinds = [_LAYERS] if self.only_linear else list(_LAYERS_OF_CNN)
-        return fq.Config(
-            self.name,
-            tuple(fq.Rule(layers=kind, weight=self.weight, input=self.input, optional=True) for kind in kinds),
-        )
+        rules = [fq.Rule(layers=kind, weight=self.weight, input=self.input, optional=True) for kind in kinds]
+        if self.kernels is not None:
+            rules += [
+                fq.Rule(path, weight=_blocks(self.kernels, layer), input=self.input)
+                for path, layer in model.named_modules()
+                if isinstance(layer, nn.Conv2d)
+            ]
+        return fq.Config(self.name, tuple(rules))
+
+
+def _blocks(most: int, layer: nn.Conv2d) -> str:
+    height, width = layer.kernel_size
+    return f"int4 per_block(1:{max(1, most // math.prod(layer.kernel_size))},2:{height},3:{width},pad)"
 
 
 CASES = [
@@ -48,4 +62,11 @@ CASES = [
         "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor dynamic",
         only_linear=True,
     ),
+]
+
+# Networks of convolutions get groups in a form of their own.
+CASES_OF_CNN = [
+    replace(case, only_linear=False, kernels=int(case.name.rsplit(" ", 1)[1])) if "groups" in case.name else case
+    for case in CASES
+    if not case.only_linear or "groups" in case.name
 ]

@@ -11,7 +11,8 @@ _HEAD = """# What accuracy algorithms win back, measured
 Written by `make accuracy`. Four small models, trained by the benchmark itself: a residual CNN and a depthwise-separable
 CNN on handwritten digits, a vision transformer on the same digits, and a byte-level language model of source text. Each
 row quantizes the same tensors in every library: the weights, and with A8 or A4 the inputs, of all linear layers (per
-channel: and of convolutions); all else stays in float. Every library gets the same 8 batches to choose by. The first
+channel, and in groups in networks of convolutions, theirs too: a group is whole kernels of as many channels as fit,
+which no other library here has); all else stays in float. Every library gets the same 8 batches to choose by. The first
 figure is the squared error of the model's output on other data as a share of that by rounding to nearest here (`max`
 ranges); the second is accuracy in percent (top 1, or the next byte).
 
