@@ -26,6 +26,7 @@ NAMES = [
     "ScaleSpec",
     "Specials",
     "TableFormat",
+    "Target",
     "TensorConfig",
     "bake_weights",
     "calibrate",

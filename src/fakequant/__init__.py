@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fakequant.model.sites import site_plan
     from fakequant.model.state import float_state_dict
     from fakequant.model.summary import summary
+    from fakequant.model.targets import Target
     from fakequant.ptq import compare, search
     from fakequant.report.of_model import report
 
@@ -71,6 +72,7 @@ __all__ = [
     "ScaleSpec",
     "Specials",
     "TableFormat",
+    "Target",
     "TensorConfig",
     "bake_weights",
     "calibrate",
@@ -135,6 +137,7 @@ _MEMBERS = {
     "fakequant.model.sites": ("site_plan",),
     "fakequant.model.state": ("float_state_dict",),
     "fakequant.model.summary": ("summary",),
+    "fakequant.model.targets": ("Target",),
     "fakequant.ptq": ("compare", "search"),
 }
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}

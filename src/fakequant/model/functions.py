@@ -63,7 +63,7 @@ _COUNTS: dict[str, Callable[..., int]] = {
 # As engines move values: a result is quantized if all that it is made of is.
 _KEEPS = MOVES | frozenset(
     """
-    copy setitem index unfold data T mT H mH as_strided take_along_dim masked_select feature_dropout repeat_interleave
+    copy setitem index unfold as_strided take_along_dim masked_select feature_dropout repeat_interleave
     cat stack relu clamp hardtanh relu6 requires_grad cpu cuda atleast_1d atleast_2d atleast_3d broadcast_to
     broadcast_tensors view_as expand_as reshape_as
     """.split()  # noqa: SIM905

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,13 +10,12 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import CoverageWarning, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.coverage import scripted
-from fakequant.model.execution import simulated
 from fakequant.model.failures import example_failure_named
 from fakequant.model.functions import Operation, is_product, keeps_quantized
-from fakequant.model.recording import Call, Recording, record
-from fakequant.nn.quantizer import quantizers
-from fakequant.restore import attributes_of, restore_after
+from fakequant.model.recording import QUANTIZED, Call, Recording, record
 
+_EMPTY = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "zero"})
+"""Functions that read no values, and give zeros, which every quantized format has, or nothing."""
 _OF_CACHE = " of a cache"
 """What a recording adds to the names of functions that a cache of transformers calls."""
 
@@ -36,22 +33,21 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
     """
     refuse_sharded(model, "look into")
     args, kwargs = example_arguments(example, inputs)
-    with _ranges_optional(model), simulated(model), example_failure_named(model, args, kwargs):
-        return operations_of(model, record(model, lambda: model(*args, **kwargs)))
+    with example_failure_named(model, args, kwargs):
+        return operations_of(record(model, lambda: model(*args, **kwargs)))
 
 
-def operations_of(model: nn.Module, recording: Recording) -> list[Operation]:
+def operations_of(recording: Recording) -> list[Operation]:
     """The operations of a recorded run of a prepared model."""
-    plumbing = set(quantizers(model))
-    quantized = set(recording.quantized)
+    quantized: set[int] = set()  # values
     found = []
     for call in recording.calls:
-        if any(path in plumbing for path in _paths(call.owner or "")):
-            continue
         name = call.function.removesuffix(_OF_CACHE)
         floats = list(dict.fromkeys(value for value in call.inputs if recording.values[value].is_float))
-        read = floats[1:] if name in ("copy", "setitem") and len(floats) == 2 else floats  # the first is overwritten
-        if keeps_quantized(name):
+        read = _moved(name, floats)
+        if name == QUANTIZED or name in _EMPTY:
+            quantized.update(call.outputs)
+        elif keeps_quantized(name):
             if read and quantized.issuperset(read):
                 quantized.update(call.outputs)
         elif operands := _operands(recording, call, floats):
@@ -60,6 +56,13 @@ def operations_of(model: nn.Module, recording: Recording) -> list[Operation]:
                 Operation(call.owner or "", name, is_product(name), in_float, len(operands), call.multiplications)
             )
     return found
+
+
+def _moved(name: str, floats: list[int]) -> list[int]:
+    """The values of which the result of a function is made that only moves values."""
+    if name == "copy":  # the first is overwritten
+        return floats[1:]
+    return floats if name != "setitem" or len(floats) > 1 else []  # `x[i] = 0.37` writes a number without a quantizer
 
 
 def unquantized(
@@ -88,20 +91,18 @@ def unquantized(
     return [operation for operation in left if operation.is_product] if products_only else left
 
 
-@contextmanager
-def _ranges_optional(model: nn.Module) -> Iterator[None]:
-    """A context in which uncalibrated quantizers take their range from the tensor, so that any model runs."""
-    waiting = [quantizer for quantizer in quantizers(model).values() if quantizer.needs_calibration]
-    with restore_after(attributes_of(waiting, "dynamic")):
-        for quantizer in waiting:
-            quantizer.dynamic = True
-        yield
+def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Parameter]:
+    """The parameters that quantizers get, or from which such a weight is computed: `self.base + self.a @ self.b`.
 
-
-def _paths(path: str) -> Iterator[str]:
-    """A path and those of all modules around it."""
-    parts = path.split(".")
-    return (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+    Args:
+        model: a prepared model.
+        recording: of its run.
+    """
+    reached: set[int] = set()  # values
+    for call in reversed(recording.calls):
+        if call.function == QUANTIZED or not reached.isdisjoint(call.outputs):
+            reached.update(value for value in call.inputs if recording.values[value].constant)
+    return {parameter for value, parameter in enumerate(model.parameters()) if value in reached}
 
 
 def _operands(recording: Recording, call: Call, floats: list[int]) -> list[int]:

@@ -10,16 +10,15 @@ from torch import nn
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.masks import masked_calls
 from fakequant.model.recording import Call, Recording
-from fakequant.model.sites import Candidate, SiteQuantizer, candidates, operand_of, rules_of_sites
+from fakequant.model.sites import Candidate, SiteQuantizer, candidates, operand_quantizer, rules_of_sites
 from fakequant.model.targets import FixedRange, Target
 from fakequant.model.targets.table import ATTENTION_LAYER, PRODUCTS
-from fakequant.nn.quantizer import Kind
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 
 Held = dict[str, SiteQuantizer]
-_NO_NODES = frozenset({"dropout", "contiguous", "detach", "clone"})
+_NOT_EXPORTED = frozenset({"dropout", "contiguous", "detach", "clone"})
 """Functions that an exported file does not have."""
 
 
@@ -30,7 +29,9 @@ class Flow:
         self.recording = recording
         self.calls = recording.calls
         self.consumers: dict[int, list[Call]] = {}
+        self.of_owner: dict[str | None, list[Call]] = {}
         for call in recording.calls:
+            self.of_owner.setdefault(call.owner, []).append(call)
             for value in dict.fromkeys(call.inputs):
                 self.consumers.setdefault(value, []).append(call)
 
@@ -44,6 +45,23 @@ class Flow:
         while (call := self.producer(value)) is not None and call.function in keeps and call.inputs:
             value = call.inputs[0]
         return value
+
+    def comes_from(self, value: int, wanted: set[int], keeps: frozenset[str]) -> bool:
+        """Whether functions that keep scales make a value of wanted ones alone."""
+        waiting, seen = [value], {value}
+        while waiting:
+            value = waiting.pop()
+            if value in wanted:
+                continue
+            call = self.producer(value)
+            if call is None or call.function not in keeps or not call.inputs:
+                return False
+            read = (
+                list(call.operands.values()) if len(call.operands) > 1 else list(call.inputs[:1])
+            )  # a maximum has two
+            waiting += [one for one in read if one not in seen]
+            seen.update(read)
+        return True
 
     def alone(self, value: int) -> bool:
         """Whether one call alone uses a value."""
@@ -124,7 +142,7 @@ class _Planner:
     def _layers(self) -> None:
         """Layers that keep scales, and those that the target computes in float, have no quantizers."""
         for path, rule in self.layers.items():
-            called = {call.function for call in self.flow.calls if call.owner == path}
+            called = {call.function for call in self.flow.of_owner.get(path, [])}
             if called and called <= self.target.keeps | set(SITE_FUNCTIONS) and not called & self.target.inputs:
                 self.layers[path] = replace(rule, input=None, weight=None)
 
@@ -135,7 +153,7 @@ class _Planner:
             names = [name for name in one.operands if not self._is_fused(call.operands[name], one.function)]
             if self.target.identity_only and one.function == "add":
                 names = [name for name in names if name != self._main_branch(one, call)]
-            held = {name: self._quantizer(one, name) for name in names}
+            held = {name: operand_quantizer(one, name, self.configs[one]) for name in names}
             if self.target.attention_in_parts and one.function == "scaled_dot_product_attention":
                 held["probabilities"] = self._probabilities(one)
             self.held[one] = {name: quantizer for name, quantizer in held.items() if quantizer is not None}
@@ -144,15 +162,6 @@ class _Planner:
         config, known = self.configs[one].input, self.target.fixed.get("softmax")
         fixed = None if known is None else _fixed_quantizer(config, known)
         return fixed if fixed is not None or config is None else SiteQuantizer(config)
-
-    def _quantizer(self, one: Candidate, name: str) -> SiteQuantizer | None:
-        rule, operand = self.configs[one], operand_of(one, name)
-        weight = name in one.constants and SITE_FUNCTIONS[one.function].is_product
-        config = rule.weight if weight else rule.input
-        if config is None:
-            return None
-        axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
-        return SiteQuantizer(config.placed(axes), Kind.WEIGHT if weight else Kind.INPUT)
 
     def _is_fused(self, value: int, function: str) -> bool:
         producer = self.flow.producer(value)
@@ -207,11 +216,11 @@ class _Planner:
             if one.function not in self.target.shared:
                 for name in one.operands:
                     values = [call.operands[name] for call in self.calls_of[one]]
-                    if name in held and all(self.flow.source(value, through) in self.quantized for value in values):
+                    if name in held and all(self.flow.comes_from(v, self.quantized, through) for v in values):
                         del held[name]
         for path, rule in self.layers.items():
-            values = [v for call in self.flow.calls if call.owner == path for v in list(call.operands.values())[:1]]
-            if values and all(self.flow.source(value, through) in self.quantized for value in values):
+            values = [value for call in self.flow.of_owner.get(path, []) for value in [*call.operands.values()][:1]]
+            if values and all(self.flow.comes_from(value, self.quantized, through) for value in values):
                 self.layers[path] = replace(rule, input=None)
 
     def _share(self) -> None:
@@ -244,13 +253,13 @@ class _Planner:
                 continue
             last = self._last_of_chain(call)
             inside = call.function == ATTENTION_LAYER  # whose first products no quantizer of another call reaches
-            if not inside and all(self._is_quantized_after(value, last) for value in last.outputs[:1]):
+            if not inside and all(self._is_quantized_after(value) for value in last.outputs[:1]):
                 continue
             if not self._quantize_output(last):
                 continue
             # `nn.MultiheadAttention` transposes its result; engines move quantizers over that.
             quantized = {value for same in self.same[last.site] for value in same.outputs[:1]}
-            self._drop_after(quantized, self.target.keeps if inside else _NO_NODES)
+            self._drop_after(quantized, self.target.keeps if inside else _NOT_EXPORTED)
 
     def _quantize_output(self, call: Call) -> bool:
         """Give the result of a call the quantizer of its layer or its site; False where a rule leaves that in float."""
@@ -274,16 +283,19 @@ class _Planner:
             call = after
         return call
 
-    def _is_quantized_after(self, value: int, call: Call) -> bool:
+    def _is_quantized_after(self, value: int) -> bool:
         """Whether all that use a value get it quantized."""
-        if value in self.flow.recording.outputs:
-            return False
-        for consumer in self.flow.consumers.get(value, []):
-            if consumer.function in self.target.keeps:
-                if not all(self._is_quantized_after(output, consumer) for output in consumer.outputs):
-                    return False
-            elif not self._quantizes(consumer, value):
+        waiting, seen = [value], {value}
+        while waiting:
+            value = waiting.pop()
+            if value in self.flow.recording.outputs:
                 return False
+            for consumer in self.flow.consumers.get(value, []):
+                if consumer.function in self.target.keeps:
+                    waiting += [output for output in consumer.outputs if output not in seen]
+                    seen.update(consumer.outputs)
+                elif not self._quantizes(consumer, value):
+                    return False
         return True
 
     def _notes(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,14 +18,14 @@ from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float, scripted
 from fakequant.model.failures import example_failure_named
 from fakequant.model.modes import evaluating
+from fakequant.model.operations import operations_of, quantized_parameters
 from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
 from fakequant.model.presets import find_preset
-from fakequant.model.recorded_products import quantized_parameters, recorded_products
 from fakequant.model.recording import Recording, record
 from fakequant.model.site_training import with_training
 from fakequant.model.sites import SitePlan, apply_sites, plan_sites
-from fakequant.model.targets import find_target
+from fakequant.model.targets import Target, find_target
 from fakequant.model.ties import untied
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
@@ -44,7 +44,7 @@ def prepare(
     example: Any = None,
     *,
     inputs: Inputs | None = None,
-    target: str | None = None,
+    target: str | Target | None = None,
     skip: Sequence[str] = (),
     rules: Mapping[str, Config | str] | None = None,
 ) -> Model:
@@ -64,10 +64,10 @@ def prepare(
         example: an input, a tuple or a dict of inputs; with it the model runs once, and the warning also says which
             products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
-        target: the engine that will run the model: "onnxruntime", "tensorrt", "openvino", "qnn" or "xnnpack". Functions
-            in the model's own `forward` get quantizers where it wants them, and layers have none where it does not; the
-            specifications are those of the configuration. Needs an example. None quantizes layers, and the functions
-            that rules name.
+        target: the engine that will run the model: "onnxruntime", "tensorrt", "openvino", "qnn" or "xnnpack", or a
+            table of your own, see `fakequant.Target`. Functions in the model's own `forward` get quantizers where it
+            wants them, and layers have none where it does not; the specifications are those of the configuration. Needs
+            an example. None quantizes layers, and the functions that rules name.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"].
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they hold against `skip`.
 
@@ -96,7 +96,9 @@ def prepare(
     config = with_exceptions(preset, skip, rules or {})
     restore = structure_of([model])
     try:
-        held, sites, notes, recording = _planned(model, config, target, example, inputs)
+        table = None if target is None else find_target(target)
+        run = _run_of(model, config, table, example, inputs)
+        held, sites, notes = _planned(model, config, table, run)
         purposely = config.left_on_purpose(model)
         modules = dict(model.named_modules())
         for name, rule in held.items():
@@ -106,7 +108,8 @@ def prepare(
         if sites is not None:
             apply_sites(model, sites)
         leave_fast_paths(model)
-        counted = () if recording is None or not _quantizes_inputs(config) else recorded_products(model, recording)
+        recording = None if run is None else record(model, run)
+        counted = () if recording is None or not _quantizes_inputs(config) else operations_of(recording)
         computed = () if recording is None else quantized_parameters(model, recording)
         left = left_in_float(model, purposely, counted, computed)
         hidden = None if recording is None else scripted(model, purposely)
@@ -166,50 +169,59 @@ class _Planned(NamedTuple):
     sites: SitePlan | None
     """None where rules speak of layers alone and there is no target."""
     notes: list[str]
-    recording: Recording | None
-    """None where nothing needs one."""
 
 
-def _planned(model: nn.Module, config: Config, target: str | None, example: Any, inputs: Inputs | None) -> _Planned:
-    table = None if target is None else find_target(target)
-    held = config.resolve(model, any_module=table is not None)
-    places = bool(config.site_rules) or table is not None
+Run = Callable[[], object]
+
+
+def _planned(model: nn.Module, config: Config, target: Target | None, run: Run | None) -> _Planned:
+    held = config.resolve(model, any_module=target is not None)
+    if run is None or not (config.site_rules or target is not None):
+        return _Planned(held, None, [])
+    recording = record(model, run)
+    placement = Placement({}, held) if target is None else place(model, config, recording, target, held)
+    sites = plan_sites(model, config, recording, placement.sites)
+    sites, note = with_training(model, sites, recording, run)
+    return _Planned(_without_read(model, placement.layers, recording), sites, [*placement.notes, *note])
+
+
+def _run_of(model: nn.Module, config: Config, target: Target | None, example: Any, inputs: Inputs | None) -> Run | None:
+    """A call of a model with the example; None where nothing of it needs to be known.
+
+    Raises:
+        ConfigError: there is no example, and it is needed, or the model cannot run yet.
+    """
+    places = bool(config.site_rules) or target is not None
     if example is None and places:
         ops = ", ".join(dict.fromkeys(op for rule in config.site_rules for op in rule.ops))
-        why = f"rules speak of functions ({ops})" if table is None else f"the target {table.name} places quantizers"
+        why = f"rules speak of functions ({ops})" if target is None else f"the target {target.name} places quantizers"
         raise ConfigError(
             f"{why}, and the functions of a model are found by a run of it; give prepare(..., example=) an input, a "
             "tuple or a dict of inputs"
         )
     if example is None or not (places or _quantizes_inputs(config)):
-        return _Planned(held, None, [], None)
+        return None
     refuse_sharded(model, "look into")
     lazy = [path for path, module in model.named_modules() if isinstance(module, LazyModuleMixin)]
     if lazy:
         raise ConfigError(f"{lazy[0] or 'the model'}: {_LAZY}")
     args, kwargs = example_arguments(example, inputs)
-    with example_failure_named(model, args, kwargs):
-        recording = record(model, lambda: model(*args, **kwargs))
-    if not places:
-        return _Planned(held, None, [], recording)
-    placement = Placement({}, held) if table is None else place(model, config, recording, table, held)
-    sites = plan_sites(model, config, recording, placement.sites)
-    sites, note = with_training(model, sites, recording, lambda: model(*args, **kwargs))
-    layers = _without_read(model, placement.layers, sites, recording)
-    return _Planned(layers, sites, [*placement.notes, *note], recording)
+
+    def run() -> object:
+        with example_failure_named(model, args, kwargs):
+            return model(*args, **kwargs)
+
+    return run
 
 
-def _without_read(
-    model: nn.Module, layers: Mapping[str, Rule], sites: SitePlan, recording: Recording
-) -> dict[str, Rule]:
-    """Layers without those that are never called, because a function reads their weight and quantizes it itself."""
-    read = {
-        model.get_submodule(site.owner).get_parameter(path) for site in sites.sites for path in site.weights.values()
-    }
+def _without_read(model: nn.Module, layers: Mapping[str, Rule], recording: Recording) -> dict[str, Rule]:
+    """Layers without those that are never called, because a function reads their parameters and has the quantizers."""
+    read = {value for call in recording.calls for value in call.inputs}
+    parameters = {parameter for value, parameter in enumerate(model.parameters()) if value in read}
     return {
         path: rule
         for path, rule in layers.items()
-        if recording.visits[path] or read.isdisjoint(model.get_submodule(path).parameters(recurse=False))
+        if recording.visits[path] or parameters.isdisjoint(model.get_submodule(path).parameters(recurse=False))
     }
 
 

@@ -1,7 +1,8 @@
 """What a run of a float model calls: every torch function, by the module whose `forward` calls it, and the data flow.
 
 Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. Which call made a tensor
-is known by the identity of the tensor, for which all tensors of the run are kept until it ends.
+is known by the identity of the tensor, for which all tensors of the run are kept until it ends. A write to a tensor
+makes a new value of it, and of all tensors that share the memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fakequant.model.calls import not_compiled
 from fakequant.model.functions import counted, factors_of, is_product
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
-from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.site_functions import CALLED_AS, CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.unseen import OF_CACHE, hide_caches
@@ -58,7 +59,8 @@ class Call:
         number: its place in the run.
         owner: the path of the module whose `forward` calls it; None where a hook calls it.
         visit: which call of the owner it belongs to.
-        function: the canonical name, or the name of torch for functions that cannot be quantized.
+        function: the canonical name, or the name of torch for functions that cannot be quantized; " without floats" or
+            " of a cache" is added to the names of calls that are no sites for that.
         index: how many calls of the function came before in the same visit.
         operands: the values that a site could quantize, by operand; empty for functions that cannot be quantized.
         inputs: all tensor arguments.
@@ -102,7 +104,6 @@ class Recording:
         visits: how often every module was called, by path.
         outputs: the values that the model returns.
         buffers: the values of buffers.
-        quantized: the values that quantizers made, where a prepared model runs.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -111,7 +112,6 @@ class Recording:
     visits: Counter[str] = field(default_factory=Counter)
     outputs: tuple[int, ...] = ()
     buffers: frozenset[int] = frozenset()
-    quantized: set[int] = field(default_factory=set)
 
     def is_constant(self, call: Call) -> bool:
         """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
@@ -126,6 +126,8 @@ class Recording:
         return visits
 
 
+QUANTIZED = "fake_quantize"
+"""The function of the calls of quantizers, where a prepared model runs."""
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 
 
@@ -201,6 +203,7 @@ class _Recorder(TorchFunctionMode):
         }
         self.numbers: dict[int, int] = {}
         self.alive: list[Tensor] = []
+        self.by_memory: dict[int, dict[int, Tensor]] = {}
         self.running: list[tuple[str | None, int]] = []
         self.followed: CodeType | None = None
         self.counts: Counter[tuple[str | None, int, str]] = Counter()
@@ -219,9 +222,10 @@ class _Recorder(TorchFunctionMode):
             name = f"{_name_of(func)} of a cache"
         else:
             name = _name_of(func) if called is None else called.function.name
-        arguments = _tensors((args, kwargs))
+        arguments = _tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
         detail, count = _PLAIN if called is None else self._detail(called, args, kwargs), 0
+        versions = [_version(tensor) for tensor in arguments]
         if is_product(name):
             if called is None:
                 detail = _PLAIN._replace(factors=tuple(map(self.value_of, factors_of(name, args, kwargs))))
@@ -230,11 +234,13 @@ class _Recorder(TorchFunctionMode):
             )
         else:
             result = func(*args, **kwargs)
-        made = _tensors(result)
-        if result is None:  # `x[i] = y`, which changes its first argument
-            made = arguments[:1]
+        written = [x for x, version in zip(arguments, versions, strict=True) if _version(x) != version]
+        made = [*_tensors(result)]
+        made += [x for x in written if all(x is not other for other in made)]  # by `x[i] = y`
         if made or called is not None:
+            shared = [self._sharing(x) for x in (*written, *_tensors(kwargs.get("out")))]
             self._note(name, inputs, made, count, detail)
+            self._note_shared(made, [pair for pairs in shared for pair in pairs])
         return result
 
     def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> _Detail:
@@ -290,6 +296,23 @@ class _Recorder(TorchFunctionMode):
             )
         )
 
+    def _sharing(self, written: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
+        """The other tensors of the run that share memory with one, and whether all of their memory is its."""
+        if (memory := _memory_of(written)) is None:
+            return []
+        found = []
+        for other in self.by_memory[memory].values():
+            if other is not written and (share := _shared(written, other)) > 0:
+                found.append((written, other, share == 1))
+        return found
+
+    def _note_shared(self, made: list[Tensor], shared: list[tuple[Tensor, Tensor, bool]]) -> None:
+        """Tensors that share memory with one that was written have new values, too."""
+        for written, other, whole in shared:
+            if all(other is not tensor for tensor in made):
+                inputs = self.value_of(other), self.value_of(written)
+                self._note("copy" if whole else "setitem", inputs, [other], 0, _PLAIN)
+
     def value_of(self, tensor: Tensor) -> int:
         """The number of a tensor's value as it is now."""
         number = self.numbers.get(id(tensor))
@@ -298,6 +321,8 @@ class _Recorder(TorchFunctionMode):
     def _new(self, tensor: Tensor, producer: int | None, *, constant: bool) -> int:
         number = self.numbers[id(tensor)] = len(self.recording.values)
         self.alive.append(tensor)
+        if (memory := _memory_of(tensor)) is not None:
+            self.by_memory.setdefault(memory, {})[id(tensor)] = tensor
         shape, is_float = tuple(tensor.shape), tensor.is_floating_point()
         self.recording.values.append(Value(number, constant, shape, is_float, producer))
         return number
@@ -322,10 +347,27 @@ class _Recorder(TorchFunctionMode):
             for path, module in self.modules.items():
                 handles.append(module.register_forward_pre_hook(lambda *_: self._enter_hooks(), prepend=True))
                 handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-                vars(module)["forward"] = self._followed(path, module, module.forward)
+                quantizes = isinstance(module, Quantizer)
+                vars(module)["forward"] = (
+                    self._quantized(path, module) if quantizes else self._followed(path, module.forward)
+                )
             yield
 
-    def _followed(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _quantized(self, path: str, quantizer: Quantizer) -> Callable[[Tensor], Tensor]:
+        """A call of a quantizer, which gives a new value with the same numbers: it needs no range and no time."""
+
+        def run(x: Tensor) -> Tensor:
+            if quantizer.mode is not Mode.QUANTIZE:
+                return x
+            with torch._C.DisableTorchFunction():
+                # The result may be written, that of a weight is not, and weights are large.
+                result = x.detach() if quantizer.kind is Kind.WEIGHT else x.clone()
+            self._note(QUANTIZED, (self.value_of(x),), [result], 0, _PLAIN)
+            return result
+
+        return run
+
+    def _followed(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             caller = next((owner for owner, _ in reversed(self.running) if owner is not None), None)
@@ -334,12 +376,9 @@ class _Recorder(TorchFunctionMode):
             self.running.append((path, self.recording.visits[path]))
             self.recording.visits[path] += 1
             try:
-                result = forward(*args, **kwargs)
+                return forward(*args, **kwargs)
             finally:
                 self._leave()
-            if isinstance(module, Quantizer) and module.mode is Mode.QUANTIZE:
-                self.recording.quantized.add(self.value_of(result))
-            return result
 
         self.followed = run.__code__  # type: ignore[attr-defined]  one code for all modules
         return run
@@ -353,6 +392,28 @@ class _Recorder(TorchFunctionMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _version(tensor: Tensor) -> int | None:
+    """A number that changes with every write; inference tensors have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    """What names the memory of a tensor; None where it has none of its own."""
+    if tensor.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None  # type: ignore[attr-defined]
+
+
+def _shared(written: Tensor, other: Tensor) -> float:
+    """The share of a tensor's elements that are in the memory of another one; 1 where their dtypes differ."""
+    if written.dtype is not other.dtype:
+        return 1.0
+    size = written.untyped_storage().nbytes() // written.element_size()
+    marks = torch.zeros(size, dtype=torch.bool)
+    marks.as_strided(written.shape, written.stride(), written.storage_offset()).fill_(True)
+    return marks.as_strided(other.shape, other.stride(), other.storage_offset()).float().mean().item()
 
 
 def _name_of(func: Any) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from fakequant.errors import ConfigError
 from fakequant.model.modes import training
 from fakequant.model.recording import Call, Recording, record
-from fakequant.model.sites import SitePlan, shielded_modules
+from fakequant.model.sites import SitePlan, different_orders, shielded_modules
 from fakequant.nn.sites import site_keys
 
 _NAMED = 3
@@ -33,6 +34,9 @@ def with_training(
         plan: of its sites in eval mode.
         recording: of the run in eval mode.
         run: calls the model.
+
+    Raises:
+        ConfigError: an owner is called with different sequences in training mode.
     """
     if not plan.steps:
         return plan, []
@@ -51,12 +55,15 @@ def with_training(
 def _keys(plan: SitePlan, owner: str, recording: Recording, trained: Recording) -> tuple[str, ...]:
     """The keys of an owner's calls in training mode; as in eval mode where training mode does not call the owner."""
     usual = site_keys(plan.steps[owner])
-    visits = trained.of_owner(owner)
+    counted = set(plan.steps[owner])
+    visits = [[call for call in visit if call.function in counted] for visit in trained.of_owner(owner)]
     if not visits:
         return usual
-    counted = set(plan.steps[owner])
+    sequences = [tuple(call.function for call in visit) for visit in visits]
+    if other := next((steps for steps in sequences if steps != sequences[0]), None):
+        raise ConfigError(different_orders(owner, sequences[0], other, len(visits), mode=" in training mode"))
     before = _by_place([call for call in recording.of_owner(owner)[0] if call.function in counted], usual)
-    calls = [call for call in visits[0] if call.function in counted]
+    calls = visits[0]
     now = _by_place(calls, range(len(calls)))
     keys = [f"{call.function}_" for call in calls]
     for place, numbers in now.items():

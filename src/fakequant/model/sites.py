@@ -18,7 +18,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_classes import add_sites, is_shielded, shield
 from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand, einsum_operand
-from fakequant.nn.sites import SITES, Site, Sites, site_keys, sites_of
+from fakequant.nn.sites import SITES, Site, Sites, site_key, site_keys, sites_of
 from fakequant.numerics.qparams import QParams
 
 
@@ -68,7 +68,7 @@ class PlannedSite:
     @property
     def key(self) -> str:
         """The name of the site in its owner."""
-        return f"{self.function}_{self.index}"
+        return site_key(self.function, self.index)
 
     @property
     def path(self) -> str:
@@ -127,7 +127,7 @@ class Candidate:
     @property
     def path(self) -> str:
         """The path that its site would have."""
-        return site_path(self.owner, f"{self.function}_{self.index}")
+        return site_path(self.owner, site_key(self.function, self.index))
 
 
 Placed = Mapping[Candidate, dict[str, SiteQuantizer]]
@@ -233,16 +233,21 @@ def operand_of(one: Candidate, name: str) -> Operand:
     return next((known for known in SITE_FUNCTIONS[one.function].operands if known.name == name), Operand(name, 0))
 
 
+def operand_quantizer(one: Candidate, name: str, rule: Rule) -> SiteQuantizer | None:
+    """The quantizer that a rule gives an operand of a call; None if it gives none."""
+    operand = operand_of(one, name)
+    # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
+    weight = name in one.constants and SITE_FUNCTIONS[one.function].is_product
+    config = rule.weight if weight else rule.input
+    if config is None:
+        return None
+    axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
+    return SiteQuantizer(config.placed(axes), Kind.WEIGHT if weight else Kind.INPUT)
+
+
 def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:
-    held: dict[str, SiteQuantizer] = {}
-    for name in one.operands:
-        operand, constant = operand_of(one, name), name in one.constants
-        weight = constant and SITE_FUNCTIONS[one.function].is_product
-        config = rule.weight if weight else rule.input
-        if config is not None:
-            axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
-            # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
-            held[name] = SiteQuantizer(config.placed(axes), Kind.WEIGHT if weight else Kind.INPUT)
+    made = {name: operand_quantizer(one, name, rule) for name in one.operands}
+    held = {name: quantizer for name, quantizer in made.items() if quantizer is not None}
     if rule.output is not None:
         features = operand_of(one, one.operands[0]).reduction
         held["output"] = SiteQuantizer(rule.output.placed({-1: features}))
@@ -256,14 +261,19 @@ def _steps(recording: Recording, owner: str, functions: set[str]) -> tuple[str, 
     ]
     other = next((steps for steps in visits if steps != visits[0]), None)
     if other is not None:
-        ops = ", ".join(repr(name) for name in sorted(functions))
-        raise ConfigError(
-            f"{owner or 'the model'} is called {len(visits)} times and calls functions in different orders, so that "
-            f"their quantizers cannot be told apart:\n  {', '.join(visits[0])}\n  {', '.join(other) or 'none'}\n"
-            "Move the branch or the loop into a module of its own, or leave the functions in float by "
-            f"Rule({owner or '*'!r}, ops=({ops},))"
-        )
+        raise ConfigError(different_orders(owner, visits[0], other, len(visits)))
     return visits[0]
+
+
+def different_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...], visits: int, mode: str = "") -> str:
+    """What is said of an owner that calls the functions of its sites in another order when it is called again."""
+    ops = ", ".join(repr(name) for name in sorted({*steps, *other}))
+    return (
+        f"{owner or 'the model'} is called {visits} times{mode} and calls functions in different orders, so that "
+        f"their quantizers cannot be told apart:\n  {', '.join(steps) or 'none'}\n  {', '.join(other) or 'none'}\n"
+        "Move the branch or the loop into a module of its own, or leave the functions in float by "
+        f"Rule({owner!r}, ops=({ops},))"
+    )
 
 
 def shielded_modules(

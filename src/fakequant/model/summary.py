@@ -64,7 +64,7 @@ class Summary:
     @property
     def header(self) -> tuple[str, ...]:
         """The names of the columns; of outputs there is one if any is quantized."""
-        outputs = ("output",) if any("_output_quantizer" in layer.quantizers for layer in self.layers) else ()
+        outputs = ("output",) if any(map(_is_of_output, (n for one in self.layers for n in one.quantizers))) else ()
         return ("layer", "type", "input", "weight", *outputs, "execution", "state")
 
     @property
@@ -149,9 +149,7 @@ def _cells(layer: LayerSummary) -> dict[str, str]:
     """The cells of a layer's row by column."""
     texts: dict[str, list[str]] = {"input": [], "weight": [], "output": []}
     for name, text in layer.quantizers.items():
-        column = (
-            "output" if name == "_output_quantizer" else "weight" if name.endswith("_weight_quantizer") else "input"
-        )
+        column = "output" if _is_of_output(name) else "weight" if name.endswith("_weight_quantizer") else "input"
         texts[column].append(text)
     return {
         "layer": layer.name or "(model)",
@@ -162,6 +160,10 @@ def _cells(layer: LayerSummary) -> dict[str, str]:
         "execution": layer.execution,
         "state": layer.state,
     }
+
+
+def _is_of_output(quantizer: str) -> bool:
+    return quantizer in ("output", "_output_quantizer")
 
 
 def _joined(texts: list[str]) -> str:

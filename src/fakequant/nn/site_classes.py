@@ -90,6 +90,8 @@ def _with_quantizers(
     sites: Any, inner: Callable[..., Any], module: Any, args: Any, kwargs: Any, make: Callable[[Sites, bool], SiteMode]
 ) -> Any:
     mode = make(sites, module.training)
+    if not torch.compiler.is_compiling():
+        mode.module = module
     with mode:
         result = inner(module, *args, **kwargs)
     mode.finish()

@@ -57,6 +57,7 @@ class Site(nn.Module):
     def call(self, owner: str, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The function's result for quantized operands."""
         args, kwargs = list(args), dict(kwargs)
+        out = kwargs.pop("out", None)
         places = [place for place in _places(called, args, kwargs) if is_operand(place[1][place[2]])]
         names = tuple([name for name, _, _ in places])
         if names != self.operands:
@@ -81,9 +82,27 @@ class Site(nn.Module):
             result = func(*args, **kwargs)
         if isinstance(output, Quantizer):
             result = output(result)
+        if out is not None:
+            written = out if out.shape == result.shape else out.resize_(result.shape)
         if written is not None and result is not written:
             result = written.copy_(result)
         return result
+
+    def refuse_other_weights(self, module: nn.Module, owner: str, called: CalledAs, args: Any, kwargs: Any) -> None:
+        """Raise if an operand is another parameter than the planned one, whose scales would not fit it.
+
+        Args:
+            module: the owner, whose parameters have the planned paths.
+            owner: its path, for the message.
+        """
+        for name, x in operands_of(called, args, kwargs).items():
+            path = self.weights.get(name)
+            if path is None or not isinstance(x, nn.Parameter):
+                continue
+            inner, _, attribute = path.rpartition(".")
+            planned = module.get_submodule(inner)._parameters.get(attribute)
+            if planned is not None and planned is not x:
+                raise SiteError(_other_weight(owner, self, path, module, x))
 
 
 class Sites(nn.Module):
@@ -126,13 +145,18 @@ class Sites(nn.Module):
         )
 
 
+def site_key(function: str, index: int) -> str:
+    """The name of a site: its function, and how many calls of it come before."""
+    return f"{function}_{index}"
+
+
 def site_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
     """The names of calls by function and count.
 
     >>> site_keys(("add", "softmax", "add"))
     ('add_0', 'softmax_0', 'add_1')
     """
-    return tuple(f"{name}_{steps[:place].count(name)}" for place, name in enumerate(steps))
+    return tuple(site_key(name, steps[:place].count(name)) for place, name in enumerate(steps))
 
 
 def functions_of(keys: Iterable[str]) -> tuple[str, ...]:
@@ -201,6 +225,7 @@ class SiteMode(TorchFunctionMode):
         self.keys = sites.keys if other is None else other
         self.steps = sites.steps if other is None else sites.training_steps
         self.place = 0
+        self.module: nn.Module | None = None
         self.context = None if torch.compiler.is_compiling() else _context()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,6 +245,8 @@ class SiteMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling() and self.context != _context():
             self._refuse_recomputed()
+        if site.weights and self.module is not None:
+            site.refuse_other_weights(self.module, sites.owner, called, args, kwargs)
         return site.call(sites.owner, called, func, args, kwargs)
 
     def finish(self) -> None:
@@ -291,7 +318,7 @@ def sites_of(module: nn.Module) -> Sites | None:
 def float_rule(sites: Sites) -> str:
     """The rule that leaves the functions of an owner in float, as text."""
     ops = ", ".join(repr(name) for name in sorted(sites.counted))
-    return f"Rule({sites.owner or '*'!r}, ops=({ops},))"
+    return f"Rule({sites.owner!r}, ops=({ops},))"
 
 
 def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = False) -> str:
@@ -304,6 +331,15 @@ def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = Fa
         "given to fakequant.prepare, or prepare it with an example that takes this path; move a branch, or a loop "
         f"whose length changes, into a module of its own; or leave the functions in float by {float_rule(sites)}"
         f"{'' if came else '. torch.fx.symbolic_trace shows no calls: use torch.export'}"
+    )
+
+
+def _other_weight(owner: str, site: Site, path: str, module: nn.Module, found: nn.Parameter) -> str:
+    name = next((name for name, one in module.named_parameters() if one is found), "another parameter")
+    return (
+        f"{owner or 'the model'}: a call of {site.function} reads {name}, and the call at this place was planned with "
+        f"{path}, whose scales do not fit it: a branch calls the same functions in the same order. Move each branch "
+        "into a module of its own, or leave the function in float by a rule"
     )
 
 

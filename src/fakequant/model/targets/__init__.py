@@ -10,7 +10,7 @@ from fakequant.model.targets.table import FixedRange, Target
 from fakequant.model.targets.tensorrt import TENSORRT
 from fakequant.model.targets.xnnpack import XNNPACK
 
-__all__ = ["FixedRange", "Target", "find_target", "register_target", "targets"]
+__all__ = ["FixedRange", "Target", "find_target", "targets"]
 
 _targets = {target.name: target for target in (ONNXRUNTIME, TENSORRT, OPENVINO, QNN, XNNPACK)}
 
@@ -24,28 +24,14 @@ def targets() -> dict[str, Target]:
     return dict(_targets)
 
 
-def register_target(target: Target) -> None:
-    """Add the table of another engine, so that `prepare(..., target=name)` finds it.
-
-    Raises:
-        ConfigError: another target has its name.
-
-    >>> register_target(Target("coreml", inputs=frozenset({"linear", "conv2d"}), keeps=frozenset({"relu"})))
-    >>> find_target("coreml").symmetric is None
-    True
-    >>> del _targets["coreml"]
-    """
-    if target.name in _targets:
-        raise ConfigError(f"a target is named {target.name!r} already; give the table another name")
-    _targets[target.name] = target
-
-
-def find_target(name: str) -> Target:
-    """The target of a name.
+def find_target(name: str | Target) -> Target:
+    """The target of a name; a table is its own.
 
     Raises:
         ConfigError: there is none; the nearest are offered.
     """
+    if isinstance(name, Target):
+        return name
     if name not in _targets:
         raise ConfigError(f"unknown target {name!r}{nearest(str(name), sorted(_targets))}")
     return _targets[name]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fakequant.errors import ConfigError, nearest
+from fakequant.nn.site_functions import SITE_FUNCTIONS
+
 
 class FixedRange(NamedTuple):
     """A range that an engine gives the result of a function, whatever the data.
@@ -39,6 +42,12 @@ class Target:
         symmetric: whether activations must be symmetric so that all products are integer ones; False where they must be
             asymmetric, None where both are.
         folds_norms: whether the engine folds a batch normalisation into a product with a quantized weight.
+
+    Raises:
+        ConfigError: a function is unknown.
+
+    >>> Target("mine", inputs=frozenset({"linear", "conv2d"}), keeps=frozenset({"relu"})).symmetric is None
+    True
     """
 
     name: str
@@ -52,6 +61,12 @@ class Target:
     attention_in_parts: bool = False
     symmetric: bool | None = None
     folds_norms: bool = True
+
+    def __post_init__(self) -> None:
+        known = {*SITE_FUNCTIONS, *RECURRENT, ATTENTION_LAYER}
+        for name in (*self.inputs, *self.shared, *self.fixed, *self.outputs):
+            if name not in known:
+                raise ConfigError(f"the target {self.name} names an unknown function {name!r}{nearest(name, [*known])}")
 
 
 PRODUCTS = frozenset(
@@ -70,6 +85,7 @@ MOVES = frozenset(
     view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach to expand
     split chunk unbind getitem get select narrow slice index_select gather repeat roll flip dropout pad
     max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims type_as float tensor_split ravel
+    T mT H mH data
     """.split()  # noqa: SIM905
 )
 """Functions that move or pick values, which all engines compute on codes."""

@@ -1,4 +1,4 @@
-"""XNNPACK, as ExecuTorch's quantizer annotates it: products, sums, concatenations and pooling, in and out.
+"""XNNPACK, as ExecuTorch's quantizer annotates it: products, sums and concatenations, in and out.
 
 A sum or a product of two tensors and the ReLU after it are one operator. Attention and softmax stay in float. A mean
 has the quantizers of what it reads and of what reads it: behind it alone, the sum in front would stay in float.
