@@ -19,7 +19,8 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import CoverageWarning
 from fakequant.model.batches import run_batch
-from fakequant.model.operations import unquantized
+from fakequant.model.operations import quantized_parameters, unquantized
+from fakequant.model.recording import record
 from fakequant.nn import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 
@@ -71,18 +72,10 @@ def _prepare(case: Case) -> Note:
 def _largest_left(model: nn.Module, batch: Any) -> str | None:
     """The class with most parameters that stay in float; norms, biases and scalars have one axis and do not count.
 
-    What a quantizer of a function gets, as the weight of a router, does not stay in float.
+    What a quantizer of a function gets, as the weight of a router, or what is computed from it, does not stay in float.
     """
     taken = {p for module in model.modules() if isinstance(module, QuantizedLayer) for p in module.parameters()}
-
-    def take(_: nn.Module, args: tuple[Any, ...]) -> None:
-        taken.update(x for x in args if isinstance(x, nn.Parameter))
-
-    handles = [quantizer.register_forward_pre_hook(take) for quantizer in quantizers(model).values()]
-    with fq.disabled(model), torch.no_grad():
-        run_batch(model, batch)
-    for handle in handles:
-        handle.remove()
+    taken |= quantized_parameters(model, record(model, lambda: run_batch(model, batch)))
     sizes: dict[str, int] = {}
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p not in taken and sum(n > 1 for n in p.shape) >= 2]
