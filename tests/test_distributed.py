@@ -17,6 +17,7 @@ import fakequant as fq
 from fakequant.distributed import gather, is_sharded, whole
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.model.qat import Scales
+from tests.support.attends import Attends
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
 
@@ -49,7 +50,7 @@ def start(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     try:
-        for work in (merges, says, shards, improves):
+        for work in (merges, says, shards, improves, improves_attention):
             work(rank, folder)
         dist.barrier()
     finally:
@@ -127,6 +128,20 @@ def improves(rank: int, folder: Path) -> None:
             assert all(torch.equal(a.weight, b.weight) for a, b in zip(model[::2], alone[::2], strict=True))
             assert [row.after for row in found.layers] == pytest.approx([row.after for row in expected.layers])
     refused_by_improve(rank, own, folder)
+
+
+def improves_attention(rank: int, folder: Path) -> None:
+    """Attention whose query, key and value come from one, two or three tensors."""
+    given = [torch.randn(4, 7, 12, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    own = given[:2] if rank == 0 else given[2:]
+    for tensors in ("aaa", "abb", "abc"):
+        model, alone = (fq.prepare(Attends(tensors).eval(), "int4_weight_only") for _ in range(2))
+        fq.ptq.improve(model, own, "fast", group=dist.group.WORLD, progress=False)
+        expected = Attends(tensors).eval()
+        fq.ptq.improve(alone, given, "fast", group=False, progress=False)
+        for one, other, plain in zip(model.parameters(), alone.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(one, other), tensors
+            assert one.dim() != 2 or not torch.equal(one, plain), tensors  # codes were chosen
 
 
 def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:

@@ -15,38 +15,9 @@ import fakequant as fq
 from fakequant import files
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq.improve import STEPS
+from tests.support.attends import WIDTH, Attends
 from tests.support.bits import assert_same_bits
 from tests.support.weight_specs import WEIGHTS
-
-WIDTH = 16
-
-
-class Attends(nn.Module):
-    """An attention between two layers.
-
-    Args:
-        given: which of the tensors it makes are query, key and value, as letters.
-        others: of the attention.
-    """
-
-    def __init__(self, given: str = "aaa", *, call: dict[str, Any] | None = None, **others: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.given, self.call = given, call or {}
-        widths = dict(zip(given, (WIDTH, others.get("kdim") or WIDTH, others.get("vdim") or WIDTH), strict=True))
-        self.makes = nn.ModuleDict({name: nn.Linear(12, width) for name, width in widths.items()})
-        self.attention = nn.MultiheadAttention(WIDTH, 4, **{"batch_first": True, **others})
-        self.last = nn.Linear(WIDTH, 8)
-        with torch.no_grad():
-            for bias in (self.attention.in_proj_bias, self.attention.out_proj.bias):
-                if bias is not None:
-                    bias.normal_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = {name: layer(x if name == "a" else x[:, 1:] * 2).tanh() for name, layer in self.makes.items()}
-        if not self.attention.batch_first:
-            made = {name: value.transpose(0, 1) for name, value in made.items()}
-        return self.last(self.attention(*(made[name] for name in self.given), **self.call)[0])
 
 
 class Encoder(nn.TransformerEncoderLayer):
