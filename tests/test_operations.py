@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fakequant import fake_quantize
 from fakequant.errors import ConfigError
 from fakequant.model import presets
 from fakequant.model.config import Rule
@@ -338,3 +339,11 @@ def test_an_example_on_which_the_model_fails_is_named_with_the_layer(ask: Callab
         ConfigError, match=r"^the example, tensors of shape \[2, 5\], failed in layer 0 \(Linear 4 -> 4"
     ):
         ask(model, torch.ones(2, 5))
+
+
+def test_functions_of_the_package_give_quantized_values() -> None:
+    class ByHand(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return fake_quantize(x, "int8") @ fake_quantize(y, "int8 per_channel(1)")
+
+    assert unquantized(ByHand(), (torch.ones(2, 4), torch.ones(4, 2)), products_only=True) == []

@@ -16,6 +16,7 @@ from fakequant.export.verdict import Row, VerifyReport
 from fakequant.model.fuse import Fusions
 from fakequant.model.sites import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.summary import LayerSummary, Summary
+from fakequant.model.targets import targets
 from fakequant.numerics.formats import parse_format
 
 LONGEST = 200
@@ -47,6 +48,7 @@ SHORT: list[Any] = [
     ptq.Rotated("residual stream", 512, ("embed",), ("head",)),
     ptq.FoldedScale("blocks.0", "norm"),
     SCORE,
+    *targets().values(),
     *ptq.PRESETS.values(),
 ]
 TABLES: list[Any] = [

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 import fakequant as fq
-from benchmarks.accuracy.models import output_error, tasks
+from benchmarks.accuracy.models import classifiers, output_error, tasks
 from fakequant.calibration import DEFAULT_METHOD, calibrators
 from fakequant.model.choice import AUTO
 
@@ -22,18 +22,20 @@ PRESETS = ("INT8", "INT8_AFFINE", "FP8", "INT4")
 
 _HEAD = """# What each method of calibration costs, measured
 
-Written by `python -m benchmarks.accuracy.methods`. The four trained models are those of
-[what accuracy algorithms win back](accuracy-measured.md). Inputs have one range per tensor, and every method gets the
-same 8 batches. A figure is the squared error of the model's output on other data, as a share of the smallest of
-the single methods: 1.00 is the best of them. The last row is the mean over the models. The default is
-`{default}`; `{auto}` chooses for each model, on 2 of the 8 batches that it holds back.
+Written by `python -m benchmarks.accuracy.methods`. Four trained models are those of
+[what accuracy algorithms win back](accuracy-measured.md); a perceptron with normalisations, an LSTM over the rows of
+images, and a CNN with SiLU and gates are trained on the same digits. Inputs have one range per tensor, and every method
+gets the same 8 batches. A figure is the squared error of the model's output on other data, as a share of the smallest
+of the single methods: 1.00 is the best of them. The last row is the mean over the models. The default is `{default}`;
+`{auto}` chooses for each model, on 2 of the 8 batches that it holds back.
 """
 
 
 def measure() -> list[dict[str, str | float]]:
     """The rows: model, preset, method and error."""
     rows = []
-    for task in tasks(ROOT / "build" / "accuracy").values():
+    folder = ROOT / "build" / "accuracy"
+    for task in (tasks(folder) | classifiers(folder)).values():
         for preset in PRESETS:
             for method in [*calibrators(), AUTO]:
                 model = fq.prepare(copy.deepcopy(task.model), preset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,20 +68,71 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
+class Perceptron(nn.Module):
+    """Fully connected layers with normalisations on images [n, 1, 8, 8]; gives logits [n, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (64, 128, 128, 128)
+        layers = [
+            nn.Sequential(nn.Linear(one, other), nn.LayerNorm(other), nn.GELU())
+            for one, other in itertools.pairwise(widths)
+        ]
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(widths[-1], 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(images.flatten(1)))
+
+
+class Rows(nn.Module):
+    """An LSTM of two layers over the rows of images [n, 1, 8, 8]; gives logits [n, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.LSTM(8, 96, 2, batch_first=True), nn.Linear(96, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.rows(images[:, 0])[0][:, -1])
+
+
+class Gated(nn.Module):
+    """Convolutions with SiLU, whose channels a gate multiplies, on images [n, 1, 8, 8]; gives logits [n, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = _activated(1, 32), nn.ModuleList(_activated(32, 32) for _ in range(3))
+        self.gates = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(32, 8, 1), nn.SiLU(), nn.Conv2d(8, 32, 1), nn.Sigmoid()) for _ in range(3)
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        for block, gate in zip(self.blocks, self.gates, strict=True):
+            y = block(x)
+            x = x + y * gate(y.mean((2, 3), keepdim=True))
+        return self.head(x.mean((2, 3)))
+
+
+def _activated(channels: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.SiLU())
+
+
+def classifiers(folder: Path) -> dict[str, Task]:
+    """Three more trained models, for what needs no other library."""
+    return _of_digits(
+        folder, ("perceptron", Perceptron, 30, 0.05), ("LSTM", Rows, 30, 0.2), ("gated CNN", Gated, 20, 0.1)
+    )
+
+
 def tasks(folder: Path) -> dict[str, Task]:
     """The four trained models; trained ones are kept in a folder and read from there."""
-    training, held = digits.load_digits()
-    chosen = list(training.images[:256].split(32))
-    found = {}
-    for name, make, epochs, rate in (
+    found = _of_digits(
+        folder,
         ("digits CNN", digits.Net, 20, 0.1),
         ("separable CNN", Separable, 30, 0.05),
         ("vision transformer", VisionTransformer, 30, 0.02),
-    ):
-        model = _kept(folder / f"{name}.pt", make, lambda model, e=epochs, r=rate: _fit(model, training, e, r))
-        found[name] = Task(
-            name, model, chosen, list(held.images.split(200)), lambda model: digits.percent_right(model, held)
-        )
+    )
     corpus = text.load_corpus()
     model = _kept(
         folder / "byte transformer.pt",
@@ -92,6 +144,19 @@ def tasks(folder: Path) -> dict[str, Task]:
     found["byte transformer"] = Task(
         "byte transformer", model, windows, tested, lambda model: _next_bytes(model, corpus.held_out)
     )
+    return found
+
+
+def _of_digits(folder: Path, *named: tuple[str, Callable[[], nn.Module], int, float]) -> dict[str, Task]:
+    """Classifiers of digits: name, model, epochs and learning rate."""
+    training, held = digits.load_digits()
+    chosen = list(training.images[:256].split(32))
+    found = {}
+    for name, make, epochs, rate in named:
+        model = _kept(folder / f"{name}.pt", make, lambda model, e=epochs, r=rate: _fit(model, training, e, r))
+        found[name] = Task(
+            name, model, chosen, list(held.images.split(200)), lambda model: digits.percent_right(model, held)
+        )
     return found
 
 

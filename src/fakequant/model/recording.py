@@ -25,7 +25,7 @@ from fakequant.model.calls import not_compiled
 from fakequant.model.functions import counted, factors_of, is_product
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
-from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_functions import CALLED_AS, CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.unseen import OF_CACHE, hide_caches
@@ -347,21 +347,22 @@ class _Recorder(TorchFunctionMode):
             for path, module in self.modules.items():
                 handles.append(module.register_forward_pre_hook(lambda *_: self._enter_hooks(), prepend=True))
                 handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-                quantizes = isinstance(module, Quantizer)
+                is_quantizer = hasattr(type(module), "quantizes")
                 vars(module)["forward"] = (
-                    self._quantized(path, module) if quantizes else self._followed(path, module.forward)
+                    self._quantized(module) if is_quantizer else self._followed(path, module.forward)
                 )
             yield
 
-    def _quantized(self, path: str, quantizer: Quantizer) -> Callable[[Tensor], Tensor]:
+    def _quantized(self, quantizer: Any) -> Callable[[Tensor], Tensor]:
         """A call of a quantizer, which gives a new value with the same numbers: it needs no range and no time."""
 
         def run(x: Tensor) -> Tensor:
-            if quantizer.mode is not Mode.QUANTIZE:
+            if not quantizer.quantizes:
                 return x
             with torch._C.DisableTorchFunction():
                 # The result may be written, that of a weight is not, and weights are large.
-                result = x.detach() if quantizer.kind is Kind.WEIGHT else x.clone()
+                is_weight = isinstance(quantizer, Quantizer) and quantizer.kind is Kind.WEIGHT
+                result = x.detach() if is_weight else x.clone()
             self._note(QUANTIZED, (self.value_of(x),), [result], 0, _PLAIN)
             return result
 
@@ -422,6 +423,8 @@ def _name_of(func: Any) -> str:
     if name == "__get__":  # a property, as `x.mT`
         return func.__self__.__name__  # type: ignore[no-any-return]
     name = name.partition(".")[0]  # of an operator's overload
+    if str(getattr(func, "namespace", "")).startswith("fakequant") and name.startswith(("fake_quantize", "checked")):
+        return QUANTIZED  # by a function of this package
     return name.strip("_") if name.startswith("__") else name.rstrip("_")
 
 

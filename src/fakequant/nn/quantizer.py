@@ -124,6 +124,11 @@ class Quantizer(QuantizerPart):
         """Whether the quantizer cannot work before it has seen data."""
         return self.kind is Kind.INPUT and not self.dynamic and not self.calibrated
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether calls give quantized tensors; recorded runs ask every module that has this."""
+        return self.mode is Mode.QUANTIZE
+
     def forward(self, x: Tensor) -> Tensor:
         """x, observed or fake-quantized as the mode says; shape and dtype stay."""
         if self.mode is not Mode.QUANTIZE:

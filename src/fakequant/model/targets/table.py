@@ -62,6 +62,9 @@ class Target:
     symmetric: bool | None = None
     folds_norms: bool = True
 
+    def __repr__(self) -> str:
+        return f"Target({self.name!r}, {len(self.inputs)} functions with quantized operands)"
+
     def __post_init__(self) -> None:
         known = {*SITE_FUNCTIONS, *RECURRENT, ATTENTION_LAYER}
         for name in (*self.inputs, *self.shared, *self.fixed, *self.outputs):

@@ -265,6 +265,11 @@ class TensorQuantizer(StoredRange):
         return self.clip(inputs) if self._if_clip else inputs
 
     @property
+    def quantizes(self) -> bool:
+        """Whether calls give quantized tensors, see `fakequant.nn.Quantizer`."""
+        return not self._disabled and self._if_quant
+
+    @property
     def passes_through(self) -> bool:
         """Whether tensors come out as they are, and nothing sees them."""
         active = not self._disabled and (self._if_quant or self._if_clip or self._if_calib)
