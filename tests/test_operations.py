@@ -347,3 +347,15 @@ def test_functions_of_the_package_give_quantized_values() -> None:
             return fake_quantize(x, "int8") @ fake_quantize(y, "int8 per_channel(1)")
 
     assert unquantized(ByHand(), (torch.ones(2, 4), torch.ones(4, 2)), products_only=True) == []
+
+
+def test_what_is_computed_from_buffers_alone_is_no_operand() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.full((4,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale.reciprocal().view(1, -1)
+
+    assert [str(one) for one in unquantized(Scaled(), torch.ones(2, 4))] == ["(model): mul, 1 of 1 inputs in float"]

@@ -40,17 +40,21 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
 def operations_of(recording: Recording) -> list[Operation]:
     """The operations of a recorded run of a prepared model."""
     quantized: set[int] = set()  # values
+    fixed = set(recording.buffers)  # what depends on parameters and buffers alone
+    fixed.update(number for number, value in enumerate(recording.values) if value.constant)
     found = []
     for call in recording.calls:
         name = call.function.removesuffix(_OF_CACHE)
         floats = list(dict.fromkeys(value for value in call.inputs if recording.values[value].is_float))
         read = _moved(name, floats)
+        if call.inputs and fixed.issuperset(call.inputs):
+            fixed.update(call.outputs)
         if name == QUANTIZED or name in _EMPTY:
             quantized.update(call.outputs)
         elif keeps_quantized(name):
             if read and quantized.issuperset(read):
                 quantized.update(call.outputs)
-        elif operands := _operands(recording, call, floats):
+        elif operands := _operands(recording, call, floats, fixed):
             in_float = sum(value not in quantized for value in operands)
             found.append(
                 Operation(call.owner or "", name, is_product(name), in_float, len(operands), call.multiplications)
@@ -105,15 +109,14 @@ def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Param
     return {parameter for value, parameter in enumerate(model.parameters()) if value in reached}
 
 
-def _operands(recording: Recording, call: Call, floats: list[int]) -> list[int]:
+def _operands(recording: Recording, call: Call, floats: list[int], fixed: set[int]) -> list[int]:
     """The values that count: of a product its factors, of anything else the activations.
 
     A product's bias is added in higher precision, and statistics, affine parameters and constants of other operations
     are no tensors that an engine would quantize.
     """
-    values = recording.values
-    if recording.is_constant(call) or not any(values[output].is_float for output in call.outputs):
+    if fixed.issuperset(call.outputs) or not any(recording.values[output].is_float for output in call.outputs):
         return []
     if is_product(call.function):
         return list(call.factors)
-    return [value for value in floats if not values[value].constant and value not in recording.buffers]
+    return [value for value in floats if value not in fixed]
