@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.model.calls import not_compiled
 from fakequant.model.functions import counted, factors_of, is_product
+from fakequant.model.memory import Memory, version_of
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
 from fakequant.nn.quantizer import Kind, Quantizer
@@ -203,7 +204,7 @@ class _Recorder(TorchFunctionMode):
         }
         self.numbers: dict[int, int] = {}
         self.alive: list[Tensor] = []
-        self.by_memory: dict[int, dict[int, Tensor]] = {}
+        self.memory = Memory()
         self.running: list[tuple[str | None, int]] = []
         self.followed: CodeType | None = None
         self.counts: Counter[tuple[str | None, int, str]] = Counter()
@@ -225,7 +226,7 @@ class _Recorder(TorchFunctionMode):
         arguments = _tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
         detail, count = _PLAIN if called is None else self._detail(called, args, kwargs), 0
-        versions = [_version(tensor) for tensor in arguments]
+        versions = [version_of(tensor) for tensor in arguments]
         if is_product(name):
             if called is None:
                 detail = _PLAIN._replace(factors=tuple(map(self.value_of, factors_of(name, args, kwargs))))
@@ -234,13 +235,13 @@ class _Recorder(TorchFunctionMode):
             )
         else:
             result = func(*args, **kwargs)
-        written = [x for x, version in zip(arguments, versions, strict=True) if _version(x) != version]
+        written = [x for x, version in zip(arguments, versions, strict=True) if version_of(x) != version]
         made = [*_tensors(result)]
         made += [x for x in written if all(x is not other for other in made)]  # by `x[i] = y`
         if made or called is not None:
-            shared = [self._sharing(x) for x in (*written, *_tensors(kwargs.get("out")))]
             self._note(name, inputs, made, count, detail)
-            self._note_shared(made, [pair for pairs in shared for pair in pairs])
+            for one in (*written, *_tensors(kwargs.get("out"))):
+                self._note_shared(made, one)
         return result
 
     def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> _Detail:
@@ -296,22 +297,12 @@ class _Recorder(TorchFunctionMode):
             )
         )
 
-    def _sharing(self, written: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
-        """The other tensors of the run that share memory with one, and whether all of their memory is its."""
-        if (memory := _memory_of(written)) is None:
-            return []
-        found = []
-        for other in self.by_memory[memory].values():
-            if other is not written and (share := _shared(written, other)) > 0:
-                found.append((written, other, share == 1))
-        return found
-
-    def _note_shared(self, made: list[Tensor], shared: list[tuple[Tensor, Tensor, bool]]) -> None:
+    def _note_shared(self, made: list[Tensor], written: Tensor) -> None:
         """Tensors that share memory with one that was written have new values, too."""
-        for written, other, whole in shared:
+        for other, share in self.memory.sharing(written):
             if all(other is not tensor for tensor in made):
                 inputs = self.value_of(other), self.value_of(written)
-                self._note("copy" if whole else "setitem", inputs, [other], 0, _PLAIN)
+                self._note("copy" if share == 1 else "setitem", inputs, [other], 0, _PLAIN)
 
     def value_of(self, tensor: Tensor) -> int:
         """The number of a tensor's value as it is now."""
@@ -321,8 +312,7 @@ class _Recorder(TorchFunctionMode):
     def _new(self, tensor: Tensor, producer: int | None, *, constant: bool) -> int:
         number = self.numbers[id(tensor)] = len(self.recording.values)
         self.alive.append(tensor)
-        if (memory := _memory_of(tensor)) is not None:
-            self.by_memory.setdefault(memory, {})[id(tensor)] = tensor
+        self.memory.add(tensor)
         shape, is_float = tuple(tensor.shape), tensor.is_floating_point()
         self.recording.values.append(Value(number, constant, shape, is_float, producer))
         return number
@@ -393,28 +383,6 @@ class _Recorder(TorchFunctionMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _version(tensor: Tensor) -> int | None:
-    """A number that changes with every write; inference tensors have none."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _memory_of(tensor: Tensor) -> int | None:
-    """What names the memory of a tensor; None where it has none of its own."""
-    if tensor.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None  # type: ignore[attr-defined]
-
-
-def _shared(written: Tensor, other: Tensor) -> float:
-    """The share of a tensor's elements that are in the memory of another one; 1 where their dtypes differ."""
-    if written.dtype is not other.dtype:
-        return 1.0
-    size = written.untyped_storage().nbytes() // written.element_size()
-    marks = torch.zeros(size, dtype=torch.bool)
-    marks.as_strided(written.shape, written.stride(), written.storage_offset()).fill_(True)
-    return marks.as_strided(other.shape, other.stride(), other.storage_offset()).float().mean().item()
 
 
 def _name_of(func: Any) -> str:

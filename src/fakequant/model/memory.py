@@ -1,0 +1,57 @@
+"""Which tensors of a run share memory, so that a write to one of them changes the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
+
+
+class Memory:
+    """The tensors of a run by the memory that they are in.
+
+    >>> memory, x = Memory(), torch.zeros(4)
+    >>> for tensor in (x, x[:2], x[2:]):
+    ...     memory.add(tensor)
+    >>> [(other.tolist(), share) for other, share in memory.sharing(x[1:3])]
+    [([0.0, 0.0, 0.0, 0.0], 0.5), ([0.0, 0.0], 0.5), ([0.0, 0.0], 0.5)]
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, dict[int, Tensor]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Note a tensor; it is kept."""
+        if (memory := _memory_of(tensor)) is not None:
+            self._tensors.setdefault(memory, {})[id(tensor)] = tensor
+
+    def sharing(self, written: Tensor) -> list[tuple[Tensor, float]]:
+        """The other tensors that share memory with one, and the share of their elements that is in its memory."""
+        memory = _memory_of(written)
+        others = [] if memory is None else [x for x in self._tensors.get(memory, {}).values() if x is not written]
+        return [(other, share) for other in others if (share := _shared(written, other)) > 0]
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """A number that changes with every write; inference tensors have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    """What names the memory of a tensor; None where it has none of its own."""
+    if tensor.layout is not torch.strided or _functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None  # type: ignore[attr-defined]
+
+
+def _shared(written: Tensor, other: Tensor) -> float:
+    """The share of a tensor's elements that are in the memory of another one; 1 where their dtypes differ."""
+    if written.dtype is not other.dtype:
+        return 1.0
+    size = written.untyped_storage().nbytes() // written.element_size()
+    marks = torch.zeros(size, dtype=torch.bool)
+    marks.as_strided(written.shape, written.stride(), written.storage_offset()).fill_(True)
+    return marks.as_strided(other.shape, other.stride(), other.storage_offset()).float().mean().item()
