@@ -115,7 +115,7 @@ def _operands(recording: Recording, call: Call, floats: list[int], fixed: set[in
     A product's bias is added in higher precision, and statistics, affine parameters and constants of other operations
     are no tensors that an engine would quantize.
     """
-    if fixed.issuperset(call.outputs) or not any(recording.values[output].is_float for output in call.outputs):
+    if recording.is_constant(call) or not any(recording.values[output].is_float for output in call.outputs):
         return []
     if is_product(call.function):
         return list(call.factors)
