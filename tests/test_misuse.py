@@ -167,7 +167,9 @@ def ready() -> nn.Sequential:
     return model
 
 
-X = torch.randn(4, 8)
+X, X9 = torch.randn(4, 8), torch.ones(4, 9)
+FAILS = r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run"
+FIRST_FAILS = FAILS.replace("batch 2", "batch 1")
 PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "prepare by bits": (lambda _: fq.prepare(net(), 8), r"a preset is given by its name, such as 'int8', got 8"),
     "prepare by a dtype": (lambda _: fq.prepare(net(), torch.int8), r"such as 'int8', got torch\.int8"),
@@ -217,56 +219,26 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: fq.calibrate([X], ready()),
         r"calibrate takes a model, got a list; write calibrate\(model, batches\)",
     ),
-    "calibrate on another width": (
-        lambda _: fq.calibrate(ready(), [X, torch.ones(4, 9)]),
-        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "report on another width": (
-        lambda path: fq.report(ready(), [X, torch.ones(4, 9)], path / "report.html"),
-        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "sensitivity on another width": (
-        lambda _: fq.sensitivity(ready(), [X, torch.ones(4, 9)]),
-        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "ratios on another width": (
-        lambda _: fq.layer_sqnr(ready(), [X, torch.ones(4, 9)]),
-        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "improve on another width": (
-        lambda _: fq.ptq.improve(ready(), [X, torch.ones(4, 9)]),
-        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "reconstruct on another width": (
-        lambda _: fq.ptq.reconstruct(ready(), [X, torch.ones(4, 9)]),
-        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "low_rank on another width": (
-        lambda _: fq.ptq.low_rank(ready(), [X, torch.ones(4, 9)]),
-        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "scores on another width": (
-        lambda _: fq.ptq.scores(net(), [X, torch.ones(4, 9)]),
-        r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "equalize on another width": (
-        lambda _: fq.ptq.equalize(net(), torch.ones(4, 9), fq.presets.INT8),
-        r"^batch 1, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
-    "rotate on another width": (
-        lambda _: fq.ptq.rotate(net(), torch.ones(4, 9)),
-        r"^batch 1, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run",
-    ),
+    "calibrate on another width": (lambda _: fq.calibrate(ready(), [X, X9]), FAILS),
+    "report on another width": (lambda path: fq.report(ready(), [X, X9], path / "report.html"), FAILS),
+    "sensitivity on another width": (lambda _: fq.sensitivity(ready(), [X, X9]), FAILS),
+    "ratios on another width": (lambda _: fq.layer_sqnr(ready(), [X, X9]), FAILS),
+    "improve on another width": (lambda _: fq.ptq.improve(ready(), [X, X9]), FAILS),
+    "reconstruct on another width": (lambda _: fq.ptq.reconstruct(ready(), [X, X9]), FAILS),
+    "low_rank on another width": (lambda _: fq.ptq.low_rank(ready(), [X, X9]), FAILS),
+    "scores on another width": (lambda _: fq.ptq.scores(net(), [X, X9]), FAILS),
+    "equalize on another width": (lambda _: fq.ptq.equalize(net(), X9, fq.presets.INT8), FIRST_FAILS),
+    "rotate on another width": (lambda _: fq.ptq.rotate(net(), X9), FIRST_FAILS),
     "fold_scales on another width": (
-        lambda _: fq.ptq.fold_scales(smoothed(), torch.ones(4, 9)),
+        lambda _: fq.ptq.fold_scales(smoothed(), X9),
         r"^batch 1, tensors of shape \[4, 9\], failed in layer 0 \(LayerNorm\) on float32 \[4, 9\]: Run",
     ),
     "batch norm on another width": (
-        lambda _: fq.ptq.reestimate_batch_norm(nn.Sequential(nn.BatchNorm1d(8)), [X, torch.ones(4, 9)]),
+        lambda _: fq.ptq.reestimate_batch_norm(nn.Sequential(nn.BatchNorm1d(8)), [X, X9]),
         r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(BatchNorm1d\) on float32 \[4, 9\]: Run",
     ),
     "prepare on another width": (
-        lambda _: fq.prepare(net(), "int8", torch.ones(4, 9)),
+        lambda _: fq.prepare(net(), "int8", X9),
         r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
     ),
     "run uncalibrated": (lambda _: fq.prepare(net(), "int8")(X), r"has not been calibrated|not calibrated"),
@@ -278,7 +250,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"calibrate\(model, batches\)",
     ),
     "export on another width": (
-        lambda path: fq.export_onnx(ready(), torch.ones(4, 9), path / "model.onnx"),
+        lambda path: fq.export_onnx(ready(), X9, path / "model.onnx"),
         r"^the example, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: .*; give",
     ),
     "export a float model": (lambda path: fq.export_onnx(net(), X, path / "model.onnx"), r"prepare"),
@@ -326,7 +298,7 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "compare by a metric's name": (lambda _: fq.compare(net(), [X], metric="acc"), r"a function as metric.*got 'acc'"),
     "compare by nothing": (lambda _: fq.compare(net(), [X], metric=lambda _: None), r"metric\(model\) returned None"),
     "compare on another width": (
-        lambda _: fq.compare(net(), [X, torch.ones(4, 9)]),
+        lambda _: fq.compare(net(), [X, X9]),
         r"^batch 2, .* layer 0 \(Linear 8",
     ),
     "search by a text": (

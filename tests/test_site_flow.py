@@ -141,6 +141,19 @@ def test_a_branch_that_reads_another_parameter_is_an_error() -> None:
         model(X.abs())
 
 
+def test_a_compiled_branch_that_reads_another_parameter_is_an_error() -> None:
+    def branches(model: Calls, x: Tensor) -> Tensor:
+        return x @ (model.large if getattr(model, "other", False) else model.small)
+
+    model = prepared(branches, "qnn")
+    fq.calibrate(model, [X], progress=False)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(X), model(X))
+    model.other = True
+    with pytest.raises(Exception, match="Observed exception"):
+        compiled(X)
+
+
 def test_weights_that_a_call_replaces_are_no_other_parameters() -> None:
     model = prepared(lambda model, x: x @ model.small, "qnn")
     fq.calibrate(model, [X], progress=False)

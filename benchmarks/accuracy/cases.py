@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -31,16 +30,16 @@ class Case:
         rules = [fq.Rule(layers=kind, weight=self.weight, input=self.input, optional=True) for kind in kinds]
         if self.kernels is not None:
             rules += [
-                fq.Rule(path, weight=_blocks(self.kernels, layer), input=self.input)
+                fq.Rule(path, weight=self._blocks(layer), input=self.input)
                 for path, layer in model.named_modules()
                 if isinstance(layer, nn.Conv2d)
             ]
         return fq.Config(self.name, tuple(rules))
 
-
-def _blocks(most: int, layer: nn.Conv2d) -> str:
-    height, width = layer.kernel_size
-    return f"int4 per_block(1:{max(1, most // math.prod(layer.kernel_size))},2:{height},3:{width},pad)"
+    def _blocks(self, layer: nn.Conv2d) -> str:
+        height, width = layer.kernel_size
+        channels = max(1, (self.kernels or 0) // (height * width))
+        return f"{self.weight.split()[0]} per_block(1:{channels},2:{height},3:{width},pad)"
 
 
 CASES = [

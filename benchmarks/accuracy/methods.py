@@ -25,9 +25,9 @@ _HEAD = """# What each method of calibration costs, measured
 Written by `python -m benchmarks.accuracy.methods`. Four trained models are those of
 [what accuracy algorithms win back](accuracy-measured.md); a perceptron with normalisations, an LSTM over the rows of
 images, and a CNN with SiLU and gates are trained on the same digits. Inputs have one range per tensor, and every method
-gets the same 8 batches. A figure is the squared error of the model's output on other data, as a share of the smallest
-of the single methods: 1.00 is the best of them. The last row is the mean over the models. The default is `{default}`;
-`{auto}` chooses for each model, on 2 of the 8 batches that it holds back.
+gets the same 8 batches. A figure is the squared error of the model's output on other data, divided by the error of the
+best single method. The last row is the mean over the models. `{default}` is the default. `{auto}` holds 2 of the 8
+batches back and chooses a method for each model by them.
 """
 
 

@@ -32,7 +32,15 @@ class Memory:
         """The other tensors that share memory with one, and the share of their elements that is in its memory."""
         memory = _memory_of(written)
         others = [] if memory is None else [x for x in self._tensors.get(memory, {}).values() if x is not written]
-        return [(other, share) for other in others if (share := _shared(written, other)) > 0]
+        if not others:
+            return []
+        marks = torch.zeros(written.untyped_storage().nbytes() // written.element_size(), dtype=torch.bool)
+        _elements(marks, written).fill_(True)
+        # Of another dtype, elements are others; all of them count.
+        shares = [
+            _elements(marks, other).float().mean().item() if other.dtype is written.dtype else 1.0 for other in others
+        ]
+        return [(other, share) for other, share in zip(others, shares, strict=True) if share > 0]
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -47,11 +55,6 @@ def _memory_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None  # type: ignore[attr-defined]
 
 
-def _shared(written: Tensor, other: Tensor) -> float:
-    """The share of a tensor's elements that are in the memory of another one; 1 where their dtypes differ."""
-    if written.dtype is not other.dtype:
-        return 1.0
-    size = written.untyped_storage().nbytes() // written.element_size()
-    marks = torch.zeros(size, dtype=torch.bool)
-    marks.as_strided(written.shape, written.stride(), written.storage_offset()).fill_(True)
-    return marks.as_strided(other.shape, other.stride(), other.storage_offset()).float().mean().item()
+def _elements(marks: Tensor, tensor: Tensor) -> Tensor:
+    """The elements of a tensor among the marks of its memory."""
+    return marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

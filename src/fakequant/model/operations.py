@@ -12,12 +12,10 @@ from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.coverage import scripted
 from fakequant.model.failures import example_failure_named
 from fakequant.model.functions import Operation, is_product, keeps_quantized
-from fakequant.model.recording import QUANTIZED, Call, Recording, record
+from fakequant.model.recording import OF_A_CACHE, QUANTIZED, Call, Recording, record
 
 _EMPTY = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "zero"})
 """Functions that read no values, and give zeros, which every quantized format has, or nothing."""
-_OF_CACHE = " of a cache"
-"""What a recording adds to the names of functions that a cache of transformers calls."""
 
 
 def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> list[Operation]:
@@ -44,7 +42,7 @@ def operations_of(recording: Recording) -> list[Operation]:
     fixed.update(number for number, value in enumerate(recording.values) if value.constant)
     found = []
     for call in recording.calls:
-        name = call.function.removesuffix(_OF_CACHE)
+        name = call.function.removesuffix(OF_A_CACHE)
         floats = list(dict.fromkeys(value for value in call.inputs if recording.values[value].is_float))
         read = _moved(name, floats)
         if call.inputs and fixed.issuperset(call.inputs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs, example_arguments
+from fakequant.model.calls import Run
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float, scripted
 from fakequant.model.failures import example_failure_named
@@ -169,9 +170,6 @@ class _Planned(NamedTuple):
     sites: SitePlan | None
     """None where rules speak of layers alone and there is no target."""
     notes: list[str]
-
-
-Run = Callable[[], object]
 
 
 def _planned(model: nn.Module, config: Config, target: Target | None, run: Run | None) -> _Planned:

@@ -1,4 +1,4 @@
-"""What a run of a float model calls: every torch function, by the module whose `forward` calls it, and the data flow.
+"""What a run of a model calls: every torch function, by the module whose `forward` calls it, and the data flow.
 
 Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. Which call made a tensor
 is known by the identity of the tensor, for which all tensors of the run are kept until it ends. A write to a tensor
@@ -60,12 +60,11 @@ class Call:
         number: its place in the run.
         owner: the path of the module whose `forward` calls it; None where a hook calls it.
         visit: which call of the owner it belongs to.
-        function: the canonical name, or the name of torch for functions that cannot be quantized; " without floats" or
-            " of a cache" is added to the names of calls that are no sites for that.
+        function: the canonical name, or the name of torch for functions that cannot be quantized; see `OF_A_CACHE`.
         index: how many calls of the function came before in the same visit.
-        operands: the values that a site could quantize, by operand; empty for functions that cannot be quantized.
         inputs: all tensor arguments.
-        outputs: all tensors of the result.
+        outputs: all tensors of the result, and those that the call writes to.
+        operands: the values that a site could quantize, by operand; empty for functions that cannot be quantized.
         multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
@@ -79,9 +78,9 @@ class Call:
     visit: int
     function: str
     index: int
-    operands: dict[str, int]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    operands: dict[str, int]
     multiplications: int = 0
     where: tuple[tuple[CodeType, int], ...] = ()
     equation: str = ""
@@ -127,6 +126,8 @@ class Recording:
         return visits
 
 
+WITHOUT_FLOATS, OF_A_CACHE = " without floats", " of a cache"
+"""What is added to the names of functions for calls that are no sites for that."""
 QUANTIZED = "fake_quantize"
 """The function of the calls of quantizers, where a prepared model runs."""
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
@@ -150,7 +151,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
     """Run a model in eval mode without gradients, and note what it calls; the model is as before.
 
     Args:
-        model: a float model.
+        model: a float model, or a prepared one, whose quantizers only mark what they return.
         run: calls it.
         mode: the context in which it runs; `evaluating` or `training`.
 
@@ -217,10 +218,10 @@ class _Recorder(TorchFunctionMode):
         called = called_as(func)
         if called is not None and not takes_floats(args, kwargs):
             called = None  # as in a prepared model, which does not count such calls
-            name = f"{_name_of(func)} without floats"
+            name = _name_of(func) + WITHOUT_FLOATS
         elif called is not None and self._is_of_cache():
             called = None
-            name = f"{_name_of(func)} of a cache"
+            name = _name_of(func) + OF_A_CACHE
         else:
             name = _name_of(func) if called is None else called.function.name
         arguments = _tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
@@ -280,21 +281,7 @@ class _Recorder(TorchFunctionMode):
         index = self.counts[owner, visit, name]
         self.counts[owner, visit, name] += 1
         recording.calls.append(
-            Call(
-                number,
-                owner,
-                visit,
-                name,
-                index,
-                detail.operands,
-                inputs,
-                outputs,
-                count,
-                detail.where,
-                detail.equation,
-                detail.extreme,
-                detail.factors,
-            )
+            Call(number, owner, visit, name, index, inputs, outputs, multiplications=count, **detail._asdict())
         )
 
     def _note_shared(self, made: list[Tensor], written: Tensor) -> None:

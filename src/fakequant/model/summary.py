@@ -64,7 +64,7 @@ class Summary:
     @property
     def header(self) -> tuple[str, ...]:
         """The names of the columns; of outputs there is one if any is quantized."""
-        outputs = ("output",) if any(map(_is_of_output, (n for one in self.layers for n in one.quantizers))) else ()
+        outputs = ("output",) if any(_is_of_output(name) for layer in self.layers for name in layer.quantizers) else ()
         return ("layer", "type", "input", "weight", *outputs, "execution", "state")
 
     @property

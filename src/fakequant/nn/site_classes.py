@@ -14,7 +14,7 @@ from torch import nn
 from fakequant.errors import ConfigError
 from fakequant.nn.forms import change_class, class_reference, within_wrappers
 from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule
-from fakequant.nn.traced_sites import is_traced, run_traced
+from fakequant.nn.traced_sites import MakeMode, is_traced, run_traced
 from fakequant.nn.unseen import hide_caches, unseen
 
 
@@ -86,12 +86,8 @@ def _owner_class(cls: type[Any]) -> type[Any]:
     return _subclass(cls, "owner", unseen(forward), _without_sites(cls))
 
 
-def _with_quantizers(
-    sites: Any, inner: Callable[..., Any], module: Any, args: Any, kwargs: Any, make: Callable[[Sites, bool], SiteMode]
-) -> Any:
-    mode = make(sites, module.training)
-    if not torch.compiler.is_compiling():
-        mode.module = module
+def _with_quantizers(sites: Any, inner: Callable[..., Any], module: Any, args: Any, kwargs: Any, make: MakeMode) -> Any:
+    mode = make(sites, module)
     with mode:
         result = inner(module, *args, **kwargs)
     mode.finish()

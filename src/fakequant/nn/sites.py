@@ -54,14 +54,15 @@ class Site(nn.Module):
         for name, quantizer in quantizers.items():
             self.add_module(name, quantizer)
 
-    def call(self, owner: str, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The function's result for quantized operands."""
+    def call(self, mode: SiteMode, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The function's result for quantized operands, in the `forward` of an owner that runs under a mode."""
         args, kwargs = list(args), dict(kwargs)
         out = kwargs.pop("out", None)
         places = [place for place in _places(called, args, kwargs) if is_operand(place[1][place[2]])]
         names = tuple([name for name, _, _ in places])
         if names != self.operands:
-            raise SiteError(_other_operands(owner, self, names))
+            raise SiteError(_other_operands(mode.sites.owner, self, names))
+        self._refuse_other_weights(mode, places)
         written = places[0][1][places[0][2]] if called.writes(args, kwargs) else None
         for name, holder, key in places:
             quantizer = self._modules.get(name)
@@ -88,21 +89,15 @@ class Site(nn.Module):
             result = written.copy_(result)
         return result
 
-    def refuse_other_weights(self, module: nn.Module, owner: str, called: CalledAs, args: Any, kwargs: Any) -> None:
-        """Raise if an operand is another parameter than the planned one, whose scales would not fit it.
-
-        Args:
-            module: the owner, whose parameters have the planned paths.
-            owner: its path, for the message.
-        """
-        for name, x in operands_of(called, args, kwargs).items():
+    def _refuse_other_weights(self, mode: SiteMode, places: list[tuple[str, Any, Any]]) -> None:
+        """Raise if an operand is another parameter than the planned one, whose scales would not fit it."""
+        for name, holder, key in places:
             path = self.weights.get(name)
-            if path is None or not isinstance(x, nn.Parameter):
-                continue
-            inner, _, attribute = path.rpartition(".")
-            planned = module.get_submodule(inner)._parameters.get(attribute)
-            if planned is not None and planned is not x:
-                raise SiteError(_other_weight(owner, self, path, module, x))
+            if path is not None and isinstance(found := holder[key], nn.Parameter):
+                inner, _, attribute = path.rpartition(".")
+                planned = mode.module.get_submodule(inner)._parameters.get(attribute)
+                if planned is not None and planned is not found:
+                    raise SiteError(_other_weight(mode, self, path, found))
 
 
 class Sites(nn.Module):
@@ -218,14 +213,14 @@ def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[t
 class SiteMode(TorchFunctionMode):
     """What one `forward` of an owner has called so far; made anew for every call, so that threads share nothing."""
 
-    def __init__(self, sites: Sites, training: bool) -> None:
+    def __init__(self, sites: Sites, module: nn.Module) -> None:
         super().__init__()
         self.sites = sites
-        other = sites.training_keys if training else None
+        self.module = module
+        other = sites.training_keys if module.training else None
         self.keys = sites.keys if other is None else other
         self.steps = sites.steps if other is None else sites.training_steps
         self.place = 0
-        self.module: nn.Module | None = None
         self.context = None if torch.compiler.is_compiling() else _context()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,9 +240,7 @@ class SiteMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling() and self.context != _context():
             self._refuse_recomputed()
-        if site.weights and self.module is not None:
-            site.refuse_other_weights(self.module, sites.owner, called, args, kwargs)
-        return site.call(sites.owner, called, func, args, kwargs)
+        return site.call(self, called, func, args, kwargs)
 
     def finish(self) -> None:
         """Raise if `forward` returned before all planned calls came."""
@@ -334,12 +327,12 @@ def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = Fa
     )
 
 
-def _other_weight(owner: str, site: Site, path: str, module: nn.Module, found: nn.Parameter) -> str:
-    name = next((name for name, one in module.named_parameters() if one is found), "another parameter")
+def _other_weight(mode: SiteMode, site: Site, path: str, found: nn.Parameter) -> str:
+    name = next((name for name, one in mode.module.named_parameters() if one is found), "another parameter")
     return (
-        f"{owner or 'the model'}: a call of {site.function} reads {name}, and the call at this place was planned with "
-        f"{path}, whose scales do not fit it: a branch calls the same functions in the same order. Move each branch "
-        "into a module of its own, or leave the function in float by a rule"
+        f"{mode.sites.owner or 'the model'}: a call of {site.function} reads {name}, and the call at this place was "
+        f"planned with {path}, whose scales do not fit it: a branch calls the same functions in the same order. Move "
+        "each branch into a module of its own, or leave the function in float by a rule"
     )
 
 

@@ -8,7 +8,6 @@ call them otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ def is_traced() -> bool:
     return torch.compiler.is_exporting() or torch._C._is_tracing()
 
 
-def run_traced(
-    run: Callable[[Callable[[Sites, bool], SiteMode]], Any], module: nn.Module, args: Any, kwargs: Any
-) -> Any:
+MakeMode = Callable[[Sites, nn.Module], SiteMode]
+"""From the sites of an owner, and the owner, to the mode for one call of its `forward`."""
+
+
+def run_traced(run: Callable[[MakeMode], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The result of an owner: where its calls do not fit the plan, those with parameters alone do not count.
 
     What the first try called has no use in the trace. The error stays if it wrote to a tensor that was there before.
@@ -50,7 +51,7 @@ def run_traced(
         if [x._version for x in before] != versions:
             raise
         try:
-            return run(partial(_OfInputs, module))
+            return run(_OfInputs)
         except SiteError:
             raise error from None
 
@@ -58,8 +59,8 @@ def run_traced(
 class _OfInputs(SiteMode):
     """Counts no call whose float tensors are all computed from parameters."""
 
-    def __init__(self, module: nn.Module, sites: Sites, training: bool) -> None:
-        super().__init__(sites, training)
+    def __init__(self, sites: Sites, module: nn.Module) -> None:
+        super().__init__(sites, module)
         self.alive = list[Tensor](module.parameters())  # an id belongs to a tensor as long as that lives
         self.constants = {id(x) for x in self.alive}
 
