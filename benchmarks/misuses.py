@@ -1,6 +1,6 @@
-"""Count the mistakes of tests/test_misuse.py that get one clear message: `python -m benchmarks.misuses`.
+"""Count the mistakes of tests/test_misuse*.py that get one clear message: `python -m benchmarks.misuses`.
 
-Runs that file and writes benchmarks/results/misuses.json.
+Runs these files and writes benchmarks/results/misuses.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 from .record import ROOT, machine, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "misuses.json"
-TESTS = "tests/test_misuse.py"
+TESTS = ["tests/test_misuse.py", "tests/test_misuse_ptq.py"]
 
 
 def counted(report: Path) -> dict[str, int]:
@@ -27,7 +27,7 @@ def main() -> None:
     """Run the tests, print and record what they found."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", TESTS, f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", *TESTS, f"--junitxml={report}"]
         subprocess.run(command, cwd=ROOT, check=False)
         found = counted(report)
     print(f"{found['clear']} of {found['tried']} mistakes get one clear message")

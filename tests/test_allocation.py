@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.ptq import Allocation, Score, Scores
 from tests.support.bits import assert_same_bits
 
@@ -185,3 +185,71 @@ def test_what_is_refused(found: Scores) -> None:
         fq.ptq.scores(nn.ReLU(), batches())
     with pytest.raises(CalibrationError, match="scores needs batches"):
         fq.ptq.scores(Net(), [])
+
+
+class Usual(nn.Module):
+    """A model as people write it, and one that computes the same by other means."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other, self.kind = nn.Linear(64, 64), nn.Linear(64, 8), kind
+        self.relu = nn.ReLU(inplace=kind == "in place")
+        self.requires_grad_(kind != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.one(input=x) if self.kind == "by keyword" else self.one(x))
+        return self.other(x.square())
+
+
+@pytest.mark.parametrize("kind", ["in place", "frozen", "by keyword"])
+def test_models_that_compute_the_same_have_the_same_scores(kind: str) -> None:
+    given = [torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    usual, other = (fq.ptq.scores(Usual(one), given, CHOICES, progress=False) for one in ("usual", kind))
+    assert usual.layers == other.layers
+
+
+def test_scores_in_inference_mode_are_the_same(found: Scores) -> None:
+    model, given = Net(), batches()
+    with torch.inference_mode():
+        assert fq.ptq.scores(model, given, CHOICES, progress=False).layers == found.layers
+
+
+def test_a_batch_with_nan_is_numbered() -> None:
+    given = batches()
+    given[2][0, 0, 0, 0] = torch.nan
+    for work in (fq.ptq.scores, lambda *args: fq.ptq.search(*args, bits=6)):
+        with pytest.raises(CalibrationError, match=r"^batch 3: an output or its gradient holds NaN; leave the batch"):
+            work(Net(), given, CHOICES)
+    with pytest.raises(CalibrationError, match=r"^batch 3: an output in float holds NaN; leave the batch out"):
+        fq.ptq.compare(Net(), given, CHOICES)
+
+
+class Partly(nn.Module):
+    """Layers that scores do not speak of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.lstm, self.head = nn.Embedding(9, 32), nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 4)
+        self.idle = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.table(x))[0])
+
+
+def test_layers_without_scores_are_named() -> None:
+    given = [torch.arange(9).view(1, 9)]
+    with pytest.warns(CalibrationWarning, match="idle"):
+        scores = fq.ptq.scores(Partly(), given, ["INT8", "INT4_GROUP32"], progress=False)
+    assert scores.left == {
+        "table": "a Embedding has no score",
+        "lstm": "a LSTM has no score",
+        "idle": "no batch reaches it",
+    }
+    said = "3 stay in float: table (a Embedding has no score), lstm (a LSTM has no score), idle (no batch reaches it)"
+    assert str(scores).endswith(said)
+    with pytest.warns(CalibrationWarning, match="idle"):
+        mix = fq.ptq.search(Partly(), given, ["INT8", "INT4_GROUP32"], bits=9)
+    assert said in repr(mix)
+    assert list(mix.choices) == ["head"]

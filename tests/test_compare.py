@@ -79,8 +79,9 @@ def test_rows_of_a_file_are_not_run_again(tmp_path: Path) -> None:
 
 
 def test_what_fails_is_a_row() -> None:
-    model = nn.Sequential(nn.Linear(64, 8))
-    found = compare(model, [*batches(), torch.full((1, 64), torch.nan)], Ways(["INT8", "INT4_GROUP32"], steps=[None]))
+    model, infinite = nn.Sequential(nn.Linear(64, 8), nn.Sigmoid()), torch.zeros(1, 64)
+    infinite[0, 0] = torch.inf
+    found = compare(model, [*batches(), infinite], Ways(["INT8", "INT4_GROUP32"], steps=[None]))
     failed = found.rows[-1]
     assert failed.preset == "INT8"
     assert failed.failed.startswith("CalibrationError: 0._input_quantizer")

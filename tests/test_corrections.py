@@ -95,7 +95,7 @@ def test_what_is_refused_leaves_the_model_as_it_was() -> None:
     before = copy.deepcopy(model.state_dict())
     damaged = batches()
     damaged[1][0, 0, 0, 0] = torch.nan
-    with pytest.raises(CalibrationError, match=r"^1: an input holds NaN or inf"):
+    with pytest.raises(CalibrationError, match=r"^1, batch 2: an input holds NaN or inf"):
         reestimate_batch_norm(model, damaged)
     with pytest.raises(CalibrationError, match="needs batches, and got none"):
         reestimate_batch_norm(model, [])

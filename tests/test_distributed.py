@@ -151,7 +151,7 @@ def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"several processes keep nothing in a folder; leave out checkpoint="):
         fq.ptq.improve(model, own, group=world, checkpoint=folder / "improve")
     nan = [*own, torch.full((4, 8), float("nan"))] if rank else own
-    text = "^0: an input holds NaN" if rank else "the process of rank 1 failed, .*: 0: an input holds NaN"
+    text = "^0, batch 4: an input" if rank else "the process of rank 1 failed, .*: 0, batch 4: an input holds NaN"
     with pytest.raises(CalibrationError, match=text):
         fq.ptq.improve(model, nan, group=world, progress=False)
     with pytest.raises(ConfigError, match=r"the processes reach other layers, .*: rank [01] at 2"):

@@ -169,11 +169,11 @@ def test_what_stays_is_listed_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"rank": 0}, ConfigError, "rank must be at least 1, got 0"),
+        ({"rank": 0}, ConfigError, "rank must be a whole number of at least 1, got 0"),
         ({"batches": []}, CalibrationError, "low_rank needs batches, and got none"),
         ({"batches": torch.ones(3, 48)}, ConfigError, r"give a list: \[tensor\]"),
         ({"model": net()}, ConfigError, "call fakequant.prepare"),
-        ({"batches": [torch.full((3, 48), torch.nan)]}, CalibrationError, "^0: an input holds NaN or inf"),
+        ({"batches": [torch.full((3, 48), torch.nan)]}, CalibrationError, "^0, batch 1: an input holds NaN or inf"),
     ],
 )
 def test_what_is_refused_leaves_the_model_as_it_was(change: Any, kind: type[Exception], message: str) -> None:

@@ -294,12 +294,12 @@ def test_what_is_left_at_nearest_is_listed_with_the_reason() -> None:
     model = fq.prepare(Tied(), "INT4_WEIGHT_ONLY")
     found = fq.ptq.improve(model, [torch.tensor([[1, 2, 3]])], progress=False)
     assert {layer.layer: layer.note for layer in found.layers} == {
-        "table": "nearest: a QuantEmbedding has no weight matrix",
-        "up": "nearest: a QuantConvTranspose1d with groups has no weight matrix",
+        "table": "nearest: improve has no steps for a QuantEmbedding",
+        "up": "nearest: improve has no steps for a QuantConvTranspose1d with groups",
         "head": "nearest: layers share its weight",
         "idle": "no batch reaches it",
     }
-    assert str(found).endswith("; nothing was chosen for 4 of 4: table, head, up, idle")
+    assert "; nothing was chosen for 4 of 4: table, head, up, idle\n" in str(found)
 
 
 def test_a_weight_that_a_float_layer_shares_stays() -> None:
@@ -338,12 +338,16 @@ def test_a_layer_that_is_called_twice_is_chosen_for_all_its_inputs() -> None:
     [
         (lambda given: given.update(steps="bets"), ConfigError, "unknown steps 'bets'; did you mean best"),
         (lambda given: given.update(steps=["gptqq"]), ConfigError, "unknown step 'gptqq'; did you mean gptq"),
-        (lambda given: given.update(steps=["drift"]), ConfigError, 'the step "drift" moves what "gptq"'),
+        (lambda given: given.update(steps=["drift"]), ConfigError, 'the step "drift" moves what a solver'),
         (lambda given: given.update(batches=[]), CalibrationError, "improve needs batches"),
         (lambda given: given.update(batches=torch.ones(3, 4)), ConfigError, r"give a list: \[tensor\]"),
         (lambda given: given.update(model=net()), ConfigError, "call fakequant.prepare"),
         (lambda given: given.update(model=fq.prepare(net(), "int8")), CalibrationError, "call fakequant.calibrate"),
-        (lambda given: given["batches"][2].view(-1)[:1].fill_(torch.nan), CalibrationError, "^0: an input holds NaN"),
+        (
+            lambda given: given["batches"][2].view(-1)[:1].fill_(torch.nan),
+            CalibrationError,
+            "^0, batch 3: an input holds NaN",
+        ),
     ],
 )
 def test_what_is_refused(change: Any, kind: type[Exception], message: str) -> None:

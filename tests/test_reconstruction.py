@@ -179,6 +179,24 @@ def test_shared_weights_and_blocks_that_no_batch_reaches_stay() -> None:
     assert_same_bits(model.head.weight, before)
 
 
+def test_a_weight_that_a_float_layer_shares_stays() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.body, self.head = nn.Embedding(7, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 7)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(self.table(x)))
+
+    rules = (fq.Rule("head", weight="int4 per_channel(0)"), fq.Rule("body.0", weight="int4 per_channel(0)"))
+    model = fq.prepare(Tied(), fq.Config("linear", rules))
+    before = model.table.weight.detach().clone()
+    found = fq.ptq.reconstruct(model, [torch.arange(7)], iterations=16, progress=False)
+    assert {layer.layer: layer.note for layer in found.layers}["head"] == "nothing of it can be learned by this preset"
+    assert_same_bits(model.table.weight, before)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [

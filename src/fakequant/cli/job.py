@@ -312,10 +312,9 @@ def _model_steps(job: Job, recipe: Recipe) -> dict[str, Callable[..., None]]:
 def _improve(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
     with progress.named(model):
         found = improve(model, progress.batches(), job.improve or _IMPROVE[0])
-    *table, last = str(found).splitlines()
     progress.improvement = improved(found)
-    progress.remarks.append(f"Weights chosen by {job.improve} steps: {last}.")
-    progress.steps.note("\n".join([*table, last]) if job.verbose else last)
+    progress.remarks.append(f"Weights chosen by {job.improve} steps: {'; '.join(found.conclusions)}.")
+    progress.steps.note(str(found) if job.verbose else "\n".join(found.conclusions))
     progress.measure(model, config.name, f"{job.method}, then improved")
 
 

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.errors import ConfigError, shown
+from fakequant.errors import CalibrationError, ConfigError, shown
 
 Forward = Callable[[nn.Module, Any], Any]
 Inputs = SupportsIndex | slice | Callable[[Any], Any]
@@ -134,6 +134,20 @@ def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if not iterable or isinstance(batches, (str, bytes, nn.Module, type)):
         raise ConfigError(f"{caller} takes batches, as a list or a data loader, got {shown(batches)}; give [tensor]")
+
+
+def batch_list(batches: Iterable[Any], caller: str) -> list[Any]:
+    """What a data loader gives, as a list.
+
+    Raises:
+        ConfigError: one tensor or one mapping, or nothing that can be iterated.
+        CalibrationError: no batches.
+    """
+    refuse_tensor(batches, caller)
+    given = list(batches)
+    if not given:
+        raise CalibrationError(f"{caller} needs batches, and got none")
+    return given
 
 
 def _is_sequence(value: Any) -> bool:

@@ -5,7 +5,7 @@ calibration data than by rounding to nearest.
 """
 
 from .adaround import adaround
-from .allocation import Allocation, Score, Scores, scores, verify
+from .allocation import scores, verify
 from .blocks import find_blocks, reconstruct
 from .compare import Ways, compare
 from .comparison import Compared, Comparison
@@ -14,6 +14,7 @@ from .equalize import Equalization, EqualizedPair, equalize
 from .fold_scales import FoldedScale, FoldedScales, fold_scales
 from .improve import STEPS, improve
 from .low_rank import low_rank
+from .mixes import Allocation, Score, Scores
 from .reconstruction import PRESETS, Preset, reconstruct_block
 from .results import Improvement, LayerResult
 from .rotate import Rotated, Rotations, rotate

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant.distributed import Together
 from fakequant.errors import CalibrationError, ConfigError, nearest
-from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.outputs import float_tensors
 from fakequant.model.progress import track
-from fakequant.model.ties import tied_weights
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.quantizer import quantizers
+from fakequant.ptq.effect import Effect, warn_if_worse
+from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.reconstruction import Arguments, Preset, preset_of, reconstruct_block
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Stage, Stream, record
+from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import restore_on_error, state_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -42,7 +44,8 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     """Learn rounding, ranges or input scales block after block, by the error of each block's output.
 
     The wanted output of a block is that of the float model. Its inputs are those of the quantized model, whose earlier
-    blocks have their learned values. The values stay in the weights with fixed scales.
+    blocks have their learned values. The values stay in the weights with fixed scales. A block that a batch calls
+    several times, and those after it, learn the output of the float block for their quantized inputs.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
@@ -56,7 +59,8 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The errors of the blocks before and after. Weights that layers share stay as they are.
+        The errors of the blocks before and after. Weights that layers share stay as they are. A warning says if the
+        error of the model's output on the first batches became larger.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
@@ -72,18 +76,18 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     >>> [block.layer for block in found.layers], found.left < 0.8
     (['0', '1'], True)
     """
-    refuse_tensor(batches, "reconstruct")
-    given, preset = list(batches), preset_of(preset)
-    _check(model, given)
+    calibrated_weights(model, "reconstruct")
+    given, preset = batch_list(batches, "reconstruct"), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
-    tied = [weight.parameter for tie in tied_weights(model) for weight in tie.values()]
-    shared = frozenset(parameter for parameter in tied if parameter is not None)
+    shared = frozenset(shared_parameters(model))
     run, result = naming(runner(inputs, forward), given), Improvement()
     with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
         recorded = record(model, found, run, given)
+        effect, alone = Effect(model, given, run, recorded), Together(None)
+        _, late = recorded.parts(alone)
         with Stream(model, found, run, given, recorded) as own, Stream(model, found, run, given, recorded) as floats:
             done: set[str] = set()
-            float_model = _FloatModel(model, floats)
+            float_model = _FloatModel(model, floats, late)
             for stage in track(own, "learning blocks", len(recorded.order), progress):
                 arguments, targets = _arguments(stage), float_model.targets(found[stage.name], stage)
                 if stage.name in done:  # batches with other orders of calls come to a block that has its values
@@ -96,8 +100,15 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
                 except CalibrationError as error:
                     raise CalibrationError(f"{stage.name or 'the model'}: {error}") from error
                 result.layers.append(replace(learned, layer=stage.name))
+        effect.put_into(result, alone)
     missed = [name for name in found if name not in recorded.order]
     result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]
+    if late:
+        result.notes.append(
+            f"{len(late)} of {len(recorded.order)} blocks, from {late[0] or 'the model'} on, learn what they give in "
+            "float for their quantized inputs: a batch calls it several times, and it learns before the last call"
+        )
+    warn_if_worse(result, "reconstruct")
     return result
 
 
@@ -128,11 +139,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
-    if isinstance(names, str):
-        raise ConfigError(f"blocks={names!r}: give a list of names, such as [{names!r}]")
+    if isinstance(names, str) or not names:
+        raise ConfigError(f"blocks={names!r}: give a list of names, such as {[*find_blocks(model)][:2]}")
     for name in names:
         if name not in modules:
-            raise ConfigError(f"the model has no module {name!r} for blocks={nearest(name, [*modules])}")
+            raise ConfigError(f"the model has no module {name!r} for blocks={nearest(str(name), [*modules])}")
         if not quantized_weights(modules[name]):
             raise ConfigError(f"the block {name!r} holds no quantized weights; leave it out")
     found = {name: modules[name] for name in names}
@@ -143,23 +154,17 @@ def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     return found
 
 
-def _check(model: nn.Module, given: list[Any]) -> None:
-    if not given:
-        raise CalibrationError("reconstruct needs batches, and got none")
-    if not quantized_weights(model):
-        raise ConfigError("the model has no quantized weights; call fakequant.prepare(model, config) first")
-    if missing := [name for name, quantizer in quantizers(model).items() if quantizer.needs_calibration]:
-        raise CalibrationError(
-            f"{len(missing)} input quantizers are not calibrated, the first is {missing[0]}; call "
-            "fakequant.calibrate(model, batches) first"
-        )
-
-
 class _FloatModel:
-    """The blocks of the float model: it runs past each block before the block's weights change."""
+    """The blocks of the float model: it runs past each block before the block's weights change.
 
-    def __init__(self, model: nn.Module, stream: Stream) -> None:
-        self._model, self._stream = model, stream
+    Args:
+        model: with its quantizers on.
+        stream: of the model with its quantizers off.
+        late: the blocks that learn what they give in float for their quantized inputs.
+    """
+
+    def __init__(self, model: nn.Module, stream: Stream, late: Sequence[str]) -> None:
+        self._model, self._stream, self._late = model, stream, frozenset(late)
         self._next: Stage | None = None
         self._started = False
 
@@ -168,12 +173,13 @@ class _FloatModel:
         with disabled(self._model):
             own = self._next if self._started else self._stream.advance()
             self._started = True
-            if own is None or _counts(own) != _counts(stage):
+            if own is None or not own.is_like(stage):
                 raise CalibrationError(
                     f"the float model calls other blocks than the quantized one, at {stage.name}; give blocks "
                     "that every batch reaches in one order"
                 )
-            outputs = [block(*args, **kwargs) for args, kwargs in copy.deepcopy(_arguments(own))]
+            arguments = _arguments(stage if stage.name in self._late else own)
+            outputs = [block(*args, **kwargs) for args, kwargs in copy.deepcopy(arguments)]
             self._next = self._stream.advance()
         if without := [output for output in outputs if not float_tensors(output)]:
             raise ConfigError(f"the block {stage.name!r} returns a {type(without[0]).__name__} without a float tensor")
@@ -182,7 +188,3 @@ class _FloatModel:
 
 def _arguments(stage: Stage) -> list[Arguments]:
     return [(call.args, call.kwargs) for calls in stage.calls.values() for call in calls]
-
-
-def _counts(stage: Stage) -> tuple[str, dict[int, int]]:
-    return stage.name, {number: len(calls) for number, calls in stage.calls.items()}

@@ -17,7 +17,7 @@ from fakequant.ptq.finished import InputChoice
 from fakequant.ptq.layer import Choice, choose
 from fakequant.ptq.projections import first_places, inputs_of, quantized_inputs, reads_of, row_name
 from fakequant.ptq.ranges import searched_input, whole_range
-from fakequant.ptq.stream import Record, Stage
+from fakequant.ptq.stream import Call, Record, Stage
 from fakequant.ptq.sums import InputSums, makes_same_rows, rows_of, stacked
 from fakequant.ptq.transforms import put, rotate, smooth
 
@@ -48,7 +48,7 @@ class Collector:
         self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
         self._processes = processes
         self._counts = [mask.of(batch) for batch in batches]
-        self._last: tuple[str, list[Tensor], tuple[InputSums, InputSums]] | None = None
+        self._last: tuple[str, list[Call], tuple[InputSums, InputSums]] | None = None
 
     def choose(
         self, stage: Stage, wanted: Stage | None, weight: LayerWeight, steps: Sequence[str]
@@ -77,7 +77,8 @@ class Collector:
         if not group:
             return InputChoice(None, None, {})
         own, transform = group[0].input_quantizer, None
-        inputs = [x for calls in self.inputs(stage).values() for x, *_ in calls if x.numel()]
+        seen = [[x for x, *_ in calls if x.numel()] for calls in self.inputs(stage).values()]
+        inputs = [calls for calls in seen if calls]
         if not inputs:
             return InputChoice(None, None, {})
         left, params = dict[str, float](), None
@@ -87,9 +88,9 @@ class Collector:
                 left[step] = chosen.after / chosen.before if chosen.before else 1.0
                 if chosen.transform is not None:
                     transform = chosen.transform
-                    inputs = [transform(x) for x in inputs]
+                    inputs = [[transform(x) for x in calls] for calls in inputs]
                     if not own.dynamic:
-                        params = choose_qparams(whole_range(inputs, own), own.spec)
+                        params = choose_qparams(whole_range(inputs, own.spec), own.spec)
                         _set_params(group, params)
         if "input" in steps and not own.dynamic:
             params, before, after = searched_input(group, inputs)
@@ -125,14 +126,14 @@ class Collector:
 
     def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
         """The sums of a layer's quantized inputs: of batches to fit, and of those that are held back."""
-        tensors = [call.first for calls in stage.calls.values() for call in calls]
-        found = self._of_sibling(stage.name, tensors)
+        seen = [call for calls in stage.calls.values() for call in calls]
+        found = self._of_sibling(stage.name, seen)
         self._last = None  # what it holds is freed before new sums are made
         if None in self._processes.all(found and True):
             found = self._sums(stage, wanted, hold_back=hold_back)
         assert found is not None
         if self._siblings.get(stage.name, [stage.name])[-1] != stage.name:
-            self._last = stage.name, tensors, found
+            self._last = stage.name, seen, found
         return found
 
     def _sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
@@ -140,6 +141,7 @@ class Collector:
         reads = self._reads(layer, [inputs for calls in own.values() for inputs in calls])
         fit, held = ({place: InputSums() for place in reads} for _ in range(2))
         others = {} if wanted is None else self.inputs(wanted)
+        number = 0
         try:
             for place, (number, calls) in enumerate(own.items()):
                 sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
@@ -151,7 +153,7 @@ class Collector:
                         sums[read].add(rows_of(layer, rounded[read]), rows)
         except CalibrationError as error:
             name = row_name(stage.name, layer)
-            raise CalibrationError(f"{name or 'the model'}: {error}") from error
+            raise CalibrationError(f"{name or 'the model'}, batch {number + 1}: {error}") from error
         for read in fit:
             self._merge((fit[read], held[read]), layer.weight.device)
         return stacked([fit[read] for read in reads]), stacked([held[read] for read in reads])
@@ -169,15 +171,15 @@ class Collector:
             for sums in found:
                 sums.merge_processes(self._processes.group, device)
 
-    def _of_sibling(self, name: str, tensors: list[Tensor]) -> tuple[InputSums, InputSums] | None:
-        """The sums of the last layer if it got the same tensors and made the same rows of them."""
+    def _of_sibling(self, name: str, calls: list[Call]) -> tuple[InputSums, InputSums] | None:
+        """The sums of the last layer if it got the same inputs and made the same rows of them."""
         if self._last is None:
             return None
         last, seen, sums = self._last
         one, other = self._layers[last], self._layers[name]
-        same = len(seen) == len(tensors) and all(x is y for x, y in zip(seen, tensors, strict=True))
+        same = len(seen) == len(calls) and all(a.has_input_of(b) for a, b in zip(seen, calls, strict=True))
         alike = same and makes_same_rows(one, other) and _same_transform(one, other)
-        return sums if alike and _same_quantizer(one, other, tensors[0]) else None
+        return sums if alike and _same_quantizer(one, other, calls[0].first) else None
 
 
 def _set_params(layers: Iterable[Any], params: QParams) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, find_method
-from fakequant.errors import CalibrationError, ConfigError, FakeQuantError
+from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.files import check_path, writable_file
 from fakequant.model.arguments import check_metric, check_model, measured
-from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.choice import AUTO
 from fakequant.model.execution import set_execution
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
-from fakequant.model.outputs import float_tensors
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
@@ -36,7 +34,9 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn import cached_weights
 from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ptq.comparison import Compared, Comparison, best_first
+from fakequant.ptq.finished import digest, run_of
 from fakequant.ptq.improve import checked_steps, improve
+from fakequant.ptq.output_error import OutputError
 
 Metric = Callable[[nn.Module], float]
 
@@ -80,7 +80,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
 
     Raises:
         ConfigError: an unknown preset, method or steps, or a file of another model or of other batches.
-        CalibrationError: no batches, or the model in float fails on one (names it, and the layer).
+        CalibrationError: no batches, or the model in float gives NaN for one or fails on it (names it, and the layer).
         OutputError: the file cannot be written; raised before the work.
         What fails in one way of quantizing is a row with the reason.
 
@@ -93,17 +93,14 @@ def compare(  # noqa: PLR0913  all but the first three by name
     """
     check_model(model, "compare", "compare(model, batches)")
     check_metric(metric, "compare")
-    refuse_tensor(batches, "compare")
     refuse_prepared(model, "compare")
     tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
     if path is not None:
         check_path(path, "compare(model, batches, path='rows.jsonl')")
         path = writable_file(path)
-    given = list(batches)
-    if not given:
-        raise CalibrationError("compare needs batches, and got none")
+    given = batch_list(batches, "compare")
     run = naming(runner(inputs, forward), given)
-    known = _read(path, _fingerprint(model, given))
+    known = _read(path, digest([*run_of(model, given, (), []).values()]))
     task = _Task(model, given, run, metric, {"inputs": inputs, "forward": forward})
     result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
     for way in track(tried, "comparing", len(tried)):
@@ -124,6 +121,8 @@ def _combined(ways: Ways) -> list[tuple[str, str, str]]:
     names = list(dict.fromkeys(find_preset(name).name for name in ways.presets))
     methods = [method if method == AUTO else find_method(method) for method in ways.methods]
     for step in ways.steps:
+        if not isinstance(step, str | None):
+            raise ConfigError(f'steps of compare are "best", "fast" or None, got {shown(step)}')
         checked_steps(step or "fast")
     ways = Ways(names, methods, ways.steps)
     found = [(name, method, step or "") for name, method, step in product(*ways)]
@@ -141,8 +140,8 @@ class _Task:
         self, model: nn.Module, batches: list[Any], run: Forward, metric: Metric | None, how: dict[str, Any]
     ) -> None:
         self.model, self.batches, self.run, self.metric, self.how = model, batches, run, metric, how
-        self.wanted = [self._outputs(model, batch) for batch in batches]
-        self.energy = sum(float(y.double().square().sum()) for tensors in self.wanted for y in tensors)
+        self.error = OutputError(model, batches, run)
+        self.error.refuse_nan()
 
     def measured(self, way: tuple[str, str, str]) -> Compared:
         """A row; errors of this package are its reason."""
@@ -150,13 +149,15 @@ class _Task:
         started = time.perf_counter()
         try:
             twin = prepare(copy.deepcopy(self.model), find_preset(name))
-            calibrate(twin, self.batches, method=method, progress=False, **self.how)
+            calibrate(twin, self.batches, method=method, progress=False, unseen="float", **self.how)
             if steps:
                 improve(twin, self.batches, steps, progress=False, **self.how)
             seconds = time.perf_counter() - started
-            error, found = self._error(twin), self.score(twin)
+            error, found = self.error.of(twin), self.score(twin)
         except FakeQuantError as reason:
             return Compared(*way, failed=f"{type(reason).__name__}: {reason}")
+        if found is not None and math.isnan(found):
+            return Compared(*way, failed="the metric is NaN")
         total = WeightBits(0, 0, 0)
         for weight in quantized_weights(twin).values():
             total = total.plus(weight_bits(weight) or WeightBits(0, 0, 0))
@@ -181,40 +182,6 @@ class _Task:
                 self.run(model, self.batches[0])
                 times.append(time.perf_counter() - started)
         return round(1e3 * min(times), 4)
-
-    def _error(self, model: nn.Module) -> float:
-        lost = 0.0
-        with cached_weights(model):
-            for batch, wanted in zip(self.batches, self.wanted, strict=True):
-                for y, reference in zip(self._outputs(model, batch), wanted, strict=True):
-                    lost += float((y - reference).double().square().sum())
-        return lost / self.energy if self.energy else float(lost > 0)
-
-    def _outputs(self, model: nn.Module, batch: Any) -> list[Tensor]:
-        with evaluating(model), torch.no_grad():
-            return [tensor.clone() for tensor in float_tensors(self.run(model, batch))]
-
-
-@torch.no_grad()
-def output_error(model: nn.Module, reference: nn.Module, batches: Iterable[Any], run: Forward) -> float:
-    """The squared error of a model's outputs, as a share of the energy of those of another model."""
-    lost = energy = 0.0
-    with evaluating(model), evaluating(reference):
-        for batch in batches:
-            pairs = zip(float_tensors(run(model, batch)), float_tensors(run(reference, batch)), strict=True)
-            for y, wanted in pairs:
-                lost += float((y - wanted).double().square().sum())
-                energy += float(wanted.double().square().sum())
-    return lost / energy if energy else float(lost > 0)
-
-
-def _fingerprint(model: nn.Module, batches: list[Any]) -> str:
-    digest = hashlib.sha256(repr(model).encode())
-    tensors = [leaf for leaf in (*model.state_dict().values(), *tree_leaves(batches)) if isinstance(leaf, Tensor)]
-    for tensor in tensors:
-        digest.update(str(tensor.shape).encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _read(path: str | os.PathLike[str] | None, fingerprint: str) -> dict[tuple[str, str, str], Compared]:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.distributed import Together
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
+from fakequant.model.arguments import check_model
+from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.nn.folded import FoldedNorm
-from fakequant.ptq.stream import Stream, record
+from fakequant.ptq.stream import Stage, Stream, record
 from fakequant.restore import restore_on_error, state_of
 
 
@@ -50,10 +52,8 @@ def reestimate_batch_norm(
     >>> model[0].running_mean, model[0].running_var
     (tensor([4.]), tensor([8.6667]))
     """
-    refuse_tensor(batches, "reestimate_batch_norm")
-    given, norms = list(batches), _norms(model)
-    if not given:
-        raise CalibrationError("reestimate_batch_norm needs batches, and got none")
+    check_model(model, "reestimate_batch_norm", "reestimate_batch_norm(model, batches)")
+    given, norms = batch_list(batches, "reestimate_batch_norm"), _norms(model)
     run, done = naming(runner(inputs, forward), given), set()
     with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
         recorded = record(model, norms, run, given)
@@ -61,11 +61,13 @@ def reestimate_batch_norm(
             for stage in stages:
                 if stage.name not in done:  # batches with other orders of calls come to it again
                     done.add(stage.name)
-                    sums = _Sums(stage.name)
-                    for calls in stage.calls.values():
-                        for call in calls:
-                            sums.add(call.first)
-                    sums.set(norms[stage.name])
+                    _sums(stage).set(norms[stage.name])
+    if repeated := recorded.parts(Together(None))[1]:
+        warn_user(
+            f"{repeated[0]} is called several times in a batch: its earlier calls, which later statistics depend on, "
+            "had the old ones; call reestimate_batch_norm again until its results settle",
+            CalibrationWarning,
+        )
     return [name for name in norms if name in done]
 
 
@@ -85,6 +87,18 @@ def _norms(model: nn.Module) -> dict[str, nn.Module]:
     return norms
 
 
+def _sums(stage: Stage) -> _Sums:
+    found = _Sums(stage.name)
+    for number, calls in stage.calls.items():
+        for call in calls:
+            if not bool(call.first.isfinite().all()):
+                raise CalibrationError(
+                    f"{stage.name}, batch {number + 1}: an input holds NaN or inf; leave the batch out"
+                )
+            found.add(call.first)
+    return found
+
+
 class _Sums:
     """The number, mean and sum of squared distances from the mean, per channel, in float64."""
 
@@ -95,8 +109,6 @@ class _Sums:
 
     def add(self, x: Tensor) -> None:
         """Add all positions of x [n, channels, ...]; merged as by Chan et al., which does not cancel."""
-        if not bool(x.isfinite().all()):
-            raise CalibrationError(f"{self._name}: an input holds NaN or inf; leave out the batch that makes it")
         rows = x.double().movedim(1, -1).reshape(-1, x.shape[1])
         if not len(rows):
             return

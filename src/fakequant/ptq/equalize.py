@@ -85,8 +85,8 @@ def equalize(
 
     The layer before divides a channel by a factor, and the layers after it multiply the channel by the same factor. So
     the output stays the same up to rounding, which a run with the batch checks. Layers are linear layers and
-    convolutions, depthwise ones too. Between them are functions that keep scales, such as ReLU and pools. One run finds
-    the pairs, by the identity of tensors.
+    convolutions, depthwise ones too, but no transposed ones. Between them are functions that keep scales, such as ReLU
+    and pools. One run finds the pairs, by the identity of tensors.
 
     A copy of the model is quantized before and after. If its output does not come closer to that of the float model,
     nothing is changed. It helps where one scale serves a whole weight, or a whole activation.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,22 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.distributed import Together, processes_of
-from fakequant.errors import CalibrationError, ConfigError, nearest
-from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.errors import CalibrationError, ConfigError, nearest, shown
+from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
+from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
-from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
-from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.collector import Collector
+from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.finished import Finished, digest, run_of
 from fakequant.ptq.layer import SOLVERS, write
+from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import has_rows
+from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import Restore, restore_on_error, state_of, structure_of
 
 STEPS = ("smooth", "rotate", "input", "ranges", *SOLVERS, "drift", "bias")
@@ -56,7 +57,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
     Each layer is chosen for the inputs that the layers before it give with their chosen weights. The chosen values stay
     in the weights, and their scales are fixed, so that saving, exporting and training go on from them.
 
-    The batches run side by side, three times in all, however many layers there are: see `fakequant.ptq.stream`.
+    The batches run side by side, three times in all, however many layers there are: see `fakequant.ptq.stream`. A layer
+    that a batch calls several times, and those after it, get no `drift`.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
@@ -74,7 +76,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
 
     Returns:
         The errors of all layers before and after. Layers without a weight matrix, or that share their weight, are
-        listed with the reason.
+        listed with the reason. A warning says if the error of the model's output on the first batches became larger.
 
     Raises:
         ConfigError: an unknown step, a model without quantized weights, or a folder with several processes.
@@ -90,17 +92,12 @@ def improve(  # noqa: PLR0913  all but the first three by name
     >>> found.left < 0.8
     True
     """
-    refuse_tensor(batches, "improve")
-    chosen_steps = checked_steps(steps)
-    given = list(batches)
-    if not given:
-        raise CalibrationError("improve needs batches, and got none")
-    weights = _weights(model)
-    processes = Together(processes_of(model, group))
+    weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
+    given, masked = batch_list(batches, "improve"), Positions(mask)
+    processes, run = Together(processes_of(model, group)), naming(runner(inputs, forward), given)
     if processes.group is not None and checkpoint is not None:
         raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
-    run, masked = naming(runner(inputs, forward), given), Positions(mask)
-    result, shared = Improvement(), _shared_parameters(model)
+    result, shared = Improvement(), shared_parameters(model)
     views = {path: as_layer(weight) for path, weight in weights.items()}
     notes = {path: _why_not(weight, views[path], shared) for path, weight in weights.items()}
     result.layers += [LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note]
@@ -112,8 +109,10 @@ def improve(  # noqa: PLR0913  all but the first three by name
     with restore_on_error(state), processes, evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
+        effect = Effect(model, given, run, recorded)
+        with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
         collector = Collector(layers, given, masked, recorded, processes)
-        with _Pass(model, layers, run, given, recorded, float_too="drift" in chosen_steps) as stages:
+        with _Pass(model, layers, run, given, recorded, with_drift) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
                 weight, number = weights[stage.name], len(result.layers) - unchosen
                 found = finished.get(number, stage.name, layers[stage.name])
@@ -128,9 +127,28 @@ def improve(  # noqa: PLR0913  all but the first three by name
         masked.say_whole()
         chosen = {path: digest(weights[path].parameter) for path in recorded.order if processes.group is not None}
         _check_same(processes, chosen, "computed other weights; their processors round otherwise")
+        effect.put_into(result, processes)
     missed = {path: layer for path, layer in layers.items() if path not in recorded.order}
     result.layers += [LayerResult(row_name(path, layer), note="no batch reaches it") for path, layer in missed.items()]
+    warn_if_worse(result, "improve")
     return result
+
+
+def _with_drift(recorded: Record, processes: Together) -> tuple[list[str], list[str]]:
+    """The layers that may make good the drift of their inputs, and why others may not.
+
+    When a layer is chosen, all its calls but the last have run with rounding to nearest. So the drift of its inputs,
+    and of what is computed of them, is not what it will be.
+    """
+    if not all(processes.all(recorded.outputs_repeat)):
+        return [], ['"drift" was left out: the model draws random numbers, so that two runs give other outputs']
+    before, after = recorded.parts(processes)
+    if not after:
+        return before, []
+    return before, [
+        f'"drift" was left out for {len(after)} of {len(recorded.order)} layers, from {layer_of(after[0])} on: a batch '
+        "calls it several times, and its weight is chosen before the last call"
+    ]
 
 
 def _state(model: nn.Module, layers: Iterable[nn.Module]) -> Restore:
@@ -158,43 +176,23 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
     """The steps of a name, or given by their names, in their order; raises ConfigError for others."""
     if isinstance(steps, str):
         if steps not in _NAMED_STEPS:
-            raise ConfigError(f"unknown steps {steps!r}{nearest(steps, [*_NAMED_STEPS])}")
+            known = f"; write steps=[{steps!r}]" if steps in STEPS else nearest(steps, [*_NAMED_STEPS])
+            raise ConfigError(f"unknown steps {steps!r}{known}")
         return _NAMED_STEPS[steps]
+    if not isinstance(steps, Sequence):
+        raise ConfigError(f'steps are "best", "fast" or a list of {", ".join(STEPS)}; got {shown(steps)}')
     if unknown := [step for step in steps if step not in STEPS]:
         raise ConfigError(f"unknown step {unknown[0]!r}{nearest(str(unknown[0]), list(STEPS))}")
     if "drift" in steps and not set(SOLVERS) & set(steps):
-        raise ConfigError('the step "drift" moves what "gptq", "descend" and "adaround" come close to; add one of them')
+        raise ConfigError(f'the step "drift" moves what a solver comes close to; add one of {", ".join(SOLVERS)}')
     return tuple(step for step in STEPS if step in steps)
-
-
-def _weights(model: nn.Module) -> dict[str, LayerWeight]:
-    weights = quantized_weights(model)
-    if not weights:
-        raise ConfigError("the model has no quantized weights; call fakequant.prepare(model, config) first")
-    if missing := [name for name, quantizer in quantizers(model).items() if quantizer.needs_calibration]:
-        raise CalibrationError(
-            f"{len(missing)} input quantizers are not calibrated, the first is {missing[0]}; call "
-            "fakequant.calibrate(model, batches) first"
-        )
-    for path, weight in weights.items():
-        if weight.parameter is not None and not bool(weight.parameter.isfinite().all()):
-            raise CalibrationError(f"{path.rpartition('.')[0] or 'the model'}: its weight holds NaN or inf")
-    return weights
-
-
-def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that several modules hold, quantized or not."""
-    holders = Counter(
-        parameter for module in model.modules() for parameter in module._parameters.values() if parameter is not None
-    )
-    return {parameter for parameter, count in holders.items() if count > 1}
 
 
 def _why_not(weight: LayerWeight, layer: Any, shared: set[nn.Parameter]) -> str | None:
     """Why nothing is chosen for a weight, or None."""
     if not has_rows(layer):
         groups = " with groups" if getattr(weight.layer, "groups", 1) > 1 else ""
-        return f"nearest: a {type(weight.layer).__name__}{groups} has no weight matrix"
+        return f"nearest: improve has no steps for a {type(weight.layer).__name__}{groups}"
     if weight.parameter is None:
         return "nearest: its weight is computed"
     if weight.parameter in shared:
@@ -205,7 +203,7 @@ def _why_not(weight: LayerWeight, layer: Any, shared: set[nn.Parameter]) -> str 
 
 
 class _Pass:
-    """The stages of the quantized model, with those of the float model beside it if asked."""
+    """The stages of the quantized model, with those of the float model beside it for the layers that ask for drift."""
 
     def __init__(
         self,
@@ -214,12 +212,11 @@ class _Pass:
         run: Forward,
         batches: Sequence[Any],
         recorded: Record,
-        *,
-        float_too: bool,
+        with_drift: Sequence[str],
     ) -> None:
-        self._model, self._layers = model, layers
+        self._model, self._layers, self._with_drift = model, layers, frozenset(with_drift)
         self._quantized = Stream(model, layers, run, batches, recorded)
-        self._float = Stream(model, layers, run, batches, recorded) if float_too else None
+        self._float = Stream(model, layers, run, batches, recorded) if with_drift else None
         self._originals: dict[nn.Parameter, Tensor] = {}
         self._stack = ExitStack()
 
@@ -240,7 +237,7 @@ class _Pass:
             if self._float is not None:
                 with disabled(self._model), _Exchanged(self._originals):
                     wanted = self._float.advance()
-                if wanted is None or _counts(wanted) != _counts(stage):
+                if not stage.is_like(wanted) and stage.name in self._with_drift:
                     raise CalibrationError(
                         f"the float model calls other layers than the quantized one, at {stage.name}; leave out the "
                         'step "drift"'
@@ -250,7 +247,7 @@ class _Pass:
                 last = layer
             if stage.name not in done:  # batches with other orders of calls come to a layer that is chosen
                 done.add(stage.name)
-                yield stage, wanted
+                yield stage, wanted if stage.name in self._with_drift else None
             for seen in (stage, wanted) if wanted is not None else (stage,):
                 seen.calls.clear()  # the threads free an input as soon as its layer has run
 
@@ -278,7 +275,3 @@ class _Exchanged:
     def __exit__(self, *_: object) -> None:
         for parameter, data in self._own.items():
             parameter.data = data
-
-
-def _counts(stage: Stage) -> tuple[str, dict[int, int]]:
-    return stage.name, {number: len(calls) for number, calls in stage.calls.items()}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.errors import ConfigError
+from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.modes import evaluating, modes
 from fakequant.model.progress import track
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
+from fakequant.ptq.stream import Call
 from fakequant.ptq.sums import product_of
+from fakequant.restore import restore_after
 
 _PROBES = 16
 """Random directions of the output, for each batch."""
@@ -108,11 +111,18 @@ def arriving_errors(
     batches: list[Any],
     progress: bool | None,
 ) -> dict[tuple[str, str], Tensor]:
-    """The errors that arrive in random directions of the output; the mean of squares is a share of its energy."""
+    """The errors that arrive in random directions of the output; the mean of squares is a share of its energy.
+
+    Raises:
+        CalibrationError: an output holds NaN, or a gradient does (numbers the batch).
+        ConfigError: no output depends on a layer by a gradient.
+    """
     parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
     energy = 0.0
     for number, batch in enumerate(track(batches, "scoring layers", len(batches), progress)):
         energy += _add_errors(model, layers, quantized, lambda b=batch: run(model, b), parts, number)
+        if not all(bool(values[-1].isfinite().all()) for values in parts.values()) or math.isnan(energy):
+            raise CalibrationError(f"batch {number + 1}: an output or its gradient holds NaN; leave the batch out")
     # The mean of squares over all samples and directions times their number for one direction is the error's energy.
     return {
         key: torch.cat(values) * (len(torch.cat(values)) / _PROBES / energy) ** 0.5 for key, values in parts.items()
@@ -128,34 +138,51 @@ def _add_errors(
     seed: int,
 ) -> float:
     """Add the errors of one batch that arrive in random directions of its output; returns the output's energy."""
-    calls: list[tuple[str, Tensor, Tensor]] = []
+    calls: list[tuple[dict[tuple[str, str], Tensor], Tensor]] = []
+
+    def see(name: str, x: Tensor, y: Tensor) -> Tensor:
+        errors = {(name, choice): _error(twin.get_submodule(name), x.detach()) for choice, twin in quantized.items()}
+        y = y if y.requires_grad else y.detach().requires_grad_()  # the parameters of the model may be frozen
+        calls.append((errors, y))
+        return y.clone()  # which the model may write into
+
+    with _outputs_replaced(layers, see), torch.inference_mode(mode=False), torch.enable_grad():
+        result = [leaf for leaf in tree_leaves(call()) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not result:
+            raise ConfigError("no output of the model has a gradient for its layers; give measure=")
+        examples = len(result[0]) if result[0].dim() else 1
+        random = torch.Generator().manual_seed(seed)
+        for _ in range(_PROBES):
+            signs = [
+                torch.randint(0, 2, leaf.shape, generator=random).to(leaf.device, leaf.dtype) * 2 - 1 for leaf in result
+            ]
+            outputs = [y for _, y in calls]
+            gradients = torch.autograd.grad(result, outputs, signs, retain_graph=True, allow_unused=True)
+            found = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
+            for (errors, _), gradient in zip(calls, gradients, strict=True):
+                for key, error in errors.items() if gradient is not None else ():
+                    found[key] += _by_example((gradient * error).double(), examples)
+            for key, values in found.items():
+                parts[key].append(values)
+    return sum(_energy(leaf.detach()) for leaf in result)
+
+
+def _energy(y: Tensor) -> float:
+    """The sum of squares; values that are infinite, as those of a mask are, have no error."""
+    return float(torch.where(y.isinf(), 0.0, y).double().square().sum())
+
+
+@contextmanager
+def _outputs_replaced(layers: Mapping[str, Any], see: Callable[[str, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Replace what layers give by see(name, input, output)."""
     hooks = [
-        layer.register_forward_hook(lambda _, args, y, name=name: calls.append((name, args[0].detach(), y)))
+        layer.register_forward_hook(
+            lambda _, args, kwargs, y, name=name: see(name, Call(args, kwargs).first, y), with_kwargs=True
+        )
         for name, layer in layers.items()
     ]
-    try:
-        with torch.enable_grad():
-            result = [leaf for leaf in tree_leaves(call()) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    outputs, examples = [y for _, _, y in calls], len(result[0]) if result[0].dim() else 1
-    random = torch.Generator().manual_seed(seed)
-    errors = [
-        {choice: _error(twin.get_submodule(name), x) for choice, twin in quantized.items()} for name, x, _ in calls
-    ]
-    for _ in range(_PROBES):
-        signs = [
-            torch.randint(0, 2, leaf.shape, generator=random).to(leaf.device, leaf.dtype) * 2 - 1 for leaf in result
-        ]
-        gradients = torch.autograd.grad(result, outputs, signs, retain_graph=True, allow_unused=True)
-        found = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
-        for (name, _, _), own, gradient in zip(calls, errors, gradients, strict=True):
-            for choice, error in own.items() if gradient is not None else ():
-                found[name, choice] += _by_example((gradient * error).double(), examples)
-        for key, values in found.items():
-            parts[key].append(values)
-    return sum(float(leaf.detach().double().square().sum()) for leaf in result)
+    with restore_after(lambda: [hook.remove() for hook in hooks]):
+        yield
 
 
 def _by_example(values: Tensor, examples: int) -> Tensor:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.functional import choose_qparams as qparams_of_tensor
-from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
-from fakequant.model.weights import holds_codes, note_weight, quantized_weights
+from fakequant.model.weights import holds_codes, note_weight
 from fakequant.nn.layers import QuantLinear
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.operands import LayerWeight
@@ -28,6 +28,7 @@ from fakequant.ptq.problem import Problem, damped_factor
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Stage, Stream, record
 from fakequant.ptq.sums import InputSums, rows_of
+from fakequant.ptq.weights import prepared_weights
 from fakequant.restore import restore_on_error, state_of
 
 _DAMPING = 0.01
@@ -74,17 +75,12 @@ def low_rank(
     >>> found.left < 0.8, model[0].low_rank
     (True, LowRank(rank 4, float16))
     """
-    refuse_tensor(batches, "low_rank")
+    weights = {layer_of(path): weight for path, weight in prepared_weights(model, "low_rank").items()}
     refuse_sharded(model, "split the weights of")
-    given, positions = list(batches), Positions(mask)
+    given, positions = batch_list(batches, "low_rank"), Positions(mask)
     run = naming(runner(inputs, forward), given)
-    if rank < 1:
-        raise ConfigError(f"rank must be at least 1, got {rank}")
-    if not given:
-        raise CalibrationError("low_rank needs batches, and got none")
-    weights = {layer_of(path): weight for path, weight in quantized_weights(model).items()}
-    if not weights:
-        raise ConfigError("the model has no quantized weights; call fakequant.prepare(model, config) first")
+    if not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
     shared = shared_parameters(model)
     notes = {name: _why_not(weight, shared, rank) for name, weight in weights.items()}
     layers = {name: weight.layer for name, weight in weights.items() if notes[name] is None}
@@ -123,12 +119,13 @@ def _why_not(weight: LayerWeight, shared: set[nn.Parameter], rank: int) -> str |
 
 def _sums(stage: Stage, layer: Any, positions: Positions, counts: list[Tensor | None]) -> InputSums:
     found = InputSums()
+    number = 0
     try:
         for number, calls in stage.calls.items():
             for call in calls:
                 found.add(rows_of(layer, positions.counted(stage.name, layer, call.first, counts[number])))
     except CalibrationError as error:
-        raise CalibrationError(f"{stage.name or 'the model'}: {error}") from error
+        raise CalibrationError(f"{stage.name or 'the model'}, batch {number + 1}: {error}") from error
     return found
 
 

@@ -194,6 +194,6 @@ def row_name(path: str, layer: Any) -> str:
     'encoder.0'
     """
     name = layer_of(path)
-    if not isinstance(layer, Projection):
+    if not isinstance(layer, Projection) or len([*layer.layer.weights()]) == 1:
         return name
     return join(name, path.rpartition(".")[2].removeprefix("_").removesuffix(_SUFFIX))

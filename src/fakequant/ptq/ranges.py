@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.granularity import block_axes, blocked
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec
@@ -17,6 +16,8 @@ from fakequant.ptq.grid import of_elements
 from fakequant.ptq.sums import product_of
 
 T = TypeVar("T")
+Inputs = Sequence[Sequence[Tensor]]
+"""What layers get, before their quantizer: for each batch, the input of each call."""
 
 _FACTORS = (*torch.linspace(1.0, 0.5, 26).tolist(), 1.25, 1.5)
 """Multiples of a group's largest weight that are tried as the end of its range. With 1.5 that weight becomes the value
@@ -69,9 +70,9 @@ def _per_group(values: Tensor, spec: QuantSpec) -> Tensor:
     return blocked(values, blocks).sum(axes) if axes else values
 
 
-def whole_range(inputs: Sequence[Tensor], quantizer: Quantizer) -> Range:
+def whole_range(inputs: Inputs, spec: QuantSpec) -> Range:
     """The smallest range that holds all inputs of a quantizer."""
-    return _joined([library.measure(x, quantizer.spec.granularity) for x in inputs])
+    return _joined([library.measure(x, spec.granularity) for calls in inputs for x in calls])
 
 
 def others_of(items: Sequence[T]) -> list[list[T]]:
@@ -84,34 +85,41 @@ def sampled(count: int) -> range:
     return range(0, count, max(1, count // _SAMPLED))
 
 
-def searched_input(layers: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[QParams, float, float]:
+def searched_input(layers: Sequence[Any], inputs: Inputs) -> tuple[QParams, float, float]:
     """The parameters of an input's quantizer with which the outputs of its layers have the smallest error.
 
-    Each multiple of the range is judged on batches that did not make the range: what a batch has beyond the range of
-    the others counts, as it will for new data. It must win as much as a transform, because layers err together: a
+    Each multiple of the range is judged on a few batches that did not make the range: what a batch has beyond the range
+    of the others counts, as it will for new data. The batch with the largest values is always judged, by the range of
+    all, because clipping costs most there. A multiple must win as much as a transform, because layers err together: a
     range that is too small costs the model more than it costs the layer.
 
     Args:
-        layers: those that get the input, with a weight matrix each; their quantizers are alike.
-        inputs: before the quantizer.
+        layers: those that get the inputs, with a weight matrix each; their quantizers are alike.
+        inputs: of each batch and call.
 
     Returns:
         The parameters, the error with those that the first layer's quantizer has, and with those found.
     """
     spec = layers[0].input_quantizer.spec
-    seen = [library.measure(x, spec.granularity) for x in inputs]
-    others, places = others_of(seen), sampled(len(inputs))
-    given = layers[0].input_quantizer.qparams(inputs[0])
+    seen = [whole_range([calls], spec) for calls in inputs]
+    others, widest = others_of(seen), max(range(len(seen)), key=lambda place: _width(seen[place]))
+    judged = {place: others[place] for place in sampled(len(inputs))} | {widest: seen}
+    given = layers[0].input_quantizer.qparams(inputs[0][0])
 
-    def loss(params: Callable[[int], QParams]) -> float:
-        return sum(_output_error(layer, spec, params(place), inputs[place]) for layer in layers for place in places)
+    def loss(params: Callable[[Sequence[Range]], QParams]) -> float:
+        tried = [(layer, params(own), x) for place, own in judged.items() for x in inputs[place] for layer in layers]
+        return sum(_output_error(layer, spec, own, x) for layer, own, x in tried)
 
     losses = [loss(lambda _: given)]
-    losses += [loss(lambda place, f=f: _scaled(others[place], f, spec)) for f in _INPUT_FACTORS]
+    losses += [loss(lambda own, f=f: _scaled(own, f, spec)) for f in _INPUT_FACTORS]
     best = min(range(len(losses)), key=losses.__getitem__)
     if losses[best] >= GAIN * losses[0]:
         return given, losses[0], losses[0]
     return _scaled(seen, _INPUT_FACTORS[best - 1], spec), losses[0], losses[best]
+
+
+def _width(found: Range) -> float:
+    return float((found.hi - found.lo).max())
 
 
 def _joined(seen: Sequence[Range]) -> Range:

@@ -33,13 +33,27 @@ class LayerResult:
 
 @dataclass
 class Improvement:
-    """The result of `improve`; prints as a table, the largest remaining error first."""
+    """The result of `improve`; prints as a table, the largest remaining error first.
+
+    Attributes:
+        layers: what was chosen for each.
+        before: the error of the model's output on the first batches, as a share of its energy; None where it was not
+            measured.
+        after: the same with what was chosen.
+        notes: what else was decided, as sentences.
+    """
 
     layers: list[LayerResult] = field(default_factory=list)
+    before: float | None = None
+    after: float | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def left(self) -> float:
-        """The share of the errors of rounding to nearest that is left, summed over the layers."""
+        """The share of the errors of rounding to nearest that is left, summed over the layers.
+
+        Errors of layers are no error of the model: see `before` and `after`.
+        """
         before = sum(found.before for found in self.layers)
         return sum(found.after for found in self.layers) / before if before else 1.0
 
@@ -49,22 +63,26 @@ class Improvement:
         lines = [
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]) for row in rows
         ]
-        return "\n".join([*lines, self._last_line])
+        return "\n".join([*lines, *self.conclusions])
 
     __repr__ = __str__  # what notebooks and consoles show
 
     def _repr_html_(self) -> str:
         header, *rows = self._rows()
-        return html_result(header, rows, [self._last_line], numbers=range(1, len(header) - 1))
+        return html_result(header, rows, self.conclusions, numbers=range(1, len(header) - 1))
 
     @property
-    def _last_line(self) -> str:
+    def conclusions(self) -> list[str]:
+        """What is left of the errors of layers and of the model's output, and the notes, a sentence each."""
         line = f"{self.left:.0%} of the error of rounding to nearest is left"
         stay = [found.layer or "(model)" for found in self.layers if found.note]
-        if not stay:
-            return line
         more = f" and {len(stay) - _NAMED} more" if len(stay) > _NAMED else ""
-        return f"{line}; nothing was chosen for {len(stay)} of {len(self.layers)}: {', '.join(stay[:_NAMED])}{more}"
+        if stay:
+            line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {', '.join(stay[:_NAMED])}{more}"
+        lines = [line]
+        if self.before is not None and self.after is not None:
+            lines.append(f"error of the model's output: {self.before:.2e} -> {self.after:.2e}")
+        return [*lines, *self.notes]
 
     def _rows(self) -> list[list[str]]:
         """The header and the rows of the table, the largest remaining error first."""

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_metric, check_model, measured
-from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
 from fakequant.nn import cached_weights
 from fakequant.nn.quantizer import refuse_prepared
-from fakequant.ptq.allocation import Allocation, check_budget, left_in_float, scores, verify
+from fakequant.ptq.allocation import left_in_float, scores, verify
+from fakequant.ptq.mixes import Allocation, check_budget
 
 Metric = Callable[[nn.Module], float]
 
@@ -27,7 +28,7 @@ Metric = Callable[[nn.Module], float]
 def search(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any],
-    choices: Sequence[str] = ("INT8_WEIGHT_ONLY", "INT4_GROUP32"),
+    choices: Sequence[str] | str = ("INT8_WEIGHT_ONLY", "INT4_GROUP32"),
     *,
     bits: float | None = None,
     size: float | None = None,
@@ -68,7 +69,6 @@ def search(  # noqa: PLR0913  all but the first three by name
     """
     check_model(model, "search", "search(model, batches, bits=5)")
     check_metric(metric, "search")
-    refuse_tensor(batches, "search")
     refuse_prepared(model, "search")
     if sum(budget is not None for budget in (bits, size, loss, floor)) != 1:
         raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or floor= with metric=")
@@ -76,11 +76,9 @@ def search(  # noqa: PLR0913  all but the first three by name
         raise ConfigError("metric= and floor= belong together: the metric is called as metric(model), larger is better")
     for name, value in (("bits", bits), ("size", size), ("loss", loss), ("floor", floor)):
         check_budget(name, value, any_number=name == "floor")
-    given = list(batches)
-    if not given:
-        raise CalibrationError("search needs batches, and got none")
+    given = batch_list(batches, "search")
     how: dict[str, Any] = {"forward": naming(runner(inputs, forward), given)}
-    found = scores(model, given, [choices] if isinstance(choices, str) else choices, **how)
+    found = scores(model, given, choices, **how)
     if metric is None or floor is None:
         mix = found.allocate(bits=bits, size=size, loss=loss)
     else:
@@ -111,6 +109,6 @@ def _smallest(
 
 def _measured(model: nn.Module, batches: list[Any], mix: Allocation, metric: Metric, how: dict[str, Any]) -> float:
     twin = prepare(copy.deepcopy(model), mix.config().with_rule(*left_in_float(model)))
-    calibrate(twin, batches, progress=False, **how)
+    calibrate(twin, batches, progress=False, unseen="float", **how)
     with evaluating(twin), cached_weights(twin), torch.no_grad():
         return measured(metric, twin)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fakequant.distributed import Together
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward
 from fakequant.restore import restore_after, surely
@@ -31,15 +32,38 @@ _CHECKED = 2  # batches that run side by side and alone before anything is chang
 
 
 class Call(NamedTuple):
-    """The arguments of one call of a layer."""
+    """The arguments of one call of a layer.
+
+    Attributes:
+        args: positional ones.
+        kwargs: those by name.
+        writes: how often the first one had been written in place before the call; None where torch does not count.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    writes: int | None = None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments as they are now."""
+        first = cls(args, kwargs).first
+        return cls(args, kwargs, first._version if isinstance(first, Tensor) and not first.is_inference() else None)
 
     @property
     def first(self) -> Any:
         """The first argument, which is the input of a layer with a weight."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+
+    def kept(self) -> Call:
+        """The same with copies of the tensors, which the model may write into after the call, as `x += layer(x)`."""
+        tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
+        copies = {place: tensor.clone() for place, tensor in tensors.items()}
+        return Call(*tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs)))
+
+    def has_input_of(self, other: Call) -> bool:
+        """Whether both got the same tensor with the same values."""
+        return self.first is other.first and self.writes is not None and self.writes == other.writes
 
 
 class Stage(NamedTuple):
@@ -53,6 +77,13 @@ class Stage(NamedTuple):
     name: str
     calls: dict[int, list[Call]]
 
+    def is_like(self, other: Stage | None) -> bool:
+        """Whether all batches call the same layer as often."""
+        return other is not None and self._counts() == other._counts()
+
+    def _counts(self) -> tuple[str, dict[int, int]]:
+        return self.name, {number: len(calls) for number, calls in self.calls.items()}
+
 
 @dataclass
 class Record:
@@ -62,11 +93,27 @@ class Record:
         order: the layers in the order of their last calls.
         counts: for each batch, how often it calls each layer.
         siblings: by layer, the layers that get the same tensor as their first argument in the first batch, in order.
+        outputs_repeat: whether a second run of the first batch gives the same: the model draws no random numbers.
     """
 
     order: list[str] = field(default_factory=list)
     counts: list[Counter[str]] = field(default_factory=list)
     siblings: dict[str, list[str]] = field(default_factory=dict)
+    outputs_repeat: bool = True
+
+    def parts(self, processes: Together) -> tuple[list[str], list[str]]:
+        """The order of the layers up to the first one that a batch calls several times, and from that one on.
+
+        A layer is changed before its last call. So its earlier calls, and what comes of them, are not what they will
+        be with the change.
+
+        Args:
+            processes: they run the same model, each with its own batches.
+        """
+        own = {name for counted in self.counts for name, count in counted.items() if count > 1}
+        repeated = set().union(*processes.all(own))
+        first = next((place for place, name in enumerate(self.order) if name in repeated), len(self.order))
+        return self.order[:first], self.order[first:]
 
 
 def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batches: Sequence[Any]) -> Record:
@@ -77,7 +124,7 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
     """
     found, outputs = Record(), []
     last: dict[str, int] = {}
-    readers: dict[int, tuple[Any, list[str]]] = {}  # with the tensor, whose id stays its own as long as it is kept
+    readers: dict[Any, tuple[Call, list[str]]] = {}  # with the tensor, whose id stays its own as long as it is kept
     step = 0
 
     def count(name: str, call: Call) -> None:
@@ -86,7 +133,7 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
         last[name] = step
         found.counts[-1][name] += 1
         if len(found.counts) == 1:
-            readers.setdefault(id(call.first), (call.first, []))[1].append(name)
+            readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
 
     with _watched(layers, count), torch.no_grad():
         for number, batch in enumerate(batches):
@@ -120,8 +167,9 @@ def _check_side_by_side(
     if all(_equal(results[number], output) for number, output in enumerate(outputs)):
         return
     with torch.no_grad():
-        if not _equal(run(model, batches[0]), outputs[0]):
-            return  # it draws random numbers: there is nothing to compare
+        found.outputs_repeat = _equal(run(model, batches[0]), outputs[0])
+    if not found.outputs_repeat:
+        return
     raise ConfigError(
         "the model gives other results when its batches run side by side, so it keeps values of a call in its modules "
         "or depends on a context of this thread such as autocast; give all examples as one batch, or enter the context "
@@ -278,9 +326,10 @@ class _Lane:
         """Keep a call of a layer; wait before its last one."""
         if self._is_ended:
             raise _Ended
-        self.calls.setdefault(name, []).append(call)
         self._left[name] -= 1
-        if self._left[name]:
+        is_last = not self._left[name]
+        self.calls.setdefault(name, []).append(call if is_last else call.kept())
+        if not is_last:
             return
         self.at = name
         self._pauses.put(None)
@@ -309,7 +358,7 @@ def _watched(layers: Mapping[str, nn.Module], see: Any) -> Iterator[None]:
         for name, layer in layers.items():
             hooks.append(
                 layer.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: see(name, Call(args, kwargs)), with_kwargs=True
+                    lambda _, args, kwargs, name=name: see(name, Call.of(args, kwargs)), with_kwargs=True
                 )
             )
         yield

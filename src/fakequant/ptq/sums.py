@@ -59,7 +59,7 @@ class InputSums:
             CalibrationError: they hold NaN or inf.
         """
         if not bool(rows.isfinite().all()) or not (wanted is None or bool(wanted.isfinite().all())):
-            raise CalibrationError("an input holds NaN or inf; leave out the batch that makes it")
+            raise CalibrationError("an input holds NaN or inf; leave the batch out")
         if not self.count:
             self._begin(rows.shape[0], rows.shape[2], rows.device, with_drift=wanted is not None)
         for start in range(0, rows.shape[1], _ROWS):

@@ -15,7 +15,7 @@ from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.qparams import choose_qparams
 from fakequant.ops import library
-from fakequant.ptq.ranges import GAIN, others_of, sampled, whole_range
+from fakequant.ptq.ranges import GAIN, Inputs, others_of, sampled, whole_range
 from fakequant.ptq.sums import product_of, takes_transform
 
 _ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -39,19 +39,19 @@ class _Candidate(NamedTuple):
 
 
 @torch.no_grad()
-def smooth(layers: Sequence[Any], inputs: Sequence[Tensor]) -> Transformed:
+def smooth(layers: Sequence[Any], inputs: Inputs) -> Transformed:
     """Divide the channels of an input by factors that the weights take over, if that lowers the error.
 
     SmoothQuant (arXiv 2211.10438), with its alpha chosen by the output's error for each input, none included.
 
     Args:
         layers: those that get the input; changed where a transform is found.
-        inputs: the tensors [..., channels] or [n, channels, ...] before the quantizer.
+        inputs: of each batch and call, [..., channels] or [n, channels, ...].
     """
     if not all(map(takes_transform, layers)):
         return Transformed(None, 0.0, 0.0)
     axis = -(layers[0].weight.dim() - 1)
-    largest = [_largest(x, axis) for x in inputs]
+    largest = [torch.stack([_largest(x, axis) for x in calls]).amax(0) for calls in inputs]
     of_weights = torch.stack([_largest_of_weight(layer) for layer in layers]).amax(0)
 
     def scale(alpha: float, seen: Sequence[Tensor]) -> ChannelScale:
@@ -70,14 +70,14 @@ def smooth(layers: Sequence[Any], inputs: Sequence[Tensor]) -> Transformed:
 
 
 @torch.no_grad()
-def rotate(layers: Sequence[Any], inputs: Sequence[Tensor]) -> Transformed:
+def rotate(layers: Sequence[Any], inputs: Inputs) -> Transformed:
     """Rotate blocks of the features of an input by a Hadamard matrix, if that lowers the error.
 
     Blocks are as long as those of the quantizer, and 128, 64, 32, 16 features long.
 
     Args:
         layers: those that get the input; changed where a transform is found.
-        inputs: the tensors [..., features] before the quantizer.
+        inputs: of each batch and call, [..., features].
     """
     if any(layer.weight.dim() != 2 or not takes_transform(layer) for layer in layers):
         return Transformed(None, 0.0, 0.0)
@@ -89,7 +89,7 @@ def rotate(layers: Sequence[Any], inputs: Sequence[Tensor]) -> Transformed:
     return _best(layers, inputs, [_Candidate(own, lambda _, own=own: own) for own in found])
 
 
-def _best(layers: Sequence[Any], inputs: Sequence[Tensor], candidates: list[_Candidate]) -> Transformed:
+def _best(layers: Sequence[Any], inputs: Inputs, candidates: list[_Candidate]) -> Transformed:
     judge = _Judge(layers, inputs)
     before = judge.loss(lambda _: None)
     losses = [judge.loss(candidate.without) for candidate in candidates]
@@ -116,42 +116,50 @@ class _Judge:
     a batch has beyond them counts, as it will for new data.
     """
 
-    def __init__(self, layers: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+    def __init__(self, layers: Sequence[Any], inputs: Inputs) -> None:
         self._layers, self._inputs, self._others = layers, inputs, others_of(inputs)
         self._places = sampled(len(inputs))
-        self._wanted = {
-            place: [product_of(layer, layer.weight, inputs[place]) for layer in layers] for place in self._places
-        }
+        self._wanted = {place: [self._products(x) for x in inputs[place]] for place in self._places}
+
+    def _products(self, x: Tensor) -> list[Tensor]:
+        return [product_of(layer, layer.weight, x) for layer in self._layers]
 
     def loss(self, transform: Callable[[int], InputTransform | None]) -> float:
         """The squared error with quantized inputs and weights, by a transform for each place of a batch."""
         return sum(self._loss(place, transform(place)) for place in self._places)
 
     def _loss(self, place: int, transform: InputTransform | None) -> float:
-        x, total = self._rounded(place, transform), 0.0
-        for layer, output in zip(self._layers, self._wanted[place], strict=True):
-            weight = layer.weight if transform is None else transform.into_weight(layer, layer.weight)
-            spec = layer.weight_quantizer.spec
-            weight = library.fake_quantize(weight, qparams_of_tensor(weight, spec), spec)
-            total += float((product_of(layer, weight, x) - output).double().square().sum())
+        weights = [self._rounded_weight(layer, transform) for layer in self._layers]
+        rounded, total = self._rounding(place, transform), 0.0
+        for x, outputs in zip(self._inputs[place], self._wanted[place], strict=True):
+            own = rounded(_by(transform, x))
+            for layer, weight, output in zip(self._layers, weights, outputs, strict=True):
+                total += float((product_of(layer, weight, own) - output).double().square().sum())
         return total
 
-    def _rounded(self, place: int, transform: InputTransform | None) -> Tensor:
-        x, *others = (_by(transform, x) for x in (self._inputs[place], *self._others[place]))
+    def _rounded_weight(self, layer: Any, transform: InputTransform | None) -> Tensor:
+        weight, spec = layer.weight, layer.weight_quantizer.spec
+        weight = weight if transform is None else transform.into_weight(layer, weight)
+        return library.fake_quantize(weight, qparams_of_tensor(weight, spec), spec)
+
+    def _rounding(self, place: int, transform: InputTransform | None) -> Callable[[Tensor], Tensor]:
+        """What the quantizer does to the inputs of a batch, by the range of those of the others."""
         quantizer: Quantizer = self._layers[0].input_quantizer
         if quantizer.dynamic:
-            return library.fake_quantize_dynamic(x, quantizer.spec)
-        return library.fake_quantize(x, choose_qparams(whole_range(others, quantizer), quantizer.spec), quantizer.spec)
+            return lambda x: library.fake_quantize_dynamic(x, quantizer.spec)
+        others = [[_by(transform, x) for x in calls] for calls in self._others[place]]
+        params = choose_qparams(whole_range(others, quantizer.spec), quantizer.spec)
+        return lambda x: library.fake_quantize(x, params, quantizer.spec)
 
     def keeps_function(self, transform: InputTransform) -> bool:
         """Whether a transform and its inverse in the weights give the outputs as before, up to rounding."""
-        for layer_place, layer in enumerate(self._layers):
-            weight = transform.into_weight(layer, layer.weight)
-            for place, outputs in self._wanted.items():
-                output = outputs[layer_place]
-                error = (product_of(layer, weight, transform(self._inputs[place])) - output).double().square().sum()
-                if not bool(error <= _TOLERANCE**2 * output.double().square().sum()):
-                    return False
+        weights = [transform.into_weight(layer, layer.weight) for layer in self._layers]
+        for place, wanted in self._wanted.items():
+            for x, outputs in zip(self._inputs[place], wanted, strict=True):
+                for layer, weight, output in zip(self._layers, weights, outputs, strict=True):
+                    error = (product_of(layer, weight, transform(x)) - output).double().square().sum()
+                    if not bool(error <= _TOLERANCE**2 * output.double().square().sum()):
+                        return False
         return True
 
 

@@ -1,0 +1,183 @@
+"""Layers that a batch calls several times, and inputs that a model writes into after a layer has read them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.ptq.output_error import OutputError
+from tests.support.bits import assert_same_bits
+from tests.support.vision import import_torchvision
+
+
+class Loop(nn.Module):
+    """Calls one layer again and again, whose inputs become larger."""
+
+    def __init__(self, times: int = 6, *, in_place: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.times, self.in_place = times, in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            y = self.again(x).relu()
+            x = x.add_(y) if self.in_place else x + y
+        return self.last(x)
+
+
+def batches(count: int = 8, width: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(32, width, generator=generator) for _ in range(count)]
+
+
+def error_left(model: nn.Module, preset: str, work: Callable[[nn.Module], object], given: list[Tensor]) -> float:
+    """The share of the output's error that is left, on the same batches."""
+    error = OutputError(model, given, lambda model, batch: model(batch))
+    quantized = fq.prepare(copy.deepcopy(model), preset)
+    fq.calibrate(quantized, given, progress=False)
+    before = error.of(quantized)
+    work(quantized)
+    return error.of(quantized) / before
+
+
+@pytest.mark.parametrize("steps", ["fast", "best"])
+@pytest.mark.parametrize("preset", ["INT8", "INT4_WEIGHT_ONLY"])
+def test_a_layer_that_is_called_often_loses_less(preset: str, steps: str) -> None:
+    assert error_left(Loop(), preset, lambda m: fq.ptq.improve(m, batches(), steps, progress=False), batches()) < 0.9
+
+
+def test_the_range_of_an_input_is_chosen_by_all_calls() -> None:
+    """The last inputs are many times as large as the first ones, whose range alone would clip them."""
+    model, seen = fq.prepare(Loop(12), "INT8"), list[float]()
+    fq.calibrate(model, batches(), progress=False)
+    fq.ptq.improve(model, batches(), ["input"], progress=False)
+    model.again.register_forward_pre_hook(lambda _, args: seen.append(float(args[0].abs().max())))
+    model(batches()[0])
+    assert seen[-1] > 5 * seen[0]
+    assert 127 * float(model.again.input_quantizer.scale) > 0.5 * seen[-1]
+
+
+def test_the_range_of_an_input_holds_the_batch_with_the_largest_values() -> None:
+    """Half of the batches are judged; the one that clipping costs most is always among them."""
+    given = batches()
+    given[1][0, :4] = 40.0
+    assert error_left(Loop(1), "INT8", lambda m: fq.ptq.improve(m, given, ["input"], progress=False), given) <= 1
+
+
+@pytest.fixture(scope="module")
+def albert() -> nn.Module:
+    """A transformer that calls one block six times."""
+    import_torchvision()
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "embedding_size": 16, "hidden_size": 64, "intermediate_size": 128}
+    config = transformers.AlbertConfig(num_hidden_layers=6, num_attention_heads=4, **sizes)
+    model = transformers.AlbertModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() > 1 else 1)  # new weights are so small that attention is uniform
+    return model
+
+
+def tokens() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 100, (4, 16), generator=generator) for _ in range(8)]
+
+
+@pytest.mark.parametrize("preset", ["INT8", "INT4_WEIGHT_ONLY"])
+def test_a_transformer_that_shares_its_layers_loses_less(albert: nn.Module, preset: str) -> None:
+    assert error_left(albert, preset, lambda m: fq.ptq.improve(m, tokens(), "fast", progress=False), tokens()) < 0.7
+
+
+@pytest.mark.parametrize("preset", ["INT8", "INT4_WEIGHT_ONLY"])
+def test_a_transformer_that_shares_its_layers_learns(albert: nn.Module, preset: str) -> None:
+    def learn(model: nn.Module) -> None:
+        found = fq.ptq.reconstruct(model, tokens(), iterations=64, progress=False)
+        assert [note[:16] for note in found.notes] == ["2 of 6 blocks, f"]
+
+    assert error_left(albert, preset, learn, tokens()) < 0.8
+
+
+def test_drift_is_left_out_from_such_a_layer_on_and_said() -> None:
+    model = fq.prepare(Loop(), "INT4_WEIGHT_ONLY")
+    found = fq.ptq.improve(model, batches(), "fast", progress=False)
+    assert found.notes == [
+        '"drift" was left out for 2 of 3 layers, from again on: a batch calls it several times, and its '
+        "weight is chosen before the last call"
+    ]
+    assert found.notes[0] in str(found)
+    assert found.notes[0].replace('"', "&quot;") in found._repr_html_()
+    without = fq.prepare(Loop(), "INT4_WEIGHT_ONLY")
+    fq.ptq.improve(without, batches(), ["smooth", "input", "ranges", "gptq", "bias"], progress=False)
+    for name in ("again", "last"):
+        assert_same_bits(model.get_submodule(name).weight, without.get_submodule(name).weight)
+
+
+def same_as_without_writes(work: Callable[[nn.Module], object], make: Callable[[bool], nn.Module]) -> None:
+    models = [fq.prepare(make(in_place), "INT8") for in_place in (False, True)]
+    for model in models:
+        fq.calibrate(model, [x.clone() for x in batches()], progress=False)
+        work(model)
+    for one, other in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert_same_bits(one, other)
+
+
+class Branches(nn.Module):
+    """Two layers that read one tensor, before and after a function that may write into it."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other, self.in_place = nn.Linear(16, 16), nn.Linear(16, 16), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        y = self.one(x)
+        x = x.exp_() if self.in_place else x.exp()
+        return y + self.other(x)
+
+
+MODELS = {"a loop": lambda in_place: Loop(in_place=in_place), "branches": lambda in_place: Branches(in_place=in_place)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("steps", ["fast", ["smooth", "input", "gptq", "drift"]])
+def test_writes_into_inputs_change_nothing_in_improve(model: str, steps: str | list[str]) -> None:
+    same_as_without_writes(lambda m: fq.ptq.improve(m, batches(), steps, progress=False), MODELS[model])
+
+
+def test_writes_into_inputs_change_nothing_in_reconstruct() -> None:
+    same_as_without_writes(
+        lambda model: fq.ptq.reconstruct(model, batches(), ["first", "again"], iterations=8, progress=False),
+        MODELS["a loop"],
+    )
+
+
+def test_a_model_that_draws_random_numbers_gets_no_drift() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x) + torch.randn(16))
+
+    found = fq.ptq.improve(fq.prepare(Noisy(), "INT4_WEIGHT_ONLY"), batches(), "fast", progress=False)
+    assert found.notes == ['"drift" was left out: the model draws random numbers, so that two runs give other outputs']
+    assert (found.before, found.after) == (None, None)
+
+
+def test_the_error_of_the_output_is_measured_before_and_after() -> None:
+    model = fq.prepare(Loop(1), "INT4_WEIGHT_ONLY")
+    error = OutputError(Loop(1), batches()[:4], lambda model, batch: model(batch))
+    before = error.of(model)
+    found = fq.ptq.improve(model, batches(), "fast", progress=False)
+    assert (found.before, found.after) == (before, error.of(model))
+    assert f"error of the model's output: {before:.2e} -> {found.after:.2e}" in str(found)
