@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.ptq import reestimate_batch_norm
 from tests.support.bits import assert_same_bits
 
@@ -88,6 +88,24 @@ def test_what_no_batch_reaches_keeps_its_statistics() -> None:
     model = Idle()
     assert reestimate_batch_norm(model, [torch.randn(4, 2)]) == ["used"]
     assert_same_bits(model.idle.running_var, torch.ones(2))
+
+
+def test_a_normalisation_that_is_called_several_times_is_named() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.norm(x) ** 2)
+
+    model, given = Twice(), [torch.randn(32, 2)]
+    with pytest.warns(CalibrationWarning, match="^norm is called several times in a batch: its earlier calls"):
+        reestimate_batch_norm(model, given)
+    first = model.norm.running_mean.clone()
+    with pytest.warns(CalibrationWarning):
+        reestimate_batch_norm(model, given)
+    assert not torch.equal(model.norm.running_mean, first)
 
 
 def test_what_is_refused_leaves_the_model_as_it_was() -> None:
