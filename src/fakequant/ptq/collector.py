@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationError
@@ -16,7 +17,7 @@ from fakequant.numerics.qparams import QParams, choose_qparams
 from fakequant.ptq.finished import InputChoice
 from fakequant.ptq.layer import Choice, choose
 from fakequant.ptq.projections import first_places, inputs_of, quantized_inputs, reads_of, row_name
-from fakequant.ptq.ranges import searched_input, whole_range
+from fakequant.ptq.ranges import parts_of, searched_input, whole_range
 from fakequant.ptq.stream import Call, Record, Stage
 from fakequant.ptq.sums import InputSums, makes_same_rows, rows_of, stacked
 from fakequant.ptq.transforms import put, rotate, smooth
@@ -48,6 +49,8 @@ class Collector:
         self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
         self._processes = processes
         self._counts = [mask.of(batch) for batch in batches]
+        self.without_drift = list[str]()
+        """The layers that get other rows in the float model, as experts that are chosen by quantized values."""
         self._last: tuple[str, list[Call], tuple[InputSums, InputSums]] | None = None
 
     def choose(
@@ -81,6 +84,8 @@ class Collector:
         inputs = [calls for calls in seen if calls]
         if not inputs:
             return InputChoice(None, None, {})
+        if len(inputs) == 1:  # each part is judged by what the others make, as each batch else
+            inputs = parts_of(inputs[0])
         left, params = dict[str, float](), None
         for step, find in _TRANSFORMS.items():
             if step in steps and group[0].input_transform is None:
@@ -140,8 +145,7 @@ class Collector:
         layer, own = self._layers[stage.name], self.inputs(stage)
         reads = self._reads(layer, [inputs for calls in own.values() for inputs in calls])
         fit, held = ({place: InputSums() for place in reads} for _ in range(2))
-        others = {} if wanted is None else self.inputs(wanted)
-        number = 0
+        others, number = self._float_inputs(stage, wanted, own), 0
         try:
             for place, (number, calls) in enumerate(own.items()):
                 sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
@@ -157,6 +161,18 @@ class Collector:
         for read in fit:
             self._merge((fit[read], held[read]), layer.weight.device)
         return stacked([fit[read] for read in reads]), stacked([held[read] for read in reads])
+
+    def _float_inputs(
+        self, stage: Stage, wanted: Stage | None, own: Mapping[int, list[tuple[Tensor, ...]]]
+    ) -> Mapping[int, list[tuple[Tensor, ...]]]:
+        """The inputs in the float model; none if a process has none, or rows that cannot be compared with its own."""
+        found = {} if wanted is None else self.inputs(wanted)
+        is_alike = tree_map(_shape, found) == tree_map(_shape, own)
+        if all(self._processes.all(is_alike)):
+            return found
+        if any(self._processes.all(wanted is not None)):
+            self.without_drift.append(stage.name)
+        return {}
 
     def _reads(self, layer: Any, calls: list[tuple[Tensor, ...]]) -> tuple[int, ...]:
         """The places of the inputs for which there are sums: one if all inputs are one tensor in all processes."""
@@ -180,6 +196,10 @@ class Collector:
         same = len(seen) == len(calls) and all(a.has_input_of(b) for a, b in zip(seen, calls, strict=True))
         alike = same and makes_same_rows(one, other) and _same_transform(one, other)
         return sums if alike and _same_quantizer(one, other, calls[0].first) else None
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
 
 
 def _set_params(layers: Iterable[Any], params: QParams) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.distributed import Together, processes_of
-from fakequant.errors import CalibrationError, ConfigError, nearest, shown
+from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
@@ -32,6 +32,7 @@ from fakequant.ptq.sums import has_rows
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import Restore, restore_on_error, state_of, structure_of
 
+_NAMED = 3
 STEPS = ("smooth", "rotate", "input", "ranges", *SOLVERS, "drift", "bias")
 """All steps in their order."""
 _NAMED_STEPS = {
@@ -124,6 +125,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
                 if found is None:
                     finished.put(number, stage.name, own, choice)
                 result.layers.append(replace(choice.result, steps={**own.left, **choice.result.steps}))
+            result.notes += stages.notes
+        if collector.without_drift:
+            result.notes.append(_left_out(collector.without_drift, "which get other rows in the float model"))
         masked.say_whole()
         chosen = {path: digest(weights[path].parameter) for path in recorded.order if processes.group is not None}
         _check_same(processes, chosen, "computed other weights; their processors round otherwise")
@@ -149,6 +153,10 @@ def _with_drift(recorded: Record, processes: Together) -> tuple[list[str], list[
         f'"drift" was left out for {len(after)} of {len(recorded.order)} layers, from {layer_of(after[0])} on: a batch '
         "calls it several times, and its weight is chosen before the last call"
     ]
+
+
+def _left_out(paths: Sequence[str], why: str) -> str:
+    return f'"drift" was left out for {", ".join(map(layer_of, paths[:_NAMED]))}{" ..." * (len(paths) > _NAMED)}, {why}'
 
 
 def _state(model: nn.Module, layers: Iterable[nn.Module]) -> Restore:
@@ -219,6 +227,7 @@ class _Pass:
         self._float = Stream(model, layers, run, batches, recorded) if with_drift else None
         self._originals: dict[nn.Parameter, Tensor] = {}
         self._stack = ExitStack()
+        self.notes = list[str]()
 
     def __enter__(self) -> _Pass:
         self._stack.enter_context(self._quantized)
@@ -237,11 +246,9 @@ class _Pass:
             if self._float is not None:
                 with disabled(self._model), _Exchanged(self._originals):
                     wanted = self._float.advance()
-                if not stage.is_like(wanted) and stage.name in self._with_drift:
-                    raise CalibrationError(
-                        f"the float model calls other layers than the quantized one, at {stage.name}; leave out the "
-                        'step "drift"'
-                    )
+                if not stage.is_like(wanted):
+                    self._float, wanted = None, None  # it ends with the context
+                    self.notes = [_left_out([stage.name], "and all later ones: the float model calls other layers")]
                 if (layer := whole_layer(self._layers[stage.name])) is not last:
                     self._originals.clear()  # no batch of the float model calls the layer of the last stage again
                 last = layer

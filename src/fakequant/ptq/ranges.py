@@ -75,6 +75,12 @@ def whole_range(inputs: Inputs, spec: QuantSpec) -> Range:
     return _joined([library.measure(x, spec.granularity) for calls in inputs for x in calls])
 
 
+def parts_of(batch: Sequence[Tensor]) -> Inputs:
+    """The inputs of a single batch in up to four parts along their first axis, each with all calls."""
+    parts = [x.chunk(_SAMPLED) for x in batch]
+    return [[own[place] for own in parts if place < len(own)] for place in range(max(map(len, parts)))]
+
+
 def others_of(items: Sequence[T]) -> list[list[T]]:
     """For each of some items, all others; for a single one itself."""
     return [[*items[:place], *items[place + 1 :]] or [*items] for place in range(len(items))]
