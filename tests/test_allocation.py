@@ -198,8 +198,10 @@ class Usual(nn.Module):
         self.requires_grad_(kind != "frozen")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.one(input=x) if self.kind == "by keyword" else self.one(x))
-        return self.other(x.square())
+        x = x * 2
+        y = self.relu(self.one(input=x) if self.kind == "by keyword" else self.one(x))
+        x = x.add_(y) if self.kind == "in place" else x + y
+        return self.other(x)
 
 
 @pytest.mark.parametrize("kind", ["in place", "frozen", "by keyword"])

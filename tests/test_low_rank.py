@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, CheckpointError, ConfigError
+from fakequant.model.modes import disabled
 from fakequant.nn.low_rank import LowRank
 from fakequant.ptq.low_rank import low_rank
 from tests.support.bits import assert_same_bits
@@ -213,3 +214,25 @@ def test_other_dtypes_keep_it() -> None:
     assert half(batches()[0].bfloat16()).dtype == torch.bfloat16
     assert isinstance(model[0].low_rank, LowRank)
     assert model[0].low_rank.down.dtype == torch.float16
+
+
+def test_batches_that_call_layers_in_other_orders_keep_the_function() -> None:
+    """The layers of such a model come up twice, and are split once."""
+
+    class Paths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other, self.last = nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (self.one, self.other) if x.mean() > 0 else (self.other, self.one)
+            return self.last(second(first(x).tanh()))
+
+    model, given = fq.prepare(Paths(), "INT4_WEIGHT_ONLY"), batches(8)
+    assert len({bool(x.mean() > 0) for x in given}) == 2
+    found = low_rank(model, given, rank=4, progress=False)
+    assert sorted(row.layer for row in found.layers) == ["last", "one", "other"]
+    with disabled(model), torch.no_grad():
+        for x in given:
+            assert float((model(x) - Paths()(x)).norm() / Paths()(x).norm()) < 1e-3  # the product is in float16

@@ -86,13 +86,11 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         effect, alone = Effect(model, given, run, recorded), Together(None)
         _, late = recorded.parts(alone)
         with Stream(model, found, run, given, recorded) as own, Stream(model, found, run, given, recorded) as floats:
-            done: set[str] = set()
             float_model = _FloatModel(model, floats, late)
             for stage in track(own, "learning blocks", len(recorded.order), progress):
                 arguments, targets = _arguments(stage), float_model.targets(found[stage.name], stage)
-                if stage.name in done:  # batches with other orders of calls come to a block that has its values
+                if not stage.is_first:
                     continue
-                done.add(stage.name)
                 try:
                     learned = reconstruct_block(
                         found[stage.name], arguments, targets, preset, iterations=iterations, seed=seed, shared=shared

@@ -54,13 +54,12 @@ def reestimate_batch_norm(
     """
     check_model(model, "reestimate_batch_norm", "reestimate_batch_norm(model, batches)")
     given, norms = batch_list(batches, "reestimate_batch_norm"), _norms(model)
-    run, done = naming(runner(inputs, forward), given), set()
+    run = naming(runner(inputs, forward), given)
     with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
         recorded = record(model, norms, run, given)
         with Stream(model, norms, run, given, recorded) as stages:
             for stage in stages:
-                if stage.name not in done:  # batches with other orders of calls come to it again
-                    done.add(stage.name)
+                if stage.is_first:
                     _sums(stage).set(norms[stage.name])
     if repeated := recorded.parts(Together(None))[1]:
         warn_user(
@@ -68,7 +67,7 @@ def reestimate_batch_norm(
             "had the old ones; call reestimate_batch_norm again until its results settle",
             CalibrationWarning,
         )
-    return [name for name in norms if name in done]
+    return [name for name in norms if name in recorded.order]
 
 
 def _norms(model: nn.Module) -> dict[str, nn.Module]:

@@ -239,7 +239,6 @@ class _Pass:
         self._stack.__exit__(*error)
 
     def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
-        done: set[str] = set()
         last = None
         while (stage := self._quantized.advance()) is not None:
             wanted = None
@@ -252,8 +251,7 @@ class _Pass:
                 if (layer := whole_layer(self._layers[stage.name])) is not last:
                     self._originals.clear()  # no batch of the float model calls the layer of the last stage again
                 last = layer
-            if stage.name not in done:  # batches with other orders of calls come to a layer that is chosen
-                done.add(stage.name)
+            if stage.is_first:
                 yield stage, wanted if stage.name in self._with_drift else None
             for seen in (stage, wanted) if wanted is not None else (stage,):
                 seen.calls.clear()  # the threads free an input as soon as its layer has run

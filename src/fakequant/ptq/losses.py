@@ -19,7 +19,7 @@ from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
 from fakequant.ptq.stream import Call
 from fakequant.ptq.sums import product_of
-from fakequant.restore import restore_after
+from fakequant.restore import attributes_of, restore_after
 
 _PROBES = 16
 """Random directions of the output, for each batch."""
@@ -119,10 +119,13 @@ def arriving_errors(
     """
     parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
     energy = 0.0
-    for number, batch in enumerate(track(batches, "scoring layers", len(batches), progress)):
-        energy += _add_errors(model, layers, quantized, lambda b=batch: run(model, b), parts, number)
-        if not all(bool(values[-1].isfinite().all()) for values in parts.values()) or math.isnan(energy):
-            raise CalibrationError(f"batch {number + 1}: an output or its gradient holds NaN; leave the batch out")
+    # Without gradients of parameters, torch need not keep inputs of layers, which a model may write into.
+    with restore_after(attributes_of(model.parameters(), "requires_grad")):
+        model.requires_grad_(requires_grad=False)
+        for number, batch in enumerate(track(batches, "scoring layers", len(batches), progress)):
+            energy += _add_errors(model, layers, quantized, lambda b=batch: run(model, b), parts, number)
+            if not all(bool(values[-1].isfinite().all()) for values in parts.values()) or math.isnan(energy):
+                raise CalibrationError(f"batch {number + 1}: an output or its gradient holds NaN; leave the batch out")
     # The mean of squares over all samples and directions times their number for one direction is the error's energy.
     return {
         key: torch.cat(values) * (len(torch.cat(values)) / _PROBES / energy) ** 0.5 for key, values in parts.items()
@@ -142,7 +145,7 @@ def _add_errors(
 
     def see(name: str, x: Tensor, y: Tensor) -> Tensor:
         errors = {(name, choice): _error(twin.get_submodule(name), x.detach()) for choice, twin in quantized.items()}
-        y = y if y.requires_grad else y.detach().requires_grad_()  # the parameters of the model may be frozen
+        y = y if y.requires_grad else y.detach().requires_grad_()  # the gradients begin at the first layers
         calls.append((errors, y))
         return y.clone()  # which the model may write into
 

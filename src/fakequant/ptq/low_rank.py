@@ -90,8 +90,9 @@ def low_rank(
         recorded = record(model, layers, run, given)
         with Stream(model, layers, run, given, recorded) as stages:
             for stage in track(stages, "splitting weights", len(recorded.order), progress):
-                sums = _sums(stage, layers[stage.name], positions, counts)
-                result.layers.append(_split(stage.name, weights[stage.name], sums, rank))
+                if stage.is_first:
+                    sums = _sums(stage, layers[stage.name], positions, counts)
+                    result.layers.append(_split(stage.name, weights[stage.name], sums, rank))
         positions.say_whole()
     missed = [name for name in layers if name not in recorded.order]
     result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]

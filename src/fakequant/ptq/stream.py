@@ -72,10 +72,12 @@ class Stage(NamedTuple):
     Attributes:
         name: of the layer, as it was given.
         calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
+        is_first: whether no stage before it was of this layer. Batches with other orders of calls come to it later.
     """
 
     name: str
     calls: dict[int, list[Call]]
+    is_first: bool = True
 
     def is_like(self, other: Stage | None) -> bool:
         """Whether all batches call the same layer as often."""
@@ -207,7 +209,7 @@ class Stream:
         recorded: Record,
     ) -> None:
         self._rank = {name: place for place, name in enumerate(recorded.order)}
-        self._layers, self._stack = layers, ExitStack()
+        self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()
         counts = recorded.counts[: len(batches)]
         self.lanes = [
             _Lane(number, counted, lambda batch=batch: run(model, batch))
@@ -246,7 +248,9 @@ class Stream:
         here = [lane for lane in waiting if lane.at == name]
         for lane in here:
             lane.may_go = True
-        return Stage(name, {lane.number: lane.calls.pop(name) for lane in here})
+        is_first = name not in self._reached
+        self._reached.add(name)
+        return Stage(name, {lane.number: lane.calls.pop(name) for lane in here}, is_first)
 
     def _next(self, waiting: list[_Lane]) -> str:
         """The earliest layer before which all batches wait that will reach it; else the earliest."""
