@@ -255,3 +255,31 @@ def test_layers_without_scores_are_named() -> None:
         mix = fq.ptq.search(Partly(), given, ["INT8", "INT4_GROUP32"], bits=9)
     assert said in repr(mix)
     assert list(mix.choices) == ["head"]
+
+
+def test_a_first_axis_that_holds_no_examples_gives_right_scores() -> None:
+    """Both halves of what the layer gets are of the same examples, and their errors cancel."""
+
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = self.layer(torch.cat([x, x + 0.01 * x.square()])).chunk(2)
+            return one - other
+
+    given = [torch.randn(64, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    scores = fq.ptq.scores(Siamese(), given, ["INT4_WEIGHT_ONLY"], progress=False)
+    mix = fq.ptq.verify(Siamese(), given, scores.curve())[0]
+    assert 0.4 < mix.loss / mix.measured < 2.5
+
+
+def test_an_output_of_zero_has_no_scores() -> None:
+    model = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.zero_()
+    with pytest.raises(ConfigError, match="every output of the model is 0, and scores are shares of its energy"):
+        fq.ptq.scores(model, [torch.randn(4, 32)], CHOICES, progress=False)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.errors import CalibrationWarning
+from fakequant.nn import quantizers
+from fakequant.ptq.collector import Collector
 from fakequant.ptq.output_error import OutputError
+from fakequant.ptq.stream import Stage
 from tests.support.bits import assert_same_bits
 from tests.support.vision import import_torchvision
 
@@ -210,6 +215,77 @@ def test_experts_that_get_other_tokens_in_float_get_no_drift(size: int) -> None:
     why = "which get other rows in the float model" if size == 32 else "and all later ones: the float model calls other"
     assert any(note.startswith('"drift" was left out for experts.') and why in note for note in found.notes)
     assert found.after < found.before
+
+
+def test_layers_that_share_an_input_in_the_first_batch_alone_choose_by_themselves() -> None:
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.query, self.value, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, context: Tensor) -> Tensor:
+            return self.last(self.query(x) + self.value(context))
+
+    def run(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return model(*pair)
+
+    given = [(x, x if place == 0 else x * 4**place) for place, x in enumerate(batches(4))]
+    models = []
+    for order in (given, given[::-1]):
+        model = fq.prepare(Cross(), "INT8")
+        fq.calibrate(model, order, forward=run, progress=False)
+        fq.ptq.improve(model, order, ["input"], forward=run, progress=False)
+        models.append(model)
+    for one, other in zip(*(quantizers(model).values() for model in models), strict=True):
+        assert one.scale is not None
+        assert torch.allclose(one.scale, other.scale, rtol=0.2)
+
+
+def test_drift_is_measured_by_float_weights_where_batches_take_other_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Orders(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (self.one, self.other) if len(x) % 2 else (self.other, self.one)
+            return self.last(second(first(x).relu()))
+
+    given = [x[: 30 + place % 2] for place, x in enumerate(batches(6))]
+    seen: dict[str, list[Tensor]] = {}
+    own = Collector.choose
+
+    def choose(self: Collector, stage: Stage, wanted: Stage | None, *args: Any) -> Any:
+        assert wanted is not None
+        seen[stage.name] = [call.first.clone() for calls in wanted.calls.values() for call in calls]
+        return own(self, stage, wanted, *args)
+
+    monkeypatch.setattr(Collector, "choose", choose)
+    fq.ptq.improve(fq.prepare(Orders(), "INT4_WEIGHT_ONLY"), given, "fast", progress=False)
+    model, inputs = Orders(), []
+    model.last.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    for x in given:
+        model(x)
+    for x, y in zip(seen["last._weight_quantizer"], inputs, strict=True):
+        assert_same_bits(x, y)
+
+
+def test_an_output_that_gets_another_shape_is_said() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(16, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y if torch.equal(self.layer.weight, self.first) else y[1:]
+
+    model = fq.prepare(Chosen(), "INT4_WEIGHT_ONLY")
+    model.first = model.layer.weight.detach().clone()
+    with pytest.warns(CalibrationWarning, match="error of the model's output larger, .* -> inf"):
+        fq.ptq.improve(model, batches(), "fast", progress=False)
 
 
 def test_a_single_batch_is_judged_in_parts() -> None:

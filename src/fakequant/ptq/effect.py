@@ -41,7 +41,7 @@ class Effect:
         """Put the error before and now into a result, the mean over processes; None where it is not finite."""
         now = None if self._before is None else self._error.of(self._model)
         before, after = zip(*processes.all((self._before, now)), strict=True)
-        if all(value is not None and math.isfinite(value) for value in (*before, *after)):
+        if all(value is not None and math.isfinite(value) for value in before):  # what follows may be infinite
             result.before, result.after = sum(before) / len(before), sum(after) / len(after)
 
 

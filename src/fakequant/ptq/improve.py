@@ -103,7 +103,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     notes = {path: _why_not(weight, views[path], shared) for path, weight in weights.items()}
     result.layers += [LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note]
     layers = {path: view for path, view in views.items() if notes[path] is None}
-    unchosen = len(result.layers)
+    unchosen, reached = len(result.layers), set[str]()
     masks = [] if mask is None else [masked.of(batch) for batch in given]
     finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
     state = _state(model, map(whole_layer, layers.values()))
@@ -121,6 +121,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
                 if found is not None:
                     collector.put_input(stage, own)
                 stages.keep(weight)
+                reached.add(stage.name)
                 write(row_name(stage.name, layers[stage.name]), weight, choice)
                 if found is None:
                     finished.put(number, stage.name, own, choice)
@@ -132,7 +133,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         chosen = {path: digest(weights[path].parameter) for path in recorded.order if processes.group is not None}
         _check_same(processes, chosen, "computed other weights; their processors round otherwise")
         effect.put_into(result, processes)
-    missed = {path: layer for path, layer in layers.items() if path not in recorded.order}
+    missed = {path: layer for path, layer in layers.items() if path not in reached}
     result.layers += [LayerResult(row_name(path, layer), note="no batch reaches it") for path, layer in missed.items()]
     warn_if_worse(result, "improve")
     return result
@@ -225,7 +226,7 @@ class _Pass:
         self._model, self._layers, self._with_drift = model, layers, frozenset(with_drift)
         self._quantized = Stream(model, layers, run, batches, recorded)
         self._float = Stream(model, layers, run, batches, recorded) if with_drift else None
-        self._originals: dict[nn.Parameter, Tensor] = {}
+        self._originals: dict[nn.Module, dict[nn.Parameter, Tensor]] = {}
         self._stack = ExitStack()
         self.notes = list[str]()
 
@@ -239,29 +240,37 @@ class _Pass:
         self._stack.__exit__(*error)
 
     def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
-        last = None
         while (stage := self._quantized.advance()) is not None:
             wanted = None
             if self._float is not None:
-                with disabled(self._model), _Exchanged(self._originals):
+                originals = {p: value for own in self._originals.values() for p, value in own.items()}
+                with disabled(self._model), _Exchanged(originals):
                     wanted = self._float.advance()
                 if not stage.is_like(wanted):
                     self._float, wanted = None, None  # it ends with the context
                     self.notes = [_left_out([stage.name], "and all later ones: the float model calls other layers")]
-                if (layer := whole_layer(self._layers[stage.name])) is not last:
-                    self._originals.clear()  # no batch of the float model calls the layer of the last stage again
-                last = layer
+                self._forget(whole_layer(self._layers[stage.name]))
             if stage.is_first:
                 yield stage, wanted if stage.name in self._with_drift else None
             for seen in (stage, wanted) if wanted is not None else (stage,):
                 seen.calls.clear()  # the threads free an input as soon as its layer has run
 
+    def _forget(self, present: nn.Module) -> None:
+        """Drop the float values of layers that no batch of the float model calls again, but those of a stage's."""
+
+        def is_used(layer: nn.Module) -> bool:
+            paths = [path for path, own in self._layers.items() if whole_layer(own) is layer]
+            return self._float is not None and any(map(self._float.will_run, paths))
+
+        self._originals = {layer: v for layer, v in self._originals.items() if layer is present or is_used(layer)}
+
     def keep(self, weight: LayerWeight) -> None:
         """Keep the float values of a layer that is about to change, for the float model's next calls of it."""
         if self._float is not None:
+            own = self._originals.setdefault(weight.layer, {})
             for parameter in (weight.parameter, bias_of(as_layer(weight))[0]):
-                if parameter is not None and parameter not in self._originals:
-                    self._originals[parameter] = parameter.detach().clone()
+                if parameter is not None and parameter not in own:
+                    own[parameter] = parameter.detach().clone()
 
 
 class _Exchanged:

@@ -115,7 +115,7 @@ def arriving_errors(
 
     Raises:
         CalibrationError: an output holds NaN, or a gradient does (numbers the batch).
-        ConfigError: no output depends on a layer by a gradient.
+        ConfigError: no output depends on a layer by a gradient, or all are 0.
     """
     parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
     energy = 0.0
@@ -126,6 +126,8 @@ def arriving_errors(
             energy += _add_errors(model, layers, quantized, lambda b=batch: run(model, b), parts, number)
             if not all(bool(values[-1].isfinite().all()) for values in parts.values()) or math.isnan(energy):
                 raise CalibrationError(f"batch {number + 1}: an output or its gradient holds NaN; leave the batch out")
+    if not energy:
+        raise ConfigError("every output of the model is 0, and scores are shares of its energy; give measure=")
     # The mean of squares over all samples and directions times their number for one direction is the error's energy.
     return {
         key: torch.cat(values) * (len(torch.cat(values)) / _PROBES / energy) ** 0.5 for key, values in parts.items()
@@ -190,7 +192,7 @@ def _outputs_replaced(layers: Mapping[str, Any], see: Callable[[str, Tensor, Ten
 
 def _by_example(values: Tensor, examples: int) -> Tensor:
     """Sums over each example; one sum in the first place where the first axis does not hold the examples."""
-    if values.numel() % examples == 0:
+    if values.dim() and len(values) == examples:
         return values.reshape(examples, -1).sum(1).cpu()
     return torch.cat([values.sum()[None], values.new_zeros(examples - 1)]).cpu()
 

@@ -94,7 +94,7 @@ class Record:
     Attributes:
         order: the layers in the order of their last calls.
         counts: for each batch, how often it calls each layer.
-        siblings: by layer, the layers that get the same tensor as their first argument in the first batch, in order.
+        siblings: by layer, the layers that get the same tensor as their first argument in every batch, in order.
         outputs_repeat: whether a second run of the first batch gives the same: the model draws no random numbers.
     """
 
@@ -127,6 +127,7 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
     found, outputs = Record(), []
     last: dict[str, int] = {}
     readers: dict[Any, tuple[Call, list[str]]] = {}  # with the tensor, whose id stays its own as long as it is kept
+    seen: list[dict[str, list[str]]] = []  # for each batch, the layers that read the same tensor as a layer
     step = 0
 
     def count(name: str, call: Call) -> None:
@@ -134,20 +135,28 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
         step += 1
         last[name] = step
         found.counts[-1][name] += 1
-        if len(found.counts) == 1:
-            readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
+        readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
 
     with _watched(layers, count), torch.no_grad():
         for number, batch in enumerate(batches):
             found.counts.append(Counter())
             result = run(model, batch)
+            seen.append({name: names for _, names in readers.values() for name in names})
+            readers.clear()
             if number < _CHECKED:
                 outputs.append(result)
     found.order = sorted(last, key=last.__getitem__)
-    found.siblings = {name: names for _, names in readers.values() for name in names}
-    readers.clear()
+    found.siblings = _siblings(seen)
     _check_side_by_side(model, layers, run, batches, found, outputs)
     return found
+
+
+def _siblings(seen: Sequence[Mapping[str, list[str]]]) -> dict[str, list[str]]:
+    """The layers that read the same tensor as a layer in every batch, itself among them."""
+    groups: dict[Any, list[str]] = {}
+    for name in dict.fromkeys(name for own in seen for name in own):
+        groups.setdefault(tuple(tuple(own.get(name, ())) for own in seen), []).append(name)
+    return {name: group for group in groups.values() for name in group}
 
 
 def _check_side_by_side(
@@ -251,6 +260,10 @@ class Stream:
         is_first = name not in self._reached
         self._reached.add(name)
         return Stage(name, {lane.number: lane.calls.pop(name) for lane in here}, is_first)
+
+    def will_run(self, name: str) -> bool:
+        """Whether a batch waits before a layer, or will call it again."""
+        return any(lane.at == name or lane.reaches(name) for lane in self.lanes)
 
     def _next(self, waiting: list[_Lane]) -> str:
         """The earliest layer before which all batches wait that will reach it; else the earliest."""
