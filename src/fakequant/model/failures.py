@@ -68,6 +68,20 @@ def naming(run: Forward, batches: Sequence[Any]) -> Forward:
 
 
 @contextmanager
+def input_named(layer: str, number: int) -> Iterator[None]:
+    """Name the layer and the batch in an error of what the layer gets.
+
+    Args:
+        layer: its path.
+        number: of the batch, from 0.
+    """
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"{layer or 'the model'}, batch {number + 1}: {error}") from error
+
+
+@contextmanager
 def example_failure_named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Turn an error of torch in a model's call with an example into one that names its shapes and the layer.
 

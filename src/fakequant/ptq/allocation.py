@@ -13,7 +13,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.calibrate import calibrate
-from fakequant.model.config import Rule
+from fakequant.model.config import Config, Rule
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
@@ -75,7 +75,7 @@ def scores(
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if _is_scored(layer)}
     if not layers:
         raise ConfigError("the model has no linear layers and no convolutions to choose formats for")
-    quantized = {name: _prepared(model, name, given, inputs, forward) for name in choices}
+    quantized = {name: quantized_copy(model, find_preset(name), given, run) for name in choices}
     with evaluating(model):
         recorded = record(model, layers, run, given[:1])
         products = count_products(layers, lambda: run(model, given[0]))
@@ -120,11 +120,10 @@ def _score(layer: Any, loss: float, products: int) -> Score:
     return Score(loss, bits.codes + bits.scales, products * each)
 
 
-def _prepared(model: nn.Module, choice: str, batches: list[Any], inputs: Any, forward: Any) -> nn.Module:
-    """A quantized copy of a model, calibrated and in eval mode."""
-    config = find_preset(choice)
-    twin = prepare(copy.deepcopy(model), config.with_rule(*left_in_float(model)))
-    calibrate(twin, batches, inputs=inputs, forward=forward, progress=False, unseen="float")
+def quantized_copy(model: nn.Module, config: Config, batches: list[Any], run: Forward) -> nn.Module:
+    """A quantized copy of a model, calibrated and in eval mode; what has no scores stays in float."""
+    twin = prepare(copy.deepcopy(model), config.with_rule(*_left_in_float(model)))
+    calibrate(twin, batches, forward=run, progress=False, unseen="float")
     return twin.eval()
 
 
@@ -132,7 +131,7 @@ def _is_scored(module: nn.Module) -> bool:
     return has_rows(module) and not is_turned(module)
 
 
-def left_in_float(model: nn.Module) -> list[Rule]:
+def _left_in_float(model: nn.Module) -> list[Rule]:
     """Leave in float what the scores do not speak of, purposely, so that nothing warns of it."""
     kinds = {type(module).__name__ for module in model.modules() if not _is_scored(module)}
     return [Rule("*", layers=tuple(sorted(kinds)), optional=True)] if kinds else []
@@ -160,7 +159,6 @@ def verify(
     error = OutputError(model, given, run)
     error.refuse_nan()
     for allocation in allocations:
-        twin = prepare(copy.deepcopy(model), allocation.config().with_rule(*left_in_float(model)))
-        calibrate(twin, given, inputs=inputs, forward=forward, progress=False, unseen="float")
+        twin = quantized_copy(model, allocation.config(), given, run)
         found.append(replace(allocation, measured=error.of(twin)))
     return found

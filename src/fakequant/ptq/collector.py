@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fakequant.distributed import Together
-from fakequant.errors import CalibrationError
+from fakequant.model.failures import input_named
 from fakequant.model.positions import Positions
 from fakequant.nn.operands import LayerWeight
 from fakequant.numerics.qparams import QParams, choose_qparams
@@ -145,19 +145,16 @@ class Collector:
         layer, own = self._layers[stage.name], self.inputs(stage)
         reads = self._reads(layer, [inputs for calls in own.values() for inputs in calls])
         fit, held = ({place: InputSums() for place in reads} for _ in range(2))
-        others, number = self._float_inputs(stage, wanted, own), 0
-        try:
-            for place, (number, calls) in enumerate(own.items()):
-                sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
-                for call, inputs in enumerate(calls):
-                    rounded = quantized_inputs(layer, inputs)
-                    floats = others[number][call] if number in others else None
-                    for read in sums:
-                        rows = None if floats is None else rows_of(layer, _transformed(layer, floats[read]))
+        others = self._float_inputs(stage, wanted, own)
+        for place, (number, calls) in enumerate(own.items()):
+            sums = held if hold_back and place % _HELD_BACK == _HELD_BACK - 1 else fit
+            for call, inputs in enumerate(calls):
+                rounded = quantized_inputs(layer, inputs)
+                floats = others[number][call] if number in others else None
+                for read in sums:
+                    rows = None if floats is None else rows_of(layer, _transformed(layer, floats[read]))
+                    with input_named(row_name(stage.name, layer), number):
                         sums[read].add(rows_of(layer, rounded[read]), rows)
-        except CalibrationError as error:
-            name = row_name(stage.name, layer)
-            raise CalibrationError(f"{name or 'the model'}, batch {number + 1}: {error}") from error
         for read in fit:
             self._merge((fit[read], held[read]), layer.weight.device)
         return stacked([fit[read] for read in reads]), stacked([held[read] for read in reads])

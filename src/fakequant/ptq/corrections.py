@@ -12,7 +12,7 @@ from fakequant.distributed import Together
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
-from fakequant.model.failures import naming
+from fakequant.model.failures import input_named, naming
 from fakequant.model.modes import evaluating
 from fakequant.nn.folded import FoldedNorm
 from fakequant.ptq.stream import Stage, Stream, record
@@ -89,12 +89,9 @@ def _norms(model: nn.Module) -> dict[str, nn.Module]:
 def _sums(stage: Stage) -> _Sums:
     found = _Sums(stage.name)
     for number, calls in stage.calls.items():
-        for call in calls:
-            if not bool(call.first.isfinite().all()):
-                raise CalibrationError(
-                    f"{stage.name}, batch {number + 1}: an input holds NaN or inf; leave the batch out"
-                )
-            found.add(call.first)
+        with input_named(stage.name, number):
+            for call in calls:
+                found.add(call.first)
     return found
 
 
@@ -108,6 +105,8 @@ class _Sums:
 
     def add(self, x: Tensor) -> None:
         """Add all positions of x [n, channels, ...]; merged as by Chan et al., which does not cancel."""
+        if not bool(x.isfinite().all()):
+            raise CalibrationError("an input holds NaN or inf; leave the batch out")
         rows = x.double().movedim(1, -1).reshape(-1, x.shape[1])
         if not len(rows):
             return

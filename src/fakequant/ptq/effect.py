@@ -38,7 +38,7 @@ class Effect:
             self._before = self._error.of(model)
 
     def put_into(self, result: Improvement, processes: Together) -> None:
-        """Put the error before and now into a result, the mean over processes; None where it is not finite."""
+        """Put the error before and now into a result, the mean over processes; None if it was not finite before."""
         now = None if self._before is None else self._error.of(self._model)
         before, after = zip(*processes.all((self._before, now)), strict=True)
         if all(value is not None and math.isfinite(value) for value in before):  # what follows may be infinite

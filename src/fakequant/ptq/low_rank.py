@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.distributed import refuse_sharded
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.errors import ConfigError
 from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
-from fakequant.model.failures import naming
+from fakequant.model.failures import input_named, naming
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
@@ -120,13 +120,10 @@ def _why_not(weight: LayerWeight, shared: set[nn.Parameter], rank: int) -> str |
 
 def _sums(stage: Stage, layer: Any, positions: Positions, counts: list[Tensor | None]) -> InputSums:
     found = InputSums()
-    number = 0
-    try:
-        for number, calls in stage.calls.items():
+    for number, calls in stage.calls.items():
+        with input_named(stage.name, number):
             for call in calls:
                 found.add(rows_of(layer, positions.counted(stage.name, layer, call.first, counts[number])))
-    except CalibrationError as error:
-        raise CalibrationError(f"{stage.name or 'the model'}, batch {number + 1}: {error}") from error
     return found
 
 

@@ -169,8 +169,8 @@ class Scores:
         """The best mix within a budget.
 
         Args:
-            bits: at most so many bits per weight, with scales.
-            size: at most so many bytes of weights.
+            bits: the largest number of bits per weight, with scales.
+            size: the largest number of bytes of all weights.
             loss: the smallest size with at most this loss.
             operations: the largest mean of bit operations for a multiply-accumulate. It is 64 where weights and inputs
                 have 8 bits.

@@ -71,7 +71,7 @@ def find_neighbors(
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that several modules hold, or one module under several names."""
+    """The parameters that several modules hold, or one module by several names of its own."""
     held = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     return {parameter for parameter, count in held.items() if count > 1}
 

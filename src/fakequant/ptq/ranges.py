@@ -94,10 +94,10 @@ def sampled(count: int) -> range:
 def searched_input(layers: Sequence[Any], inputs: Inputs) -> tuple[QParams, float, float]:
     """The parameters of an input's quantizer with which the outputs of its layers have the smallest error.
 
-    Each multiple of the range is judged on a few batches that did not make the range: what a batch has beyond the range
-    of the others counts, as it will for new data. The batch with the largest values is always judged, by the range of
-    all, because clipping costs most there. A multiple must win as much as a transform, because layers err together: a
-    range that is too small costs the model more than it costs the layer.
+    A few batches judge each multiple of the range, and none of them made the range that it is judged by. So values
+    beyond the range of the others count, as they will for new data. The batch with the largest values judges too, by
+    the range of all batches, because clipping costs most there. A multiple must win as much as a transform, because
+    layers err together: a range that is too small costs the model more than it costs the layer.
 
     Args:
         layers: those that get the inputs, with a weight matrix each; their quantizers are alike.

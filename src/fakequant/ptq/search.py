@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,11 @@ from torch import nn
 from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_metric, check_model, measured
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
-from fakequant.model.calibrate import calibrate
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
-from fakequant.model.prepare import prepare
 from fakequant.nn import cached_weights
 from fakequant.nn.quantizer import refuse_prepared
-from fakequant.ptq.allocation import left_in_float, scores, verify
+from fakequant.ptq.allocation import quantized_copy, scores, verify
 from fakequant.ptq.mixes import Allocation, check_budget
 
 Metric = Callable[[nn.Module], float]
@@ -44,8 +41,8 @@ def search(  # noqa: PLR0913  all but the first three by name
         model: in float; it stays as it is.
         batches: to calibrate and measure on; a few are enough.
         choices: names of presets.
-        bits: at most so many bits per weight, with scales.
-        size: at most so many bytes of weights.
+        bits: the largest number of bits per weight, with scales.
+        size: the largest number of bytes of all weights.
         loss: at most so much predicted error of the output, as a share of its energy; the smallest such mix.
         metric: called as metric(model), larger is better; only with `floor`.
         floor: the metric that the mix keeps; the smallest such mix, found in about ten measurements.
@@ -77,20 +74,20 @@ def search(  # noqa: PLR0913  all but the first three by name
     for name, value in (("bits", bits), ("size", size), ("loss", loss), ("floor", floor)):
         check_budget(name, value, any_number=name == "floor")
     given = batch_list(batches, "search")
-    how: dict[str, Any] = {"forward": naming(runner(inputs, forward), given)}
-    found = scores(model, given, choices, **how)
+    run = naming(runner(inputs, forward), given)
+    found = scores(model, given, choices, forward=run)
     if metric is None or floor is None:
         mix = found.allocate(bits=bits, size=size, loss=loss)
     else:
-        mix = _smallest(model, given, found.curve(), metric, floor, how)
-    return replace(verify(model, given, [mix], **how)[0], metric=mix.metric)
+        mix = _smallest(model, given, found.curve(), metric, floor, run)
+    return replace(verify(model, given, [mix], forward=run)[0], metric=mix.metric)
 
 
 def _smallest(
-    model: nn.Module, batches: list[Any], curve: list[Allocation], metric: Metric, floor: float, how: dict[str, Any]
+    model: nn.Module, batches: list[Any], curve: list[Allocation], metric: Metric, floor: float, run: Forward
 ) -> Allocation:
     """The first point of a curve that keeps the floor, by bisection: larger points are taken to be no worse."""
-    best = replace(curve[-1], metric=_measured(model, batches, curve[-1], metric, how))
+    best = replace(curve[-1], metric=_measured(model, batches, curve[-1], metric, run))
     if best.metric is None or not best.metric >= floor:
         raise ConfigError(
             f"no mix of these choices keeps {floor:.6g}: the largest, {best.bits_per_weight:.2f} bits per weight, "
@@ -99,7 +96,7 @@ def _smallest(
     low, high = 0, len(curve) - 1
     while low < high:
         middle = (low + high) // 2
-        value = _measured(model, batches, curve[middle], metric, how)
+        value = _measured(model, batches, curve[middle], metric, run)
         if value >= floor:
             high, best = middle, replace(curve[middle], metric=value)
         else:
@@ -107,8 +104,7 @@ def _smallest(
     return best
 
 
-def _measured(model: nn.Module, batches: list[Any], mix: Allocation, metric: Metric, how: dict[str, Any]) -> float:
-    twin = prepare(copy.deepcopy(model), mix.config().with_rule(*left_in_float(model)))
-    calibrate(twin, batches, progress=False, unseen="float", **how)
+def _measured(model: nn.Module, batches: list[Any], mix: Allocation, metric: Metric, run: Forward) -> float:
+    twin = quantized_copy(model, mix.config(), batches, run)
     with evaluating(twin), cached_weights(twin), torch.no_grad():
         return measured(metric, twin)
