@@ -1,4 +1,4 @@
-"""Weights [in, out, ...]: `improve` on transposed convolutions and the Conv1D of transformers."""
+"""Layers of other kinds: transposed convolutions, Conv1D of transformers, and timm's that pad themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.ptq.sums import rows_of
 from tests.support.bits import assert_same_bits
+from tests.support.vision import import_torchvision
 from tests.support.weight_specs import WEIGHTS
 
 
@@ -87,3 +89,25 @@ def test_a_file_holds_the_codes_of_turned_weights(kind: str, tmp_path: Path) -> 
     model, _, _ = improved(kind, "int4 per_channel(0)", "fast")
     fq.export_onnx(model, batches(kind)[0], tmp_path / "model.onnx")
     assert fq.verify_onnx(tmp_path / "model.onnx", model, batches(kind)[:1]).exact
+
+
+@pytest.mark.parametrize("preset", ["INT8", "INT4_WEIGHT_ONLY"])
+def test_layers_that_pad_themselves(preset: str) -> None:
+    import_torchvision()
+    same = pytest.importorskip("timm.layers").Conv2dSame
+    torch.manual_seed(0)
+    net = nn.Sequential(same(3, 8, 3, stride=2), nn.ReLU(), same(8, 8, 3, groups=8), same(8, 4, 4, dilation=2))
+    given = [torch.randn(4, 3, 11, 9) for _ in range(4)]
+    for steps in ("fast", "best"):
+        model = fq.prepare(copy.deepcopy(net), preset)
+        fq.calibrate(model, given, progress=False)
+        found = fq.ptq.improve(model, given, steps, progress=False)
+        assert found.after < found.before
+    assert set(fq.ptq.scores(net, given, [preset], progress=False).layers) == {"0", "2", "3"}
+    assert not any(row.failed for row in fq.compare(net, given, [preset]).rows)
+    for layer, x in ((net[0], given[0]), (net[2], net[:2](given[0]))):
+        quantized = fq.prepare(nn.Sequential(copy.deepcopy(layer)), preset)[0]
+        rows = rows_of(quantized, x)
+        products = torch.einsum("grc,goc->gro", rows, layer.weight.reshape(len(rows), -1, rows.shape[-1]))
+        wanted = (layer(x) - layer.bias.view(-1, 1, 1)).movedim(1, -1).reshape(rows.shape[1], -1)
+        torch.testing.assert_close(products.movedim(0, 1).reshape(wanted.shape), wanted, atol=1e-5, rtol=1e-5)

@@ -133,5 +133,20 @@ def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore
     return restore
 
 
+def state_of_parts(model: nn.Module, touched: Iterable[nn.Module | nn.Parameter]) -> Restore:
+    """Return a function that restores a model, of which only the touched modules and parameters get other values."""
+    touched = list(touched)
+    structure, values = structure_of([model]), state_of(one for one in touched if isinstance(one, nn.Module))
+    parameters = [(one, one.detach().clone()) for one in touched if isinstance(one, nn.Parameter)]
+
+    def restore() -> None:
+        structure()
+        values()
+        for parameter, value in parameters:
+            parameter.data.copy_(value)
+
+    return restore
+
+
 def _parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list(dict.fromkeys(part for whole in modules for part in whole.modules()))

@@ -20,18 +20,19 @@ class _SamePadding(QuantConv2d):
     product: ClassVar[IntegerProduct | None] = None
     same_pad = True
 
-    def quantized_input(self, x: Tensor) -> Tensor:
-        """Padded after it was quantized, as in Conv2d: calibration does not see the zeros."""
-        x = super().quantized_input(x)
-        if not self.same_pad:
-            return x
-        # The last axis first, as F.pad takes them.
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.same_pad:  # after it was quantized, as in Conv2d: calibration does not see the zeros
+            input = F.pad(input, self._padding(input))
+        return super()._conv_forward(input, weight, bias)
+
+    def _padding(self, x: Tensor) -> list[int]:
+        """How many zeros an input gets on both sides of its axes, the last axis first, as `F.pad` takes them."""
         axes = zip(x.shape[:-3:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True)
         padding: list[int] = []
         for size, kernel, stride, dilation in axes:
             missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
             padding += [missing // 2, missing - missing // 2]
-        return F.pad(x, padding)
+        return padding
 
 
 class _Standardized(QuantConv2d):

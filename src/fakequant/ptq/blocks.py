@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,12 @@ from fakequant.model.outputs import float_tensors
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq.effect import Effect, warn_if_worse
+from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.neighbors import shared_parameters
-from fakequant.ptq.reconstruction import Arguments, Preset, preset_of, reconstruct_block
-from fakequant.ptq.results import Improvement, LayerResult
-from fakequant.ptq.stream import Stage, Stream, record
+from fakequant.ptq.reconstruction import Preset, preset_of, reconstruct_block
+from fakequant.ptq.results import Improvement, LayerResult, listed
+from fakequant.ptq.stream import Call, Stage, Stream, record
+from fakequant.ptq.sums import MOST_DRIFT
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import restore_on_error, state_of
 
@@ -80,27 +82,42 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     given, preset = batch_list(batches, "reconstruct"), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
     shared = frozenset(shared_parameters(model))
-    run, result = naming(runner(inputs, forward), given), Improvement()
+    run, result, reached = naming(runner(inputs, forward), given), Improvement(), set[str]()
     with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
         recorded = record(model, found, run, given)
         effect, alone = Effect(model, given, run, recorded), Together(None)
         _, late = recorded.parts(alone)
         with Stream(model, found, run, given, recorded) as own, Stream(model, found, run, given, recorded) as floats:
-            float_model = _FloatModel(model, floats, late)
+            float_model = _FloatModel(model, found, floats, late)
             for stage in track(own, "learning blocks", len(recorded.order), progress):
-                arguments, targets = _arguments(stage), float_model.targets(found[stage.name], stage)
-                if not stage.is_first:
+                calls, targets = _calls(stage), float_model.targets(stage)
+                # An expert that gets no rows of a batch learns nothing from it.
+                examples = [(call, y) for call, y in zip(calls, targets, strict=False) if y.numel()]
+                if not examples:
                     continue
+                reached.add(stage.name)
                 try:
-                    learned = reconstruct_block(
-                        found[stage.name], arguments, targets, preset, iterations=iterations, seed=seed, shared=shared
-                    )
+                    with calls[0].surroundings():
+                        learned = reconstruct_block(
+                            found[stage.name],
+                            [(call.args, call.kwargs) for call, _ in examples],
+                            [y for _, y in examples],
+                            preset,
+                            iterations=iterations,
+                            seed=seed,
+                            shared=shared,
+                        )
                 except CalibrationError as error:
                     raise CalibrationError(f"{stage.name or 'the model'}: {error}") from error
                 result.layers.append(replace(learned, layer=stage.name))
         effect.put_into(result, alone)
-    missed = [name for name in found if name not in recorded.order]
+    missed = [name for name in found if name not in reached]
     result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]
+    if float_model.others:
+        result.notes.append(
+            f"{listed(float_model.others)}: learn what they give in float for their quantized inputs, because the "
+            "float model calls other blocks there, or gives them other rows"
+        )
     if late:
         result.notes.append(
             f"{len(late)} of {len(recorded.order)} blocks, from {late[0] or 'the model'} on, learn what they give in "
@@ -157,32 +174,70 @@ class _FloatModel:
 
     Args:
         model: with its quantizers on.
+        blocks: by name.
         stream: of the model with its quantizers off.
         late: the blocks that learn what they give in float for their quantized inputs.
     """
 
-    def __init__(self, model: nn.Module, stream: Stream, late: Sequence[str]) -> None:
-        self._model, self._stream, self._late = model, stream, frozenset(late)
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], stream: Stream, late: Sequence[str]) -> None:
+        self._model, self._blocks, self._stream = model, blocks, stream
+        self._late, self._values = frozenset(late), FloatValues()
         self._next: Stage | None = None
-        self._started = False
+        self._is_started = self._is_over = False
+        self.others = list[str]()
+        """The blocks that get other inputs in the float model."""
 
-    def targets(self, block: nn.Module, stage: Stage) -> list[Tensor]:
-        """What a block gives in the float model for the calls of a stage."""
-        with disabled(self._model):
-            own = self._next if self._started else self._stream.advance()
-            self._started = True
-            if own is None or not own.is_like(stage):
-                raise CalibrationError(
-                    f"the float model calls other blocks than the quantized one, at {stage.name}; give blocks "
-                    "that every batch reaches in one order"
-                )
-            arguments = _arguments(stage if stage.name in self._late else own)
-            outputs = [block(*args, **kwargs) for args, kwargs in copy.deepcopy(arguments)]
-            self._next = self._stream.advance()
+    def targets(self, stage: Stage) -> list[Tensor]:
+        """What a block gives in the float model for the calls of its first stage; then its weights may change."""
+        block, wanted = self._blocks[stage.name], stage
+        with disabled(self._model), self._values.in_place():
+            own = self._advance(stage)
+            if stage.is_first and stage.name not in self._late:
+                if own is not None and _is_alike(own, stage):
+                    wanted = own
+                else:
+                    self.others.append(stage.name)
+            outputs = [_called(block, call) for call in _calls(wanted)] if stage.is_first else []
+            self._next = None if self._is_over else self._stream.advance()
+        self._values.forget(lambda part: any(map(self._will_run, self._names(part))))
+        self._values.keep(block, [w.parameter for w in quantized_weights(block).values() if w.parameter is not None])
         if without := [output for output in outputs if not float_tensors(output)]:
             raise ConfigError(f"the block {stage.name!r} returns a {type(without[0]).__name__} without a float tensor")
         return [float_tensors(output)[0] for output in outputs]
 
+    def _advance(self, stage: Stage) -> Stage | None:
+        """The stage of the float model beside one of the quantized model; None from where it calls other blocks."""
+        own = self._next if self._is_started else self._stream.advance()
+        self._is_started = True
+        self._is_over = self._is_over or not stage.is_like(own)
+        return None if self._is_over else own
 
-def _arguments(stage: Stage) -> list[Arguments]:
-    return [(call.args, call.kwargs) for calls in stage.calls.values() for call in calls]
+    def _names(self, block: nn.Module) -> list[str]:
+        return [name for name, own in self._blocks.items() if own is block]
+
+    def _will_run(self, name: str) -> bool:
+        return not self._is_over and self._stream.will_run(name)
+
+
+def _calls(stage: Stage) -> list[Call]:
+    return [call for calls in stage.calls.values() for call in calls]
+
+
+def _called(block: nn.Module, call: Call) -> Any:
+    """What a block gives for a copy of the arguments of a call, which it may write into."""
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))
+    with call.surroundings():
+        return block(*args, **kwargs)
+
+
+def _is_alike(one: Stage, other: Stage) -> bool:
+    """Whether a block gets inputs of the same shapes in two models, and not of unrelated rows."""
+    gap = size = 0.0
+    for own, seen in zip(_calls(one), _calls(other), strict=True):
+        firsts, seconds = (float_tensors((call.args, call.kwargs)) for call in (own, seen))
+        if [x.shape for x in firsts] != [x.shape for x in seconds]:
+            return False
+        for x, y in zip(firsts[:1], seconds[:1], strict=True):
+            gap += float((x.double() - y.double()).square().sum())
+            size += float((x.double() - x.double().mean()).square().sum())
+    return gap <= MOST_DRIFT * size or not size

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +14,17 @@ from fakequant.distributed import Together
 from fakequant.model.failures import input_named
 from fakequant.model.positions import Positions
 from fakequant.nn.operands import LayerWeight
-from fakequant.numerics.qparams import QParams, choose_qparams
 from fakequant.ptq.finished import InputChoice
 from fakequant.ptq.layer import Choice, choose
 from fakequant.ptq.projections import first_places, inputs_of, quantized_inputs, reads_of, row_name
-from fakequant.ptq.ranges import parts_of, searched_input, whole_range
+from fakequant.ptq.ranges import parts_of, searched_input
 from fakequant.ptq.stream import Call, Record, Stage
-from fakequant.ptq.sums import InputSums, makes_same_rows, rows_of, stacked
-from fakequant.ptq.transforms import put, rotate, smooth
+from fakequant.ptq.sums import MOST_DRIFT, InputSums, drift_share, makes_same_rows, rows_of, stacked
+from fakequant.ptq.transforms import put, rotate, set_params, smooth
 
 _TRANSFORMS = {"smooth": smooth, "rotate": rotate}
+_OTHER_ROWS = '"drift" was left out: the rows of its input are others in the float model'
+_FEW_ROWS = "its input has fewer rows than columns, so that other data may lose more; give more examples"
 _HELD_BACK = 4
 """Every fourth batch is held back where a setting is chosen, if there are as many."""
 
@@ -49,17 +51,20 @@ class Collector:
         self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
         self._processes = processes
         self._counts = [mask.of(batch) for batch in batches]
-        self.without_drift = list[str]()
-        """The layers that get other rows in the float model, as experts that are chosen by quantized values."""
         self._last: tuple[str, list[Call], tuple[InputSums, InputSums]] | None = None
 
     def choose(
         self, stage: Stage, wanted: Stage | None, weight: LayerWeight, steps: Sequence[str]
-    ) -> tuple[InputChoice, Choice]:
-        """What loses least: for the input of the layer of a stage, and for its weight."""
+    ) -> tuple[InputChoice, Choice | None]:
+        """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
         own = self._choose_input_together(stage, steps)
         fit, held = self.sums(stage, wanted, hold_back="descend" in steps)
-        return own, choose(row_name(stage.name, self._layers[stage.name]), weight, fit, held, steps)
+        if not fit.count + held.count:
+            return own, None
+        choice = choose(row_name(stage.name, self._layers[stage.name]), weight, fit, held, steps)
+        remarks = [_OTHER_ROWS] if fit.drift is None and any(self._processes.all(wanted is not None)) else []
+        remarks += [_FEW_ROWS] if fit.count + held.count < fit.moments.shape[-1] else []
+        return own, choice._replace(result=replace(choice.result, remarks=remarks))
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
         """What counts of a layer's inputs, before their quantizers, for each call by the number of the batch."""
@@ -87,20 +92,16 @@ class Collector:
         if len(inputs) == 1:  # each part is judged by what the others make, as each batch else
             inputs = parts_of(inputs[0])
         left, params = dict[str, float](), None
+        if "input" in steps and not own.dynamic:
+            params, before, after = searched_input(group, inputs)
+            set_params(group, params)
+            left["input"] = after / before if before else 1.0
         for step, find in _TRANSFORMS.items():
             if step in steps and group[0].input_transform is None:
                 chosen = find(group, inputs)
                 left[step] = chosen.after / chosen.before if chosen.before else 1.0
                 if chosen.transform is not None:
-                    transform = chosen.transform
-                    inputs = [[transform(x) for x in calls] for calls in inputs]
-                    if not own.dynamic:
-                        params = choose_qparams(whole_range(inputs, own.spec), own.spec)
-                        _set_params(group, params)
-        if "input" in steps and not own.dynamic:
-            params, before, after = searched_input(group, inputs)
-            _set_params(group, params)
-            left["input"] = after / before if before else 1.0
+                    transform, params = chosen.transform, chosen.params
         return InputChoice(transform, params, left)
 
     def _choose_input_together(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
@@ -119,7 +120,7 @@ class Collector:
         if chosen.transform is not None:
             put(group, chosen.transform)
         if chosen.params is not None:
-            _set_params(group, chosen.params)
+            set_params(group, chosen.params)
 
     def _same_input(self, stage: Stage) -> list[Any]:
         """The layers whose input is chosen at a stage: none if it is not, or was chosen at an earlier one."""
@@ -157,6 +158,9 @@ class Collector:
                         sums[read].add(rows_of(layer, rounded[read]), rows)
         for read in fit:
             self._merge((fit[read], held[read]), layer.weight.device)
+        if any(drift_share(fit[read], held[read]) > MOST_DRIFT for read in fit):
+            for sums in (*fit.values(), *held.values()):
+                sums.drift = None
         return stacked([fit[read] for read in reads]), stacked([held[read] for read in reads])
 
     def _float_inputs(
@@ -167,8 +171,6 @@ class Collector:
         is_alike = tree_map(_shape, found) == tree_map(_shape, own)
         if all(self._processes.all(is_alike)):
             return found
-        if any(self._processes.all(wanted is not None)):
-            self.without_drift.append(stage.name)
         return {}
 
     def _reads(self, layer: Any, calls: list[tuple[Tensor, ...]]) -> tuple[int, ...]:
@@ -197,11 +199,6 @@ class Collector:
 
 def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
-
-
-def _set_params(layers: Iterable[Any], params: QParams) -> None:
-    for layer in layers:
-        layer.input_quantizer.set_qparams(params)
 
 
 def _transformed(layer: Any, x: Tensor) -> Tensor:

@@ -142,6 +142,8 @@ class _Task:
         self.model, self.batches, self.run, self.metric, self.how = model, batches, run, metric, how
         self.error = OutputError(model, batches, run)
         self.error.refuse_nan()
+        if metric is None and not self.error.has_outputs:
+            raise ConfigError("the model gives no floats, so that its outputs have no error; give metric=")
 
     def measured(self, way: tuple[str, str, str]) -> Compared:
         """A row; errors of this package are its reason."""
@@ -153,7 +155,8 @@ class _Task:
             if steps:
                 improve(twin, self.batches, steps, progress=False, **self.how)
             seconds = time.perf_counter() - started
-            error, found = self.error.of(twin), self.score(twin)
+            error = self.error.of(twin) if self.error.has_outputs else math.nan
+            found = self.score(twin)
         except FakeQuantError as reason:
             return Compared(*way, failed=f"{type(reason).__name__}: {reason}")
         if found is not None and math.isnan(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ class Compared:
         preset: the name of the preset.
         method: of calibration.
         steps: of `improve`; "" for none.
-        error: of the model's output, as a share of its energy.
+        error: of the model's output, as a share of its energy; NaN where it gives no floats.
         metric: what `metric` gives; None without one.
         bits: per quantized weight, with scales.
         bytes: of the quantized weights.
@@ -103,7 +104,7 @@ class Comparison:
         for row in self.rows:
             metric = "-" if row.metric is None else f"{row.metric:.4g} ({row.metric - (self.float_metric or 0.0):+.3g})"
             size = [f"{row.bits:.2f}", f"{row.bytes / 1e6:.2f}", f"{row.milliseconds:.3g}"]
-            figures = [metric, f"{row.error:.2e}", *size, f"{row.seconds:.1f}"]
+            figures = [metric, "-" if math.isnan(row.error) else f"{row.error:.2e}", *size, f"{row.seconds:.1f}"]
             cells.append([row.preset, row.method, row.steps or "-", *([row.failed] if row.failed else figures)])
         return cells
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationWarning, warn_user
@@ -21,27 +21,42 @@ _JUDGED = 4
 
 
 class Effect:
-    """The error of a model's output before and after a change; none of a model that draws random numbers.
+    """The error of a model's output before and after a change; a note says why where it is not measured.
 
     Args:
         model: quantized, before the change.
         batches: the first four are taken.
         run: called as run(model, batch).
         recorded: of the same model and batches.
+        counts: for each batch the tokens that count; None: all.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Any], run: Forward, recorded: Record) -> None:
-        self._model, self._before = model, None
-        if recorded.outputs_repeat:
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        run: Forward,
+        recorded: Record,
+        counts: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        self._model, self._before = model, math.nan
+        self._why_not = None if recorded.outputs_repeat else "the model draws random numbers"
+        if self._why_not is None:
             with disabled(model):
-                self._error = OutputError(model, batches[:_JUDGED], run)
+                self._error = OutputError(model, batches[:_JUDGED], run, counts and counts[:_JUDGED])
             self._before = self._error.of(model)
+            if not self._error.has_outputs:
+                self._why_not = "the model gives no floats"
+            elif not math.isfinite(self._before):
+                self._why_not = "it was NaN or infinite before"
 
     def put_into(self, result: Improvement, processes: Together) -> None:
-        """Put the error before and now into a result, the mean over processes; None if it was not finite before."""
-        now = None if self._before is None else self._error.of(self._model)
-        before, after = zip(*processes.all((self._before, now)), strict=True)
-        if all(value is not None and math.isfinite(value) for value in before):  # what follows may be infinite
+        """Put the error before and now into a result, the mean over processes; or why there is none."""
+        now = math.nan if self._why_not else self._error.of(self._model)
+        before, after, reasons = zip(*processes.all((self._before, now, self._why_not)), strict=True)
+        if why_not := next(filter(None, reasons), None):
+            result.notes.append(f"the error of the model's output was not measured: {why_not}")
+        else:  # what follows may be infinite
             result.before, result.after = sum(before) / len(before), sum(after) / len(after)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import ConfigError, nearest, shown
@@ -23,21 +23,21 @@ from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.finished import Finished, digest, run_of
+from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.layer import SOLVERS, write
 from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
-from fakequant.ptq.results import Improvement, LayerResult
+from fakequant.ptq.results import Improvement, LayerResult, remarks_of
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import has_rows
 from fakequant.ptq.weights import calibrated_weights
-from fakequant.restore import Restore, restore_on_error, state_of, structure_of
+from fakequant.restore import restore_on_error, state_of_parts
 
-_NAMED = 3
-STEPS = ("smooth", "rotate", "input", "ranges", *SOLVERS, "drift", "bias")
+STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
 """All steps in their order."""
 _NAMED_STEPS = {
-    "best": ("smooth", "input", "ranges", "gptq", "descend", "drift", "bias"),
-    "fast": ("smooth", "input", "ranges", "gptq", "drift", "bias"),
+    "best": ("input", "smooth", "ranges", "gptq", "descend", "drift", "bias"),
+    "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
 }
 
 
@@ -104,13 +104,13 @@ def improve(  # noqa: PLR0913  all but the first three by name
     result.layers += [LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note]
     layers = {path: view for path, view in views.items() if notes[path] is None}
     unchosen, reached = len(result.layers), set[str]()
-    masks = [] if mask is None else [masked.of(batch) for batch in given]
+    masks = [masked.of(batch) for batch in given]
     finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
-    state = _state(model, map(whole_layer, layers.values()))
+    state = state_of_parts(model, map(whole_layer, layers.values()))
     with restore_on_error(state), processes, evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
-        effect = Effect(model, given, run, recorded)
+        effect = Effect(model, given, run, recorded, masks)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
         collector = Collector(layers, given, masked, recorded, processes)
         with _Pass(model, layers, run, given, recorded, with_drift) as stages:
@@ -118,6 +118,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
                 weight, number = weights[stage.name], len(result.layers) - unchosen
                 found = finished.get(number, stage.name, layers[stage.name])
                 own, choice = found or collector.choose(stage, wanted, weight, chosen_steps)
+                if choice is None:
+                    continue
                 if found is not None:
                     collector.put_input(stage, own)
                 stages.keep(weight)
@@ -126,9 +128,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
                 if found is None:
                     finished.put(number, stage.name, own, choice)
                 result.layers.append(replace(choice.result, steps={**own.left, **choice.result.steps}))
-            result.notes += stages.notes
-        if collector.without_drift:
-            result.notes.append(_left_out(collector.without_drift, "which get other rows in the float model"))
+            result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
         masked.say_whole()
         chosen = {path: digest(weights[path].parameter) for path in recorded.order if processes.group is not None}
         _check_same(processes, chosen, "computed other weights; their processors round otherwise")
@@ -156,19 +156,13 @@ def _with_drift(recorded: Record, processes: Together) -> tuple[list[str], list[
     ]
 
 
-def _left_out(paths: Sequence[str], why: str) -> str:
-    return f'"drift" was left out for {", ".join(map(layer_of, paths[:_NAMED]))}{" ..." * (len(paths) > _NAMED)}, {why}'
-
-
-def _state(model: nn.Module, layers: Iterable[nn.Module]) -> Restore:
-    """Return a function that restores a model whose layers alone get other values."""
-    structure, values = structure_of([model]), state_of(layers)
-
-    def restore() -> None:
-        structure()
-        values()
-
-    return restore
+def _chosen_by_part(paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return []
+    return [
+        f"{len(paths)} layers, the first is {layer_of(paths[0])}, were chosen by a part of the batches: the others "
+        "call layers in another order, and reached them later"
+    ]
 
 
 def _check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:
@@ -226,9 +220,10 @@ class _Pass:
         self._model, self._layers, self._with_drift = model, layers, frozenset(with_drift)
         self._quantized = Stream(model, layers, run, batches, recorded)
         self._float = Stream(model, layers, run, batches, recorded) if with_drift else None
-        self._originals: dict[nn.Module, dict[nn.Parameter, Tensor]] = {}
-        self._stack = ExitStack()
+        self._float_values, self._stack = FloatValues(), ExitStack()
         self.notes = list[str]()
+        self.chosen_by_part = list[str]()
+        """The layers that other batches reach only after they were chosen."""
 
     def __enter__(self) -> _Pass:
         self._stack.enter_context(self._quantized)
@@ -243,49 +238,32 @@ class _Pass:
         while (stage := self._quantized.advance()) is not None:
             wanted = None
             if self._float is not None:
-                originals = {p: value for own in self._originals.values() for p, value in own.items()}
-                with disabled(self._model), _Exchanged(originals):
+                with disabled(self._model), self._float_values.in_place():
                     wanted = self._float.advance()
                 if not stage.is_like(wanted):
                     self._float, wanted = None, None  # it ends with the context
-                    self.notes = [_left_out([stage.name], "and all later ones: the float model calls other layers")]
+                    self.notes = [
+                        f'"drift" was left out from {layer_of(stage.name)} on: the float model calls other layers'
+                    ]
                 self._forget(whole_layer(self._layers[stage.name]))
             if stage.is_first:
                 yield stage, wanted if stage.name in self._with_drift else None
+            elif stage.name not in self.chosen_by_part:
+                self.chosen_by_part.append(stage.name)
             for seen in (stage, wanted) if wanted is not None else (stage,):
                 seen.calls.clear()  # the threads free an input as soon as its layer has run
 
     def _forget(self, present: nn.Module) -> None:
         """Drop the float values of layers that no batch of the float model calls again, but those of a stage's."""
 
-        def is_used(layer: nn.Module) -> bool:
+        def is_needed(layer: nn.Module) -> bool:
             paths = [path for path, own in self._layers.items() if whole_layer(own) is layer]
-            return self._float is not None and any(map(self._float.will_run, paths))
+            return layer is present or (self._float is not None and any(map(self._float.will_run, paths)))
 
-        self._originals = {layer: v for layer, v in self._originals.items() if layer is present or is_used(layer)}
+        self._float_values.forget(is_needed)
 
     def keep(self, weight: LayerWeight) -> None:
         """Keep the float values of a layer that is about to change, for the float model's next calls of it."""
         if self._float is not None:
-            own = self._originals.setdefault(weight.layer, {})
-            for parameter in (weight.parameter, bias_of(as_layer(weight))[0]):
-                if parameter is not None and parameter not in own:
-                    own[parameter] = parameter.detach().clone()
-
-
-class _Exchanged:
-    """A context in which parameters have other values.
-
-    A class, because an interrupt may end a generator after the context that gives the model its first values back.
-    """
-
-    def __init__(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        self._values, self._own = values, {parameter: parameter.data for parameter in values}
-
-    def __enter__(self) -> None:
-        for parameter, data in self._values.items():
-            parameter.data = data
-
-    def __exit__(self, *_: object) -> None:
-        for parameter, data in self._own.items():
-            parameter.data = data
+            own = (weight.parameter, bias_of(as_layer(weight))[0])
+            self._float_values.keep(weight.layer, [parameter for parameter in own if parameter is not None])

@@ -94,7 +94,8 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
             tried[step] = (params, values.reshape(float_weight.shape).to(float_weight.dtype))
     energy = plain.energy()
     losses = {step: solved.loss(values) / energy for step, (_, values) in tried.items()}
-    best = min(losses, key=losses.__getitem__)
+    sound = [step for step, loss in losses.items() if loss <= losses["nearest"]]
+    best = min(sound, key=lambda step: solved.risk(tried[step][1]))
     params, values = tried[best]
     result = LayerResult(
         name,
@@ -117,7 +118,7 @@ class _Solver:
         found: dict[str, list[Tensor]] = {}
         for group in range(groups):
             rows = self._grid.rows(slice(group * outputs, (group + 1) * outputs))
-            moments, wanted = problem.sums.moments[group], target[group]
+            moments, wanted = problem.moments(group), target[group]
             if "gptq" in self.steps:
                 values = gptq(wanted, moments, rows, setting.damping)
                 found.setdefault("gptq", []).append(values)

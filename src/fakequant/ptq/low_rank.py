@@ -25,6 +25,7 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.problem import Problem, damped_factor
+from fakequant.ptq.projections import row_name
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Stage, Stream, record
 from fakequant.ptq.sums import InputSums, rows_of
@@ -75,16 +76,17 @@ def low_rank(
     >>> found.left < 0.8, model[0].low_rank
     (True, LowRank(rank 4, float16))
     """
-    weights = {layer_of(path): weight for path, weight in prepared_weights(model, "low_rank").items()}
+    weights = prepared_weights(model, "low_rank")
     refuse_sharded(model, "split the weights of")
     given, positions = batch_list(batches, "low_rank"), Positions(mask)
     run = naming(runner(inputs, forward), given)
     if not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
     shared = shared_parameters(model)
-    notes = {name: _why_not(weight, shared, rank) for name, weight in weights.items()}
-    layers = {name: weight.layer for name, weight in weights.items() if notes[name] is None}
-    result = Improvement([LayerResult(name, note=note) for name, note in notes.items() if note])
+    names = {path: row_name(path, weight.layer) for path, weight in weights.items()}
+    notes = {path: _why_not(weight, shared, rank) for path, weight in weights.items()}
+    layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
+    result, reached = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note]), set()
     counts = [positions.of(batch) for batch in given]
     with restore_on_error(state_of([model])), evaluating(model), disabled(model), torch.no_grad():
         recorded = record(model, layers, run, given)
@@ -92,10 +94,12 @@ def low_rank(
             for stage in track(stages, "splitting weights", len(recorded.order), progress):
                 if stage.is_first:
                     sums = _sums(stage, layers[stage.name], positions, counts)
-                    result.layers.append(_split(stage.name, weights[stage.name], sums, rank))
+                    if sums.count:
+                        reached.add(stage.name)
+                        result.layers.append(_split(names[stage.name], weights[stage.name], sums, rank))
         positions.say_whole()
-    missed = [name for name in layers if name not in recorded.order]
-    result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]
+    missed = [path for path in layers if path not in reached]
+    result.layers += [LayerResult(names[path], note="no batch reaches it") for path in missed]
     return result
 
 
@@ -121,7 +125,7 @@ def _why_not(weight: LayerWeight, shared: set[nn.Parameter], rank: int) -> str |
 def _sums(stage: Stage, layer: Any, positions: Positions, counts: list[Tensor | None]) -> InputSums:
     found = InputSums()
     for number, calls in stage.calls.items():
-        with input_named(stage.name, number):
+        with input_named(layer_of(stage.name), number):
             for call in calls:
                 found.add(rows_of(layer, positions.counted(stage.name, layer, call.first, counts[number])))
     return found

@@ -24,12 +24,16 @@ class OutputCheck:
         run: runs it.
 
     Raises:
-        ConfigError: two runs give different outputs, or an output holds NaN or inf.
+        ConfigError: two runs give different outputs, an output holds NaN or inf, or there are no floats in it.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
         self._model, self._run = model, run
         self._wanted = self._outputs()
+        if not self._wanted:
+            raise ConfigError(
+                "the model gives no floats, so that a change of its weights cannot be checked; return some in forward="
+            )
         if not all(bool(x.isfinite().all()) for x in self._wanted):
             raise ConfigError("an output of the model holds NaN or inf for this batch; give another batch")
         self._allowed = max([_TOLERANCE, *(torch.finfo(x.dtype).eps for x in self._wanted)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class OutputError:
         model: the one in float, as it is now.
         batches: those to compare on; the outputs of all of them are kept.
         run: called as run(model, batch).
+        counts: for each batch the tokens that count, bool [batch, tokens]; None: all. Outputs with other leading axes
+            count as a whole.
 
     >>> model, batches = nn.Linear(2, 2), [torch.randn(3, 2)]
     >>> error = OutputError(model, batches, lambda model, batch: model(batch))
@@ -32,10 +34,18 @@ class OutputError:
     0.0
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Any], run: Forward) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Any], run: Forward, counts: Sequence[Tensor | None] | None = None
+    ) -> None:
         self._batches, self._run = batches, run
-        self._wanted = [self._outputs(model, batch) for batch in batches]
+        self._counts = [None] * len(batches) if counts is None else counts
+        self._wanted = [*self._outputs(model)]
         self._energy = sum(float(_finite(y).square().sum()) for outputs in self._wanted for y in outputs)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether the model gives floats at all; there is no error of whole numbers."""
+        return any(y.numel() for outputs in self._wanted for y in outputs)
 
     def refuse_nan(self) -> None:
         """Raise CalibrationError if an output of the float model holds NaN, and number the batch."""
@@ -47,8 +57,7 @@ class OutputError:
         """The error of another model, or of the same one as it is now; inf for NaN and for outputs of other shapes."""
         lost = 0.0
         with cached_weights(model):
-            for batch, wanted in zip(self._batches, self._wanted, strict=True):
-                found = self._outputs(model, batch)
+            for found, wanted in zip(self._outputs(model), self._wanted, strict=True):
                 if [y.shape for y in found] != [y.shape for y in wanted]:
                     return math.inf
                 lost += sum(_squared(y, other) for y, other in zip(found, wanted, strict=True))
@@ -56,9 +65,16 @@ class OutputError:
             return math.inf
         return lost / self._energy if self._energy else float(lost > 0)
 
-    def _outputs(self, model: nn.Module, batch: Any) -> list[Tensor]:
-        with evaluating(model), torch.no_grad():
-            return [tensor.clone() for tensor in float_tensors(self._run(model, batch))]
+    def _outputs(self, model: nn.Module) -> Iterator[list[Tensor]]:
+        for batch, counts in zip(self._batches, self._counts, strict=True):
+            with evaluating(model), torch.no_grad():
+                outputs = float_tensors(self._run(model, batch))
+            yield [_counted(tensor, counts) for tensor in outputs]
+
+
+def _counted(y: Tensor, counts: Tensor | None) -> Tensor:
+    """A copy of what counts of an output [batch, tokens, ...]."""
+    return y.clone() if counts is None or y.shape[:2] != counts.shape else y[counts.to(y.device)]
 
 
 def _finite(y: Tensor) -> Tensor:

@@ -8,6 +8,11 @@ from torch import Tensor
 from fakequant.errors import CalibrationError
 from fakequant.ptq.sums import InputSums
 
+_PRIOR = 0.5
+"""What is added to the diagonal of the moments for as many rows as columns, as a share of its mean; less for more rows.
+The errors of columns cancel less for new rows than for those by which they were chosen."""
+_PRIOR_OF_DRIFT = 4.0
+"""How many times larger the ridge of the target is with as many rows as columns, likewise."""
 _LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
 
 
@@ -30,6 +35,7 @@ class Problem:
         """[groups, outputs, columns]"""
         self._pull = None if sums.drift is None else self.weight @ sums.drift
         self._constant = 0.0
+        self._columns_per_row = self._matrix_shape[2] / max(sums.count, 1)
         if sums.drift is not None:
             self._constant = _trace(self.weight, sums.drift_moments)
 
@@ -41,6 +47,22 @@ class Problem:
             return found
         # The terms cancel where the values make good the whole drift: what is below 0 then is rounding.
         return max(found + 2 * float((self._pull * error).sum()) + self._constant, 0.0)
+
+    def risk(self, chosen: Tensor) -> float:
+        """The error to expect for as many new rows: larger than that of the rows seen, where these are few."""
+        error = self.weight - chosen.double().reshape(self._matrix_shape)
+        return self.loss(chosen) + float((error.square().sum((1, 2)) * self._prior()).sum())
+
+    def _prior(self) -> Tensor:
+        """What is added to the diagonal of the moments of each group."""
+        return _PRIOR * self._columns_per_row * self.sums.moments.diagonal(dim1=1, dim2=2).mean(1)
+
+    def moments(self, group: int) -> Tensor:
+        """The moments of a group's inputs, as they may be for new rows; columns that are always 0 stay so."""
+        found = self.sums.moments[group].clone()
+        diagonal = found.diagonal()
+        diagonal.add_(torch.where(diagonal > 0, self._prior()[group], 0.0))
+        return found
 
     def energy(self) -> float:
         """The sum of squares of the output in the float model."""
@@ -55,11 +77,13 @@ class Problem:
         GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) go to it column by column.
 
         Args:
-            ridge: added to the diagonal of the moments, as a share of its mean; None keeps W.
+            ridge: added to the diagonal of the moments, as a share of its mean, and more where there are few rows; None
+                keeps W.
         """
         if ridge is None or self._pull is None:
             return self.weight
-        factors = torch.stack([damped_factor(own, ridge) for own in self.sums.moments])
+        ridge = ridge * (1 + _PRIOR_OF_DRIFT * self._columns_per_row)
+        factors = torch.stack([damped_factor(self.moments(group), ridge) for group in range(len(self.weight))])
         return self.weight + torch.cholesky_solve(self._pull.mT, factors).mT
 
 

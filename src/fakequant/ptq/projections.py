@@ -144,7 +144,7 @@ def as_layer(weight: LayerWeight) -> Any:
     return weight.layer if view is None else view(weight)
 
 
-def whole_layer(layer: Any) -> nn.Module:
+def whole_layer(layer: Any) -> Any:
     """The layer that a `Projection` is of; others are their own."""
     return layer.layer if isinstance(layer, Projection) else layer
 
@@ -190,10 +190,13 @@ def first_places(columns: Sequence[Any], places: Sequence[int]) -> tuple[int, ..
 def row_name(path: str, layer: Any) -> str:
     """How results name a weight, by the path of its quantizer: its layer, and in a layer with several also the weight.
 
-    >>> row_name("encoder.0._weight_quantizer", nn.Linear(2, 2))
+    >>> layer = prepare(nn.Linear(2, 2), "INT8_WEIGHT_ONLY")
+    >>> row_name("encoder.0._weight_quantizer", layer)
     'encoder.0'
+    >>> row_name("encoder.1._hh_weight_quantizer", prepare(nn.LSTMCell(2, 2), "INT8_WEIGHT_ONLY"))
+    'encoder.1.hh'
     """
     name = layer_of(path)
-    if not isinstance(layer, Projection) or len([*layer.layer.weights()]) == 1:
+    if sum(weight.quantizer is not None for weight in whole_layer(layer).weights()) == 1:
         return name
     return join(name, path.rpartition(".")[2].removeprefix("_").removesuffix(_SUFFIX))

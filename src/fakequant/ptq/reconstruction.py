@@ -61,9 +61,8 @@ class Preset:
 
 
 PRESETS = {
-    "autoround": Preset(
-        "offset", ranges=0.2, sign=True
-    ),  # arXiv 2309.05516, where ranges reach 0.5: too far for few data
+    # arXiv 2309.05516, where ranges reach 0.5: too far for few data.
+    "autoround": Preset("offset", ranges=0.2, sign=True),
     "omniquant": Preset(None, ranges=0.5),  # its learned clipping, arXiv 2308.13137
     "brecq": Preset("relaxed", inputs=0.1, reach=12.0),  # arXiv 2102.05426
     "lsq": Preset(None, inputs=0.2),  # arXiv 1902.08153, on fixed weights

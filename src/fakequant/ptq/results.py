@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fakequant.model.html import html_result
@@ -22,6 +23,7 @@ class LayerResult:
             is of the nearest values with a bias that makes good their mean error, as it does after all later steps.
             "drift" has none: it moves what "gptq" and the other solvers come close to.
         note: why nothing was chosen; "" where something was.
+        remarks: what one should know about how it was chosen.
     """
 
     layer: str
@@ -29,6 +31,26 @@ class LayerResult:
     after: float = 0.0
     steps: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    remarks: list[str] = field(default_factory=list)
+
+
+def remarks_of(layers: Iterable[LayerResult]) -> list[str]:
+    """A sentence for each remark, with the layers that it is about.
+
+    >>> remarks_of([LayerResult("a", remarks=["has few rows"]), LayerResult("b", remarks=["has few rows"])])
+    ['a, b: has few rows']
+    """
+    found: dict[str, list[str]] = {}
+    for own in layers:
+        for remark in own.remarks:
+            found.setdefault(remark, []).append(own.layer or "(model)")
+    return [f"{listed(names)}: {remark}" for remark, names in found.items()]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 @dataclass
@@ -50,9 +72,9 @@ class Improvement:
 
     @property
     def left(self) -> float:
-        """The share of the errors of rounding to nearest that is left, summed over the layers.
+        """The share of the errors of rounding weights to nearest that is left, summed over the layers.
 
-        Errors of layers are no error of the model: see `before` and `after`.
+        It is 1 where only inputs were chosen. Errors of layers are no error of the model: see `before` and `after`.
         """
         before = sum(found.before for found in self.layers)
         return sum(found.after for found in self.layers) / before if before else 1.0
@@ -76,9 +98,8 @@ class Improvement:
         """What is left of the errors of layers and of the model's output, and the notes, a sentence each."""
         line = f"{self.left:.0%} of the error of rounding to nearest is left"
         stay = [found.layer or "(model)" for found in self.layers if found.note]
-        more = f" and {len(stay) - _NAMED} more" if len(stay) > _NAMED else ""
         if stay:
-            line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {', '.join(stay[:_NAMED])}{more}"
+            line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {listed(stay)}"
         lines = [line]
         if self.before is not None and self.after is not None:
             lines.append(f"error of the model's output: {self.before:.2e} -> {self.after:.2e}")

@@ -18,7 +18,7 @@ from fakequant.nn.transforms import hadamard
 from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.output_check import OutputCheck
 from fakequant.ptq.residual import Heads, Residual, follow
-from fakequant.restore import Restore, restore_after, restore_on_error, state_of, structure_of
+from fakequant.restore import restore_after, restore_on_error, state_of_parts
 
 KINDS = ("hadamard", "random")
 _SAME = 1e-4
@@ -107,7 +107,7 @@ def rotate(
     outputs = OutputCheck(model, lambda: call(model, batch))
     found = follow(model, outputs.run)
     job = _Job(model, outputs, kind, torch.Generator().manual_seed(seed))
-    with restore_on_error(_state(model, _all_touched(found.residuals, found.heads))):
+    with restore_on_error(state_of_parts(model, _all_touched(found.residuals, found.heads))):
         rows = [job.heads(one) for one in found.heads] + [job.residual(one) for one in found.residuals]
     return Rotations(sorted(rows, key=lambda row: -row.width))
 
@@ -117,20 +117,6 @@ def _all_touched(residuals: list[Residual], heads: list[Heads]) -> list[nn.Modul
     for one in residuals:
         touched += [*one.makers, *one.readers, *one.norms]
     return touched
-
-
-def _state(model: nn.Module, touched: list[nn.Module | nn.Parameter]) -> Restore:
-    """Return a function that restores the model, whose touched modules and parameters alone get other values."""
-    structure, values = structure_of([model]), state_of(one for one in touched if isinstance(one, nn.Module))
-    parameters = [(one, one.detach().clone()) for one in touched if isinstance(one, nn.Parameter)]
-
-    def restore() -> None:
-        structure()
-        values()
-        for parameter, value in parameters:
-            parameter.data.copy_(value)
-
-    return restore
 
 
 class _Job:
@@ -183,7 +169,7 @@ class _Job:
 
     def _try(self, touched: list[nn.Module | nn.Parameter], change: Callable[[], None]) -> str | None:
         """Change the model; if its output changes, take that back and say it."""
-        back = _state(self._model, touched)
+        back = state_of_parts(self._model, touched)
         with restore_on_error(back):
             try:
                 change()

@@ -12,7 +12,7 @@ import contextvars
 import ctypes
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -38,17 +38,23 @@ class Call(NamedTuple):
         args: positional ones.
         kwargs: those by name.
         writes: how often the first one had been written in place before the call; None where torch does not count.
+        autocast: the device type and the dtype of autocast around the call; None where it is off.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     writes: int | None = None
+    autocast: tuple[str, torch.dtype] | None = None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The arguments as they are now."""
         first = cls(args, kwargs).first
-        return cls(args, kwargs, first._version if isinstance(first, Tensor) and not first.is_inference() else None)
+        if not isinstance(first, Tensor):
+            return cls(args, kwargs)
+        device = first.device.type
+        autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        return cls(args, kwargs, None if first.is_inference() else first._version, autocast)
 
     @property
     def first(self) -> Any:
@@ -59,7 +65,12 @@ class Call(NamedTuple):
         """The same with copies of the tensors, which the model may write into after the call, as `x += layer(x)`."""
         tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
         copies = {place: tensor.clone() for place, tensor in tensors.items()}
-        return Call(*tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs)))
+        args, kwargs = tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs))
+        return Call(args, kwargs, autocast=self.autocast)
+
+    def surroundings(self) -> AbstractContextManager[object]:
+        """A context in which autocast is as it was around the call."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
 
     def has_input_of(self, other: Call) -> bool:
         """Whether both got the same tensor with the same values."""
@@ -246,6 +257,7 @@ class Stream:
         """Let all batches run that wait before the layer of the last stage; the next stage, None at the end."""
         with restore_after(lambda: torch.set_num_threads(self._threads)):
             torch.set_num_threads(max(1, min(self._threads, _MOST_WORKERS // max(len(self.lanes), 1))))
+            torch.clear_autocast_cache()  # all threads share it, and it holds what weights were before they changed
             for lane in self.lanes:
                 if lane.may_go:
                     lane.go()

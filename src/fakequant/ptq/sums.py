@@ -21,6 +21,9 @@ _ROWS = 16_384
 _NOISE = 1e-6
 """The share of a mean square below which a variance is what the rounding of float32 products leaves."""
 
+MOST_DRIFT = 0.5
+"""The largest share that the squares of a drift may have of those of the rows. That of unrelated rows is 2."""
+
 
 class InputSums:
     """Sums over the rows that a layer multiplies with the rows of its weight matrix.
@@ -148,6 +151,20 @@ def _less_outer(moments: Tensor, one: Tensor, other: Tensor, count: int) -> Tens
     return torch.sub(moments, outer, out=outer)
 
 
+def drift_share(*parts: InputSums) -> float:
+    """The squares of the drift about its mean, as a share of those of the rows about theirs; 0 without a drift."""
+    drift = rows = 0.0
+    for part in parts:
+        if part.count and part.drift is not None:
+            drift += _spread(part.drift_moments, part.drift_total, part.count)
+            rows += _spread(part.moments, part.total, part.count)
+    return drift / rows if rows > 0 else 0.0
+
+
+def _spread(moments: Tensor, total: Tensor, count: int) -> float:
+    return float(moments.diagonal(dim1=1, dim2=2).sum() - total.square().sum() / count)
+
+
 def stacked(parts: Sequence[InputSums]) -> InputSums:
     """The sums of groups one after the other, of a layer whose groups get other inputs.
 
@@ -205,12 +222,28 @@ def makes_same_rows(one: Any, other: Any) -> bool:
         return one is other
     return _kind(one) is _kind(other) and all(
         getattr(one, name, None) == getattr(other, name, None)
-        for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
+        for name in (
+            "kernel_size",
+            "stride",
+            "padding",
+            "dilation",
+            "groups",
+            "padding_mode",
+            "output_padding",
+            "same_pad",
+        )
     )
 
 
 def product_of(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """What a layer with a weight matrix gives for an input and another weight, without its bias."""
+    """What a layer with a weight matrix gives for an input and another weight, without its bias.
+
+    Args:
+        layer: or a `Projection`.
+        weight: of the shape of its own.
+        x: of any float dtype: under autocast, layers get inputs of another dtype than their weight's.
+    """
+    x = x.to(weight.dtype)
     if isinstance(layer, _ConvTransposeNd):
         return _transposed(layer, x, weight)
     if is_turned(layer):
@@ -231,14 +264,10 @@ def _of_convolution(layer: Any, x: Tensor) -> Tensor:
     """Every window as a row, by a convolution with a weight that picks one value of it each."""
     axes = len(layer.kernel_size)
     x = x if x.dim() == axes + 2 else x[None]
-    padding: Any = layer.padding
-    if layer.padding_mode != "zeros":
-        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
     columns = layer.weight[0].numel()
     picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size)
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
     repeated = picks.repeat(layer.groups, *(1 for _ in picks.shape[1:]))
-    windows = convolve(x, repeated, None, layer.stride, padding, layer.dilation, layer.groups)
+    windows = layer._conv_forward(x, repeated, None)  # with the layer's padding
     return windows.unflatten(1, (layer.groups, columns)).movedim((1, 2), (0, -1)).reshape(layer.groups, -1, columns)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,11 @@ from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform
 from fakequant.numerics.granularity import PerBlock
-from fakequant.numerics.qparams import choose_qparams
+from fakequant.numerics.qparams import QParams, choose_qparams
 from fakequant.ops import library
-from fakequant.ptq.ranges import GAIN, Inputs, others_of, sampled, whole_range
+from fakequant.ptq.ranges import GAIN, Inputs, others_of, sampled, searched_input, whole_range
 from fakequant.ptq.sums import product_of, takes_transform
+from fakequant.restore import state_of
 
 _ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """How much of a channel's size the weight takes over. 1 is often best for static inputs, 0.5 for dynamic ones."""
@@ -24,11 +25,19 @@ _TOLERANCE = 1e-5
 
 
 class Transformed(NamedTuple):
-    """What a transform did to the layers that get one input: the error of their outputs with it and without."""
+    """What a transform did to the layers that get one input.
+
+    Attributes:
+        transform: None where none was found.
+        before: the error of their outputs with the range that the quantizer had.
+        after: the same with the transform and a range for it.
+        params: this range; None where there is no transform, or the quantizer is dynamic.
+    """
 
     transform: InputTransform | None
     before: float
     after: float
+    params: QParams | None = None
 
 
 class _Candidate(NamedTuple):
@@ -90,14 +99,26 @@ def rotate(layers: Sequence[Any], inputs: Inputs) -> Transformed:
 
 
 def _best(layers: Sequence[Any], inputs: Inputs, candidates: list[_Candidate]) -> Transformed:
-    judge = _Judge(layers, inputs)
-    before = judge.loss(lambda _: None)
+    """The best candidate by the ranges of all values, if it also loses less with a searched range than the own one."""
+    judge, quantizer = _Judge(layers, inputs), layers[0].input_quantizer
+    plain = judge.loss(lambda _: None)
     losses = [judge.loss(candidate.without) for candidate in candidates]
     best = min(range(len(losses)), key=losses.__getitem__, default=None)
-    if best is None or losses[best] >= GAIN * before or not judge.keeps_function(candidates[best].whole):
+    if best is None or losses[best] >= GAIN * plain or not judge.keeps_function(candidates[best].whole):
+        return Transformed(None, plain, plain)
+    before = _loss_now(layers, inputs)
+    restore, transform, params = state_of(layers), candidates[best].whole, None
+    put(layers, transform)
+    if not quantizer.dynamic:
+        own = [[transform(x) for x in calls] for calls in inputs]
+        set_params(layers, choose_qparams(whole_range(own, quantizer.spec), quantizer.spec))
+        params = searched_input(layers, own)[0]
+        set_params(layers, params)
+    after = _loss_now(layers, inputs)
+    if after >= GAIN * before:
+        restore()
         return Transformed(None, before, before)
-    put(layers, candidates[best].whole)
-    return Transformed(candidates[best].whole, before, losses[best])
+    return Transformed(transform, before, after, params)
 
 
 @torch.no_grad()
@@ -107,6 +128,12 @@ def put(layers: Sequence[Any], transform: InputTransform) -> None:
         layer.weight.data = transform.into_weight(layer, layer.weight.data)
         layer.input_transform = copy.deepcopy(transform)
         layer.weight_quantizer.set_qparams(qparams_of_tensor(layer.weight, layer.weight_quantizer.spec))
+
+
+def set_params(layers: Iterable[Any], params: QParams) -> None:
+    """Give the quantizers of the layers' input a range."""
+    for layer in layers:
+        layer.input_quantizer.set_qparams(params)
 
 
 class _Judge:
@@ -129,18 +156,13 @@ class _Judge:
         return sum(self._loss(place, transform(place)) for place in self._places)
 
     def _loss(self, place: int, transform: InputTransform | None) -> float:
-        weights = [self._rounded_weight(layer, transform) for layer in self._layers]
+        weights = [_rounded_weight(layer, transform) for layer in self._layers]
         rounded, total = self._rounding(place, transform), 0.0
         for x, outputs in zip(self._inputs[place], self._wanted[place], strict=True):
             own = rounded(_by(transform, x))
             for layer, weight, output in zip(self._layers, weights, outputs, strict=True):
                 total += float((product_of(layer, weight, own) - output).double().square().sum())
         return total
-
-    def _rounded_weight(self, layer: Any, transform: InputTransform | None) -> Tensor:
-        weight, spec = layer.weight, layer.weight_quantizer.spec
-        weight = weight if transform is None else transform.into_weight(layer, weight)
-        return library.fake_quantize(weight, qparams_of_tensor(weight, spec), spec)
 
     def _rounding(self, place: int, transform: InputTransform | None) -> Callable[[Tensor], Tensor]:
         """What the quantizer does to the inputs of a batch, by the range of those of the others."""
@@ -161,6 +183,26 @@ class _Judge:
                     if not bool(error <= _TOLERANCE**2 * output.double().square().sum()):
                         return False
         return True
+
+
+def _loss_now(layers: Sequence[Any], inputs: Inputs) -> float:
+    """The squared error of layers with their transforms and ranges, and with weights rounded to nearest; all batches.
+
+    A few do not tell whether a wide range is better than one that clips: what is clipped may be in the others.
+    """
+    weights, total = [_rounded_weight(layer, None) for layer in layers], 0.0
+    for x in (x for calls in inputs for x in calls):
+        exact, rounded = _by(layers[0].input_transform, x), layers[0].quantized_input(x)
+        for layer, weight in zip(layers, weights, strict=True):
+            error = product_of(layer, weight, rounded) - product_of(layer, layer.weight, exact)
+            total += float(error.double().square().sum())
+    return total
+
+
+def _rounded_weight(layer: Any, transform: InputTransform | None) -> Tensor:
+    weight, spec = layer.weight, layer.weight_quantizer.spec
+    weight = weight if transform is None else transform.into_weight(layer, weight)
+    return library.fake_quantize(weight, qparams_of_tensor(weight, spec), spec)
 
 
 def _by(transform: InputTransform | None, x: Tensor) -> Tensor:
