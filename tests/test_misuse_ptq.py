@@ -34,7 +34,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fq.ptq.reestimate_batch_norm(NONE, X),
         "reestimate_batch_norm takes a model, got None",
     ),
-    "improve by nothing": (lambda: fq.ptq.improve(ready(), X, NONE), r'"best", "fast" or a list of smooth.*got None'),
+    "improve by nothing": (lambda: fq.ptq.improve(ready(), X, NONE), r'"best", "fast" or a list of input.*got None'),
     "improve by the name of a step": (
         lambda: fq.ptq.improve(ready(), X, "gptq"),
         r"unknown steps 'gptq'; write steps=\['gptq'\]",

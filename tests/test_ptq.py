@@ -112,7 +112,7 @@ def test_every_step_for_inputs_loses_less(step: str) -> None:
 def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
     model = prepared("int3 per_channel(0)", input="int4")
     found = fq.ptq.improve(model, batches(), progress=False)
-    steps = ["smooth", "input", "bias", "ranges", "gptq", "descend"]
+    steps = ["input", "smooth", "bias", "ranges", "gptq", "descend"]
     for row in found.layers:
         assert [*row.steps] == [step for step in steps if row.layer != "2" or step != "bias"]  # 2 has none
         assert row.after == min(row.before, *(row.steps[step] for step in steps[2:] if step in row.steps))
@@ -125,7 +125,8 @@ def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
 
 def test_adaround_goes_on_from_the_steps_before_it() -> None:
     model = prepared("int3 per_channel(0)")
-    found = fq.ptq.improve(model, batches(), ["gptq", "descend", "adaround"], progress=False)
+    # For few rows, solvers lower the error to expect of new rows, and not that of these.
+    found = fq.ptq.improve(model, batches(16), ["gptq", "descend", "adaround"], progress=False)
     assert all(row.steps["adaround"] <= row.steps["descend"] <= row.steps["gptq"] for row in found.layers)
     assert any(row.steps["adaround"] < row.steps["descend"] for row in found.layers)
 

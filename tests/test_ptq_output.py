@@ -91,6 +91,22 @@ def test_layers_with_fewer_rows_than_columns_are_named(rows: int) -> None:
     assert any(note.startswith("0, 2: its input has fewer rows than columns") for note in found.notes) == (rows == 8)
 
 
+@pytest.mark.parametrize("steps", ["fast", "best"])
+@pytest.mark.parametrize("rows", [8, 64])
+def test_few_rows_do_not_cost_what_new_rows_would_have(rows: int, steps: str) -> None:
+    left = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        model, given = fq.prepare(copy.deepcopy(net), "INT8_WEIGHT_ONLY"), [torch.randn(rows, 64)]
+        fq.calibrate(model, given, progress=False)
+        error = OutputError(net, [torch.randn(512, 64)], lambda model, batch: model(batch))
+        before = error.of(model)
+        fq.ptq.improve(model, given, steps, progress=False)
+        left.append(error.of(model) / before)
+    assert sum(left) / 3 < 1
+
+
 def in_bfloat16(model: nn.Module, batch: Any, *, keeps_casts: bool = True) -> Any:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps_casts):
         return model(batch)
