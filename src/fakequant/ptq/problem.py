@@ -9,8 +9,8 @@ from fakequant.errors import CalibrationError
 from fakequant.ptq.sums import InputSums
 
 _PRIOR = 0.5
-"""What is added to the diagonal of the moments for as many rows as columns, as a share of its mean; less for more rows.
-The errors of columns cancel less for new rows than for those by which they were chosen."""
+"""What is added to the diagonal of the moments for as many rows as columns, as a share of its mean.
+It falls by the fourth power of the rows. The errors of columns cancel less for new rows than for those seen."""
 _PRIOR_OF_DRIFT = 4.0
 """How many times larger the ridge of the target is with as many rows as columns, likewise."""
 _LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
@@ -35,7 +35,8 @@ class Problem:
         """[groups, outputs, columns]"""
         self._pull = None if sums.drift is None else self.weight @ sums.drift
         self._constant = 0.0
-        self._columns_per_row = self._matrix_shape[2] / max(sums.count, 1)
+        share = self._matrix_shape[2] / max(sums.count, 1)
+        self._lack_of_rows = min(share, share**4)
         if sums.drift is not None:
             self._constant = _trace(self.weight, sums.drift_moments)
 
@@ -55,7 +56,7 @@ class Problem:
 
     def _prior(self) -> Tensor:
         """What is added to the diagonal of the moments of each group."""
-        return _PRIOR * self._columns_per_row * self.sums.moments.diagonal(dim1=1, dim2=2).mean(1)
+        return _PRIOR * self._lack_of_rows * self.sums.moments.diagonal(dim1=1, dim2=2).mean(1)
 
     def moments(self, group: int) -> Tensor:
         """The moments of a group's inputs, as they may be for new rows; columns that are always 0 stay so."""
@@ -82,7 +83,7 @@ class Problem:
         """
         if ridge is None or self._pull is None:
             return self.weight
-        ridge = ridge * (1 + _PRIOR_OF_DRIFT * self._columns_per_row)
+        ridge = ridge * (1 + _PRIOR_OF_DRIFT * self._lack_of_rows)
         factors = torch.stack([damped_factor(self.moments(group), ridge) for group in range(len(self.weight))])
         return self.weight + torch.cholesky_solve(self._pull.mT, factors).mT
 
