@@ -157,9 +157,7 @@ def verify(
     given, found = batch_list(batches, "verify"), []
     run = naming(runner(inputs, forward), given)
     error = OutputError(model, given, run)
-    error.refuse_nan()
-    if not error.has_outputs:
-        raise ConfigError("the model gives no floats, so that its outputs have no error")
+    error.check()
     for allocation in allocations:
         twin = quantized_copy(model, allocation.config(), given, run)
         found.append(replace(allocation, measured=error.of(twin)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from fakequant.model.modes import disabled, evaluating
 from fakequant.model.outputs import float_tensors
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
+from fakequant.ptq.call import Call
 from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.reconstruction import Preset, preset_of, reconstruct_block
 from fakequant.ptq.results import Improvement, LayerResult, listed
-from fakequant.ptq.stream import Call, Stage, Stream, record
+from fakequant.ptq.stream import Stage, Stream, record
 from fakequant.ptq.sums import MOST_DRIFT
 from fakequant.ptq.weights import calibrated_weights
 from fakequant.restore import restore_on_error, state_of
@@ -81,7 +83,9 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     calibrated_weights(model, "reconstruct")
     given, preset = batch_list(batches, "reconstruct"), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
-    shared = frozenset(shared_parameters(model))
+    learn = partial(
+        reconstruct_block, preset=preset, iterations=iterations, seed=seed, shared=frozenset(shared_parameters(model))
+    )
     run, result, reached = naming(runner(inputs, forward), given), Improvement(), set[str]()
     with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
         recorded = record(model, found, run, given)
@@ -90,26 +94,10 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         with Stream(model, found, run, given, recorded) as own, Stream(model, found, run, given, recorded) as floats:
             float_model = _FloatModel(model, found, floats, late)
             for stage in track(own, "learning blocks", len(recorded.order), progress):
-                calls, targets = _calls(stage), float_model.targets(stage)
-                # An expert that gets no rows of a batch learns nothing from it.
-                examples = [(call, y) for call, y in zip(calls, targets, strict=False) if y.numel()]
-                if not examples:
-                    continue
-                reached.add(stage.name)
-                try:
-                    with calls[0].surroundings():
-                        learned = reconstruct_block(
-                            found[stage.name],
-                            [(call.args, call.kwargs) for call, _ in examples],
-                            [y for _, y in examples],
-                            preset,
-                            iterations=iterations,
-                            seed=seed,
-                            shared=shared,
-                        )
-                except CalibrationError as error:
-                    raise CalibrationError(f"{stage.name or 'the model'}: {error}") from error
-                result.layers.append(replace(learned, layer=stage.name))
+                learned = _learned(found[stage.name], stage, float_model.targets(stage), learn)
+                if learned is not None:
+                    reached.add(stage.name)
+                    result.layers.append(learned)
         effect.put_into(result, alone)
     missed = [name for name in found if name not in reached]
     result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]
@@ -125,6 +113,22 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         )
     warn_if_worse(result, "reconstruct")
     return result
+
+
+def _learned(
+    block: nn.Module, stage: Stage, targets: Sequence[Tensor], learn: Callable[..., LayerResult]
+) -> LayerResult | None:
+    """What a block learned at its first stage; None at later ones, which have no targets, and where all are empty."""
+    # An expert that gets no rows of a batch learns nothing from it.
+    examples = [(call, y) for call, y in zip(_calls(stage), targets, strict=False) if y.numel()]
+    if not examples:
+        return None
+    try:
+        with examples[0][0].surroundings():
+            learned = learn(block, [(call.args, call.kwargs) for call, _ in examples], [y for _, y in examples])
+    except CalibrationError as error:
+        raise CalibrationError(f"{stage.name or 'the model'}: {error}") from error
+    return replace(learned, layer=stage.name)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -14,11 +14,12 @@ from fakequant.distributed import Together
 from fakequant.model.failures import input_named
 from fakequant.model.positions import Positions
 from fakequant.nn.operands import LayerWeight
+from fakequant.ptq.call import Call
 from fakequant.ptq.finished import InputChoice
 from fakequant.ptq.layer import Choice, choose
 from fakequant.ptq.projections import first_places, inputs_of, quantized_inputs, reads_of, row_name
 from fakequant.ptq.ranges import parts_of, searched_input
-from fakequant.ptq.stream import Call, Record, Stage
+from fakequant.ptq.stream import Record, Stage
 from fakequant.ptq.sums import MOST_DRIFT, InputSums, drift_share, makes_same_rows, rows_of, stacked
 from fakequant.ptq.transforms import put, rotate, set_params, smooth
 
@@ -34,8 +35,8 @@ class Collector:
 
     Args:
         layers: by name.
-        batches: of this process.
-        mask: which tokens of them count.
+        counts: for each batch of this process the tokens that count.
+        mask: where they come from.
         recorded: of the same model and batches.
         processes: they choose together; the first one chooses transforms and ranges of inputs.
     """
@@ -43,14 +44,14 @@ class Collector:
     def __init__(
         self,
         layers: Mapping[str, Any],
-        batches: Sequence[Any],
+        counts: Sequence[Tensor | None],
         mask: Positions,
         recorded: Record,
         processes: Together,
     ) -> None:
         self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
         self._processes = processes
-        self._counts = [mask.of(batch) for batch in batches]
+        self._counts = counts
         self._last: tuple[str, list[Call], tuple[InputSums, InputSums]] | None = None
 
     def choose(

@@ -141,9 +141,7 @@ class _Task:
     ) -> None:
         self.model, self.batches, self.run, self.metric, self.how = model, batches, run, metric, how
         self.error = OutputError(model, batches, run)
-        self.error.refuse_nan()
-        if metric is None and not self.error.has_outputs:
-            raise ConfigError("the model gives no floats, so that its outputs have no error; give metric=")
+        self.error.check(has_metric=metric is not None)
 
     def measured(self, way: tuple[str, str, str]) -> Compared:
         """A row; errors of this package are its reason."""

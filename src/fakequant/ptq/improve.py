@@ -104,15 +104,15 @@ def improve(  # noqa: PLR0913  all but the first three by name
     result.layers += [LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note]
     layers = {path: view for path, view in views.items() if notes[path] is None}
     unchosen, reached = len(result.layers), set[str]()
-    masks = [masked.of(batch) for batch in given]
-    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
+    counts = [masked.of(batch) for batch in given]
+    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, counts))
     state = state_of_parts(model, map(whole_layer, layers.values()))
     with restore_on_error(state), processes, evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
-        effect = Effect(model, given, run, recorded, masks)
+        effect = Effect(model, given, run, recorded, counts)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
-        collector = Collector(layers, given, masked, recorded, processes)
+        collector = Collector(layers, counts, masked, recorded, processes)
         with _Pass(model, layers, run, given, recorded, with_drift) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
                 weight, number = weights[stage.name], len(result.layers) - unchosen

@@ -95,7 +95,7 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
     energy = plain.energy()
     losses = {step: solved.loss(values) / energy for step, (_, values) in tried.items()}
     sound = [step for step, loss in losses.items() if loss <= losses["nearest"]]
-    best = min(sound, key=lambda step: solved.risk(tried[step][1]))
+    best = min(sound, key=lambda step: losses[step] * energy + solved.unseen(tried[step][1]))
     params, values = tried[best]
     result = LayerResult(
         name,
@@ -118,17 +118,17 @@ class _Solver:
         found: dict[str, list[Tensor]] = {}
         for group in range(groups):
             rows = self._grid.rows(slice(group * outputs, (group + 1) * outputs))
-            moments, wanted = problem.moments(group), target[group]
-            if "gptq" in self.steps:
-                values = gptq(wanted, moments, rows, setting.damping)
+            wanted = target[group]
+            if "gptq" in self.steps:  # damping adds to the same diagonal as the prior
+                values = gptq(wanted, problem.sums.moments[group], rows, setting.damping + problem.prior)
                 found.setdefault("gptq", []).append(values)
             else:
                 values = rows.nearest(wanted)
             if "descend" in self.steps:
-                values = descend(wanted, values, moments, rows)
+                values = descend(wanted, values, problem.moments(group), rows)
                 found.setdefault("descend", []).append(values)
             if "adaround" in self.steps:
-                found.setdefault("adaround", []).append(adaround(wanted, moments, rows, values))
+                found.setdefault("adaround", []).append(adaround(wanted, problem.moments(group), rows, values))
         return {step: torch.stack(parts) for step, parts in found.items()}
 
 

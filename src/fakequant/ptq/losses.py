@@ -17,7 +17,7 @@ from fakequant.model.progress import track
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
-from fakequant.ptq.stream import Call
+from fakequant.ptq.call import Call
 from fakequant.ptq.sums import product_of
 from fakequant.restore import attributes_of, restore_after
 

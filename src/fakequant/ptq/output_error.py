@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.errors import CalibrationError
+from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.batches import Forward
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
@@ -47,11 +47,18 @@ class OutputError:
         """Whether the model gives floats at all; there is no error of whole numbers."""
         return any(y.numel() for outputs in self._wanted for y in outputs)
 
-    def refuse_nan(self) -> None:
-        """Raise CalibrationError if an output of the float model holds NaN, and number the batch."""
+    def check(self, *, has_metric: bool = False) -> None:
+        """Raise if the float model gives NaN, or no floats where nothing else is measured.
+
+        Raises:
+            CalibrationError: an output holds NaN (numbers the batch).
+            ConfigError: there are no floats.
+        """
         for number, outputs in enumerate(self._wanted, 1):
             if any(bool(y.isnan().any()) for y in outputs):
                 raise CalibrationError(f"batch {number}: an output in float holds NaN; leave the batch out")
+        if not self.has_outputs and not has_metric:
+            raise ConfigError("the model gives no floats, so that its outputs have no error; measure it by a metric=")
 
     def of(self, model: nn.Module) -> float:
         """The error of another model, or of the same one as it is now; inf for NaN and for outputs of other shapes."""

@@ -9,8 +9,7 @@ from fakequant.errors import CalibrationError
 from fakequant.ptq.sums import InputSums
 
 _PRIOR = 0.5
-"""What is added to the diagonal of the moments for as many rows as columns, as a share of its mean.
-It falls by the fourth power of the rows. The errors of columns cancel less for new rows than for those seen."""
+"""`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
 _PRIOR_OF_DRIFT = 4.0
 """How many times larger the ridge of the target is with as many rows as columns, likewise."""
 _LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
@@ -35,8 +34,11 @@ class Problem:
         """[groups, outputs, columns]"""
         self._pull = None if sums.drift is None else self.weight @ sums.drift
         self._constant = 0.0
-        share = self._matrix_shape[2] / max(sums.count, 1)
-        self._lack_of_rows = min(share, share**4)
+        columns_per_row = self._matrix_shape[2] / max(sums.count, 1)
+        self._lack_of_rows = min(columns_per_row, columns_per_row**4)
+        self.prior = _PRIOR * self._lack_of_rows
+        """What is added to the diagonal of the moments, as a share of its mean, where values are chosen: the errors of
+        columns cancel less for new rows than for those that were seen."""
         if sums.drift is not None:
             self._constant = _trace(self.weight, sums.drift_moments)
 
@@ -49,21 +51,21 @@ class Problem:
         # The terms cancel where the values make good the whole drift: what is below 0 then is rounding.
         return max(found + 2 * float((self._pull * error).sum()) + self._constant, 0.0)
 
-    def risk(self, chosen: Tensor) -> float:
-        """The error to expect for as many new rows: larger than that of the rows seen, where these are few."""
+    def unseen(self, chosen: Tensor) -> float:
+        """What new rows may add to the error of values."""
         error = self.weight - chosen.double().reshape(self._matrix_shape)
-        return self.loss(chosen) + float((error.square().sum((1, 2)) * self._prior()).sum())
-
-    def _prior(self) -> Tensor:
-        """What is added to the diagonal of the moments of each group."""
-        return _PRIOR * self._lack_of_rows * self.sums.moments.diagonal(dim1=1, dim2=2).mean(1)
+        return float((error.square().sum((1, 2)) * self.prior * self._mean_squares()).sum())
 
     def moments(self, group: int) -> Tensor:
-        """The moments of a group's inputs, as they may be for new rows; columns that are always 0 stay so."""
+        """A copy of the moments of a group with the prior; columns that are always 0 stay so."""
         found = self.sums.moments[group].clone()
         diagonal = found.diagonal()
-        diagonal.add_(torch.where(diagonal > 0, self._prior()[group], 0.0))
+        diagonal.add_(torch.where(diagonal > 0, self.prior * self._mean_squares()[group], 0.0))
         return found
+
+    def _mean_squares(self) -> Tensor:
+        """The mean of the diagonal of the moments of each group."""
+        return self.sums.moments.diagonal(dim1=1, dim2=2).mean(1)
 
     def energy(self) -> float:
         """The sum of squares of the output in the float model."""
@@ -83,8 +85,8 @@ class Problem:
         """
         if ridge is None or self._pull is None:
             return self.weight
-        ridge = ridge * (1 + _PRIOR_OF_DRIFT * self._lack_of_rows)
-        factors = torch.stack([damped_factor(self.moments(group), ridge) for group in range(len(self.weight))])
+        damping = self.prior + ridge * (1 + _PRIOR_OF_DRIFT * self._lack_of_rows)
+        factors = torch.stack([damped_factor(own, damping) for own in self.sums.moments])
         return self.weight + torch.cholesky_solve(self._pull.mT, factors).mT
 
 

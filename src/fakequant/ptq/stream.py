@@ -12,69 +12,24 @@ import contextvars
 import ctypes
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fakequant.distributed import Together
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward
+from fakequant.ptq.call import Call
 from fakequant.restore import restore_after, surely
 
 _MOST_WORKERS = 2048
 """Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
 _CHECKED = 2  # batches that run side by side and alone before anything is changed
-
-
-class Call(NamedTuple):
-    """The arguments of one call of a layer.
-
-    Attributes:
-        args: positional ones.
-        kwargs: those by name.
-        writes: how often the first one had been written in place before the call; None where torch does not count.
-        autocast: the device type and the dtype of autocast around the call; None where it is off.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    writes: int | None = None
-    autocast: tuple[str, torch.dtype] | None = None
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The arguments as they are now."""
-        first = cls(args, kwargs).first
-        if not isinstance(first, Tensor):
-            return cls(args, kwargs)
-        device = first.device.type
-        autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        return cls(args, kwargs, None if first.is_inference() else first._version, autocast)
-
-    @property
-    def first(self) -> Any:
-        """The first argument, which is the input of a layer with a weight."""
-        return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
-
-    def kept(self) -> Call:
-        """The same with copies of the tensors, which the model may write into after the call, as `x += layer(x)`."""
-        tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
-        copies = {place: tensor.clone() for place, tensor in tensors.items()}
-        args, kwargs = tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs))
-        return Call(args, kwargs, autocast=self.autocast)
-
-    def surroundings(self) -> AbstractContextManager[object]:
-        """A context in which autocast is as it was around the call."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
-
-    def has_input_of(self, other: Call) -> bool:
-        """Whether both got the same tensor with the same values."""
-        return self.first is other.first and self.writes is not None and self.writes == other.writes
 
 
 class Stage(NamedTuple):

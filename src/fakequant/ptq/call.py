@@ -1,0 +1,56 @@
+"""The arguments of one call of a layer, as they were."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class Call(NamedTuple):
+    """The arguments of one call of a layer.
+
+    Attributes:
+        args: positional ones.
+        kwargs: those by name.
+        writes: how often the first one had been written in place before the call; None where torch does not count.
+        autocast: the device type and the dtype of autocast around the call; None where it is off.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: int | None = None
+    autocast: tuple[str, torch.dtype] | None = None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments as they are now."""
+        first = cls(args, kwargs).first
+        if not isinstance(first, Tensor):
+            return cls(args, kwargs)
+        device = first.device.type
+        autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        return cls(args, kwargs, None if first.is_inference() else first._version, autocast)
+
+    @property
+    def first(self) -> Any:
+        """The first argument, which is the input of a layer with a weight."""
+        return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+
+    def kept(self) -> Call:
+        """The same with copies of the tensors, which the model may write into after the call, as `x += layer(x)`."""
+        tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
+        copies = {place: tensor.clone() for place, tensor in tensors.items()}
+        args, kwargs = tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs))
+        return Call(args, kwargs, autocast=self.autocast)
+
+    def surroundings(self) -> AbstractContextManager[object]:
+        """A context in which autocast is as it was around the call."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
+
+    def has_input_of(self, other: Call) -> bool:
+        """Whether both got the same tensor with the same values."""
+        return self.first is other.first and self.writes is not None and self.writes == other.writes
