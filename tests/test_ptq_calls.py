@@ -18,29 +18,8 @@ from fakequant.ptq.collector import Collector
 from fakequant.ptq.output_error import OutputError
 from fakequant.ptq.stream import Stage
 from tests.support.bits import assert_same_bits
+from tests.support.loops import Loop, batches
 from tests.support.vision import import_torchvision
-
-
-class Loop(nn.Module):
-    """Calls one layer again and again, whose inputs become larger."""
-
-    def __init__(self, times: int = 6, *, in_place: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.again, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-        self.times, self.in_place = times, in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(self.times):
-            y = self.again(x).relu()
-            x = x.add_(y) if self.in_place else x + y
-        return self.last(x)
-
-
-def batches(count: int = 8, width: int = 16) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(32, width, generator=generator) for _ in range(count)]
 
 
 def error_left(model: nn.Module, preset: str, work: Callable[[nn.Module], object], given: list[Tensor]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.ptq.output_error import OutputError
-from tests.test_ptq_calls import batches
+from tests.support.loops import batches
 
 
 class Experts(nn.Module):

@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.ptq.compare import Ways
 from fakequant.ptq.output_error import OutputError
-from tests.test_ptq_calls import Loop, batches
+from tests.support.loops import Loop, batches
 
 
 class Tagger(nn.Module):

@@ -105,7 +105,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
     layers = {path: view for path, view in views.items() if notes[path] is None}
     unchosen, reached = len(result.layers), set[str]()
     counts = [masked.of(batch) for batch in given]
-    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, counts))
+    masks = [own for own in counts if own is not None]
+    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
     state = state_of_parts(model, map(whole_layer, layers.values()))
     with restore_on_error(state), processes, evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
