@@ -309,6 +309,30 @@ def _sensitivity(case: Case) -> Note:
     return {"worst": found[0].layer, "dB": round(found[0].value, 1)}
 
 
+def _improve(prepare: Callable[[Case], nn.Module], steps: str) -> Callable[[Case], Note]:
+    """No layer may lose more than by rounding to nearest, and what was chosen must survive saving and loading."""
+
+    def run(case: Case) -> Note:
+        model = prepare(case)
+        found = fq.ptq.improve(model, case.batches, steps, progress=False)
+        if worse := [one.layer for one in found.layers if not one.after <= one.before]:
+            raise WrongError(f"{len(worse)} layers lose more than by rounding to nearest: {worse[0]}")
+        outputs = case.outputs(model)
+        check_finite(outputs, case.outputs(case.float()), "improved")
+        with tempfile.TemporaryDirectory() as folder:
+            fq.save(model, Path(folder, "checkpoint"))
+            loaded = fq.load(case.float(seed=1), Path(folder, "checkpoint"))
+        check_same_bits(case.outputs(loaded), outputs, "loaded")
+        said = found.conclusions
+        return {"left": round(found.left, 4), "before": found.before, "after": found.after, "said": said}
+
+    return run
+
+
+def _weights_of_4_bits(case: Case) -> nn.Module:
+    return case.calibrate(fq.prepare(case.float(), "w4a16"), unseen="float")
+
+
 STEPS: dict[str, Step] = {
     "a": Step(f'`prepare(model, "{PRESET}", example, target="{TARGET}")`, which names what stays in float', _prepare),
     "o": Step("a plain float state dict, strict, loads after `prepare`", _plain_state_before, _plain_state_in_float),
@@ -330,6 +354,10 @@ STEPS: dict[str, Step] = {
     "s": _of_model("`torch.jit.trace` gives the same bits", _trace),
     "t": Step("`save_pretrained`, `from_pretrained` give the same bits", _pretrained, _pretrained_in_float),
     "u": Step("`sensitivity`", _sensitivity),
+    "v": Step(
+        '`ptq.improve(..., "fast")`; no layer is worse, `save`, `load`', _improve(Case.calibrated, "fast"), changes=True
+    ),
+    "w": Step('`prepare(model, "w4a16")`, `ptq.improve(..., "best")`, likewise', _improve(_weights_of_4_bits, "best")),
     "e": Step("a step of training gives every parameter its gradient", _train, _train_in_float, changes=True),
     "n": Step('`set_execution(model, "auto")`', _auto, changes=True),
     "q": _of_model("`model.to(torch.bfloat16)`", _in(torch.bfloat16), changes=True),
