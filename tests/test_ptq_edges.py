@@ -182,3 +182,22 @@ def test_float64_is_refused() -> None:
     with pytest.raises(CalibrationError, match=r"^[024]: its quantizer changes values .* convert the model to float32"):
         fq.ptq.improve(model, [batch.double() for batch in batches("as it is")], "fast", progress=False)
     unchanged(model, before)
+
+
+class WithPassingColumns(nn.Module):
+    """Joins some columns with others, of which there are none, as where all columns of a head are rotated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(torch.cat([hidden[:, :10].tanh(), hidden[:, 10:]], 1))
+
+
+def test_a_quantizer_that_calibration_turned_off_needs_no_range() -> None:
+    given = batches("usual")
+    model = fq.prepare(WithPassingColumns(), "INT8", given[0], target="onnxruntime")
+    fq.calibrate(model, given, progress=False, unseen="float")
+    assert fq.ptq.improve(model, given, "fast", progress=False).left < 1

@@ -8,7 +8,7 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.arguments import check_model
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
-from fakequant.nn.quantizer import quantizers
+from fakequant.nn.quantizer import Mode, quantizers
 
 
 def prepared_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
@@ -32,10 +32,11 @@ def calibrated_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
 
     Raises:
         ConfigError: it is no model, or has no quantized weights.
-        CalibrationError: an input is not calibrated, or a weight holds NaN or inf (names the layer).
+        CalibrationError: an input that is quantized is not calibrated, or a weight holds NaN or inf (names the layer).
     """
     weights = prepared_weights(model, caller)
-    if missing := [name for name, quantizer in quantizers(model).items() if quantizer.needs_calibration]:
+    active = {name: own for name, own in quantizers(model).items() if own.mode is not Mode.OFF}
+    if missing := [name for name, quantizer in active.items() if quantizer.needs_calibration]:
         raise CalibrationError(
             f"{len(missing)} input quantizers are not calibrated, the first is {missing[0]}; call "
             "fakequant.calibrate(model, batches) first"
