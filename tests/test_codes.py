@@ -15,7 +15,7 @@ from fakequant.model.qat import Scales, set_scales
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq import InputSums, adaround
 from fakequant.ptq.grid import Grid
-from fakequant.ptq.sums import rows_of
+from fakequant.ptq.kinds import rows_of
 from tests.support.matrix import full, sweep
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]

@@ -237,8 +237,10 @@ class Quantizer(QuantizerPart):
             if self.learned is not None:
                 self.learned.start(params)
                 return
-            self.scale = params.scale.detach().clone()
-            self.zero_point = None if params.zero_point is None else params.zero_point.detach().clone()
+            # Tensors made in inference mode could neither be trained nor loaded into afterwards.
+            with torch.inference_mode(mode=False):
+                self.scale = params.scale.detach().clone()
+                self.zero_point = None if params.zero_point is None else params.zero_point.detach().clone()
 
     def freeze(self, x: Tensor) -> None:
         """Fix the parameters as they are for x now."""

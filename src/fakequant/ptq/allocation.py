@@ -21,11 +21,11 @@ from fakequant.model.presets import find_preset
 from fakequant.model.sizes import spec_bits
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import refuse_prepared
+from fakequant.ptq.kinds import has_rows, is_turned
 from fakequant.ptq.losses import Loss, arriving_errors, count_products, divergence, losses_alone
 from fakequant.ptq.mixes import Allocation, Score, Scores
 from fakequant.ptq.output_error import OutputError
 from fakequant.ptq.stream import record
-from fakequant.ptq.sums import has_rows, is_turned
 
 
 def scores(

@@ -17,17 +17,18 @@ from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.outputs import float_tensors
+from fakequant.model.paths import layer_of
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
+from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.call import Call
 from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.float_values import FloatValues
-from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.reconstruction import Preset, preset_of, reconstruct_block
-from fakequant.ptq.results import Improvement, LayerResult, listed
-from fakequant.ptq.stream import Stage, Stream, record
+from fakequant.ptq.results import Improvement, LayerResult, listed, remarks_of
+from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import MOST_DRIFT
-from fakequant.ptq.weights import calibrated_weights
+from fakequant.ptq.weights import calibrated_weights, fixed_parameters
 from fakequant.restore import restore_on_error, state_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -63,8 +64,8 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The errors of the blocks before and after. Weights that layers share stay as they are. A warning says if the
-        error of the model's output on the first batches became larger.
+        The errors of the blocks before and after. Weights that something else reads too stay as they are; a line names
+        them. A warning says if the error of the model's output on the first batches became larger.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
@@ -80,14 +81,14 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     >>> [block.layer for block in found.layers], found.left < 0.8
     (['0', '1'], True)
     """
-    calibrated_weights(model, "reconstruct")
+    weights = calibrated_weights(model, "reconstruct")
     given, preset = batch_list(batches, "reconstruct"), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
-    learn = partial(
-        reconstruct_block, preset=preset, iterations=iterations, seed=seed, shared=frozenset(shared_parameters(model))
-    )
     run, result, reached = naming(runner(inputs, forward), given), Improvement(), set[str]()
-    with restore_on_error(state_of([model])), evaluating(model), torch.no_grad():
+    fixed = fixed_parameters(model, lambda: run(model, given[0]))
+    learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
+    state = state_of([model])
+    with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
         recorded = record(model, found, run, given)
         effect, alone = Effect(model, given, run, recorded), Together(None)
         _, late = recorded.parts(alone)
@@ -99,20 +100,36 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
                     reached.add(stage.name)
                     result.layers.append(learned)
         effect.put_into(result, alone)
-    missed = [name for name in found if name not in reached]
-    result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]
+        missed = [name for name in found if name not in reached]
+        result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]
+        result.notes += _notes(float_model, recorded, late) + _notes_of_fixed(weights, fixed)
+        warn_if_worse(result, "reconstruct")
+    return result
+
+
+def _notes(float_model: _FloatModel, recorded: Record, late: Sequence[str]) -> list[str]:
+    """Which blocks learn another target than what the float model gives."""
+    notes = list[str]()
     if float_model.others:
-        result.notes.append(
+        notes.append(
             f"{listed(float_model.others)}: learn what they give in float for their quantized inputs, because the "
             "float model calls other blocks there, or gives them other rows"
         )
     if late:
-        result.notes.append(
+        notes.append(
             f"{len(late)} of {len(recorded.order)} blocks, from {late[0] or 'the model'} on, learn what they give in "
             "float for their quantized inputs: a batch calls it several times, and it learns before the last call"
         )
-    warn_if_worse(result, "reconstruct")
-    return result
+    return notes
+
+
+def _notes_of_fixed(weights: Mapping[str, LayerWeight], fixed: Mapping[nn.Parameter, str]) -> list[str]:
+    """Which weights keep their values, and why."""
+    return remarks_of(
+        LayerResult(layer_of(path), remarks=[f"its values stay: {fixed[weight.parameter]}"])
+        for path, weight in weights.items()
+        if weight.parameter is not None and weight.parameter in fixed
+    )
 
 
 def _learned(

@@ -16,11 +16,12 @@ from fakequant.model.positions import Positions
 from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.call import Call
 from fakequant.ptq.finished import InputChoice
+from fakequant.ptq.kinds import makes_same_rows, rows_of
 from fakequant.ptq.layer import Choice, choose
 from fakequant.ptq.projections import first_places, inputs_of, quantized_inputs, reads_of, row_name
 from fakequant.ptq.ranges import parts_of, searched_input
 from fakequant.ptq.stream import Record, Stage
-from fakequant.ptq.sums import MOST_DRIFT, InputSums, drift_share, makes_same_rows, rows_of, stacked
+from fakequant.ptq.sums import MOST_DRIFT, InputSums, drift_share, stacked
 from fakequant.ptq.transforms import put, rotate, set_params, smooth
 
 _TRANSFORMS = {"smooth": smooth, "rotate": rotate}
@@ -52,6 +53,8 @@ class Collector:
         self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
         self._processes = processes
         self._counts = counts
+        self._with_input = set[str]()
+        """The layers whose input was chosen, or will not be."""
         self._last: tuple[str, list[Call], tuple[InputSums, InputSums]] | None = None
 
     def choose(
@@ -82,7 +85,7 @@ class Collector:
 
     def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:
         """Choose a transform and the range of a layer's input, for all layers that get the same tensor."""
-        group = self._same_input(stage)
+        group = self._take_same_input(stage)
         if not group:
             return InputChoice(None, None, {})
         own, transform = group[0].input_quantizer, None
@@ -117,19 +120,25 @@ class Collector:
 
     def put_input(self, stage: Stage, chosen: InputChoice) -> None:
         """Give the layers of a stage what was chosen for their input."""
-        group = self._same_input(stage)
+        group = self._take_same_input(stage)
         if chosen.transform is not None:
             put(group, chosen.transform)
         if chosen.params is not None:
             set_params(group, chosen.params)
 
-    def _same_input(self, stage: Stage) -> list[Any]:
-        """The layers whose input is chosen at a stage: none if it is not, or was chosen at an earlier one."""
-        group = [self._layers[name] for name in self._siblings.get(stage.name, [stage.name])]
-        own = self._layers[stage.name].input_quantizer
-        if own is None or own.pinned or own.learned is not None or group[0] is not self._layers[stage.name]:
+    def _take_same_input(self, stage: Stage) -> list[Any]:
+        """The layers whose input is chosen at a stage, this once: none if it was chosen at an earlier one."""
+        layer, names = self._layers[stage.name], self._siblings.get(stage.name, [stage.name])
+        if stage.name in self._with_input:
             return []
-        return [layer for layer in group if _takes_same_input(layer, group[0])]
+        alike = [
+            name for name in names if name not in self._with_input and _takes_same_input(self._layers[name], layer)
+        ]
+        self._with_input |= {stage.name, *alike}
+        own = layer.input_quantizer
+        if own is None or own.pinned or own.learned is not None:
+            return []
+        return [self._layers[name] for name in alike]
 
     def sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
         """The sums of a layer's quantized inputs: of batches to fit, and of those that are held back."""

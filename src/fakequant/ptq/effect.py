@@ -14,10 +14,12 @@ from fakequant.model.batches import Forward
 from fakequant.model.modes import disabled
 from fakequant.ptq.output_error import OutputError
 from fakequant.ptq.results import Improvement
-from fakequant.ptq.stream import Record
+from fakequant.ptq.stream import NOT_REPEATED, Record
 
 _JUDGED = 4
 """Batches on which the error of the model's output is measured."""
+_WORSE = 1.01
+"""How much larger the error may become without a warning."""
 
 
 class Effect:
@@ -40,7 +42,7 @@ class Effect:
         counts: Sequence[Tensor | None] | None = None,
     ) -> None:
         self._model, self._before = model, math.nan
-        self._why_not = None if recorded.outputs_repeat else "the model draws random numbers"
+        self._why_not = None if recorded.outputs_repeat else NOT_REPEATED
         if self._why_not is None:
             with disabled(model):
                 self._error = OutputError(model, batches[:_JUDGED], run, counts and counts[:_JUDGED])
@@ -61,10 +63,11 @@ class Effect:
 
 
 def warn_if_worse(result: Improvement, caller: str) -> None:
-    """Warn if the error of the model's output became larger."""
-    if result.before is not None and result.after is not None and result.after > result.before:
+    """Warn if the error of the model's output became larger by more than rounding does by chance."""
+    if result.before is not None and result.after is not None and result.after > _WORSE * result.before:
         warn_user(
-            f"{caller} made the error of the model's output larger, {result.before:.1e} -> {result.after:.1e}, though "
-            "no part of the model loses more; prepare the model anew, and give more batches or other settings",
+            f"{caller} made the error of the model's output larger, {result.before:.2e} -> {result.after:.2e}, though "
+            "each part by itself loses no more than before; prepare the model anew, and give more batches or other "
+            "settings",
             CalibrationWarning,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -24,13 +24,12 @@ from fakequant.ptq.collector import Collector
 from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.finished import Finished, digest, run_of
 from fakequant.ptq.float_values import FloatValues
+from fakequant.ptq.kinds import has_rows
 from fakequant.ptq.layer import SOLVERS, write
-from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
-from fakequant.ptq.results import Improvement, LayerResult, remarks_of
-from fakequant.ptq.stream import Record, Stage, Stream, record
-from fakequant.ptq.sums import has_rows
-from fakequant.ptq.weights import calibrated_weights
+from fakequant.ptq.results import Improvement, LayerResult, listed, remarks_of
+from fakequant.ptq.stream import NOT_REPEATED, Record, Stage, Stream, record
+from fakequant.ptq.weights import calibrated_weights, fixed_parameters
 from fakequant.restore import restore_on_error, state_of_parts
 
 STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
@@ -39,6 +38,7 @@ _NAMED_STEPS = {
     "best": ("input", "smooth", "ranges", "gptq", "descend", "drift", "bias"),
     "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
 }
+_SHARED_BIAS = 'the step "bias" was left out: layers share its bias'
 
 
 def improve(  # noqa: PLR0913  all but the first three by name
@@ -98,46 +98,83 @@ def improve(  # noqa: PLR0913  all but the first three by name
     processes, run = Together(processes_of(model, group)), naming(runner(inputs, forward), given)
     if processes.group is not None and checkpoint is not None:
         raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
-    result, shared = Improvement(), shared_parameters(model)
+    with processes:
+        fixed = fixed_parameters(model, lambda: run(model, given[0]))
     views = {path: as_layer(weight) for path, weight in weights.items()}
-    notes = {path: _why_not(weight, views[path], shared) for path, weight in weights.items()}
-    result.layers += [LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note]
+    notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
     layers = {path: view for path, view in views.items() if notes[path] is None}
-    unchosen, reached = len(result.layers), set[str]()
     counts = [masked.of(batch) for batch in given]
     masks = [own for own in counts if own is not None]
     finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
+    result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
     state = state_of_parts(model, map(whole_layer, layers.values()))
-    with restore_on_error(state), processes, evaluating(model), torch.no_grad():
+    with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
         recorded = record(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         effect = Effect(model, given, run, recorded, counts)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
         collector = Collector(layers, counts, masked, recorded, processes)
+        choices = _Choices(weights, layers, chosen_steps, collector, finished, fixed)
         with _Pass(model, layers, run, given, recorded, with_drift) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
-                weight, number = weights[stage.name], len(result.layers) - unchosen
-                found = finished.get(number, stage.name, layers[stage.name])
-                own, choice = found or collector.choose(stage, wanted, weight, chosen_steps)
-                if choice is None:
-                    continue
-                if found is not None:
-                    collector.put_input(stage, own)
-                stages.keep(weight)
-                reached.add(stage.name)
-                write(row_name(stage.name, layers[stage.name]), weight, choice)
-                if found is None:
-                    finished.put(number, stage.name, own, choice)
-                result.layers.append(replace(choice.result, steps={**own.left, **choice.result.steps}))
-            result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
+                choices.add(stage, wanted, stages.keep)
+            found = list(choices.results.values())
+            result.notes += [*stages.notes, *remarks_of(found), *_chosen_by_part(stages.chosen_by_part)]
         masked.say_whole()
         chosen = {path: digest(weights[path].parameter) for path in recorded.order if processes.group is not None}
         _check_same(processes, chosen, "computed other weights; their processors round otherwise")
         effect.put_into(result, processes)
-    missed = {path: layer for path, layer in layers.items() if path not in reached}
-    result.layers += [LayerResult(row_name(path, layer), note="no batch reaches it") for path, layer in missed.items()]
-    warn_if_worse(result, "improve")
+        missed = [row_name(path, layer) for path, layer in layers.items() if path not in choices.results]
+        result.layers += [*found, *(LayerResult(name, note="no batch reaches it") for name in missed)]
+        warn_if_worse(result, "improve")
     return result
+
+
+class _Choices:
+    """Chooses one layer after the other, or takes what an earlier run chose.
+
+    Args:
+        weights: of all layers, by the paths of their quantizers.
+        layers: those that are chosen.
+        steps: their names.
+        collector: chooses.
+        finished: what an earlier run chose.
+        fixed: parameters that stay, with the reason.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, LayerWeight],
+        layers: Mapping[str, Any],
+        steps: tuple[str, ...],
+        collector: Collector,
+        finished: Finished,
+        fixed: Mapping[nn.Parameter, str],
+    ) -> None:
+        self._weights, self._layers, self._steps, self._fixed = weights, layers, steps, fixed
+        self._collector, self._finished = collector, finished
+        self.results: dict[str, LayerResult] = {}
+
+    def add(self, stage: Stage, wanted: Stage | None, keep: Callable[[LayerWeight], None]) -> None:
+        """Choose the layer of a stage, and write what was chosen; `keep` is called with its weight before that."""
+        name, weight, layer = stage.name, self._weights[stage.name], self._layers[stage.name]
+        number, steps = len(self.results), self._steps
+        bias = bias_of(layer)[0]
+        shares_bias = "bias" in steps and bias is not None and bias in self._fixed
+        if shares_bias:
+            steps = tuple(step for step in steps if step != "bias")
+        earlier = self._finished.get(number, name, layer)
+        own, choice = earlier or self._collector.choose(stage, wanted, weight, steps)
+        if choice is None:
+            return
+        if earlier is not None:
+            self._collector.put_input(stage, own)
+        keep(weight)
+        write(row_name(name, layer), weight, choice)
+        if earlier is None:
+            self._finished.put(number, name, own, choice)
+        remarks = [*choice.result.remarks, *([_SHARED_BIAS] if shares_bias else [])]
+        self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
 
 
 def _with_drift(recorded: Record, processes: Together) -> tuple[list[str], list[str]]:
@@ -147,7 +184,7 @@ def _with_drift(recorded: Record, processes: Together) -> tuple[list[str], list[
     and of what is computed of them, is not what it will be.
     """
     if not all(processes.all(recorded.outputs_repeat)):
-        return [], ['"drift" was left out: the model draws random numbers, so that two runs give other outputs']
+        return [], [f'"drift" was left out: {NOT_REPEATED}']
     before, after = recorded.parts(processes)
     if not after:
         return before, []
@@ -160,10 +197,8 @@ def _with_drift(recorded: Record, processes: Together) -> tuple[list[str], list[
 def _chosen_by_part(paths: Sequence[str]) -> list[str]:
     if not paths:
         return []
-    return [
-        f"{len(paths)} layers, the first is {layer_of(paths[0])}, were chosen by a part of the batches: the others "
-        "call layers in another order, and reached them later"
-    ]
+    names = listed([layer_of(path) for path in paths])
+    return [f"{names}: chosen by a part of the batches; the others call layers in another order, and reach it later"]
 
 
 def _check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:
@@ -192,15 +227,15 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(step for step in STEPS if step in steps)
 
 
-def _why_not(weight: LayerWeight, layer: Any, shared: set[nn.Parameter]) -> str | None:
+def _why_not(weight: LayerWeight, layer: Any, fixed: Mapping[nn.Parameter, str]) -> str | None:
     """Why nothing is chosen for a weight, or None."""
     if not has_rows(layer):
         groups = " with groups" if getattr(weight.layer, "groups", 1) > 1 else ""
         return f"nearest: improve has no steps for a {type(weight.layer).__name__}{groups}"
     if weight.parameter is None:
         return "nearest: its weight is computed"
-    if weight.parameter in shared:
-        return "nearest: layers share its weight"
+    if weight.parameter in fixed:
+        return f"nearest: {fixed[weight.parameter]}"
     if weight.quantizer.learned is not None or weight.quantizer.dynamic:
         return "nearest: its range is not fixed"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,9 +22,6 @@ from fakequant.ptq.results import LayerResult
 from fakequant.ptq.rounding import descend, gptq
 from fakequant.ptq.sums import InputSums
 from fakequant.ptq.turn import Turn
-
-SOLVERS = ("gptq", "descend", "adaround")
-"""The steps that choose codes; each goes on from the values of the one before it."""
 
 
 class Setting(NamedTuple):
@@ -88,9 +85,8 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
         tried["ranges"] = (params, library.fake_quantize(float_weight, params, spec))
     if solving := [step for step in SOLVERS if step in steps]:
         grid = Grid(spec, params, float_weight.shape)
-        quick = [step for step in solving if step != "adaround"]  # which would take long for every setting
-        setting = _setting(float_weight, _Solver(grid, quick), fit, held, centred=bias is not None)
-        for step, values in _Solver(grid, solving).solve(solved, setting).items():
+        setting = _setting(float_weight, grid, solving, fit, held, centred=bias is not None)
+        for step, values in _solved(solved, grid, solving, setting).items():
             tried[step] = (params, values.reshape(float_weight.shape).to(float_weight.dtype))
     energy = plain.energy()
     losses = {step: solved.loss(values) / energy for step, (_, values) in tried.items()}
@@ -107,38 +103,70 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
     return Choice(turn.params(params), turn.tensor(values), change, result)
 
 
-class _Solver:
-    def __init__(self, grid: Grid, steps: Sequence[str]) -> None:
-        self._grid, self.steps = grid, steps
+class _Part(NamedTuple):
+    """What a solver gets: one group of a layer, and how far to trust its sums."""
 
-    def solve(self, problem: Problem, setting: Setting) -> dict[str, Tensor]:
-        """The values [groups, outputs, columns] after each step."""
-        groups, outputs, _ = problem.weight.shape
-        target = problem.target(setting.ridge)
-        found: dict[str, list[Tensor]] = {}
-        for group in range(groups):
-            rows = self._grid.rows(slice(group * outputs, (group + 1) * outputs))
-            wanted = target[group]
-            if "gptq" in self.steps:  # damping adds to the same diagonal as the prior
-                values = gptq(wanted, problem.sums.moments[group], rows, setting.damping + problem.prior)
-                found.setdefault("gptq", []).append(values)
-            else:
-                values = rows.nearest(wanted)
-            if "descend" in self.steps:
-                values = descend(wanted, values, problem.moments(group), rows)
-                found.setdefault("descend", []).append(values)
-            if "adaround" in self.steps:
-                found.setdefault("adaround", []).append(adaround(wanted, problem.moments(group), rows, values))
-        return {step: torch.stack(parts) for step, parts in found.items()}
+    problem: Problem
+    group: int
+    wanted: Tensor
+    """The values [outputs, columns] to come close to."""
+    grid: Grid
+    before: Tensor | None
+    """The values that the solver before gave."""
+    setting: Setting
+
+    def start(self) -> Tensor:
+        """The values to go on from."""
+        return self.grid.nearest(self.wanted) if self.before is None else self.before
 
 
-def _setting(weight: Tensor, solver: _Solver, fit: InputSums, held: InputSums, *, centred: bool) -> Setting:
+def _gptq(part: _Part) -> Tensor:
+    damping = part.setting.damping + part.problem.prior  # both are added to the diagonal
+    return gptq(part.wanted, part.problem.sums.moments[part.group], part.grid, damping)
+
+
+def _descend(part: _Part) -> Tensor:
+    return descend(part.wanted, part.start(), part.problem.moments(part.group), part.grid)
+
+
+def _adaround(part: _Part) -> Tensor:
+    return adaround(part.wanted, part.problem.moments(part.group), part.grid, part.start())
+
+
+class _Solver(NamedTuple):
+    values: Callable[[_Part], Tensor]
+    """Gives the chosen values [outputs, columns]."""
+    tries_settings: bool = True
+    """Whether it is fast enough to run once for each setting."""
+
+
+SOLVERS = {"gptq": _Solver(_gptq), "descend": _Solver(_descend), "adaround": _Solver(_adaround, tries_settings=False)}
+"""The steps that choose codes, in their order; each goes on from the values of the one before it."""
+
+
+def _solved(problem: Problem, grid: Grid, steps: Sequence[str], setting: Setting) -> dict[str, Tensor]:
+    """The values [groups, outputs, columns] after each step."""
+    groups, outputs, _ = problem.weight.shape
+    target = problem.target(setting.ridge)
+    found: dict[str, list[Tensor]] = {step: [] for step in steps}
+    for group in range(groups):
+        rows, values = grid.rows(slice(group * outputs, (group + 1) * outputs)), None
+        for step in steps:
+            values = SOLVERS[step].values(_Part(problem, group, target[group], rows, values, setting))
+            found[step].append(values)
+    return {step: torch.stack(parts) for step, parts in found.items()}
+
+
+def _setting(
+    weight: Tensor, grid: Grid, steps: Sequence[str], fit: InputSums, held: InputSums, *, centred: bool
+) -> Setting:
     """The setting with the smallest error on the rows that are held back; without such rows the middle one."""
-    if not held.count or not fit.count or not solver.steps:
+    quick = [step for step in steps if SOLVERS[step].tries_settings]
+    if not held.count or not fit.count or not quick:
         return _ONE
     seen, tested = (Problem(weight, sums.about_mean() if centred else sums) for sums in (fit, held))
     settings = _MANY if fit.drift is None else _WITH_DRIFT
-    losses = [tested.loss(list(solver.solve(seen, setting).values())[-1]) for setting in settings]
+    losses = [tested.loss(_solved(seen, grid, quick, setting)[quick[-1]]) for setting in settings]
     return settings[min(range(len(losses)), key=losses.__getitem__)]
 
 

@@ -18,7 +18,7 @@ _LOW, _HIGH = -0.1, 1.1  # the ends of AdaRound's stretched sigmoid
 _MOST = torch.finfo(torch.float32).max
 
 
-def learnable_weights(block: nn.Module, shared: frozenset[nn.Parameter] = frozenset()) -> dict[str, LayerWeight]:
+def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozenset()) -> dict[str, LayerWeight]:
     """The weights whose values can be chosen, by the names of their parameters in a block."""
     names = {parameter: name for name, parameter in block.named_parameters()}
     weights = list(quantized_weights(block).values())
@@ -27,7 +27,7 @@ def learnable_weights(block: nn.Module, shared: frozenset[nn.Parameter] = frozen
         names[parameter]: weight
         for weight in weights
         if (parameter := weight.parameter) is not None and weight.tensor is parameter and used[parameter] == 1
-        if parameter not in shared and not _moves(weight)
+        if parameter not in fixed and not _moves(weight)
     }
 
 

@@ -18,7 +18,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
 from fakequant.ptq.call import Call
-from fakequant.ptq.sums import product_of
+from fakequant.ptq.kinds import product_of
 from fakequant.restore import attributes_of, restore_after
 
 _PROBES = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ from fakequant.nn.low_rank import LowRank
 from fakequant.nn.operands import LayerWeight
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
-from fakequant.ptq.neighbors import shared_parameters
+from fakequant.ptq.kinds import rows_of
 from fakequant.ptq.problem import Problem, damped_factor
 from fakequant.ptq.projections import row_name
 from fakequant.ptq.results import Improvement, LayerResult
 from fakequant.ptq.stream import Stage, Stream, record
-from fakequant.ptq.sums import InputSums, rows_of
-from fakequant.ptq.weights import prepared_weights
+from fakequant.ptq.sums import InputSums
+from fakequant.ptq.weights import fixed_parameters, prepared_weights
 from fakequant.restore import restore_on_error, state_of
 
 _DAMPING = 0.01
@@ -82,13 +82,14 @@ def low_rank(
     run = naming(runner(inputs, forward), given)
     if not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
-    shared = shared_parameters(model)
+    fixed = fixed_parameters(model, lambda: run(model, given[0]))
     names = {path: row_name(path, weight.layer) for path, weight in weights.items()}
-    notes = {path: _why_not(weight, shared, rank) for path, weight in weights.items()}
+    notes = {path: _why_not(weight, fixed, rank) for path, weight in weights.items()}
     layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
     result, reached = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note]), set()
     counts = [positions.of(batch) for batch in given]
-    with restore_on_error(state_of([model])), evaluating(model), disabled(model), torch.no_grad():
+    state = state_of([model])
+    with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), disabled(model), torch.no_grad():
         recorded = record(model, layers, run, given)
         with Stream(model, layers, run, given, recorded) as stages:
             for stage in track(stages, "splitting weights", len(recorded.order), progress):
@@ -103,15 +104,15 @@ def low_rank(
     return result
 
 
-def _why_not(weight: LayerWeight, shared: set[nn.Parameter], rank: int) -> str | None:
+def _why_not(weight: LayerWeight, fixed: Mapping[nn.Parameter, str], rank: int) -> str | None:
     """Why a weight stays as it is, or None."""
     layer, parameter = weight.layer, weight.parameter
     if not isinstance(layer, QuantLinear):
         return f"a {type(layer).__name__} is no linear layer"
     if layer.low_rank is not None:
         return "it has a product of low rank already"
-    if parameter is None or parameter in shared:
-        return "its weight is computed" if parameter is None else "layers share its weight"
+    if parameter is None or parameter in fixed:
+        return "its weight is computed" if parameter is None else fixed[parameter]
     if layer.input_transform is not None or holds_codes(weight):
         return "its weight is chosen already; call low_rank before improve"
     if weight.quantizer.learned is not None or weight.quantizer.dynamic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fakequant.distributed import is_sharded
 from fakequant.model.flow import METADATA
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
@@ -71,9 +72,27 @@ def find_neighbors(
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that several modules hold, or one module by several names of its own."""
+    """The parameters that several modules hold, or one module by several names, and those that lie in one memory."""
     held = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
-    return {parameter for parameter, count in held.items() if count > 1}
+    return {parameter for parameter, count in held.items() if count > 1} | _in_one_memory([*held])
+
+
+def _in_one_memory(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """The parameters whose memory overlaps with that of another, as after `one.data = other.data`."""
+    found, end, last = set[nn.Parameter](), 0, None
+    spans = [(*_span(own), own) for own in parameters if own.numel() and not own.is_meta and not is_sharded(own)]
+    for start, stop, own in sorted(spans, key=lambda span: span[:2]):
+        if last is not None and start < end:
+            found |= {last, own}
+        if stop > end:
+            end, last = stop, own
+    return found
+
+
+def _span(parameter: nn.Parameter) -> tuple[int, int]:
+    """The first byte of a parameter, and that after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size()
 
 
 class _Watch(TorchFunctionMode):

@@ -13,7 +13,7 @@ from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.ptq.grid import of_elements
-from fakequant.ptq.sums import product_of
+from fakequant.ptq.kinds import product_of
 
 T = TypeVar("T")
 Inputs = Sequence[Sequence[Tensor]]

@@ -91,7 +91,7 @@ def reconstruct_block(
     *,
     iterations: int = 200,
     seed: int = 0,
-    shared: frozenset[nn.Parameter] = frozenset(),
+    fixed: frozenset[nn.Parameter] = frozenset(),
 ) -> LayerResult:
     """Learn what the quantizers of a block do to its weights, so that its output comes close to targets.
 
@@ -105,7 +105,7 @@ def reconstruct_block(
         preset: one of `PRESETS`, or one of your own.
         iterations: how many steps.
         seed: of the order.
-        shared: parameters that must stay as they are.
+        fixed: parameters that must stay as they are.
 
     Returns:
         The loss before and after, as shares of the mean square of the targets.
@@ -132,7 +132,7 @@ def reconstruct_block(
             f"{len(inputs)} inputs, {len(targets)} targets and {iterations} iterations: give one target for each "
             "input, and at least one of all"
         )
-    weights = learnable_weights(block, shared) if chosen.rounding or chosen.ranges else {}
+    weights = learnable_weights(block, fixed) if chosen.rounding or chosen.ranges else {}
     steps = _learnable_inputs(block) if chosen.inputs else []
     saved = state_of([block])
     with restore_on_error(saved), evaluating(block):

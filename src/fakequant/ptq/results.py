@@ -107,7 +107,8 @@ class Improvement:
 
     def _rows(self) -> list[list[str]]:
         """The header and the rows of the table, the largest remaining error first."""
-        steps = list(dict.fromkeys(step for found in self.layers for step in found.steps))
+        by_length = sorted(self.layers, key=lambda found: -len(found.steps))  # those with all steps give the order
+        steps = list(dict.fromkeys(step for found in by_length for step in found.steps))
         rows = [["layer", "nearest", *steps, "chosen", "left"]]
         for found in sorted(self.layers, key=lambda found: -found.after):
             share = found.note or (f"{found.after / found.before:.0%}" if found.before else "-")

@@ -29,6 +29,7 @@ from fakequant.restore import restore_after, surely
 
 _MOST_WORKERS = 2048
 """Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
+NOT_REPEATED = "a second run gives other outputs: the model draws random numbers, or keeps values of earlier batches"
 _CHECKED = 2  # batches that run side by side and alone before anything is changed
 
 
@@ -60,8 +61,8 @@ class Record:
     Attributes:
         order: the layers in the order of their last calls.
         counts: for each batch, how often it calls each layer.
-        siblings: by layer, the layers that get the same tensor as their first argument in every batch, in order.
-        outputs_repeat: whether a second run of the first batch gives the same: the model draws no random numbers.
+        siblings: by layer, the layers that get the same tensor as their first argument in every call, in order.
+        outputs_repeat: whether a second run of the first batch gives the same.
     """
 
     order: list[str] = field(default_factory=list)
@@ -93,7 +94,7 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
     found, outputs = Record(), []
     last: dict[str, int] = {}
     readers: dict[Any, tuple[Call, list[str]]] = {}  # with the tensor, whose id stays its own as long as it is kept
-    seen: list[dict[str, list[str]]] = []  # for each batch, the layers that read the same tensor as a layer
+    seen: list[dict[str, list[list[str]]]] = []  # for each batch and call, the layers that read a layer's input
     step = 0
 
     def count(name: str, call: Call) -> None:
@@ -107,7 +108,10 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
         for number, batch in enumerate(batches):
             found.counts.append(Counter())
             result = run(model, batch)
-            seen.append({name: names for _, names in readers.values() for name in names})
+            seen.append({name: [] for name in found.counts[-1]})
+            for _, names in readers.values():
+                for name in dict.fromkeys(names):
+                    seen[-1][name].append(names)
             readers.clear()
             if number < _CHECKED:
                 outputs.append(result)
@@ -117,11 +121,11 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
     return found
 
 
-def _siblings(seen: Sequence[Mapping[str, list[str]]]) -> dict[str, list[str]]:
-    """The layers that read the same tensor as a layer in every batch, itself among them."""
-    groups: dict[Any, list[str]] = {}
+def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[str]]:
+    """The layers that read the same tensors as a layer in every batch, itself among them."""
+    groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for own in seen for name in own):
-        groups.setdefault(tuple(tuple(own.get(name, ())) for own in seen), []).append(name)
+        groups.setdefault(str([own.get(name) for own in seen]), []).append(name)
     return {name: group for group in groups.values() for name in group}
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch import Tensor
 
 from fakequant.distributed import gather
-from fakequant.errors import CalibrationError, ConfigError
-from fakequant.nn.foreign import QuantConv1D
-from fakequant.ptq.projections import Projection
+from fakequant.errors import CalibrationError
 
 _ROWS = 16_384
 """Rows that are multiplied at a time: float32 products of them, added in float64."""
@@ -184,106 +179,3 @@ def stacked(parts: Sequence[InputSums]) -> InputSums:
             setattr(found, name, torch.cat(shares))
     found.count = count
     return found
-
-
-def rows_of(layer: Any, x: Tensor) -> Tensor:
-    """The rows [groups, rows, columns] that a layer multiplies with its weight matrix, of an input x.
-
-    Raises:
-        ConfigError: the layer is of a kind without a weight matrix.
-    """
-    if not has_rows(layer):
-        raise ConfigError(f"a {type(layer).__name__} has no weight matrix")
-    return _KINDS[_kind(layer)](layer, x)
-
-
-def has_rows(layer: Any) -> bool:
-    """Whether a layer multiplies rows of its input with a weight matrix: [out, columns], or turned."""
-    return isinstance(layer, tuple(_KINDS)) and not (isinstance(layer, _ConvTransposeNd) and layer.groups > 1)
-
-
-def is_turned(layer: Any) -> bool:
-    """Whether the weight of a layer with a weight matrix is [in, out, ...], and its matrix that with both turned."""
-    return isinstance(layer, (QuantConv1D, _ConvTransposeNd))
-
-
-def takes_transform(layer: Any) -> bool:
-    """Whether a layer with a weight matrix can have a transform of its input."""
-    return not is_turned(layer) and not isinstance(layer, Projection)
-
-
-def _kind(layer: Any) -> type:
-    return next(kind for kind in _KINDS if isinstance(layer, kind))
-
-
-def makes_same_rows(one: Any, other: Any) -> bool:
-    """Whether two layers with a weight matrix make the same rows of the same input."""
-    if isinstance(one, Projection) or isinstance(other, Projection):
-        return one is other
-    return _kind(one) is _kind(other) and all(
-        getattr(one, name, None) == getattr(other, name, None)
-        for name in (
-            "kernel_size",
-            "stride",
-            "padding",
-            "dilation",
-            "groups",
-            "padding_mode",
-            "output_padding",
-            "same_pad",
-        )
-    )
-
-
-def product_of(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """What a layer with a weight matrix gives for an input and another weight, without its bias.
-
-    Args:
-        layer: or a `Projection`.
-        weight: of the shape of its own.
-        x: of any float dtype: under autocast, layers get inputs of another dtype than their weight's.
-    """
-    x = x.to(weight.dtype)
-    if isinstance(layer, _ConvTransposeNd):
-        return _transposed(layer, x, weight)
-    if is_turned(layer):
-        return x @ weight
-    return F.linear(x, weight) if isinstance(layer, (nn.Linear, Projection)) else layer._conv_forward(x, weight, None)
-
-
-def _transposed(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
-    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(layer.kernel_size) - 1]
-    return convolve(x, weight, None, layer.stride, layer.padding, layer.output_padding, 1, layer.dilation)
-
-
-def _of_linear(layer: Any, x: Tensor) -> Tensor:
-    return x.reshape(1, -1, x.shape[-1])
-
-
-def _of_convolution(layer: Any, x: Tensor) -> Tensor:
-    """Every window as a row, by a convolution with a weight that picks one value of it each."""
-    axes = len(layer.kernel_size)
-    x = x if x.dim() == axes + 2 else x[None]
-    columns = layer.weight[0].numel()
-    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size)
-    repeated = picks.repeat(layer.groups, *(1 for _ in picks.shape[1:]))
-    windows = layer._conv_forward(x, repeated, None)  # with the layer's padding
-    return windows.unflatten(1, (layer.groups, columns)).movedim((1, 2), (0, -1)).reshape(layer.groups, -1, columns)
-
-
-def _of_transposed(layer: Any, x: Tensor) -> Tensor:
-    """Every window as a row, by a transposed convolution with a weight that puts one value of it each."""
-    x = x if x.dim() == len(layer.kernel_size) + 2 else x[None]
-    columns = layer.weight[:, 0].numel()
-    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size).transpose(0, 1)
-    return _transposed(layer, x, picks).movedim(1, -1).reshape(1, -1, columns)
-
-
-_KINDS: dict[type, Callable[[Any, Tensor], Tensor]] = {
-    nn.Linear: _of_linear,
-    Projection: _of_linear,
-    QuantConv1D: _of_linear,
-    _ConvTransposeNd: _of_transposed,
-    _ConvNd: _of_convolution,
-}
-"""Layers with a weight matrix, and how their input becomes rows; the first kind that fits a layer holds."""

@@ -15,8 +15,8 @@ from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.qparams import QParams, choose_qparams
 from fakequant.ops import library
+from fakequant.ptq.kinds import product_of, takes_transform
 from fakequant.ptq.ranges import GAIN, Inputs, others_of, sampled, searched_input, whole_range
-from fakequant.ptq.sums import product_of, takes_transform
 from fakequant.restore import state_of
 
 _ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ptq.sums import is_turned
+from fakequant.ptq.kinds import is_turned
 
 
 class Turn:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import nn
 
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.arguments import check_model
+from fakequant.model.calls import weight_readers
+from fakequant.model.modes import evaluating
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode, quantizers
+from fakequant.ptq.neighbors import shared_parameters
 
 
 def prepared_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
@@ -45,3 +52,24 @@ def calibrated_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
         if weight.parameter is not None and not bool(weight.parameter.isfinite().all()):
             raise CalibrationError(f"{path.rpartition('.')[0] or 'the model'}: its weight holds NaN or inf")
     return weights
+
+
+def fixed_parameters(model: nn.Module, run: Callable[[], object]) -> dict[nn.Parameter, str]:
+    """The parameters that no algorithm may change, because more than one layer reads them, and why.
+
+    Args:
+        run: runs the model; what reads a weight outside of its layer is found by it.
+
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "INT8_WEIGHT_ONLY")
+    >>> found = fixed_parameters(model, lambda: model(torch.ones(1, 4)) / model[0].weight.norm())
+    >>> found[model[0].weight], len(found)
+    ('the model reads its weight outside of the layer', 1)
+    """
+    found = dict.fromkeys(shared_parameters(model), "layers share its weight")
+    with evaluating(model), torch.no_grad():
+        readers = weight_readers(model, run)
+    for weight in quantized_weights(model).values():
+        if weight.layer in readers and weight.parameter is not None:
+            reader = readers[weight.layer] or "the model"
+            found.setdefault(weight.parameter, f"{reader} reads its weight outside of the layer")
+    return found

@@ -1,0 +1,134 @@
+"""Layers with a weight matrix: how their input becomes the rows that it multiplies, and what the product is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from fakequant.errors import ConfigError
+from fakequant.nn.foreign import QuantConv1D
+from fakequant.ptq.projections import Projection
+
+_WINDOW = ["kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding", "same_pad"]
+"""The attributes by which a convolution makes rows of its input."""
+
+
+class Kind(NamedTuple):
+    """What algorithms ask of a kind of layer.
+
+    Attributes:
+        rows: called as rows(layer, x); the rows [groups, rows, columns] of an input.
+        product: called as product(layer, weight, x); the output for a weight of the shape of its own, without the bias.
+        is_turned: whether the weight is [in, out, ...], and its matrix that with both turned.
+        takes_transform: whether a transform of the input can stand before it.
+    """
+
+    rows: Callable[[Any, Tensor], Tensor]
+    product: Callable[[Any, Tensor, Tensor], Tensor]
+    is_turned: bool = False
+    takes_transform: bool = True
+
+
+def rows_of(layer: Any, x: Tensor) -> Tensor:
+    """The rows [groups, rows, columns] that a layer multiplies with its weight matrix, of an input x.
+
+    Raises:
+        ConfigError: the layer is of a kind without a weight matrix.
+    """
+    if not has_rows(layer):
+        raise ConfigError(f"a {type(layer).__name__} has no weight matrix")
+    return KINDS[_kind(layer)].rows(layer, x)
+
+
+def product_of(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """What a layer with a weight matrix gives for an input and another weight, without its bias.
+
+    Args:
+        layer: or a `Projection`.
+        weight: of the shape of its own.
+        x: of any float dtype: under autocast, layers get inputs of another dtype than their weight's.
+    """
+    return KINDS[_kind(layer)].product(layer, weight, x.to(weight.dtype))
+
+
+def has_rows(layer: Any) -> bool:
+    """Whether a layer multiplies rows of its input with a weight matrix: [out, columns], or turned."""
+    return isinstance(layer, tuple(KINDS)) and not (isinstance(layer, _ConvTransposeNd) and layer.groups > 1)
+
+
+def is_turned(layer: Any) -> bool:
+    """Whether the weight of a layer with a weight matrix is [in, out, ...]."""
+    return KINDS[_kind(layer)].is_turned
+
+
+def takes_transform(layer: Any) -> bool:
+    """Whether a layer with a weight matrix can have a transform of its input."""
+    return KINDS[_kind(layer)].takes_transform
+
+
+def makes_same_rows(one: Any, other: Any) -> bool:
+    """Whether two layers with a weight matrix make the same rows of the same input."""
+    if isinstance(one, Projection) or isinstance(other, Projection):
+        return one is other
+    return _kind(one) is _kind(other) and all(
+        getattr(one, name, None) == getattr(other, name, None) for name in _WINDOW
+    )
+
+
+def _kind(layer: Any) -> type:
+    return next(kind for kind in KINDS if isinstance(layer, kind))
+
+
+def _rows_of_linear(layer: Any, x: Tensor) -> Tensor:
+    return x.reshape(1, -1, x.shape[-1])
+
+
+def _rows_of_convolution(layer: Any, x: Tensor) -> Tensor:
+    """Every window as a row, by a convolution with a weight that picks one value of it each."""
+    axes = len(layer.kernel_size)
+    x = x if x.dim() == axes + 2 else x[None]
+    columns = layer.weight[0].numel()
+    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size)
+    repeated = picks.repeat(layer.groups, *(1 for _ in picks.shape[1:]))
+    windows = _convolved(layer, repeated, x)  # with the layer's padding
+    return windows.unflatten(1, (layer.groups, columns)).movedim((1, 2), (0, -1)).reshape(layer.groups, -1, columns)
+
+
+def _rows_of_transposed(layer: Any, x: Tensor) -> Tensor:
+    """Every window as a row, by a transposed convolution with a weight that puts one value of it each."""
+    x = x if x.dim() == len(layer.kernel_size) + 2 else x[None]
+    columns = layer.weight[:, 0].numel()
+    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size).transpose(0, 1)
+    return _transposed(layer, picks, x).movedim(1, -1).reshape(1, -1, columns)
+
+
+def _linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def _turned_linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    return x @ weight
+
+
+def _convolved(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    return layer._conv_forward(x, weight, None)
+
+
+def _transposed(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(layer.kernel_size) - 1]
+    return convolve(x, weight, None, layer.stride, layer.padding, layer.output_padding, 1, layer.dilation)
+
+
+KINDS: dict[type, Kind] = {
+    nn.Linear: Kind(_rows_of_linear, _linear),
+    Projection: Kind(_rows_of_linear, _linear, takes_transform=False),
+    QuantConv1D: Kind(_rows_of_linear, _turned_linear, is_turned=True, takes_transform=False),
+    _ConvTransposeNd: Kind(_rows_of_transposed, _transposed, is_turned=True, takes_transform=False),
+    _ConvNd: Kind(_rows_of_convolution, _convolved),
+}
+"""All kinds; the first one that fits a layer holds."""
