@@ -111,7 +111,7 @@ def test_the_curve_is_that_of_all_mixes() -> None:
 
 
 def test_a_budget_is_kept_and_its_configuration_prepares_the_model(found: Scores) -> None:
-    for chosen in (found.allocate(bits=6.5), found.allocate(size=found.allocate(bits=6.5).bits / 8)):
+    for chosen in (found.allocate(bits=6.5), found.allocate(size=found.allocate(bits=6.5).size)):
         assert chosen.bits_per_weight <= 6.5
         assert chosen.choices["left"] == chosen.choices["right"]
         model = fq.prepare(Net(), chosen.config())
@@ -173,10 +173,11 @@ def test_what_is_refused(found: Scores) -> None:
         found.allocate()
     with pytest.raises(ConfigError, match="give one budget"):
         found.allocate(bits=4, size=100)
-    with pytest.raises(
-        ConfigError, match=r"the smallest mix has 4\.\d+ bits per weight, \d+ bytes; give other choices"
-    ):
+    with pytest.raises(ConfigError, match=r"the smallest mix has 4\.\d+ bits per weight; give other choices"):
         found.allocate(bits=2)
+    in_float = r"864 stay in float \(256 in left, 256 in right, 256 in twice and the others in 2 more modules\)"
+    with pytest.raises(ConfigError, match=f"smallest mix has 8,\\d+ bytes, of which {in_float}; give other"):
+        found.allocate(size=100)
     with pytest.raises(ConfigError, match="the smallest loss is"):
         found.allocate(loss=0.0)
     with pytest.raises(ConfigError, match="unknown preset 'INT9'"):
@@ -247,14 +248,72 @@ def test_layers_without_scores_are_named() -> None:
     assert scores.left == {
         "table": "a Embedding has no score",
         "lstm": "a LSTM has no score",
-        "idle": "no batch reaches it",
+        "idle": "the first batch does not reach it",
     }
-    said = "3 stay in float: table (a Embedding has no score), lstm (a LSTM has no score), idle (no batch reaches it)"
-    assert str(scores).endswith(said)
+    said = "3 stay in float: table (a Embedding has no score), lstm (a LSTM has no score), idle ("
+    assert str(scores).endswith(f"{said}the first batch does not reach it)")
     with pytest.warns(CalibrationWarning, match="idle"):
         mix = fq.ptq.search(Partly(), given, ["INT8", "INT4_GROUP32"], bits=9)
     assert said in repr(mix)
     assert list(mix.choices) == ["head"]
+
+
+class Mixed(nn.Module):
+    """Weights of every kind: in attention, tied, computed, read without a call, never reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm = nn.Embedding(50, 32), nn.LayerNorm(32)
+        self.attention = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+        self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+        self.other.weight = self.one.weight
+        self.computed = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+        self.read, self.idle, self.head = nn.Linear(32, 32), nn.Linear(32, 3), nn.Linear(32, 50, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(self.norm(self.table(x)))
+        y = self.other(self.one(y).relu()) + self.computed(y.tanh())
+        return self.head(nn.functional.linear(y, self.read.weight))
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Scores:
+    given = [torch.arange(48).view(4, 12)]
+    return fq.ptq.scores(Mixed().eval(), given, ["INT8_WEIGHT_ONLY", "INT4_GROUP32"], progress=False)
+
+
+def test_a_size_is_that_of_the_summary(mixed: Scores, found: Scores) -> None:
+    for scores, kind in ((mixed, Mixed), (found, Net)):
+        curve = scores.curve()
+        assert len(curve) > 3
+        for mix in curve:
+            summary = fq.summary(fq.prepare(kind(), mix.config()))
+            assert mix.size == summary.bytes_quantized
+            assert mix.bits_per_weight == summary.bits_per_weight or kind is Mixed  # which computes a weight
+        middle = curve[len(curve) // 2]
+        fitting = scores.allocate(size=middle.size)
+        assert fitting.size <= middle.size
+        assert fitting.loss <= middle.loss
+        assert f" {middle.size:,} bytes in all, {sum(scores.in_float.values()):,} of them in float, " in repr(middle)
+    assert repr(curve[0]).startswith(f"Allocation(5 layers with {curve[0].bits_per_weight:.4g} bits per weight, ")
+
+
+def test_layers_that_share_their_weight_get_one_choice_and_count_once(mixed: Scores) -> None:
+    assert ["one", "other"] in mixed.ties
+    assert (mixed.weights["one"], mixed.weights["other"]) == (32 * 32, 0)
+    assert all(mix.choices["one"] == mix.choices["other"] for mix in mixed.curve())
+
+
+def test_why_a_layer_stays_in_float(mixed: Scores) -> None:
+    left = {name: why for name, why in mixed.left.items() if name not in ("table", "attention.self_attn")}
+    assert left == {
+        "attention.self_attn.out_proj": "attention.self_attn uses its weight in float",
+        "computed.parametrizations.weight": "a ParametrizationList has no score",
+        "read": "the model uses its weight in float",
+        "idle": "the first batch does not reach it",
+    }
 
 
 def test_a_first_axis_that_holds_no_examples_gives_right_scores() -> None:

@@ -57,15 +57,19 @@ def test_a_metric_decides_the_order() -> None:
     assert "-4 (-4)" in str(found)
 
 
+CALLS: list[nn.Module] = []
+
+
+def metric_with_an_interrupt(model: nn.Module) -> float:
+    CALLS.append(model)
+    if len(CALLS) == 3:
+        raise KeyboardInterrupt
+    return 1.0
+
+
 def test_rows_of_a_file_are_not_run_again(tmp_path: Path) -> None:
-    path, calls = tmp_path / "rows.jsonl", []
-
-    def metric(model: Any) -> float:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return 1.0
-
+    path, metric = tmp_path / "rows.jsonl", metric_with_an_interrupt
+    CALLS.clear()
     ways = Ways(["INT8", "FP8"], steps=[None])
     with pytest.raises(KeyboardInterrupt):
         compare(net(), batches(), ways, metric=metric, path=path)
@@ -73,9 +77,35 @@ def test_rows_of_a_file_are_not_run_again(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"preset": "FP')  # a kill in the middle of a line
     found = compare(net(), batches(), ways, metric=metric, path=path)
-    assert len(calls) == 5  # the float model twice, INT8 once, FP8 twice
+    assert len(CALLS) == 5  # the float model twice, INT8 once, FP8 twice
     assert len(found.rows) == 2
     assert [json.loads(line).get("preset") for line in path.read_text().splitlines()] == [None, "INT8", "FP8"]
+
+
+def of_value(value: float) -> Any:
+    return lambda model: value
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"metric": of_value(2.0)},
+        {"metric": None},
+        {"forward": lambda model, x: model(100 * x)},
+        {"inputs": lambda x: 100 * x},
+        {"batches": [100 * x for x in batches()]},
+    ],
+)
+def test_rows_of_another_run_are_refused(other: dict[str, Any], tmp_path: Path) -> None:
+    def run(told: list[Any], **given: Any) -> None:
+        values = {"batches": batches(), "metric": of_value(1.0), **given}
+        compare(net(), **values, ways=["INT8"], path=tmp_path / "rows.jsonl", told=told.append)
+
+    run(first := [])
+    run(again := [])
+    assert (len(first), len(again)) == (2, 0)
+    with pytest.raises(ConfigError, match=r"no comparison of this model and these batches with this metric=, inputs="):
+        run([], **other)
 
 
 def test_what_fails_is_a_row() -> None:

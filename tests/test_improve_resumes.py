@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant import files
-from fakequant.errors import CheckpointError
+from fakequant.errors import CheckpointError, ConfigError
 from tests.support.bits import assert_same_bits
 
 improving = importlib.import_module("fakequant.ptq.improve")
@@ -120,6 +121,8 @@ def test_an_ended_run_goes_on(config: str, steps: Any, tmp_path: Path, chosen: l
         ({"batches": batches()[:3], "steps": ["gptq"]}, "another set of batches and another list of steps"),
         ({"mask": lambda x: torch.ones(16, 1, dtype=torch.bool)}, "another mask"),
         ({"model": "uint8 inputs"}, "another model"),
+        ({"forward": lambda model, x: model(2 * x)}, "another forward="),
+        ({"inputs": lambda x: 2 * x}, "another inputs="),
     ],
 )
 def test_another_run_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -129,6 +132,47 @@ def test_another_run_is_refused(given: dict[str, Any], message: str, tmp_path: P
     with pytest.raises(CheckpointError, match=f"holds a run of improve with {message}; continue with what it had"):
         fq.ptq.improve(model, **{"batches": batches(), "steps": QUICK, **given}, checkpoint=tmp_path, progress=False)
     assert_same(model, before)
+
+
+@dataclass
+class Example:
+    """A batch that torch does not look into."""
+
+    x: Tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [
+        (Tensor.numpy, torch.from_numpy),
+        (Example, lambda batch: batch.x),
+        (lambda x: (x, 2 * x), 0),
+        (lambda x: (x, 2 * x), lambda batch: batch[0]),
+    ],
+)
+def test_batches_of_any_kind_are_compared(kind: Any, inputs: Any, tmp_path: Path, chosen: list[str]) -> None:
+    def run(batches: list[Any], inputs: Any = inputs) -> nn.Module:
+        fq.ptq.improve(model := prepared(), batches, QUICK, inputs=inputs, checkpoint=tmp_path, progress=False)
+        return model
+
+    first = run([kind(x) for x in batches()])
+    chosen.clear()
+    assert_same(run([kind(x.clone()) for x in batches()]), first)
+    assert chosen == []
+    with pytest.raises(CheckpointError, match="a run of improve with another set of batches;"):
+        run([kind(x + 1) for x in batches()])
+    with pytest.raises(CheckpointError, match="a run of improve with another inputs=;"):
+        run([kind(x) for x in batches()], lambda batch: batch[1])
+
+
+def test_batches_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    given = [{"x": x, "from": open(__file__)} for x in batches()]  # noqa: SIM115
+    wanted = (
+        "a batch cannot be compared with those of another run: a TextIOWrapper cannot be taken apart: cannot pickle"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        fq.ptq.improve(prepared(), given, QUICK, inputs=lambda b: b["x"], checkpoint=tmp_path, progress=False)
+    fq.ptq.improve(prepared(), given, QUICK, inputs=lambda b: b["x"], progress=False)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

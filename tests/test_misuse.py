@@ -169,6 +169,10 @@ def ready() -> nn.Sequential:
 
 X, X9 = torch.randn(4, 8), torch.ones(4, 9)
 FAILS = r"^batch 2, tensors of shape \[4, 9\], failed in layer 0 \(Linear 8 -> 8\) on float32 \[4, 9\]: Run"
+INTEGERS = (
+    r"^batch 2, tensors of shape \[4, 8\], failed in layer 0 \(Linear 8 -> 8\) on int64 \[4, 8\]: DTypeError: cannot "
+    r"quantize a tensor of dtype torch\.int64: .*; convert it first, .*; correct the batch or the model$"
+)
 FIRST_FAILS = FAILS.replace("batch 2", "batch 1")
 PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     "prepare by bits": (lambda _: fq.prepare(net(), 8), r"a preset is given by its name, such as 'int8', got 8"),
@@ -221,6 +225,10 @@ PYTHON: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "calibrate on another width": (lambda _: fq.calibrate(ready(), [X, X9]), FAILS),
     "report on another width": (lambda path: fq.report(ready(), [X, X9], path / "report.html"), FAILS),
+    "calibrate on integers": (lambda _: fq.calibrate(fq.prepare(net(), "int8"), [X, X.long()]), INTEGERS),
+    "improve on integers": (lambda _: fq.ptq.improve(ready(), [X, X.long()]), INTEGERS),
+    "reconstruct on integers": (lambda _: fq.ptq.reconstruct(ready(), [X, X.long()]), INTEGERS),
+    "search on integers": (lambda _: fq.search(net(), [X, X.long()], "INT8", bits=9), INTEGERS),
     "sensitivity on another width": (lambda _: fq.sensitivity(ready(), [X, X9]), FAILS),
     "ratios on another width": (lambda _: fq.layer_sqnr(ready(), [X, X9]), FAILS),
     "improve on another width": (lambda _: fq.ptq.improve(ready(), [X, X9]), FAILS),

@@ -45,7 +45,8 @@ def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | Non
     measured = "" if mix.metric is None else f"evaluate(model) gives {mix.metric:.6g}; "
     return [
         *(f"{layer.ljust(width)}  {choice}" for layer, choice in mix.choices.items()),
-        f"{mix.bits_per_weight:.3f} bits per weight, {mix.bits / 8:.0f} bytes; {measured}error of the output "
+        f"{mix.bits_per_weight:.3f} bits per weight of these, {mix.size:,} bytes in all, of which "
+        f"{sum(mix.in_float.values()):,} stay in float; {measured}error of the output "
         f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}",
         shlex.join(["--float", "*", *(word for pair in mix.choices.items() for word in ("--rule", "=".join(pair)))]),
     ]

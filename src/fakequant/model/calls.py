@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,8 +35,13 @@ def layers_called(model: nn.Module, run: Run) -> set[nn.Module]:
     return called
 
 
-def weight_readers(model: nn.Module, run: Run) -> dict[nn.Module, str]:
+def weight_readers(model: nn.Module, run: Run, others: Iterable[nn.Module] = ()) -> dict[nn.Module, str]:
     """The quantized layers whose weight a run reads without calling them, and the path of the module that reads it.
+
+    Args:
+        model: what runs.
+        run: calls it.
+        others: layers in float to look for, too, which have one weight.
 
     >>> class Projects(nn.Module):
     ...     def __init__(self):
@@ -49,9 +54,10 @@ def weight_readers(model: nn.Module, run: Run) -> dict[nn.Module, str]:
     True
     """
     owners: dict[int, list[nn.Module]] = {}
-    for layer in model.modules():
-        # Parameters alone: a parametrization would compute an unused weight, and may change its buffers.
-        parameters = [w.parameter for w in layer.weights()] if isinstance(layer, QuantizedLayer) else []
+    # Parameters alone: a parametrization would compute an unused weight, and may change its buffers.
+    held = {m: [w.parameter for w in m.weights()] for m in model.modules() if isinstance(m, QuantizedLayer)}
+    held |= {layer: [layer._parameters.get("weight")] for layer in others}
+    for layer, parameters in held.items():
         for parameter in parameters:
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(layer)

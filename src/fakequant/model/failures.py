@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.errors import CalibrationError, ConfigError, ExportError, FakeQuantError
+from fakequant.errors import CalibrationError, ConfigError, DTypeError, ExportError, FakeQuantError
 from fakequant.model.batches import Forward
 from fakequant.nn.quantizer import Quantizer
 from fakequant.restore import restore_after
 
 _OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 """What torch raises of wrong inputs. Other classes, such as torch.OutOfMemoryError, are left to the caller."""
+
+_OF_A_BATCH = (*_OF_TORCH, DTypeError)
+"""What wrong inputs raise in a quantized model: its quantizers refuse integers before torch does."""
 
 _LOG = "torch._subclasses.fake_tensor"
 """Where torch writes the traceback of an error in tracing, which it raises, too."""
@@ -39,18 +42,19 @@ class BatchError(CalibrationError):
 
 @contextmanager
 def failure_named(model: nn.Module, number: int, batch: Any) -> Iterator[None]:
-    """Turn an error of torch in a model's call into one that names the batch, its shapes and the layer.
+    """Turn an error of a model's call into one that names the batch, its shapes and the layer.
 
     Args:
         number: of the batch, from 1.
 
     Raises:
-        BatchError: the model failed. Errors of this package, and those that arise outside of the model, stay.
+        BatchError: the model failed. Other errors of this package than that of a dtype, and those that arise outside of
+            the model, stay.
     """
     try:
         yield
-    except _OF_TORCH as error:
-        where = place(model, error) if type(error) in _OF_TORCH else None
+    except _OF_A_BATCH as error:
+        where = place(model, error) if type(error) in _OF_A_BATCH else None
         if where is None:
             raise
         raise BatchError(number, batch, where, one_line(error)) from error

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.calibrate import calibrate
+from fakequant.model.calls import weight_readers
 from fakequant.model.config import Config, Rule
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
@@ -87,37 +89,95 @@ def scores(
             if not callable(chosen):
                 raise ConfigError(f'expected measure="kl" or a function of the model, got {measure!r}')
             arriving = losses_alone(model, quantized, reached, chosen, progress)
-    found: dict[str, dict[str, Score]] = {layer: {} for layer in reached}
+    weights, found = _weights(layers, reached), dict[str, dict[str, Score]]()
     for layer in reached:
-        for name, twin in quantized.items():
-            own: Any = twin.get_submodule(layer)
-            if isinstance(own, QuantizedLayer) and own.weight_quantizer is not None:
-                cost = float(arriving[layer, name].square().mean())
-                found[layer][name] = _score(own, cost, products[layer])
-    ties = list({tuple(group): list(dict.fromkeys(group)) for group in recorded.siblings.values()}.values())
-    sizes, left = {layer: layers[layer].weight.numel() for layer in reached}, _left(model, reached)
-    return Scores(found, sizes, ties, arriving, products, left)
+        twins = {name: twin.get_submodule(layer) for name, twin in quantized.items()}
+        found[layer] = {
+            name: _score(own, float(arriving[layer, name].square().mean()), products[layer], weights[layer])
+            for name, own in twins.items()
+            if isinstance(own, QuantizedLayer) and own.weight_quantizer is not None
+        }
+    with evaluating(model), torch.no_grad():
+        left = _left(model, reached, lambda: run(model, given[0]))
+    return Scores(
+        found,
+        weights,
+        _ties(layers, recorded.siblings),
+        arriving,
+        products,
+        left,
+        _bytes_in_float(model, [layers[layer] for layer in reached]),
+        frozenset(layer for layer in reached if _parameter(layers[layer]) is None),
+    )
 
 
-def _left(model: nn.Module, reached: Sequence[str]) -> dict[str, str]:
-    """Why layers with weights of two axes or more have no scores."""
+def _parameter(layer: nn.Module) -> nn.Parameter | None:
+    """The weight of a layer; None where it is computed."""
+    return layer._parameters.get("weight")
+
+
+def _weights(layers: Mapping[str, Any], reached: Sequence[str]) -> dict[str, int]:
+    """How many weights each layer has; 0 where an earlier one holds the same parameter."""
+    found, seen = dict[str, int](), set[nn.Parameter]()
+    for name in reached:
+        parameter = _parameter(layers[name])
+        found[name] = 0 if parameter in seen else layers[name].weight.numel()
+        seen |= set() if parameter is None else {parameter}
+    return found
+
+
+def _ties(layers: Mapping[str, Any], siblings: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """The groups of layers that get one choice: they read the same tensor, or hold the same parameter."""
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name in siblings:
+        if (parameter := _parameter(layers[name])) is not None:
+            holders.setdefault(parameter, []).append(name)
+    found = {name: [name] for name in siblings}
+    for group in (*siblings.values(), *holders.values()):
+        joined = list(dict.fromkeys(other for name in group for other in found[name]))
+        found |= dict.fromkeys(joined, joined)
+    return [list(group) for group in dict.fromkeys(map(tuple, found.values()))]
+
+
+def _bytes_in_float(model: nn.Module, scored: Sequence[nn.Module]) -> dict[str, int]:
+    """The bytes of all other parameters than the weights of layers with scores, by the module that holds them."""
+    found, seen = dict[str, int](), {_parameter(layer) for layer in scored}
+    for path, module in model.named_modules():
+        own = set(module.parameters(recurse=False)) - seen
+        seen |= own
+        if own:
+            found[path] = sum(p.numel() * p.element_size() for p in own)
+    return found
+
+
+def _left(model: nn.Module, reached: Sequence[str], run: Callable[[], object]) -> dict[str, str]:
+    """Why layers with weights of two axes or more have no scores.
+
+    Args:
+        run: calls the model with the first batch.
+    """
     matrices = {
         name: module
         for name, module in model.named_modules()
         if any(p is not None and p.dim() > 1 for p in module._parameters.values()) and name not in reached
     }
-    return {
-        name: "no batch reaches it" if _is_scored(module) else f"a {type(module).__name__} has no score"
-        for name, module in matrices.items()
-    }
+    uncalled = [module for module in matrices.values() if _is_scored(module)]
+    readers = weight_readers(model, run, uncalled) if uncalled else {}
+
+    def why(module: nn.Module) -> str:
+        if module in readers:
+            return f"{readers[module] or 'the model'} uses its weight in float"
+        return "the first batch does not reach it" if _is_scored(module) else f"a {type(module).__name__} has no score"
+
+    return {name: why(module) for name, module in matrices.items()}
 
 
-def _score(layer: Any, loss: float, products: int) -> Score:
-    """The score of a quantized layer with so many multiply-accumulates."""
+def _score(layer: Any, loss: float, products: int, weights: int) -> Score:
+    """The score of a quantized layer with so many multiply-accumulates and weights of its own."""
     weight, x = layer.weight_quantizer.spec, layer.input_quantizer
     bits = spec_bits(weight, tuple(layer.weight.shape))
     each = weight.format.bits * (32 if x is None else x.spec.format.bits)
-    return Score(loss, bits.codes + bits.scales, products * each)
+    return Score(loss, bits.codes + bits.scales if weights else 0, products * each)
 
 
 def quantized_copy(model: nn.Module, config: Config, batches: list[Any], run: Forward) -> nn.Module:

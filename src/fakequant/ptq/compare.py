@@ -34,7 +34,8 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn import cached_weights
 from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ptq.comparison import Compared, Comparison, best_first
-from fakequant.ptq.finished import digest, run_of
+from fakequant.ptq.digest import digest
+from fakequant.ptq.finished import run_of
 from fakequant.ptq.improve import checked_steps, improve
 from fakequant.ptq.output_error import OutputError
 
@@ -72,14 +73,15 @@ def compare(  # noqa: PLR0913  all but the first three by name
         ways: names of presets, or `Ways(presets, methods, steps)`: presets without static inputs run with the first
             method alone; steps are those of `improve`, "best" or "fast", None for none.
         metric: called as metric(model), larger is better; also for the float model.
-        path: a file of JSON lines that gets each row as soon as it is there. Rows that it holds of the same model and
-            batches are not run again.
+        path: a file of JSON lines that gets each row as soon as it is there. Rows that it holds of the same model,
+            batches, `metric`, `inputs` and `forward` are not run again. Of functions the code, constants, defaults and
+            enclosed variables are compared, not global variables and the functions that they call.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
         told: gets each new row as soon as it is there.
 
     Raises:
-        ConfigError: an unknown preset, method or steps, or a file of another model or of other batches.
+        ConfigError: an unknown preset, method or steps, or a file of another model, batches or metric.
         CalibrationError: no batches, or the model in float gives NaN for one or fails on it (names it, and the layer).
         OutputError: the file cannot be written; raised before the work.
         What fails in one way of quantizing is a row with the reason.
@@ -100,8 +102,9 @@ def compare(  # noqa: PLR0913  all but the first three by name
         path = writable_file(path)
     given = batch_list(batches, "compare")
     run = naming(runner(inputs, forward), given)
-    known = _read(path, digest([*run_of(model, given, (), []).values()]))
-    task = _Task(model, given, run, metric, {"inputs": inputs, "forward": forward})
+    called = {"inputs": inputs, "forward": forward}
+    known = {} if path is None else _read(path, digest(run_of(model, given, given={**called, "metric": metric})))
+    task = _Task(model, given, run, metric, called)
     result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
     for way in track(tried, "comparing", len(tried)):
         row = known.get(way)
@@ -185,17 +188,18 @@ class _Task:
         return round(1e3 * min(times), 4)
 
 
-def _read(path: str | os.PathLike[str] | None, fingerprint: str) -> dict[tuple[str, str, str], Compared]:
+def _read(path: str | os.PathLike[str], fingerprint: str) -> dict[tuple[str, str, str], Compared]:
     """The rows of a file, by way; a new file gets the fingerprint. The last line may be cut off by a kill."""
-    if path is None:
-        return {}
     file = Path(path)
     lines = file.read_text("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
     if not lines:
         file.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
         return {}
     if lines[0].strip() != json.dumps({"fingerprint": fingerprint}):
-        raise ConfigError(f"{path} is no comparison of this model and these batches; give another path, or remove it")
+        raise ConfigError(
+            f"{path} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
+            "another path, or remove it"
+        )
     if not lines[-1].endswith("\n"):
         lines.pop()
         file.write_text("".join(lines), encoding="utf-8")

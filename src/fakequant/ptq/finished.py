@@ -6,19 +6,20 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from fakequant.errors import CheckpointError
+from fakequant.errors import CheckpointError, ConfigError
 from fakequant.files import writable_folder, write_whole
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
+from fakequant.ptq.digest import digest
 from fakequant.ptq.layer import Choice
 from fakequant.ptq.results import LayerResult
 from fakequant.version import __version__
@@ -147,32 +148,41 @@ def _on(params: tuple[Tensor, Tensor | None], device: torch.device) -> QParams:
     return QParams(scale.to(device), None if zero_point is None else zero_point.to(device))
 
 
-def run_of(model: nn.Module, batches: list[Any], steps: Iterable[str], masks: list[Any]) -> dict[str, str]:
-    """What a run of `improve` depends on, as texts.
+def run_of(
+    model: nn.Module,
+    batches: list[Any],
+    steps: Iterable[str] = (),
+    masks: Sequence[Any] = (),
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, str]:
+    """What a run of `improve` or `compare` depends on, as texts.
 
-    >>> one, other = (run_of(nn.Linear(2, 2), [x], ["gptq"], []) for x in (torch.ones(2), torch.zeros(2)))
+    Args:
+        model: before the run.
+        batches: all of them.
+        steps: their names.
+        masks: of the batches.
+        given: other arguments by name, such as functions that call the model.
+
+    Raises:
+        ConfigError: a batch holds an object that cannot be compared with that of another run.
+
+    >>> one, other = (run_of(nn.Linear(2, 2), [x]) for x in (torch.ones(2), torch.zeros(2)))
     >>> [what for what in one if one[what] != other[what]]
     ['model', 'set of batches']
     """
+    try:
+        of_batches = digest(batches)
+    except ConfigError as error:
+        raise ConfigError(
+            f"a batch cannot be compared with those of another run: {error}; give batches of tensors, arrays, numbers "
+            "and texts, or leave out the folder or file"
+        ) from error
     return {
         "version of fakequant": __version__,
-        "model": digest([repr(model), *(part for pair in model.state_dict().items() for part in pair)]),
-        "set of batches": digest(batches),
+        "model": digest([repr(model), *model.state_dict().items()], or_class=True),
+        "set of batches": of_batches,
         "list of steps": ", ".join(steps),
         "mask": digest(masks),
+        **{name: digest(value, or_class=True) for name, value in given.items()},
     }
-
-
-def digest(values: Any) -> str:
-    """The digest of all tensors, texts and numbers in values, one after the other."""
-    found = hashlib.sha256()
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype} {[*leaf.shape]}".encode())
-            found.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        elif isinstance(leaf, Mapping):  # one that torch does not look into
-            found.update(digest(dict(leaf)).encode())
-        else:
-            is_plain = isinstance(leaf, (str, bytes, int, float, type(None)))
-            found.update((repr(leaf) if is_plain else type(leaf).__qualname__).encode())
-    return found.hexdigest()

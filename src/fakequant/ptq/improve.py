@@ -21,8 +21,9 @@ from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.collector import Collector
+from fakequant.ptq.digest import digest
 from fakequant.ptq.effect import Effect, warn_if_worse
-from fakequant.ptq.finished import Finished, digest, run_of
+from fakequant.ptq.finished import Finished, run_of
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.kinds import has_rows
 from fakequant.ptq.layer import SOLVERS, write
@@ -80,10 +81,13 @@ def improve(  # noqa: PLR0913  all but the first three by name
         listed with the reason. A warning says if the error of the model's output on the first batches became larger.
 
     Raises:
-        ConfigError: an unknown step, a model without quantized weights, or a folder with several processes.
+        ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
+            batches that cannot be compared, such as open files.
         CalibrationError: an input that holds NaN or inf (names the layer), inputs that are not calibrated, or a batch
             on which the model fails.
-        CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
+        CheckpointError: the folder holds a run with another model, other batches, steps or masks, another `inputs` or
+            `forward`, or a damaged file. Of functions the code, constants, defaults and enclosed variables are
+            compared, not global variables and the functions that they call.
         The model is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -105,7 +109,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
     layers = {path: view for path, view in views.items() if notes[path] is None}
     counts = [masked.of(batch) for batch in given]
     masks = [own for own in counts if own is not None]
-    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks))
+    called = {"inputs=": inputs, "forward=": forward}
+    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks, called))
     result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
     state = state_of_parts(model, map(whole_layer, layers.values()))
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():

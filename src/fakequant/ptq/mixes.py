@@ -28,7 +28,7 @@ class Score:
 
     Attributes:
         loss: the squared error that it alone makes in the model's output, as a share of the output's energy.
-        bits: of the weight with its scales.
+        bits: of the weight with its scales; 0 where an earlier layer holds the same parameter.
         operations: bit operations of one pass over the first batch: multiply-accumulates times the bits of the weight
             times those of the input, which are 32 where it stays in float.
     """
@@ -45,7 +45,7 @@ class Allocation:
     Attributes:
         choices: the name of a preset by layer.
         loss: the predicted error of the model's output, as a share of its energy.
-        bits: of all weights with their scales.
+        bits: of the weights of these layers, with their scales.
         weights: how many weights these are.
         measured: the error of the model's output with these choices, as a share of its energy; None until `verify`.
         operations: bit operations of one pass over the first batch.
@@ -63,10 +63,14 @@ class Allocation:
     products: int = 0
     left: Mapping[str, str] = field(default_factory=dict)
     """Why other layers with weights stay in float, by their path."""
+    size: int = 0
+    """Bytes of all parameters of the model, as `fakequant.summary` counts them: also those that stay in float."""
+    in_float: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the parameters that stay in float, by the path of the module that holds them."""
 
     @property
     def bits_per_weight(self) -> float:
-        """With scales."""
+        """Of the layers with a choice, with scales; what stays in float does not count."""
         return self.bits / self.weights
 
     @property
@@ -75,7 +79,8 @@ class Allocation:
         return self.operations / max(1, self.products)
 
     def __repr__(self) -> str:
-        figures = [f"{len(self.choices)} layers", f"{self.bits_per_weight:.4g} bits per weight"]
+        figures = [f"{len(self.choices)} layers with {self.bits_per_weight:.4g} bits per weight"]
+        figures += [f"{self.size:,} bytes in all, {sum(self.in_float.values()):,} of them in float"]
         figures += [f"predicted loss {self.loss:.2e}"]
         figures += [] if self.measured is None else [f"measured {self.measured:.2e}"]
         figures += [] if self.metric is None else [f"metric {self.metric:.4g}"]
@@ -94,11 +99,13 @@ class Scores:
 
     Attributes:
         layers: scores by layer and choice.
-        weights: how many weights each layer has.
-        ties: layers that get one choice, because they read the same tensor.
+        weights: how many weights each layer has; 0 where an earlier layer holds the same parameter.
+        ties: layers that get one choice, because they read the same tensor or hold the same parameter.
         arriving: by layer and choice, the error that arrives in random directions of the output [samples].
         products: how many multiply-accumulates each layer has for the first batch.
         left: why other layers with weights have no scores, and stay in float, by their path.
+        in_float: bytes of all parameters that stay in float, by the path of the module that holds them.
+        computed: layers whose weight is no parameter; what it is computed from stays in float.
     """
 
     layers: dict[str, dict[str, Score]]
@@ -107,11 +114,14 @@ class Scores:
     arriving: dict[tuple[str, str], Tensor] = field(repr=False)
     products: dict[str, int] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    in_float: dict[str, int] = field(default_factory=dict)
+    computed: frozenset[str] = frozenset()
 
     def predict(self, choices: Mapping[str, str]) -> Allocation:
         """A mix with its predicted loss, which counts how errors of different layers add up or cancel."""
         loss = torch.stack([self.arriving[layer, name] for layer, name in choices.items()]).sum(0).square().mean()
         taken = [self.layers[layer][name] for layer, name in choices.items()]
+        stored = sum(self.layers[layer][name].bits for layer, name in choices.items() if layer not in self.computed)
         return Allocation(
             choices,
             float(loss),
@@ -120,6 +130,8 @@ class Scores:
             operations=sum(score.operations for score in taken),
             products=sum(self.products.get(layer, 0) for layer in choices),
             left=self.left,
+            size=sum(self.in_float.values()) + -(-stored // 8),
+            in_float=self.in_float,
         )
 
     def curve(self, over: str = "bits") -> list[Allocation]:
@@ -169,8 +181,10 @@ class Scores:
         """The best mix within a budget.
 
         Args:
-            bits: the largest number of bits per weight, with scales.
-            size: the largest number of bytes of all weights.
+            bits: the largest number of bits per weight of the layers with scores, with scales; what stays in float does
+                not count.
+            size: the largest number of bytes of all parameters of the model, as `fakequant.summary` counts them: also
+                those that stay in float.
             loss: the smallest size with at most this loss.
             operations: the largest mean of bit operations for a multiply-accumulate. It is 64 where weights and inputs
                 have 8 bits.
@@ -190,12 +204,12 @@ class Scores:
         elif operations is not None:
             fitting = [point for point in curve if point.operations_per_product <= operations][-1:]
             nearest = f"the fewest bit operations for a multiply-accumulate are {curve[0].operations_per_product:.4g}"
+        elif bits is not None:
+            fitting = [point for point in curve if point.bits <= bits * point.weights][-1:]
+            nearest = f"the smallest mix has {curve[0].bits_per_weight:.3f} bits per weight"
         else:
-            most = bits * curve[0].weights if bits is not None else 8 * (size or 0.0)
-            fitting = [point for point in curve if point.bits <= most][-1:]
-            nearest = (
-                f"the smallest mix has {curve[0].bits_per_weight:.3f} bits per weight, {curve[0].bits / 8:.0f} bytes"
-            )
+            fitting = [point for point in curve if point.size <= (size or 0.0)][-1:]
+            nearest = f"the smallest mix has {curve[0].size:,} bytes{_of_these(self.in_float)}"
         if not fitting:
             raise ConfigError(f"no mix of these choices fits the budget: {nearest}; give other choices or more room")
         return fitting[0]
@@ -239,6 +253,16 @@ def _stay_in_float(left: Mapping[str, str]) -> list[str]:
     named = [f"{layer or '(model)'} ({why})" for layer, why in [*left.items()][:_NAMED]]
     more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
     return [f"{len(left)} stay in float: {', '.join(named)}{more}"] if left else []
+
+
+def _of_these(in_float: Mapping[str, int]) -> str:
+    """A text of how many bytes stay in float, with the modules that hold most of them."""
+    if not in_float:
+        return ""
+    largest = sorted(in_float.items(), key=lambda item: -item[1])[:_NAMED]
+    named = ", ".join(f"{size:,} in {name or 'the model'}" for name, size in largest)
+    more = f" and the others in {len(in_float) - _NAMED} more modules" if len(in_float) > _NAMED else ""
+    return f", of which {sum(in_float.values()):,} stay in float ({named}{more})"
 
 
 def check_budget(name: str, value: Any, *, any_number: bool = False) -> None:

@@ -41,8 +41,10 @@ def search(  # noqa: PLR0913  all but the first three by name
         model: in float; it stays as it is.
         batches: to calibrate and measure on; a few are enough.
         choices: names of presets.
-        bits: the largest number of bits per weight, with scales.
-        size: the largest number of bytes of all weights.
+        bits: the largest number of bits per weight of the layers that get a preset, with scales; what stays in float
+            does not count.
+        size: the largest number of bytes of all parameters, as `fakequant.summary` counts them: also those that stay in
+            float.
         loss: at most so much predicted error of the output, as a share of its energy; the smallest such mix.
         metric: called as metric(model), larger is better; only with `floor`.
         floor: the metric that the mix keeps; the smallest such mix, found in about ten measurements.
