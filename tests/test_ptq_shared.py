@@ -212,3 +212,10 @@ def test_a_model_can_be_trained_and_loaded_after_inference_mode(work: str) -> No
     assert not [name for name, value in model.state_dict().items() if value.is_inference()]
     model(batches()[0]).sum().backward()
     model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def test_low_rank_needs_no_ranges_of_inputs() -> None:
+    torch.manual_seed(0)
+    model: Any = fq.prepare(nn.Sequential(nn.Linear(16, 16)), "INT4")
+    fq.ptq.low_rank(model, batches(), rank=2, progress=False)
+    assert model[0].low_rank is not None

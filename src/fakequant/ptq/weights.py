@@ -11,7 +11,7 @@ from torch import nn
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.arguments import check_model
 from fakequant.model.calls import weight_readers
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import disabled, evaluating
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode, quantizers
@@ -66,7 +66,7 @@ def fixed_parameters(model: nn.Module, run: Callable[[], object]) -> dict[nn.Par
     ('the model reads its weight outside of the layer', 1)
     """
     found = dict.fromkeys(shared_parameters(model), "layers share its weight")
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), disabled(model), torch.no_grad():
         readers = weight_readers(model, run)
     for weight in quantized_weights(model).values():
         if weight.layer in readers and weight.parameter is not None:
