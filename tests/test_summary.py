@@ -61,3 +61,21 @@ def test_a_summary_does_not_read_a_computed_weight() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fq.summary(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Joins(nn.Module):
+    """Joins what it got with nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x[:, :0]], 1) * 2
+
+
+def test_what_calibration_left_in_float_is_said() -> None:
+    x = torch.ones(2, 4)
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4), Joins()), "int8", x, target="onnxruntime")
+    assert [layer.state for layer in fq.summary(model).layers][-1] == "not calibrated"
+    fq.calibrate(model, [x], progress=False, unseen="float")
+    site = fq.summary(model).layers[-1]
+    assert site.type == "cat"
+    assert "float" in site.quantizers.values()
+    assert site.state == "ready"
