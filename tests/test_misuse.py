@@ -156,8 +156,11 @@ def net() -> nn.Sequential:
 
 def smoothed() -> nn.Module:
     model = fq.prepare(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), "int8")
-    fq.calibrate(model, [X], progress=False)
-    fq.ptq.improve(model, [X * torch.logspace(-2, 2, 8)], ["smooth"], progress=False)
+    model[0].weight.data[3] = 50.0
+    batches = [torch.randn(64, 8) for _ in range(4)]
+    fq.calibrate(model, batches, progress=False)
+    fq.ptq.improve(model, batches, ["smooth"], progress=False)
+    assert model[1].input_transform is not None
     return model
 
 

@@ -102,15 +102,15 @@ def improve(  # noqa: PLR0913  all but the first three by name
     processes, run = Together(processes_of(model, group)), naming(runner(inputs, forward), given)
     if processes.group is not None and checkpoint is not None:
         raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
+    counts = [masked.of(batch) for batch in given]
+    masks = [own for own in counts if own is not None]
+    called = {"inputs=": inputs, "forward=": forward}
+    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks, called))
     with processes:
         fixed = fixed_parameters(model, lambda: run(model, given[0]))
     views = {path: as_layer(weight) for path, weight in weights.items()}
     notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
     layers = {path: view for path, view in views.items() if notes[path] is None}
-    counts = [masked.of(batch) for batch in given]
-    masks = [own for own in counts if own is not None]
-    called = {"inputs=": inputs, "forward=": forward}
-    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks, called))
     result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
     state = state_of_parts(model, map(whole_layer, layers.values()))
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
