@@ -154,5 +154,6 @@ def test_chosen_codes_survive(solver: str, name: str, granularity: str, tmp_path
     before = codes_of(model, ["3", "5"])
     SOLVERS[solver](model)
     layers = CHANGED.get(solver, ["0", "3", "5"])
-    assert any(not torch.equal(own, before[path]) for path, own in codes_of(model, ["5"]).items())
+    changed = any(not torch.equal(own, before[path]) for path, own in codes_of(model, ["5"]).items())
+    assert changed or solver in ("ranges", "adaround")  # which may find nothing better than the nearest values
     check(model, layers, tmp_path, export=name != "nvfp4" or granularity != "tile")

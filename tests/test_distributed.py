@@ -3,6 +3,7 @@
 import gc
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,15 @@ def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:
     world = dist.group.WORLD
     with pytest.raises(ConfigError, match=r"several processes keep nothing in a folder; leave out checkpoint="):
         fq.ptq.improve(model, own, group=world, checkpoint=folder / "improve")
+    early: tuple[tuple[Any, Any, str, str], ...] = (
+        ([], "fast", "improve needs batches, and got none", "the process of rank 1 failed, .*improve needs batches"),
+        (own, "fsat", "unknown steps 'fsat'", "the process of rank 1 failed, .*unknown steps"),
+        (own, ["ranges"], "rank 0 at steps=", "rank 1 at steps="),
+    )
+    for batches, steps, here, there in early:
+        given, asked = (batches, steps) if rank else (own, "fast")
+        with pytest.raises((CalibrationError, ConfigError), match=here if rank else there):
+            fq.ptq.improve(model, given, asked, group=world, progress=False)
     nan = [*own, torch.full((4, 8), float("nan"))] if rank else own
     text = "^0, batch 4: an input" if rank else "the process of rank 1 failed, .*: 0, batch 4: an input holds NaN"
     with pytest.raises(CalibrationError, match=text):

@@ -283,3 +283,24 @@ def test_architectures_keep_their_float_function(name: str) -> None:
         for new, old in zip(case.outputs(model), before, strict=True)
         if old.is_floating_point() and old.norm()
     )
+
+
+class _Auxiliary(nn.Module):
+    """A head for training alone reads what the first layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.other = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(x) + self.other(x) if self.training else self.last(x)
+
+
+def test_layers_stay_where_the_batch_does_not_reach_another_reader() -> None:
+    torch.manual_seed(0)
+    model = _Auxiliary().eval()
+    with torch.no_grad():
+        model.first.weight[1] *= 100
+    found = equalize(model, torch.randn(2, 3, 5, 5), fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),)))
+    assert ["this batch does not reach other.weight" in row.note for row in found.pairs] == [True]

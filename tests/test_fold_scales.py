@@ -146,7 +146,7 @@ def stays() -> dict[str, tuple[nn.Module, dict[str, float], str]]:
         "different": (Block(nn.LayerNorm(16)), {"up": 0.5, "gate": 0.25}, "norm: its readers have different scales"),
         "shared": (tied, {"up": 0.5, "gate": 0.5}, "norm: modules share its weight"),
         "hook": (hooked, {"up": 0.5, "gate": 0.5}, "norm: it has hooks or a forward of its own"),
-        "other function": (Block(Wrong(16)), {"up": 0.5, "gate": 0.5}, "the model's output would change by"),
+        "other function": (Block(Wrong(16)), {"up": 0.5, "gate": 0.5}, "norm: its output is no multiple of its weight"),
         "no norm": (Block(nn.LayerNorm(16)), {"down": 0.5}, "no normalisation makes its input"),
     }
 
@@ -164,6 +164,57 @@ def test_what_cannot_be_folded_stays_and_says_why(name: str) -> None:
     assert list(model.state_dict()) == list(state)
     assert_same_bits(model(batches()[0]), y)
     assert f"stays: {why}" in str(found)
+
+
+class Branches(nn.Module):
+    """Which layer reads the normalisation's output depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate = nn.LayerNorm(16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(x)) if x[0, 0] > 0 else self.gate(self.norm(x))
+
+
+@pytest.mark.parametrize("in_float", [[], ["gate"]])
+def test_a_scale_stays_where_the_batch_does_not_reach_another_reader(in_float: list[str]) -> None:
+    torch.manual_seed(0)
+    model: Any = fq.prepare(Branches(), "int8", skip=in_float)
+    for name in {"up", "gate"} - {*in_float}:
+        scaled(model.get_submodule(name), 0.5)
+    x = batches()[0]
+    x[0, 0] = 1.0
+    with disabled(model), torch.no_grad():
+        before = [model(x), model(-x)]
+        found = fold_scales(model, x)
+        assert [model(x), model(-x)] == [pytest.approx(y) for y in before]
+    notes = {of.layer: of.note for of in found.layers}
+    assert "this batch does not reach gate.weight, which may belong to the same values" in notes["up"]
+    assert notes.get("gate", "this batch does not reach it") == "this batch does not reach it"
+
+
+class SmallBranch(nn.Module):
+    """A branch that is 1e-6 of the output, as at the start of training with LayerScale."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up = norm, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-6 * self.up(self.norm(x))
+
+
+@pytest.mark.parametrize("name", ["weight", "1 + weight"])
+def test_what_a_normalisation_multiplies_by_is_seen_at_its_own_output(name: str) -> None:
+    torch.manual_seed(0)
+    model: Any = fq.prepare(SmallBranch(norms()[name]()), "int8")
+    scaled(model.up, 0.5)
+    x = batches()[0]
+    with disabled(model), torch.no_grad():
+        before = model.up(model.norm(x))
+        assert [of.into for of in fold_scales(model, x).layers] == ["norm"]
+        assert float((model.up(model.norm(x)) - before).norm() / before.norm()) < 1e-6
 
 
 def test_a_wrong_one_does_not_keep_others_from_it() -> None:

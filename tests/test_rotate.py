@@ -240,6 +240,30 @@ def _two_means() -> nn.Module:
     return model
 
 
+class _Training(Decoder):
+    """A head for training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.blocks(self.tokens(tokens) + self.positions))
+        return torch.cat([self.head(x), self.other(x)], -1) if self.training else self.head(x)
+
+
+class _Unmasked(Decoder):
+    """A parameter that only other batches add."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        self.masked = nn.Parameter(torch.full((1, WIDTH), value))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions
+        return self.head(self.norm(self.blocks(x + self.masked if tokens[0, 0] == 18 else x)))
+
+
 STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "normalised values are added": (_PostNorm, "torch.add reads the values too"),
     "the model's output": (_Output, "the model's output reads the values too"),
@@ -250,6 +274,8 @@ STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "norms.0 is neither a LayerNorm nor a normalisation by the root mean",
     ),
     "hook": (_hooked, "head computes its weight, or has hooks"),
+    "a head that the run does not reach": (_Training, "this batch does not reach other.weight, which may belong"),
+    "a parameter that the run does not read": (_Unmasked, "this batch does not reach masked, which may belong"),
     "two kinds": (_two_means, "some of its readers subtract the mean and others do not"),
 }
 
@@ -265,6 +291,23 @@ def test_what_cannot_be_rotated_stays_and_says_why(name: str) -> None:
         for key, value in model.state_dict().items():
             if key.startswith(place) and "attention" not in key:  # whose heads may be rotated
                 assert_same_bits(value, before[key])
+
+
+def test_a_parameter_of_zeros_that_the_run_does_not_read_is_no_hindrance() -> None:
+    row = next(row for row in rotate(_Unmasked(0.0), tokens()).rows if row.what == "residual stream")
+    assert row.note == ""
+
+
+def test_a_layer_norm_that_blocks_share_is_replaced_everywhere_and_takes_scales() -> None:
+    model = decoder()
+    model.blocks[1].norms[0] = model.blocks[0].norms[0]
+    before, x = model(tokens()), tokens()
+    row = next(row for row in rotate(model, x).rows if row.what == "residual stream")
+    assert row.note == ""
+    assert relative(model(x), before) < 1e-5
+    assert type(model.blocks[0].norms[0]) is nn.RMSNorm
+    assert model.blocks[1].norms[0] is model.blocks[0].norms[0]
+    assert model.norm.weight.tolist() == [1.0] * WIDTH  # into which `fold_scales` can put scales of inputs
 
 
 def test_a_model_without_such_values_says_so() -> None:

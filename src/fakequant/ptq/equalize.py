@@ -22,6 +22,7 @@ from fakequant.nn.quantizer import is_as_made, quantizers, refuse_prepared
 from fakequant.ptq.channels import along_inputs, has_matrix, input_channels, of_inputs
 from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
 from fakequant.ptq.output_check import OutputCheck
+from fakequant.ptq.unreached import Unreached
 from fakequant.restore import restore_on_error, state_of
 
 _ROUNDS, _SETTLED = 20, 0.05
@@ -116,7 +117,8 @@ def equalize(
     call = naming(runner(inputs, forward), [batch])
     outputs = OutputCheck(model, lambda: call(model, batch))
     layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
-    pairs, rows = _pairs(model, find_neighbors(model, {*layers}, {*layers}, outputs.run), layers)
+    found = find_neighbors(model, {*layers}, {*layers}, outputs.run)
+    pairs, rows = _pairs(model, found, layers, Unreached(model, outputs.run))
     restore = state_of(layers)
 
     def error() -> float:
@@ -157,11 +159,14 @@ class _Pair(NamedTuple):
     row: EqualizedPair
 
 
-def _pairs(model: nn.Module, found: Neighbors, names: dict[nn.Module, str]) -> tuple[list[_Pair], list[EqualizedPair]]:
+def _pairs(
+    model: nn.Module, found: Neighbors, names: dict[nn.Module, str], unreached: Unreached
+) -> tuple[list[_Pair], list[EqualizedPair]]:
     shared, pairs, stay = shared_parameters(model), list[_Pair](), list[EqualizedPair]()
     for maker, readers in found.readers.items():
         row = EqualizedPair(names[maker], tuple(names[reader] for reader in readers))
-        why = _why_not(maker, readers, found, shared)
+        channels = cast("Tensor", maker._parameters["weight"]).shape[0]
+        why = _why_not(maker, readers, found, shared) or unreached.why_not(channels)
         if why is None:
             pairs.append(_Pair(maker, readers, row))
         else:

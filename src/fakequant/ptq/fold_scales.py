@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,15 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.failures import naming
-from fakequant.model.modes import disabled
+from fakequant.model.modes import disabled, evaluating
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import is_as_made, quantizers
 from fakequant.nn.transforms import ChannelScale
+from fakequant.ptq.call import Call
 from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
-from fakequant.ptq.output_check import OutputCheck
-from fakequant.restore import restore_on_error, state_of
+from fakequant.ptq.output_check import OutputCheck, tolerance_of
+from fakequant.ptq.unreached import Unreached
+from fakequant.restore import restore_after, restore_on_error, state_of
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,14 @@ def fold_scales(
     outputs = OutputCheck(model, run)
     makers = {module: name for name, module in model.named_modules() if _weight(module) is not None}
     found = find_neighbors(model, {*makers}, {*layers}, outputs.run)
-    groups, notes = _groups(found, makers, shared_parameters(model))
+    groups, notes = _groups(found, makers, shared_parameters(model), Unreached(model, outputs.run))
     with restore_on_error(state_of([*layers, *makers])):
-        notes |= _fold(groups, outputs)
+        notes |= _fold(groups, makers, outputs)
     into = {layer: makers[group.maker] for group in groups for layer in group.layers if layer not in notes}
     for layer in layers:
         if layer not in into:
-            notes.setdefault(layer, "no normalisation makes its input")
+            why = "no normalisation makes its input" if found.calls[layer] else "this batch does not reach it"
+            notes.setdefault(layer, why)
     return FoldedScales([FoldedScale(name, into.get(m, ""), notes.get(m, "")) for m, name in layers.items()])
 
 
@@ -127,11 +130,12 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 
 def _groups(
-    found: Neighbors, makers: dict[nn.Module, str], shared: set[nn.Parameter]
+    found: Neighbors, makers: dict[nn.Module, str], shared: set[nn.Parameter], unreached: Unreached
 ) -> tuple[list[_Group], dict[nn.Module, str]]:
     groups, notes = list[_Group](), dict[nn.Module, str]()
     for maker, readers in found.readers.items():
-        why = _why_not(maker, readers, found, shared)
+        width = cast("ChannelScale", readers[0].input_transform).scale.numel()
+        why = _why_not(maker, readers, found, shared) or unreached.why_not(width)
         if why is None:
             groups.append(_Group(maker, readers))
         else:
@@ -165,32 +169,67 @@ def _plus_one_times(weight: Tensor, scale: Tensor) -> Tensor:
     return (1 + weight) * scale - 1
 
 
-_FORMS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (_times, _plus_one_times)
+_Form = Callable[[Tensor, Tensor], Tensor]
+_FORMS: tuple[_Form, ...] = (_times, _plus_one_times)
 """What normalisations multiply by: their weight, or 1 + weight."""
 
 
-def _fold(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, str]:
+def _fold(groups: Sequence[_Group], makers: dict[nn.Module, str], outputs: OutputCheck) -> dict[nn.Module, str]:
     """Fold all scales, or those that keep the model's function; why the others stay, by layer."""
-    restore = state_of([module for group in groups for module in (group.maker, *group.layers)])
+    forms, notes = _forms(groups, outputs), dict[nn.Module, str]()
     for group in groups:
-        _put(group, _times)
-    if not groups or outputs.why_not() is None:
-        return {}
+        if group.maker not in forms:
+            notes |= dict.fromkeys(group.layers, f"{makers[group.maker]}: its output is no multiple of its weight")
+    fitting = [group for group in groups if group.maker in forms]
+    restore = state_of([module for group in fitting for module in (group.maker, *group.layers)])
+    for group in fitting:
+        _put(group, forms[group.maker])
+    if not fitting or outputs.why_not() is None:
+        return notes
     restore()
-    notes = dict[nn.Module, str]()
-    for group in groups:
+    for group in fitting:
         back = state_of([group.maker, *group.layers])
-        why = None
-        for form in _FORMS:
-            _put(group, form)
-            reason = outputs.why_not()
-            if reason is None:
-                break
-            why = why or reason
+        _put(group, forms[group.maker])
+        why = outputs.why_not()
+        if why is not None:
             back()
-        else:
-            notes |= dict.fromkeys(group.layers, str(why))
+            notes |= dict.fromkeys(group.layers, why)
     return notes
+
+
+def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:
+    """How each maker multiplies by its weight, seen at its own output: that of a branch may be small in the model's."""
+    calls, hooks, found = dict[nn.Module, tuple[Call, Any]](), list[Any](), dict[nn.Module, _Form]()
+
+    def see(maker: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls[maker] = Call(args, kwargs).kept(), output.clone()
+
+    with restore_after(lambda: [hook.remove() for hook in hooks]):
+        for group in groups:
+            hooks.append(group.maker.register_forward_hook(see, with_kwargs=True))
+        outputs.run()
+    for group in groups:
+        call, output = calls.pop(group.maker)
+        scale = group.layers[0].input_transform.scale
+        for form in _FORMS:
+            back = state_of([group.maker, *group.layers])
+            with restore_after(back), evaluating(group.maker), torch.no_grad():
+                _put(group, form)
+                if _is_scaled(group.maker(*call.args, **call.kwargs), output, scale):
+                    found[group.maker] = form
+                    break
+    return found
+
+
+def _is_scaled(found: Tensor, before: Tensor, scale: Tensor) -> bool:
+    """Whether a tensor is another one with its channels, the last axis or the second one, scaled."""
+    axes = {axis % before.dim() for axis in (-1, 1) if -before.dim() <= axis < before.dim()}
+    for axis in axes:
+        if before.shape[axis] == len(scale) and found.shape == before.shape:
+            wanted = before.double() * scale.double().view(-1, *(1 for _ in before.shape[axis + 1 :]))
+            if float((found.double() - wanted).norm()) <= tolerance_of(before) * float(wanted.norm()):
+                return True
+    return False
 
 
 def _put(group: _Group, form: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import ConfigError, nearest, shown
+from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
@@ -97,16 +98,20 @@ def improve(  # noqa: PLR0913  all but the first three by name
     >>> found.left < 0.8
     True
     """
-    weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
-    given, masked = batch_list(batches, "improve"), Positions(mask)
-    processes, run = Together(processes_of(model, group)), naming(runner(inputs, forward), given)
+    check_model(model, "improve", "improve(model, batches)")
+    processes = Together(processes_of(model, group))
     if processes.group is not None and checkpoint is not None:
         raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
-    counts = [masked.of(batch) for batch in given]
-    masks = [own for own in counts if own is not None]
-    called = {"inputs=": inputs, "forward=": forward}
-    finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks, called))
-    with processes:
+    with processes:  # what one of them raises, the others raise too
+        weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
+        _check_same(
+            processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
+        )
+        given, masked = batch_list(batches, "improve"), Positions(mask)
+        run, counts = naming(runner(inputs, forward), given), [masked.of(batch) for batch in given]
+        called = {"inputs=": inputs, "forward=": forward}
+        masks = [own for own in counts if own is not None]
+        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks, called))
         fixed = fixed_parameters(model, lambda: run(model, given[0]))
     views = {path: as_layer(weight) for path, weight in weights.items()}
     notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
@@ -126,8 +131,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
             found = list(choices.results.values())
             result.notes += [*stages.notes, *remarks_of(found), *_chosen_by_part(stages.chosen_by_part)]
         masked.say_whole()
-        chosen = {path: digest(weights[path].parameter) for path in recorded.order if processes.group is not None}
-        _check_same(processes, chosen, "computed other weights; their processors round otherwise")
+        _check_same(processes, _digests(weights, processes), "computed other weights; their processors round otherwise")
         effect.put_into(result, processes)
         missed = [row_name(path, layer) for path, layer in layers.items() if path not in choices.results]
         result.layers += [*found, *(LayerResult(name, note="no batch reaches it") for name in missed)]
@@ -204,6 +208,13 @@ def _chosen_by_part(paths: Sequence[str]) -> list[str]:
         return []
     names = listed([layer_of(path) for path in paths])
     return [f"{names}: chosen by a part of the batches; the others call layers in another order, and reach it later"]
+
+
+def _digests(weights: Mapping[str, LayerWeight], processes: Together) -> dict[str, str]:
+    """By layer, the digest of its weight and its format; none where one process is alone."""
+    if processes.group is None:
+        return {}
+    return {layer_of(path): digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
 
 
 def _check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:

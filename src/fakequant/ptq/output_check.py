@@ -16,6 +16,11 @@ _TOLERANCE = 1e-5
 """A share of the output's norm; in half precision it is one step of the dtype."""
 
 
+def tolerance_of(x: Tensor) -> float:
+    """How much of its norm a tensor may change by rounding."""
+    return max(_TOLERANCE, torch.finfo(x.dtype).eps)
+
+
 class OutputCheck:
     """Whether a model still gives the output that it gave.
 
@@ -36,7 +41,7 @@ class OutputCheck:
             )
         if not all(bool(x.isfinite().all()) for x in self._wanted):
             raise ConfigError("an output of the model holds NaN or inf for this batch; give another batch")
-        self._allowed = max([_TOLERANCE, *(torch.finfo(x.dtype).eps for x in self._wanted)])
+        self._allowed = max(map(tolerance_of, self._wanted))
         if (found := self.difference()) > self._allowed:
             raise ConfigError(
                 f"two runs of the model differ by {found:.1e} of the output, so that a change of its weights cannot be "

@@ -18,6 +18,7 @@ from fakequant.nn.transforms import hadamard
 from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.output_check import OutputCheck
 from fakequant.ptq.residual import Heads, Residual, follow
+from fakequant.ptq.unreached import Unreached
 from fakequant.restore import restore_after, restore_on_error, state_of_parts
 
 KINDS = ("hadamard", "random")
@@ -126,7 +127,7 @@ class _Job:
         self._model, self._outputs, self._kind, self._generator = model, outputs, kind, generator
         self._names: dict[Any, str] = {module: name or "(model)" for name, module in model.named_modules()}
         self._names |= {parameter: name for name, parameter in model.named_parameters()}
-        self._shared = shared_parameters(model)
+        self._shared, self._unreached = shared_parameters(model), Unreached(model, outputs.run)
 
     def residual(self, one: Residual) -> Rotated:
         """Rotate a residual stream (R1)."""
@@ -140,6 +141,7 @@ class _Job:
         subtract = [isinstance(norm, nn.LayerNorm) for norm in (*one.norms, *one.readers.values())]
         if why is None and len({*subtract}) > 1:
             why = "some of its readers subtract the mean and others do not"
+        why = why or self._unreached.why_not(width)
         if why is None:
             touched = [*one.makers, *one.readers, *one.norms]
             why = self._try(touched, lambda: self._rotate(one, width, forms, centred=subtract[0]))
@@ -190,7 +192,7 @@ class _Job:
         for reader, norm in one.readers.items():
             _rotate_reader(cast("nn.Linear", reader), rotation, None if norm is None else forms[norm])
         for norm, form in forms.items():
-            _clear(self._model, norm, self._names[norm], form)
+            _clear(self._model, norm, form)
 
     @torch.no_grad()
     def _rotate_heads(self, one: Heads) -> None:
@@ -291,11 +293,12 @@ def _form_of(norm: nn.Module, x: Tensor) -> _Form | None:
     return None
 
 
-def _clear(model: nn.Module, norm: nn.Module, name: str, form: _Form) -> None:
+def _clear(model: nn.Module, norm: nn.Module, form: _Form) -> None:
     """Leave a normalisation its division by the root mean square alone."""
     if isinstance(norm, nn.LayerNorm):
-        plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps, elementwise_affine=False)
-        model.set_submodule(name, plain.train(norm.training))
+        plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
+        for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is norm]:
+            model.set_submodule(path, plain)
     else:
         cast("nn.Parameter", norm.weight).data.fill_(form.plain)
 

@@ -1,0 +1,71 @@
+"""The weights that one run of a model does not reach, and that may belong to what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fakequant.model.modes import evaluating
+from fakequant.restore import restore_after
+
+
+class Unreached:
+    """The weights that a run of a model neither reads nor has a layer for that it calls.
+
+    One run shows which layers read a value. What it does not reach, such as an expert without rows or a head for
+    training, may read the value too.
+
+    Args:
+        model: it runs in eval mode, without gradients.
+        run: runs it.
+
+    >>> model = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)])
+    >>> found = Unreached(model, lambda: model[1](model[0](torch.ones(1, 4))))
+    >>> found.why_not(8)
+    'this batch does not reach 2.weight, which may belong to the same values; give a batch that does, or remove it'
+    >>> found.why_not(4) is None
+    True
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
+        reads, called, handles = _Reads(), set[nn.Module](), list[Any]()
+        with restore_after(lambda: [handle.remove() for handle in handles]):
+            for module in model.modules():
+                handles.append(module.register_forward_pre_hook(lambda own, _: called.add(own)))
+            with evaluating(model), torch.no_grad(), reads:
+                run()
+        leaves = [module for module in called if next(module.children(), None) is None]
+        reached = reads.seen | {id(p) for module in leaves for p in module.parameters()}
+        self._shapes = {
+            name: tuple(parameter.shape)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in reached and parameter.dim() > 1 and bool(parameter.any())
+        }
+
+    def why_not(self, width: int) -> str | None:
+        """Why values of so many channels cannot be changed, or None."""
+        name = next((name for name, shape in self._shapes.items() if width in shape), None)
+        if name is None:
+            return None
+        return (
+            f"this batch does not reach {name}, which may belong to the same values; give a batch that does, or remove "
+            "it"
+        )
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the parameters that functions of torch get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        self.seen |= {id(leaf) for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)}
+        return func(*args, **given)
