@@ -65,7 +65,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
 
     Returns:
         The errors of the blocks before and after. Weights that something else reads too stay as they are; a line names
-        them. A warning says if the error of the model's output on the first batches became larger.
+        them. A warning says if the error of the model's output on the first batches became more than 1 % larger.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.

@@ -1,4 +1,4 @@
-"""The weights that one run of a model does not reach, and that may belong to what it shows."""
+"""The weights that one run of a model does not reach."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fakequant.restore import restore_after
 
 
 class Unreached:
-    """The weights that a run of a model neither reads nor has a layer for that it calls.
+    """The weights that a run of a model does not reach: no function reads them, and their layer is not called.
 
-    One run shows which layers read a value. What it does not reach, such as an expert without rows or a head for
-    training, may read the value too.
+    One run shows which layers read a value. An expert that got no rows, or a head for training, may read it in another
+    run.
 
     Args:
         model: it runs in eval mode, without gradients.
