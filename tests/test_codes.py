@@ -72,14 +72,16 @@ def rounded(model: Any) -> None:
     quantizer.set_qparams(params)
 
 
+PRESETS = ("autoround", "brecq", "omniquant")
 SOLVERS: dict[str, Callable[[Any], Any]] = {
     **{step: improved([step]) for step in ("ranges", "gptq", "descend")},
     "drift": improved(["gptq", "drift", "bias"]),
     "best": improved("best"),
-    **{preset: learned(preset) for preset in ("autoround", "brecq", "omniquant")},
+    **{preset: learned(preset) for preset in PRESETS},
     "adaround": rounded,
 }
-CHANGED = {"adaround": ["5"], **{preset: ["3", "5"] for preset in ("autoround", "brecq", "omniquant")}}
+CHANGED = {"adaround": ["5"]}
+"""The layers that a solver may change, where these are not all."""
 
 
 def codes_of(model: nn.Module, layers: list[str]) -> dict[str, Tensor]:
@@ -152,8 +154,11 @@ def test_chosen_codes_survive(solver: str, name: str, granularity: str, tmp_path
     model = fq.prepare(net(), fq.Config("test", (fq.Rule(weight=fq.TensorConfig(spec_of(name, granularity))),)))
     fq.calibrate(model, batches(), progress=False)
     before = codes_of(model, ["3", "5"])
-    SOLVERS[solver](model)
+    found = SOLVERS[solver](model)
     layers = CHANGED.get(solver, ["0", "3", "5"])
+    if solver in PRESETS:  # a block for which nothing better is found keeps its float weights
+        layers = [block.layer for block in found.layers if block.after < block.before]
+        assert layers or name not in ("int2", "int3", "int4")
     changed = any(not torch.equal(own, before[path]) for path, own in codes_of(model, ["5"]).items())
-    assert changed or solver in ("ranges", "adaround")  # which may find nothing better than the nearest values
+    assert changed or solver in ("ranges", "adaround", *PRESETS)  # which may find nothing better than nearest values
     check(model, layers, tmp_path, export=name != "nvfp4" or granularity != "tile")
