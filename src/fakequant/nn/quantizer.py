@@ -239,8 +239,7 @@ class Quantizer(QuantizerPart):
                 return
             # Tensors made in inference mode could neither be trained nor loaded into afterwards.
             with torch.inference_mode(mode=False):
-                self.scale = params.scale.detach().clone()
-                self.zero_point = None if params.zero_point is None else params.zero_point.detach().clone()
+                self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in params)
 
     def freeze(self, x: Tensor) -> None:
         """Fix the parameters as they are for x now."""

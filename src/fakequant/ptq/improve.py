@@ -212,10 +212,10 @@ def _chosen_by_part(paths: Sequence[str]) -> list[str]:
 
 
 def _digests(weights: Mapping[str, LayerWeight], processes: Together) -> dict[str, str]:
-    """By layer, the digest of its weight and its format; none where one process is alone."""
+    """By quantizer, the digest of its weight and its format; none where one process is alone."""
     if processes.group is None:
         return {}
-    return {layer_of(path): digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
+    return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
 
 
 def _check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:

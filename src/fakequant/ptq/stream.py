@@ -123,9 +123,9 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
 
 def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[str]]:
     """The layers that read the same tensors as a layer in every batch, itself among them."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[Any, list[str]] = {}
     for name in dict.fromkeys(name for own in seen for name in own):
-        groups.setdefault(str([own.get(name) for own in seen]), []).append(name)
+        groups.setdefault(tuple(tuple(map(tuple, own.get(name, ()))) for own in seen), []).append(name)
     return {name: group for group in groups.values() for name in group}
 
 
