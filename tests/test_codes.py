@@ -158,7 +158,10 @@ def test_chosen_codes_survive(solver: str, name: str, granularity: str, tmp_path
     layers = CHANGED.get(solver, ["0", "3", "5"])
     if solver in PRESETS:  # a block for which nothing better is found keeps its float weights
         layers = [block.layer for block in found.layers if block.after < block.before]
-        assert layers or name not in ("int2", "int3", "int4")
     changed = any(not torch.equal(own, before[path]) for path, own in codes_of(model, ["5"]).items())
-    assert changed or solver in ("ranges", "adaround", *PRESETS)  # which may find nothing better than nearest values
+    # These may find nothing better than nearest values, but not for integers of few bits.
+    assert changed or solver in ("ranges", "adaround", *PRESETS)
+    if name in ("int2", "int3", "int4"):
+        assert layers
+        assert any(not torch.equal(own, before[path]) for path, own in codes_of(model, ["3", "5"]).items())
     check(model, layers, tmp_path, export=name != "nvfp4" or granularity != "tile")

@@ -23,9 +23,23 @@ def ready() -> nn.Module:
     return fq.prepare(net(), "INT4_WEIGHT_ONLY")
 
 
+def smoothed() -> nn.Module:
+    model: Any = fq.prepare(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), "int8")
+    model[0].weight.data[3] = 50.0
+    batches = [torch.randn(64, 8) for _ in range(4)]
+    fq.calibrate(model, batches, progress=False)
+    fq.ptq.improve(model, batches, ["smooth"], progress=False)
+    assert model[1].input_transform is not None
+    return model
+
+
 NONE: Any = None
 TEXT: Any = "model.pt"
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "fold_scales on another width": (
+        lambda: fq.ptq.fold_scales(smoothed(), torch.ones(4, 9)),
+        r"^batch 1, tensors of shape \[4, 9\], failed in layer 0 \(LayerNorm\) on float32 \[4, 9\]: Run",
+    ),
     "improve without a model": (lambda: fq.ptq.improve(NONE, X), r"improve takes a model, got None; write improve\("),
     "reconstruct without a model": (lambda: fq.ptq.reconstruct(NONE, X), "reconstruct takes a model, got None"),
     "low_rank of a path": (lambda: fq.ptq.low_rank(TEXT, X), "low_rank takes a model, got 'model.pt'"),

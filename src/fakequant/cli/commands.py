@@ -286,8 +286,12 @@ def compare(  # noqa: PLR0913  the command's options
 @app.command()
 def search(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
-    bits: Annotated[float | None, typer.Option(help="at most so many bits per quantized weight, with scales")] = None,
-    size: Annotated[float | None, typer.Option(help="at most so many bytes, with what stays in float")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="the largest number of bits per quantized weight, scales included")
+    ] = None,
+    size: Annotated[
+        float | None, typer.Option(help="the largest number of bytes of all parameters, also of those in float")
+    ] = None,
     floor: Annotated[float | None, typer.Option(help="the smallest mix with at least this evaluate(model)")] = None,
     preset: Annotated[list[str] | None, typer.Option(help="a preset to choose from; repeat for several")] = None,
     text: TextFile = None,

@@ -19,15 +19,15 @@ from fakequant.restore import restore_after
 Run = Callable[[], object]
 
 
-def layers_called(model: nn.Module, run: Run) -> set[nn.Module]:
-    """The quantized layers of a model that a run calls.
+def layers_called(model: nn.Module, run: Run, kind: type[nn.Module] = QuantizedLayer) -> set[nn.Module]:
+    """The modules of a kind, by default the quantized layers, that a run of a model calls.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
     >>> layers_called(model, lambda: model[0](torch.ones(1, 4))) == {model[0]}
     True
     """
     called: set[nn.Module] = set()
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    layers = [module for module in model.modules() if isinstance(module, kind)]
     with not_compiled(), _hooks() as handles:
         for layer in layers:
             handles.append(layer.register_forward_pre_hook(lambda module, _: called.add(module)))

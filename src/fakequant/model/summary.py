@@ -210,18 +210,15 @@ def _site_summary(name: str, site: Site) -> LayerSummary:
         name,
         site.function,
         texts | ({"_weight_quantizer": weights} if weights else {}),
-        not any(quantizer.needs_calibration and not _is_left(quantizer) for quantizer in held.values()),
+        not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values()),
         bool(weights),
     )
 
 
-def _is_left(quantizer: Quantizer) -> bool:
-    """Whether `calibrate(unseen="float")` turned a quantizer off, because no batch reached it."""
-    return quantizer.needs_calibration and quantizer.mode is Mode.OFF
-
-
 def _shown(quantizer: Quantizer) -> str:
-    return "float" if _is_left(quantizer) else f"{quantizer.spec}{' dynamic' if quantizer.dynamic else ''}"
+    if quantizer.needs_calibration and quantizer.mode is Mode.OFF:  # by `calibrate(unseen="float")`
+        return "float"
+    return f"{quantizer.spec}{' dynamic' if quantizer.dynamic else ''}"
 
 
 def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | None) -> LayerSummary:
@@ -239,7 +236,7 @@ def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | Non
         name,
         type(layer).float_class.__name__,
         texts,
-        not any(quantizer.needs_calibration and not _is_left(quantizer) for quantizer in held.values()),
+        not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values()),
         bool(layer.weights()),
         "integer" if told and why is None else "simulate",
         why,

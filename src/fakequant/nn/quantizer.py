@@ -239,7 +239,8 @@ class Quantizer(QuantizerPart):
                 return
             # Tensors made in inference mode could neither be trained nor loaded into afterwards.
             with torch.inference_mode(mode=False):
-                self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in params)
+                own = (params.scale, params.zero_point)
+                self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in own)
 
     def freeze(self, x: Tensor) -> None:
         """Fix the parameters as they are for x now."""

@@ -173,7 +173,14 @@ def _left(model: nn.Module, reached: Sequence[str], run: Callable[[], object]) -
 
 
 def _score(layer: Any, loss: float, products: int, weights: int) -> Score:
-    """The score of a quantized layer with so many multiply-accumulates and weights of its own."""
+    """The score of a quantized layer.
+
+    Args:
+        layer: quantized.
+        loss: of the model's output.
+        products: how many multiply-accumulates it has for the first batch.
+        weights: how many weights it has; 0 where an earlier layer holds them.
+    """
     weight, x = layer.weight_quantizer.spec, layer.input_quantizer
     bits = spec_bits(weight, tuple(layer.weight.shape))
     each = weight.format.bits * (32 if x is None else x.spec.format.bits)

@@ -223,8 +223,7 @@ def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _F
 
 def _is_scaled(found: Tensor, before: Tensor, scale: Tensor) -> bool:
     """Whether a tensor is another one with its channels, the last axis or the second one, scaled."""
-    axes = {axis % before.dim() for axis in (-1, 1) if -before.dim() <= axis < before.dim()}
-    for axis in axes:
+    for axis in {before.dim() - 1, 1} & {*range(before.dim())}:
         if before.shape[axis] == len(scale) and found.shape == before.shape:
             wanted = before.double() * scale.double().view(-1, *(1 for _ in before.shape[axis + 1 :]))
             if float((found.double() - wanted).norm()) <= tolerance_of(before) * float(wanted.norm()):
@@ -232,7 +231,7 @@ def _is_scaled(found: Tensor, before: Tensor, scale: Tensor) -> bool:
     return False
 
 
-def _put(group: _Group, form: Callable[[Tensor, Tensor], Tensor]) -> None:
+def _put(group: _Group, form: _Form) -> None:
     """Put the scale of a group's layers into their maker; in float64, rounded once."""
     scale = group.layers[0].input_transform.scale.double()
     weight, bias = group.maker._parameters["weight"], group.maker._parameters.get("bias")

@@ -70,7 +70,7 @@ class Allocation:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the layers with a choice, with scales; what stays in float does not count."""
+        """The bits of a weight in the chosen layers, scales included. Weights in float do not count."""
         return self.bits / self.weights
 
     @property

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fakequant.model.calls import layers_called
 from fakequant.model.modes import evaluating
-from fakequant.restore import restore_after
 
 
 class Unreached:
@@ -33,12 +33,8 @@ class Unreached:
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
-        reads, called, handles = _Reads(), set[nn.Module](), list[Any]()
-        with restore_after(lambda: [handle.remove() for handle in handles]):
-            for module in model.modules():
-                handles.append(module.register_forward_pre_hook(lambda own, _: called.add(own)))
-            with evaluating(model), torch.no_grad(), reads:
-                run()
+        with evaluating(model), torch.no_grad(), _Reads() as reads:
+            called = layers_called(model, run, nn.Module)
         leaves = [module for module in called if next(module.children(), None) is None]
         reached = reads.seen | {id(p) for module in leaves for p in module.parameters()}
         self._shapes = {
@@ -48,7 +44,7 @@ class Unreached:
         }
 
     def why_not(self, width: int) -> str | None:
-        """Why values of so many channels cannot be changed, or None."""
+        """Why values with `width` channels cannot be changed, or None."""
         name = next((name for name, shape in self._shapes.items() if width in shape), None)
         if name is None:
             return None
