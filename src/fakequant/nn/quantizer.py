@@ -237,8 +237,7 @@ class Quantizer(QuantizerPart):
             if self.learned is not None:
                 self.learned.start(params)
                 return
-            # Tensors made in inference mode could neither be trained nor loaded into afterwards.
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(mode=False):  # else they could neither be trained nor loaded into
                 own = (params.scale, params.zero_point)
                 self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in own)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -80,7 +81,8 @@ def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
 def _in_one_memory(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """The parameters whose memory overlaps with that of another, as after `one.data = other.data`."""
     found, end, last = set[nn.Parameter](), 0, None
-    spans = [(*_span(own), own) for own in parameters if own.numel() and not own.is_meta and not is_sharded(own)]
+    held = [own for own in parameters if not (is_lazy(own) or own.is_meta or is_sharded(own))]
+    spans = [(*_span(own), own) for own in held if own.numel()]
     for start, stop, own in sorted(spans, key=lambda span: span[:2]):
         if last is not None and start < end:
             found |= {last, own}
