@@ -11,6 +11,7 @@ from tests.support.interruption import Case, differences, failures, lines_of, mo
 
 QUICK = [
     "prepare",
+    "prepare functions",
     "calibrate",
     "calibrate auto",
     "calibrate learned",
@@ -22,6 +23,7 @@ QUICK = [
     "set_scales by epoch",
     "freeze_batch_norm",
     "equalize",
+    "rotate",
     "fold_scales",
     "improve",
     "set_range",

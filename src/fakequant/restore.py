@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 Restore = Callable[[], object]
 """Restores the earlier state. It only assigns values, so it can run twice."""
@@ -71,6 +72,24 @@ def attributes_of(objects: Iterable[object], *names: str) -> Restore:
     def restore() -> None:
         for thing, name, value in saved:
             setattr(thing, name, value)
+
+    return restore
+
+
+def stack_without(mode: TorchFunctionMode) -> Restore:
+    """Return a function that takes a mode off torch's stack, where an interrupt before its `__exit__` leaves it.
+
+    >>> mode = torch.overrides.BaseTorchFunctionMode()
+    >>> with restore_after(stack_without(mode)):
+    ...     _ = mode.__enter__()
+    >>> torch._C._len_torch_function_stack()
+    0
+    """
+
+    def restore() -> None:
+        depth = torch._C._len_torch_function_stack()
+        if depth and torch._C._get_function_stack_at(depth - 1) is mode:
+            torch._C._pop_torch_function_stack()
 
     return restore
 

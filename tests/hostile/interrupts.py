@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch._dynamo  # once it is imported, the package also has torch's compiler left out for a while
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -91,6 +92,30 @@ def smoothed() -> nn.Module:
     return model
 
 
+def residual() -> nn.Module:
+    """A float model whose values behind the first layer can be rotated."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.RMSNorm(8), nn.Linear(8, 2))
+
+
+class Doubles(nn.Linear):
+    """Adds its result to itself, by a function that gets quantizers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + y
+
+
+def doubles() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Doubles(4, 4))
+
+
+def prepare_functions(model: nn.Module) -> object:
+    rules = (fq.Rule("*", input="int8", ops=("add",)),)
+    return fq.prepare(model, fq.Config("functions", rules), example=X)
+
+
 _range = fq.Range(torch.tensor([-3.0]), torch.tensor([1.0]))
 _used = fq.calibrate(prepared(), [X / 3], "entropy", progress=False)
 _schedule = fq.qat.Schedule(original_lr=0.1, original_epochs=20)
@@ -124,6 +149,7 @@ def export(model: nn.Module) -> object:
 
 CASES = {
     "prepare": Case(plain, lambda m: fq.prepare(m, fq.presets.INT8), changes=True),
+    "prepare functions": Case(doubles, prepare_functions, changes=True),
     "calibrate": Case(prepared, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
     "calibrate again": Case(calibrated, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
     "calibrate learned": Case(learning, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
@@ -157,6 +183,7 @@ CASES = {
         changes=True,
     ),
     "equalize": Case(uneven, lambda m: fq.ptq.equalize(m, X, PER_TENSOR), changes=True),
+    "rotate": Case(residual, lambda m: fq.ptq.rotate(m, X), changes=True),
     "fold_scales": Case(smoothed, lambda m: fq.ptq.fold_scales(m, X), changes=True),
     "sensitivity": Case(calibrated, lambda m: fq.sensitivity(m, [X], progress=False)),
     "sensitivity by a metric": Case(

@@ -96,6 +96,8 @@ def state(model: nn.Module, *, identities: bool = True, values: bool = True) -> 
         len(torch_optimizer._global_optimizer_post_hooks),
         len(torch_module._global_forward_hooks),
         len(torch_module._global_forward_pre_hooks),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
         [logging.getLogger(log).level for log in ("torch.export", "torch.onnx", "onnxscript")],
     )
     return found

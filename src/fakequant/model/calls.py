@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.restore import restore_after
+from fakequant.restore import restore_after, stack_without
 
 Run = Callable[[], object]
 
@@ -66,7 +66,8 @@ def weight_readers(model: nn.Module, run: Run, others: Iterable[nn.Module] = ())
     def leave(*_: Any) -> None:
         running.pop()
 
-    with not_compiled(), _hooks() as handles, _Readers(owners, running) as readers:
+    readers = _Readers(owners, running)
+    with not_compiled(), _hooks() as handles, restore_after(stack_without(readers)), readers:
         for path, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda own, _, path=path: running.append((own, path))))
             handles.append(module.register_forward_hook(leave, always_call=True))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fakequant.errors import ConfigError
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
-from fakequant.restore import restore_after, structure_of
+from fakequant.restore import restore_after, stack_without, structure_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -105,7 +105,7 @@ def _by_graph(model: nn.Module, graph: fx.Graph, layers: set[nn.Module], readers
 
 def _by_run(model: nn.Module, layers: Sequence[nn.Module], readers: Sequence[nn.Module], arguments: Arguments) -> Flow:
     watch = _Watch({*layers}, {*readers})
-    with evaluating(model), torch.no_grad(), watch.hooks(), watch:
+    with evaluating(model), torch.no_grad(), watch.hooks(), restore_after(stack_without(watch)), watch:
         output = model(*arguments[0], **arguments[1])
     for tensor in float_tensors(output):
         watch.read(tensor)

@@ -30,7 +30,7 @@ from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_functions import CALLED_AS, CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.unseen import OF_CACHE, hide_caches
-from fakequant.restore import Restore, restore_after, structure_of
+from fakequant.restore import Restore, restore_after, stack_without, structure_of
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
         torch.no_grad(),
         recorder.following(),
         not_compiled(),
+        restore_after(stack_without(recorder)),
         recorder,
     ):
         result = run()

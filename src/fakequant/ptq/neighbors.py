@@ -18,7 +18,7 @@ from fakequant.distributed import is_sharded
 from fakequant.model.flow import METADATA
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
-from fakequant.restore import restore_after
+from fakequant.restore import restore_after, stack_without
 
 _KEEP_SCALES = frozenset(
     """
@@ -65,7 +65,7 @@ def find_neighbors(
     True
     """
     watch = _Watch(makers, layers)
-    with evaluating(model), torch.no_grad(), watch.hooks(), watch:
+    with evaluating(model), torch.no_grad(), watch.hooks(), restore_after(stack_without(watch)), watch:
         output = run()
     for tensor in float_tensors(output):
         watch.read(tensor)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fakequant.model.flow import METADATA
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
-from fakequant.restore import restore_after
+from fakequant.restore import restore_after, stack_without
 
 _KEEP_CHANNELS = frozenset(
     """
@@ -73,7 +73,7 @@ def follow(model: nn.Module, run: Callable[[], Any]) -> Flow:
     [1]
     """
     watch = _Watch(model)
-    with evaluating(model), torch.no_grad(), watch.hooks(), watch:
+    with evaluating(model), torch.no_grad(), watch.hooks(), restore_after(stack_without(watch)), watch:
         output = run()
     for tensor in float_tensors(output):
         watch.read(tensor, "the model's output")

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.model.calls import layers_called
 from fakequant.model.modes import evaluating
+from fakequant.restore import restore_after, stack_without
 
 
 class Unreached:
@@ -33,7 +34,8 @@ class Unreached:
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
-        with evaluating(model), torch.no_grad(), _Reads() as reads:
+        reads = _Reads()
+        with evaluating(model), torch.no_grad(), restore_after(stack_without(reads)), reads:
             called = layers_called(model, run, nn.Module)
         leaves = [module for module in called if next(module.children(), None) is None]
         reached = reads.seen | {id(p) for module in leaves for p in module.parameters()}
