@@ -48,6 +48,11 @@ def test_an_interrupt_leaves_the_model_as_it_was(name):
     assert failures(case, chosen[:: max(1, len(chosen) // 20)]) == []
 
 
+def test_an_interrupt_at_every_line_of_a_call_leaves_no_mode():
+    case = CASES["call functions"]
+    assert failures(case, moments(lines_of(case), each=2)) == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", QUICK)
 def test_an_interrupt_at_every_line_leaves_the_model_as_it_was(name):

@@ -78,3 +78,20 @@ def test_numbers_on_the_left_are_compiled(ops: tuple[str, ...]) -> None:
     model = fq.prepare(Reflected(), fq.Config("some", (fq.Rule("*", input="int8", ops=ops),)), example=x)
     fq.calibrate(model, [x], progress=False)
     assert_same_bits([torch.compile(model, backend="eager", fullgraph=True)(x)], [model(x)])
+
+
+class Breaking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + x
+        torch._dynamo.graph_break()
+        return y * x
+
+
+def test_a_graph_break_within_an_owner_is_refused() -> None:
+    torch.compiler.reset()
+    x = torch.randn(2, 4)
+    model = fq.prepare(Breaking(), fq.Config("some", (fq.Rule("*", input="int8", ops=("add", "mul")),)), example=x)
+    fq.calibrate(model, [x], progress=False)
+    with pytest.raises(SiteError, match="planned"):
+        torch.compile(model, backend="eager")(x)
+    assert torch._C._len_torch_function_stack() == 0

@@ -115,6 +115,13 @@ def prepare_functions(model: nn.Module) -> object:
     return fq.prepare(model, fq.Config("functions", rules), example=X)
 
 
+def with_functions() -> nn.Module:
+    model = doubles()
+    prepare_functions(model)
+    fq.calibrate(model, [X], progress=False)
+    return model
+
+
 _range = fq.Range(torch.tensor([-3.0]), torch.tensor([1.0]))
 _used = fq.calibrate(prepared(), [X / 3], "entropy", progress=False)
 _schedule = fq.qat.Schedule(original_lr=0.1, original_epochs=20)
@@ -149,6 +156,7 @@ def export(model: nn.Module) -> object:
 CASES = {
     "prepare": Case(plain, lambda m: fq.prepare(m, fq.presets.INT8), changes=True),
     "prepare functions": Case(doubles, prepare_functions, changes=True),
+    "call functions": Case(with_functions, lambda m: m(X)),
     "calibrate": Case(prepared, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
     "calibrate again": Case(calibrated, lambda m: fq.calibrate(m, [X], progress=False), changes=True),
     "calibrate learned": Case(learning, lambda m: fq.calibrate(m, [X], progress=False), changes=True),

