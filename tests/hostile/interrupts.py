@@ -99,25 +99,27 @@ def residual() -> nn.Module:
 
 
 class Doubles(nn.Module):
-    """Calls a function that gets quantizers."""
+    """Calls a module, and a function that gets quantizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x
+        return self.inner(x) + x
 
 
 def doubles() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), Doubles())
+    return nn.Sequential(Doubles())
 
 
-def prepare_functions(model: nn.Module) -> object:
-    rules = (fq.Rule("*", input="int8", ops=("add",)),)
-    return fq.prepare(model, fq.Config("functions", rules), example=X)
+def prepare_functions(model: nn.Module) -> nn.Module:
+    return fq.prepare(model, fq.Config("functions", (fq.Rule(input="int8", ops=("add",)),)), example=X)
 
 
 def with_functions() -> nn.Module:
-    model = doubles()
-    prepare_functions(model)
+    model = prepare_functions(doubles())
     fq.calibrate(model, [X], progress=False)
     return model
 

@@ -35,7 +35,7 @@ class NamedBatches:
         """
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # what a user's model raises is named with its batch, or raised as it is
             at, cause, where = self.current, error, place(model, error)
             if isinstance(error, BatchError) and isinstance(error.__cause__, Exception):
                 at, cause, where = (error.number, error.batch), error.__cause__, error.where

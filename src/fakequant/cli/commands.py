@@ -29,7 +29,7 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt as interrupt:
             _print_error(str(interrupt) or "interrupted")
             raise typer.Exit(130) from None
-        except Exception as error:
+        except Exception as error:  # of code in a recipe, which is named; all others are raised
             lines = _of_the_recipe(error)
             if not lines:
                 raise

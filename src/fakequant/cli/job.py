@@ -247,7 +247,7 @@ def _export(job: Job, model: nn.Module, example: Any, path: Path, dynamic_shapes
         return export_onnx(model, example, path, dynamic_shapes=dynamic_shapes, style=job.style)
     except FakeQuantError:
         raise
-    except Exception as error:
+    except Exception as error:  # torch.export raises errors of many kinds
         if job.verbose:
             raise
         cause = first_line(error)
@@ -259,7 +259,7 @@ def _left(config: Config, progress: _Progress, model: nn.Module, example: Any) -
     """What computes in float; nothing, with the reason for the report, if torch cannot trace the model."""
     try:
         return layers_left({config.name: model}, example)
-    except Exception as error:
+    except Exception as error:  # as above
         progress.missing[Section.LEFT] = f"torch cannot trace the model: {first_line(error)}"
         return {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,9 +210,14 @@ def _site_summary(name: str, site: Site) -> LayerSummary:
         name,
         site.function,
         texts | ({"_weight_quantizer": weights} if weights else {}),
-        not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values()),
+        _is_calibrated(held),
         bool(weights),
     )
+
+
+def _is_calibrated(held: Mapping[str, Quantizer]) -> bool:
+    """Whether all quantizers have what they need, except those that are off."""
+    return not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values())
 
 
 def _shown(quantizer: Quantizer) -> str:
@@ -236,7 +241,7 @@ def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | Non
         name,
         type(layer).float_class.__name__,
         texts,
-        not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values()),
+        _is_calibrated(held),
         bool(layer.weights()),
         "integer" if told and why is None else "simulate",
         why,

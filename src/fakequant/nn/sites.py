@@ -22,6 +22,7 @@ from fakequant.errors import SiteError
 from fakequant.nn.attention_parts import attend_in_parts
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.site_functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
+from fakequant.restore import stack_without
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
 
@@ -241,6 +242,9 @@ class SiteMode(TorchFunctionMode):
         if not torch.compiler.is_compiling() and self.context != _context():
             self._refuse_recomputed()
         return site.call(self, called, func, args, kwargs)
+
+    def __exit__(self, *_: object) -> None:
+        stack_without(self)()  # torch's own takes off what is on top, also where an interrupt came after `pause`
 
     def finish(self) -> None:
         """Raise if `forward` returned before all planned calls came."""
