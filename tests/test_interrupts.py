@@ -1,10 +1,14 @@
 """An interrupt leaves a model as it was; `tests/hostile/interrupts.py` tries more functions, at every line."""
 
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from types import MappingProxyType
+
 import pytest
 import torch
 from torch import nn
 
 import fakequant as fq
+from fakequant.errors import ConfigError
 from fakequant.restore import attributes_of, restore_after, restore_on_error, state_of
 from tests.hostile.interrupts import CASES, X, calibrated
 from tests.support.interruption import Case, differences, failures, lines_of, moments, state
@@ -131,3 +135,62 @@ def test_the_state_of_modules_comes_back():
     assert quantizer.learned.step is step
     handle.remove()
     assert differences(before, state(model)) == []
+
+
+class Frozen(OrderedDict):
+    """As the configuration of a model of diffusers: it can be cleared, and not filled again."""
+
+    def update(self, *args, **kwargs):
+        raise AttributeError("frozen")
+
+    __copy__ = copy = __deepcopy__ = update
+
+
+class Sealed(set):
+    """A set that refuses to be copied and changed."""
+
+    def copy(self):
+        raise RuntimeError("sealed")
+
+    __deepcopy__ = clear = update = copy
+
+
+class Listed(list):
+    """A list that refuses to be copied."""
+
+    def copy(self):
+        raise RuntimeError("listed")
+
+    __deepcopy__ = copy
+
+
+OWN = [Frozen(a=1), Sealed({1}), Listed([1]), MappingProxyType({"a": 1}), UserDict(a=1), frozenset({1})]
+KNOWN = [{"a": 1}, {1}, OrderedDict(a=1, b=2), defaultdict(list, a=[1]), Counter(a=2)]
+
+
+class Writes(nn.Module):
+    """A model with an attribute, whose forward fails, or writes to the attribute if it can."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.layer, self.value = nn.Linear(2, 2), value
+
+    def forward(self, x):
+        if type(self.value) in map(type, KNOWN):
+            self.value.clear()
+            self.value.update({"seen"} if isinstance(self.value, set) else {"seen": 1})
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("value", [*OWN, *KNOWN], ids=lambda value: type(value).__name__)
+def test_attributes_of_any_class_come_back(value):
+    """Those of the user's own classes may refuse to be copied, cleared or filled."""
+    model, before = Writes(value), repr(value)
+    with pytest.raises(ConfigError, match=r"the example, tensors of shape .* failed in layer layer"):
+        fq.prepare(model, "int8", target="onnxruntime", example=torch.ones(1, 3))
+    assert (type(model.layer), model.value is value, repr(value)) == (nn.Linear, True, before)
+    fq.prepare(model, "int8_affine", target="onnxruntime", example=torch.ones(1, 2))
+    assert (model.value is value, repr(value)) == (True, before)
+    fq.calibrate(model, [torch.ones(1, 2)], progress=False)
+    fq.sensitivity(model, [torch.ones(1, 2)])
+    assert model.value is value

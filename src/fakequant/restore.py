@@ -6,6 +6,7 @@ arrives while this function runs, it runs again from its start.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 Restore = Callable[[], object]
 """Restores the earlier state. It only assigns values, so it can run twice."""
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set)
+"""Classes whose contents are restored. A subclass, such as the frozen dict of diffusers, may refuse to be changed."""
 
 
 @contextmanager
@@ -114,7 +117,7 @@ def structure_of(modules: Iterable[nn.Module]) -> Restore:
             continue
         attributes = dict(vars(module))
         # torch keeps parameters and hooks in containers that other objects refer to, so their contents are restored.
-        containers = [(value, value.copy()) for value in attributes.values() if isinstance(value, (dict, set))]
+        containers = [(value, value.copy()) for value in attributes.values() if type(value) in _CONTAINERS]
         saved.append((module, type(module), attributes, containers))
 
     def restore() -> None:
