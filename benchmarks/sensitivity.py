@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.benchmark import CannotRunError, Prepared
 from fakequant.demo import digits
-from fakequant.model.analysis import Power
+from fakequant.model.outputs import Power, decibels
 from fakequant.nn import QuantizedLayer, Quantizer
 from tests.support.exactness import by_int64, by_the_reference
 
@@ -78,7 +78,7 @@ def _by_whole_passes(model: nn.Module, batches: tuple[Tensor, ...]) -> dict[str,
                 power = Power()
                 for batch, right in zip(batches, exact, strict=True):
                     power.add(right, model(batch))
-            found[name] = power.decibels()
+            found[name] = decibels(power.share)
     return found
 
 

@@ -10,10 +10,11 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.analysis import Power, layer_sqnr, sensitivity
+from fakequant.model.analysis import layer_sqnr, sensitivity
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.execution import set_execution
+from fakequant.model.outputs import Power
 from fakequant.model.prepare import prepare
 from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
 from tests.support.models import images, small_net

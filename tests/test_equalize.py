@@ -250,7 +250,7 @@ class Positive(nn.Module):
 def test_an_output_of_another_length_is_another_output() -> None:
     torch.manual_seed(0)
     model, x = Positive(), torch.randn(16, 4)
-    check = OutputCheck(model, lambda: model(x))
+    check = OutputCheck(model, x, lambda model, x: model(x))
     assert check.why_not() is None
     with torch.no_grad():
         model.layer.bias += 1

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationWarning
+from fakequant.model.outputs import OutputDistance
 from fakequant.nn import quantizers
 from fakequant.ptq import blocks
 from fakequant.ptq.collector import Collector
-from fakequant.ptq.output_error import OutputError
 from fakequant.ptq.stream import NOT_REPEATED, Stage
 from tests.support.bits import assert_same_bits
 from tests.support.loops import Loop, batches
@@ -24,12 +24,12 @@ from tests.support.vision import import_torchvision
 
 def error_left(model: nn.Module, preset: str, work: Callable[[nn.Module], object], given: list[Tensor]) -> float:
     """The share of the output's error that is left, on the same batches."""
-    error = OutputError(model, given, lambda model, batch: model(batch))
+    error = OutputDistance(model, given, lambda model, batch: model(batch))
     quantized = fq.prepare(copy.deepcopy(model), preset)
     fq.calibrate(quantized, given, progress=False)
-    before = error.of(quantized)
+    before = error.of(quantized).mean
     work(quantized)
-    return error.of(quantized) / before
+    return error.of(quantized).mean / before
 
 
 @pytest.mark.parametrize("steps", ["fast", "best"])
@@ -167,10 +167,10 @@ def test_a_model_that_draws_random_numbers_gets_no_drift() -> None:
 
 def test_the_error_of_the_output_is_measured_before_and_after() -> None:
     model = fq.prepare(Loop(1), "INT4_WEIGHT_ONLY")
-    error = OutputError(Loop(1), batches()[:4], lambda model, batch: model(batch))
-    before = error.of(model)
+    error = OutputDistance(Loop(1), batches()[:4], lambda model, batch: model(batch))
+    before = error.of(model).mean
     found = fq.ptq.improve(model, batches(), "fast", progress=False)
-    assert (found.before, found.after) == (before, error.of(model))
+    assert (found.before, found.after) == (before, error.of(model).mean)
     assert f"error of the model's output: {before:.2e} -> {found.after:.2e}" in str(found)
 
 
@@ -284,7 +284,7 @@ def test_a_single_batch_is_judged_in_parts() -> None:
     new = [torch.randn(64, 16, generator=generator) for _ in range(8)]
     model = fq.prepare(Loop(1), "INT8")
     fq.calibrate(model, batches(1), progress=False)
-    error = OutputError(Loop(1), new, lambda model, batch: model(batch))
-    before = error.of(model)
+    error = OutputDistance(Loop(1), new, lambda model, batch: model(batch))
+    before = error.of(model).mean
     fq.ptq.improve(model, batches(1), ["smooth", "input"], progress=False)
-    assert error.of(model) < 1.5 * before
+    assert error.of(model).mean < 1.5 * before

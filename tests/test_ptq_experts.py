@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.ptq.output_error import OutputError
+from fakequant.model.outputs import OutputDistance
 from tests.support.loops import batches
 
 
@@ -86,10 +86,10 @@ def test_as_many_rows_in_another_order_are_no_drift() -> None:
 def test_experts_learn_by_their_own_inputs(size: int, calls_all: bool) -> None:
     model = fq.prepare(Experts(calls_all=calls_all), "INT4_WEIGHT_ONLY")
     given = [x[:size] for x in batches(32)]
-    error = OutputError(Experts(), given, lambda model, batch: model(batch))
-    before = error.of(model)
+    error = OutputDistance(Experts(), given, lambda model, batch: model(batch))
+    before = error.of(model).mean
     found = fq.ptq.reconstruct(model, given, iterations=60, progress=False)
-    assert error.of(model) < before
+    assert error.of(model).mean < before
     assert any("learn what they give in float for their quantized inputs" in note for note in found.notes)
     assert all(math.isfinite(layer.after) for layer in found.layers)
 

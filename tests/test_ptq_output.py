@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
+from fakequant.model.outputs import OutputDistance
 from fakequant.ptq.compare import Ways
-from fakequant.ptq.output_error import OutputError
 from tests.support.loops import Loop, batches
 
 
@@ -38,10 +38,10 @@ def padded(count: int = 6) -> list[dict[str, Tensor]]:
 
 def test_padding_is_no_error_of_the_output() -> None:
     model = fq.prepare(Tagger(), "INT4_WEIGHT_ONLY")
-    error = OutputError(Tagger(), padded()[:4], lambda model, batch: model(batch["tokens"])[batch["mask"]])
-    before = error.of(model)
+    error = OutputDistance(Tagger(), padded()[:4], lambda model, batch: model(batch["tokens"])[batch["mask"]])
+    before = error.of(model).mean
     found = fq.ptq.improve(model, padded(), "fast", inputs=lambda batch: batch["tokens"], mask="mask", progress=False)
-    assert (found.before, found.after) == (before, error.of(model))
+    assert (found.before, found.after) == (before, error.of(model).mean)
 
 
 class Decided(nn.Module):
@@ -100,10 +100,10 @@ def test_few_rows_do_not_cost_what_new_rows_would_have(rows: int, steps: str) ->
         net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         model, given = fq.prepare(copy.deepcopy(net), "INT8_WEIGHT_ONLY"), [torch.randn(rows, 64)]
         fq.calibrate(model, given, progress=False)
-        error = OutputError(net, [torch.randn(512, 64)], lambda model, batch: model(batch))
-        before = error.of(model)
+        error = OutputDistance(net, [torch.randn(512, 64)], lambda model, batch: model(batch))
+        before = error.of(model).mean
         fq.ptq.improve(model, given, steps, progress=False)
-        left.append(error.of(model) / before)
+        left.append(error.of(model).mean / before)
     assert sum(left) / 3 < 1
 
 
@@ -152,7 +152,7 @@ def test_a_transform_does_not_lose_what_calibration_won(steps: list[str], seed: 
     given = [values.sample((64, 32)) for _ in range(8)]
     model = fq.prepare(copy.deepcopy(net), "INT4")
     fq.calibrate(model, given, progress=False)
-    error = OutputError(net, given, lambda model, batch: model(batch))
-    before = error.of(model)
+    error = OutputDistance(net, given, lambda model, batch: model(batch))
+    before = error.of(model).mean
     fq.ptq.improve(model, given, steps, progress=False)
-    assert error.of(model) <= before
+    assert error.of(model).mean <= before

@@ -1,5 +1,7 @@
 """Sensitivity that computes only what a quantized layer changes: the numbers of whole passes, bit for bit."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.demo.digits import Net
 from fakequant.demo.text import Transformer
-from fakequant.model.analysis import Power
+from fakequant.model.outputs import Power, decibels
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.nn import Add, Mode, QuantizedLayer
 from tests.support.bits import assert_same_bits
@@ -58,7 +60,7 @@ def calibrated(name, execution):
 
 
 def tensors(output):
-    return list(output.values()) if isinstance(output, dict) else [output]
+    return output if isinstance(output, dict) else {"": output}
 
 
 @torch.no_grad()
@@ -68,16 +70,16 @@ def by_whole_passes(model, batches):
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer):
             continue
-        power = Power()
+        powers = defaultdict(Power)
         for batch in batches:
             x = batch[0] if isinstance(batch, tuple) else batch
             with fq.disabled(model):
-                exact = [y.clone() for y in tensors(model(x))]
+                exact = {key: y.clone() for key, y in tensors(model(x)).items()}
                 for quantizer in layer.children():
                     quantizer.mode = Mode.QUANTIZE
-                for right, approximate in zip(exact, tensors(model(x)), strict=True):
-                    power.add(right, approximate)
-        found[name] = power.decibels()
+                for key, approximate in tensors(model(x)).items():
+                    powers[key].add(exact[key], approximate)
+        found[name] = decibels(sum(power.share for power in powers.values()) / len(powers))
     return found
 
 

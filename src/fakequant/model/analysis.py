@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from fakequant.model.execution import simulated
 from fakequant.model.failures import failure_named
 from fakequant.model.html import html_result
 from fakequant.model.modes import disabled, evaluating, modes
-from fakequant.model.outputs import float_tensors
+from fakequant.model.outputs import Distance, decibels, named_tensors, shown_place
 from fakequant.model.progress import track
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.model.weights import warn_stale_scales
@@ -32,36 +33,6 @@ Metric = Callable[[nn.Module], float]
 _NO_BATCHES = "the batches held no examples; give a list or a loader that can be iterated again"
 
 
-@dataclass
-class Power:
-    """The power of a signal and of its error, summed over batches."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-
-    def add(self, exact: Tensor, approximate: Tensor) -> None:
-        """Add a tensor and its approximation."""
-        exact, approximate = exact.detach(), approximate.detach()
-        if exact.dtype not in (torch.float32, torch.float64) or approximate.dtype is not exact.dtype:
-            exact, approximate = exact.double(), approximate.double()
-        # Float32 rounds a difference by 2**-24 of it, and sums are float64. Copies in double take most time.
-        noise = _energy(approximate - exact)
-        if not math.isfinite(noise):  # a difference may be too large for float32
-            noise = _energy(approximate.double() - exact.double())
-        self.signal += _energy(exact)
-        self.noise += noise
-
-    def decibels(self) -> float:
-        """Signal over noise: inf without noise."""
-        if self.noise == 0.0:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
-
-
-def _energy(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 if x.numel() else 0.0
-
-
 def layer_sqnr(
     model: nn.Module,
     batches: Iterable[Any],
@@ -71,6 +42,9 @@ def layer_sqnr(
     progress: bool | None = None,
 ) -> dict[str, float]:
     """The signal-to-quantization-noise ratio in dB of every quantizer on its own tensors, by name.
+
+    If a batch calls a quantizer several times, as a head that is shared by the scales of a pyramid, each call counts as
+    a share of its own energy, and the ratio is that of their mean.
 
     Args:
         model: a calibrated model.
@@ -88,18 +62,20 @@ def layer_sqnr(
     refuse_tensor(batches, "layer_sqnr")
     warn_stale_scales(model)
     found = quantizers(model)
-    power = {name: Power() for name in found}
+    distances, calls = {name: Distance() for name in found}, Counter[str]()
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
-        return lambda _, inputs, output: power[name].add(inputs[0], output)
+        def see(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            distances[name].add({calls[name]: inputs[0]}, {calls[name]: output})
+            calls[name] += 1
+
+        return see
 
     with restore_after(state_of(found.values())), simulated(model):  # products of codes call no quantizer
         for name, quantizer in found.items():
             quantizer.register_forward_hook(watch(name))
-        count = _run(model, batches, runner(inputs, forward), progress)
-    if not count:
-        raise ConfigError(_NO_BATCHES)
-    return {name: value.decibels() for name, value in power.items() if value.signal or value.noise}
+        run_all(model, batches, runner(inputs, forward), progress, after=lambda *_: calls.clear())
+    return {name: decibels(found.mean) for name, found in distances.items() if not found.is_silent}
 
 
 @dataclass(frozen=True)
@@ -109,13 +85,18 @@ class Sensitivity:
     Attributes:
         layer: its path.
         value: the metric with only this layer quantized, larger is better: by default dB of signal to quantization
-            noise at the model's output, inf where the output does not change.
+            noise at the model's output, inf where the output does not change. Of several outputs each counts as a share
+            of its own energy, and the mean of these shares is taken.
         change: `value` minus the metric of the float model; by the default metric the same number as `value`.
+        output: of several outputs the one that it hurts most, "scores" for example; "" by a metric.
+        worst: dB of that output; None where there is none.
     """
 
     layer: str
     value: float
     change: float
+    output: str = ""
+    worst: float | None = None
 
 
 class Sensitivities(list[Sensitivity]):
@@ -130,12 +111,16 @@ class Sensitivities(list[Sensitivity]):
     @property
     def header(self) -> tuple[str, ...]:
         """The names of the columns, with the unit of the values."""
-        return ("layer", "dB alone") if self.in_decibels else ("layer", "metric alone", "change")
+        if not self.in_decibels:
+            return "layer", "metric alone", "change"
+        return ("layer", "dB alone", "worst output") if any(s.output for s in self) else ("layer", "dB alone")
 
     def rows(self) -> list[tuple[str, ...]]:
         """The rows of the table, one per layer, as text."""
         if self.in_decibels:
-            return [(s.layer or "(model)", "exact" if s.value == math.inf else f"{s.value:.1f}") for s in self]
+            shown = [(s.layer or "(model)", "exact" if s.value == math.inf else f"{s.value:.1f}") for s in self]
+            worst = [f"{s.output} {s.worst:.1f}" if s.worst is not None else "" for s in self]
+            return [(*row, one) for row, one in zip(shown, worst, strict=True)] if len(self.header) > 2 else shown
         return [(s.layer or "(model)", f"{s.value:.6g}", f"{s.change:+.3g}") for s in self]
 
     def __repr__(self) -> str:
@@ -166,7 +151,7 @@ def sensitivity(
         batches, inputs, forward: as for `calibrate`, passed over once. May be empty with a metric, which does not see
             them.
         metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
-            of the model's outputs, against those of the float model.
+            of the model's outputs, against those of the float model. Several outputs count alike, whatever their size.
 
     Returns:
         A list that prints as a table: for every quantized layer the metric with only that layer quantized (`value`),
@@ -195,7 +180,8 @@ def sensitivity(
     if not held:
         raise ConfigError("sensitivity needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
     if metric is None:
-        values, baseline = _output_sqnr(model, batches, held, runner(inputs, forward), progress), 0.0
+        distances = _output_distances(model, batches, held, runner(inputs, forward), progress)
+        found = [_by_output(name, distance) for name, distance in distances.items()]
     else:
         values = {}
         with disabled(model):
@@ -203,17 +189,24 @@ def sensitivity(
         for name, own in track(held.items(), "measuring layers", len(held), progress):
             with modes(model, lambda _, q, own=own: Mode.QUANTIZE if q in own else Mode.OFF):
                 values[name] = measured(metric, model)
-    found = [Sensitivity(name, value, value - baseline) for name, value in values.items()]
+        found = [Sensitivity(name, value, value - baseline) for name, value in values.items()]
     result = Sensitivities(sorted(found, key=lambda s: s.value))
     result.in_decibels = metric is None
     return result
 
 
-def _output_sqnr(
+def _by_output(layer: str, distance: Distance) -> Sensitivity:
+    value = decibels(distance.mean)
+    if value == math.inf or len(distance.shares) < 2:
+        return Sensitivity(layer, value, value)
+    return Sensitivity(layer, value, value, shown_place(distance.worst), decibels(distance.shares[distance.worst]))
+
+
+def _output_distances(
     model: nn.Module, batches: Iterable[Any], held: dict[str, list[Quantizer]], run: Forward, progress: bool | None
-) -> dict[str, float]:
-    """The signal-to-noise ratio of the outputs with the quantizers of one layer on, by layer."""
-    power, kept = {name: Power() for name in held}, ReusedOutputs(model)
+) -> dict[str, Distance]:
+    """How far the outputs are from the float ones with the quantizers of one layer on, by layer."""
+    distances, kept = {name: Distance() for name in held}, ReusedOutputs(model)
     batches_seen = measured = 0
     total = len(batches) if isinstance(batches, Sized) else None
     with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
@@ -221,22 +214,21 @@ def _output_sqnr(
             with kept.record():
                 with failure_named(model, batches_seen + 1, batch):
                     output = run(model, batch)
-                exact = [tensor.clone() for tensor in float_tensors(output)]
+                exact = {place: tensor.clone() for place, tensor in named_tensors(output).items()}
             if not exact:
                 raise ConfigError(
                     f"the model's output of type {type(output).__name__} holds no float tensor; give metric="
                 )
             batches_seen += 1
-            measured += sum(tensor.numel() for tensor in exact)
+            measured += sum(tensor.numel() for tensor in exact.values())
             for name, own in held.items():
                 try:
                     _set(own, Mode.QUANTIZE)
                     with kept.reuse():
-                        outputs = float_tensors(run(model, batch))
+                        outputs = named_tensors(run(model, batch))
                 finally:
                     _set(own, Mode.OFF)  # where it is interrupted, `disabled` gives all modes back
-                for right, approximate in zip(exact, outputs, strict=True):
-                    power[name].add(right, approximate)
+                distances[name].add(exact, outputs)
     if not batches_seen:
         raise ConfigError(_NO_BATCHES)
     if not measured:
@@ -244,7 +236,7 @@ def _output_sqnr(
             "the model's float outputs are empty: the batches hold no rows, or the model found nothing in them, as a "
             "detector may; give other batches, or metric="
         )
-    return {name: value.decibels() for name, value in power.items()}
+    return distances
 
 
 def _set(own: list[Quantizer], mode: Mode) -> None:
@@ -252,12 +244,23 @@ def _set(own: list[Quantizer], mode: Mode) -> None:
         quantizer.mode = mode
 
 
-def _run(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool | None) -> int:
-    """Run all batches; how many there were is returned."""
-    count = 0
-    with evaluating(model), torch.no_grad():
-        for batch in track(batches, "measuring", None, progress):
-            with failure_named(model, count + 1, batch):
-                run(model, batch)
-            count += 1
-    return count
+def run_all(
+    model: nn.Module,
+    batches: Iterable[Any],
+    run: Forward,
+    progress: bool | None,
+    after: Callable[[int, Any, Any], object],
+) -> None:
+    """Run all batches; `after` is called with the number, the batch and the output of each.
+
+    Raises:
+        ConfigError: there is no batch.
+    """
+    number = -1
+    with evaluating(model), cached_weights(model), torch.no_grad():
+        for number, batch in enumerate(track(batches, "measuring", None, progress)):
+            with failure_named(model, number + 1, batch):
+                output = run(model, batch)
+            after(number, batch, output)
+    if number < 0:
+        raise ConfigError(_NO_BATCHES)

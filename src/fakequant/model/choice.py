@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.errors import CalibrationError
 from fakequant.model.batches import Forward
-from fakequant.model.modes import disabled, evaluating
-from fakequant.model.outputs import float_tensors
+from fakequant.model.modes import disabled
+from fakequant.model.outputs import OutputDistance
 
 AUTO = "auto"
 """In place of the name of a method: the best of `METHODS`."""
@@ -63,12 +62,14 @@ class Choice(NamedTuple):
     """What each method leaves.
 
     Attributes:
-        errors: of the model's output, as a share of its energy, by method.
+        errors: of the model's output, as a share of its energy, by method; of several outputs the mean share.
         batches: how many were held back.
+        worst: of several outputs the one with the largest error, and this error, by method; else "".
     """
 
     errors: dict[str, float]
     batches: int
+    worst: dict[str, str]
 
     @property
     def method(self) -> str:
@@ -80,7 +81,8 @@ class Choice(NamedTuple):
         others = ", ".join(f"{name} {error:.2e}" for name, error in self.errors.items() if name != self.method)
         return (
             f'method "{AUTO}" chose "{self.method}": error of the output {self.errors[self.method]:.2e} of its energy '
-            f"on {self.batches} {'batch' if self.batches == 1 else 'batches'} held back ({others})"
+            f"{self.worst[self.method]}on {self.batches} {'batch' if self.batches == 1 else 'batches'} held back "
+            f"({others})"
         )
 
 
@@ -97,24 +99,15 @@ def choose(model: nn.Module, held: Sequence[Any], run: Forward, use: Callable[[s
         CalibrationError: a batch gives no float output.
     """
     with disabled(model):
-        wanted = [_outputs(model, batch, run) for batch in held]
-    energy = sum(float(y.double().square().sum()) for tensors in wanted for y in tensors)
-    if not any(wanted):
+        outputs = OutputDistance(model, held, run)
+    if not outputs.has_outputs:
         raise CalibrationError(
             f'method "{AUTO}" compares float outputs, and the model returns none; name a method, such as '
             f"{DEFAULT_METHOD!r}"
         )
-    errors = {}
+    errors, worst = {}, {}
     for method in METHODS:
         use(method)
-        lost = 0.0
-        for batch, tensors in zip(held, wanted, strict=True):
-            found = _outputs(model, batch, run)
-            lost += sum(float((y - x).double().square().sum()) for y, x in zip(found, tensors, strict=True))
-        errors[method] = lost / energy if energy else lost
-    return Choice(errors, len(held))
-
-
-def _outputs(model: nn.Module, batch: Any, run: Forward) -> list[torch.Tensor]:
-    with evaluating(model), torch.no_grad():
-        return [tensor.clone() for tensor in float_tensors(run(model, batch))]
+        found = outputs.of(model)
+        errors[method], worst[method] = found.mean, f"({found.shown_worst}) " if found.shown_worst else ""
+    return Choice(errors, len(held), worst)

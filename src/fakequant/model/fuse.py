@@ -16,7 +16,7 @@ from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.flow import Flow, data_flow
 from fakequant.model.modes import evaluating
-from fakequant.model.outputs import float_tensors
+from fakequant.model.outputs import Distance, Place, named_tensors
 from fakequant.nn.forms import computed_class
 from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantizer import is_as_made, refuse_prepared
@@ -113,7 +113,7 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     modules = dict(model.named_modules())
     pairs = {norm: modules[layer] for norm, layer in found.fused.items()}
     run = None if example is None else _run_of(model, example, inputs)
-    before = None if run is None else [tensor.clone() for tensor in run()]
+    before = None if run is None else {name: tensor.clone() for name, tensor in run().items()}
     values, structure = state_of(pairs.values()), structure_of([model])
 
     def restore() -> None:
@@ -264,25 +264,27 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _run_of(model: nn.Module, example: Any, inputs: Inputs | None) -> Any:
-    """A function that runs the example; it returns the float tensors of the output."""
+    """A function that runs the example; it returns the float tensors of the output by place."""
     args, kwargs = example_arguments(example, inputs)
 
-    def run() -> list[Tensor]:
+    def run() -> dict[Place, Tensor]:
         with evaluating(model), torch.no_grad():
-            return float_tensors(model(*args, **kwargs))
+            return named_tensors(model(*args, **kwargs))
 
     return run
 
 
-def _check_outputs(before: list[Tensor], after: list[Tensor]) -> None:
+def _check_outputs(before: dict[Place, Tensor], after: dict[Place, Tensor]) -> None:
     """Raise if outputs differ by more than the rounding of many layers: the root of the dtype's precision."""
-    for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        allowed = torch.finfo(old.dtype).eps ** 0.5 * float(old.abs().max()) if old.numel() else 0.0
-        difference = float((new.double() - old.double()).abs().max()) if old.numel() else 0.0
-        if not difference <= allowed:
+    found = Distance()
+    found.add(before, after)
+    for index, (place, share) in enumerate(found.shares.items()):
+        allowed = torch.finfo(before[place].dtype).eps if place in before else 0.0
+        if not share <= allowed:
             raise ConfigError(
-                f"output {index} of the model changed by {difference:.3g} when its batch normalisations were fused, "
-                f"rounding explains {allowed:.3g}; nothing was changed. The model may compute otherwise in another call"
+                f"output {index} of the model changed by {share**0.5:.3g} of its size when its batch normalisations "
+                f"were fused, rounding explains {allowed**0.5:.3g}; nothing was changed. The model may compute "
+                "otherwise in another call"
             )
 
 

@@ -18,6 +18,7 @@ from fakequant.model.calls import weight_readers
 from fakequant.model.config import Config, Rule
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
+from fakequant.model.outputs import OutputDistance
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.sizes import spec_bits
@@ -26,7 +27,6 @@ from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ptq.kinds import has_rows, is_turned
 from fakequant.ptq.losses import Loss, arriving_errors, count_products, divergence, losses_alone
 from fakequant.ptq.mixes import Allocation, Score, Scores
-from fakequant.ptq.output_error import OutputError
 from fakequant.ptq.stream import record
 
 
@@ -43,7 +43,8 @@ def scores(
     """Measure what every choice costs every layer, each alone, in the output of the model.
 
     The error that a choice makes in a layer's output is multiplied with the gradient of random directions of the
-    model's output: the mean of squares estimates the squared error that arrives there (Hutchinson's estimator).
+    model's output: the mean of squares estimates the squared error that arrives there (Hutchinson's estimator), as a
+    share of the output's energy; of several outputs it is the mean share.
     With `measure` the model runs with each layer and choice alone instead, and the losses of a mix add up.
 
     Args:
@@ -223,9 +224,9 @@ def verify(
     """
     given, found = batch_list(batches, "verify"), []
     run = naming(runner(inputs, forward), given)
-    error = OutputError(model, given, run)
-    error.check()
+    outputs = OutputDistance(model, given, run)
+    outputs.check()
     for allocation in allocations:
         twin = quantized_copy(model, allocation.config(), given, run)
-        found.append(replace(allocation, measured=error.of(twin)))
+        found.append(replace(allocation, measured=outputs.of(twin).mean))
     return found

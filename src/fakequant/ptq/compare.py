@@ -26,6 +26,7 @@ from fakequant.model.choice import AUTO
 from fakequant.model.execution import set_execution
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
+from fakequant.model.outputs import OutputDistance
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
@@ -37,7 +38,6 @@ from fakequant.ptq.comparison import Compared, Comparison, best_first
 from fakequant.ptq.digest import digest
 from fakequant.ptq.finished import run_of
 from fakequant.ptq.improve import checked_steps, improve
-from fakequant.ptq.output_error import OutputError
 
 Metric = Callable[[nn.Module], float]
 
@@ -143,8 +143,8 @@ class _Task:
         self, model: nn.Module, batches: list[Any], run: Forward, metric: Metric | None, how: dict[str, Any]
     ) -> None:
         self.model, self.batches, self.run, self.metric, self.how = model, batches, run, metric, how
-        self.error = OutputError(model, batches, run)
-        self.error.check(has_metric=metric is not None)
+        self.outputs = OutputDistance(model, batches, run)
+        self.outputs.check(has_metric=metric is not None)
 
     def measured(self, way: tuple[str, str, str]) -> Compared:
         """A row; errors of this package are its reason."""
@@ -156,7 +156,8 @@ class _Task:
             if steps:
                 improve(twin, self.batches, steps, progress=False, **self.how)
             seconds = time.perf_counter() - started
-            error = self.error.of(twin) if self.error.has_outputs else math.nan
+            distance = self.outputs.of(twin)
+            error = distance.mean if self.outputs.has_outputs else math.nan
             found = self.score(twin)
         except FakeQuantError as reason:
             return Compared(*way, failed=f"{type(reason).__name__}: {reason}")
@@ -167,7 +168,8 @@ class _Task:
             total = total.plus(weight_bits(weight) or WeightBits(0, 0, 0))
         size = (total.codes + total.scales) / 8
         speed = self.milliseconds(set_execution(twin, "auto"))
-        return Compared(*way, error, found, total.per_weight, size, speed, round(seconds, 2))
+        figures = (error, found, total.per_weight, size, speed, round(seconds, 2))
+        return Compared(*way, *figures, worst=distance.shown_worst)
 
     def score(self, model: nn.Module) -> float | None:
         """The metric of a model; None without one."""

@@ -27,7 +27,8 @@ class Compared:
         preset: the name of the preset.
         method: of calibration.
         steps: of `improve`; "" for none.
-        error: of the model's output, as a share of its energy; NaN where it gives no floats.
+        error: of the model's output, as a share of its energy; of several outputs the mean share; NaN where it gives no
+            floats.
         metric: what `metric` gives; None without one.
         bits: per quantized weight, with scales.
         bytes: of the quantized weights.
@@ -35,6 +36,7 @@ class Compared:
             (`set_execution(model, "auto")`); other layers simulate, which is slower than float.
         seconds: to prepare, calibrate and improve.
         failed: why there are no figures; "" where there are.
+        worst: of several outputs the one with the largest error, and this error.
     """
 
     preset: str
@@ -47,13 +49,21 @@ class Compared:
     milliseconds: float = 0.0
     seconds: float = 0.0
     failed: str = ""
+    worst: str = ""
 
     def __str__(self) -> str:
         metric = "" if self.metric is None else f"metric {self.metric:.4g}, "
-        found = self.failed or f"{metric}error {self.error:.2e}, {self.bits:.2f} bits per weight, {self.seconds:.1f} s"
+        found = (
+            self.failed or f"{metric}error {self.shown_error}, {self.bits:.2f} bits per weight, {self.seconds:.1f} s"
+        )
         return f"{' '.join(filter(None, self.way))}: {found}"
 
     __repr__ = __str__  # what notebooks and consoles show
+
+    @property
+    def shown_error(self) -> str:
+        """The error as text, with the worst of several outputs."""
+        return "-" if math.isnan(self.error) else f"{self.error:.2e}" + (f" ({self.worst})" if self.worst else "")
 
     @property
     def way(self) -> tuple[str, str, str]:
@@ -104,7 +114,7 @@ class Comparison:
         for row in self.rows:
             metric = "-" if row.metric is None else f"{row.metric:.4g} ({row.metric - (self.float_metric or 0.0):+.3g})"
             size = [f"{row.bits:.2f}", f"{row.bytes / 1e6:.2f}", f"{row.milliseconds:.3g}"]
-            figures = [metric, "-" if math.isnan(row.error) else f"{row.error:.2e}", *size, f"{row.seconds:.1f}"]
+            figures = [metric, row.shown_error, *size, f"{row.seconds:.1f}"]
             cells.append([row.preset, row.method, row.steps or "-", *([row.failed] if row.failed else figures)])
         return cells
 

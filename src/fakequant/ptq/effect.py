@@ -12,7 +12,7 @@ from fakequant.distributed import Together
 from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.model.batches import Forward
 from fakequant.model.modes import disabled
-from fakequant.ptq.output_error import OutputError
+from fakequant.model.outputs import OutputDistance
 from fakequant.ptq.results import Improvement
 from fakequant.ptq.stream import NOT_REPEATED, Record
 
@@ -45,8 +45,8 @@ class Effect:
         self._why_not = None if recorded.outputs_repeat else NOT_REPEATED
         if self._why_not is None:
             with disabled(model):
-                self._error = OutputError(model, batches[:_JUDGED], run, counts and counts[:_JUDGED])
-            self._before = self._error.of(model)
+                self._error = OutputDistance(model, batches[:_JUDGED], run, counts and counts[:_JUDGED])
+            self._before = self._error.of(model).mean
             if not self._error.has_outputs:
                 self._why_not = "the model gives no floats"
             elif not math.isfinite(self._before):
@@ -54,7 +54,7 @@ class Effect:
 
     def put_into(self, result: Improvement, processes: Together) -> None:
         """Put the error before and now into a result, the mean over processes; or why there is none."""
-        now = math.nan if self._why_not else self._error.of(self._model)
+        now = math.nan if self._why_not else self._error.of(self._model).mean
         before, after, reasons = zip(*processes.all((self._before, now, self._why_not)), strict=True)
         if why_not := next(filter(None, reasons), None):
             result.notes.append(f"the error of the model's output was not measured: {why_not}")

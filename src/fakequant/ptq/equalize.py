@@ -53,7 +53,8 @@ class Equalization:
     """The result of `equalize`; prints as a table.
 
     Attributes:
-        before: the error of the quantized model's output, as a share of the output's energy, without new scales.
+        before: the error of the quantized model's output, as a share of the output's energy, without new scales; of
+            several outputs the mean share.
         after: the same with them.
         pairs: what happened to each pair.
     """
@@ -115,7 +116,7 @@ def equalize(
     refuse_prepared(model, "equalize")
     refuse_sharded(model, "equalize")
     call = naming(runner(inputs, forward), [batch])
-    outputs = OutputCheck(model, lambda: call(model, batch))
+    outputs = OutputCheck(model, batch, call)
     layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
     found = find_neighbors(model, {*layers}, {*layers}, outputs.run)
     pairs, rows = _pairs(model, found, layers, Unreached(model, outputs.run))
@@ -123,7 +124,7 @@ def equalize(
 
     def error() -> float:
         quantized = prepared_copy(model, batch, config, call)
-        return outputs.difference(lambda: call(quantized, batch), quantized) ** 2
+        return outputs.of(quantized).mean
 
     with restore_on_error(restore):
         before = error()

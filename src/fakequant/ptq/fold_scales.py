@@ -99,11 +99,11 @@ def fold_scales(
         return FoldedScales()
     call = naming(runner(inputs, forward), [batch])
 
-    def run() -> Any:
+    def run(model: nn.Module, batch: Any) -> Any:
         with disabled(model):
             return call(model, batch)
 
-    outputs = OutputCheck(model, run)
+    outputs = OutputCheck(model, batch, run)
     makers = {module: name for name, module in model.named_modules() if _weight(module) is not None}
     found = find_neighbors(model, {*makers}, {*layers}, outputs.run)
     groups, notes = _groups(found, makers, shared_parameters(model), Unreached(model, outputs.run))

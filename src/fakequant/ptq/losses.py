@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.modes import evaluating, modes
+from fakequant.model.outputs import Place, Power, float_tensors, named_tensors
 from fakequant.model.progress import track
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
@@ -48,7 +48,7 @@ def divergence(model: nn.Module, batches: Sequence[Any], run: Callable[[nn.Modul
 
 
 def _logits(outputs: Any) -> Tensor:
-    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    found = float_tensors(outputs)
     if not found or not found[0].dim():
         raise ConfigError('measure="kl" needs a model that gives logits [..., classes]; give a function as measure=')
     return found[0].double().log_softmax(-1)
@@ -113,36 +113,60 @@ def arriving_errors(
 ) -> dict[tuple[str, str], Tensor]:
     """The errors that arrive in random directions of the output; the mean of squares is a share of its energy.
 
+    Of several outputs it is the mean of their shares.
+
     Raises:
         CalibrationError: an output holds NaN, or a gradient does (numbers the batch).
         ConfigError: no output depends on a layer by a gradient, or all are 0.
     """
     parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
-    energy = 0.0
+    energies = {place: energy for place, energy in _energies(model, run, batches).items() if energy}
+    if not energies:
+        raise ConfigError("every output of the model is 0, and scores are shares of its energy; give measure=")
+    least = min(energies.values())
+    weights = {place: (least / energy) ** 0.5 for place, energy in energies.items()}  # at most 1, for half precision
     # Without gradients of parameters, torch need not keep inputs of layers, which a model may write into.
     with restore_after(attributes_of(model.parameters(), "requires_grad")):
         model.requires_grad_(requires_grad=False)
         for number, batch in enumerate(track(batches, "scoring layers", len(batches), progress)):
-            energy += _add_errors(model, layers, quantized, lambda b=batch: run(model, b), parts, number)
-            if not all(bool(values[-1].isfinite().all()) for values in parts.values()) or math.isnan(energy):
-                raise CalibrationError(f"batch {number + 1}: an output or its gradient holds NaN; leave the batch out")
-    if not energy:
-        raise ConfigError("every output of the model is 0, and scores are shares of its energy; give measure=")
+            _add_errors(layers, quantized, lambda b=batch: run(model, b), parts, (number, weights))
+            if not all(bool(values[-1].isfinite().all()) for values in parts.values()):
+                raise _nan(number)
     # The mean of squares over all samples and directions times their number for one direction is the error's energy.
-    return {
-        key: torch.cat(values) * (len(torch.cat(values)) / _PROBES / energy) ** 0.5 for key, values in parts.items()
-    }
+    share = 1 / (_PROBES * least * len(energies))
+    return {key: torch.cat(values) * (len(torch.cat(values)) * share) ** 0.5 for key, values in parts.items()}
+
+
+def _energies(model: nn.Module, run: Callable[[nn.Module, Any], Any], batches: list[Any]) -> dict[Place, float]:
+    """The sum of squares of each output; values that are infinite, as those of a mask are, have no error."""
+    found: dict[Place, Power] = {}
+    for number, batch in enumerate(batches):
+        with torch.no_grad():
+            outputs = named_tensors(run(model, batch))
+        for place, y in outputs.items():
+            if bool(y.isnan().any()):
+                raise _nan(number)
+            found.setdefault(place, Power()).add(y, y)
+    return {place: power.signal for place, power in found.items()}
+
+
+def _nan(number: int) -> CalibrationError:
+    return CalibrationError(f"batch {number + 1}: an output or its gradient holds NaN; leave the batch out")
 
 
 def _add_errors(
-    model: nn.Module,
     layers: Mapping[str, Any],
     quantized: Mapping[str, nn.Module],
     call: Callable[[], Any],
     parts: dict[tuple[str, str], list[Tensor]],
-    seed: int,
-) -> float:
-    """Add the errors of one batch that arrive in random directions of its output; returns the output's energy."""
+    drawn: tuple[int, Mapping[Place, float]],
+) -> None:
+    """Add the errors of one batch that arrive in random directions of its outputs.
+
+    Args:
+        drawn: the seed of the directions, and what those of each output are multiplied by.
+    """
+    seed, weights = drawn
     calls: list[tuple[dict[tuple[str, str], Tensor], Tensor]] = []
 
     def see(name: str, x: Tensor, y: Tensor) -> Tensor:
@@ -152,29 +176,25 @@ def _add_errors(
         return y.clone()  # which the model may write into
 
     with _outputs_replaced(layers, see), torch.inference_mode(mode=False), torch.enable_grad():
-        result = [leaf for leaf in tree_leaves(call()) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        found = {place: y for place, y in named_tensors(call()).items() if y.requires_grad and place in weights}
+        result, scales = [*found.values()], [weights[place] for place in found]
         if not result:
             raise ConfigError("no output of the model has a gradient for its layers; give measure=")
         examples = len(result[0]) if result[0].dim() else 1
         random = torch.Generator().manual_seed(seed)
         for _ in range(_PROBES):
             signs = [
-                torch.randint(0, 2, leaf.shape, generator=random).to(leaf.device, leaf.dtype) * 2 - 1 for leaf in result
+                (torch.randint(0, 2, y.shape, generator=random).to(y.device, y.dtype) * 2 - 1) * scale
+                for y, scale in zip(result, scales, strict=True)
             ]
             outputs = [y for _, y in calls]
             gradients = torch.autograd.grad(result, outputs, signs, retain_graph=True, allow_unused=True)
-            found = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
+            sums = {key: torch.zeros(examples, dtype=torch.float64) for key in parts}
             for (errors, _), gradient in zip(calls, gradients, strict=True):
                 for key, error in errors.items() if gradient is not None else ():
-                    found[key] += _by_example((gradient * error).double(), examples)
-            for key, values in found.items():
+                    sums[key] += _by_example((gradient * error).double(), examples)
+            for key, values in sums.items():
                 parts[key].append(values)
-    return sum(_energy(leaf.detach()) for leaf in result)
-
-
-def _energy(y: Tensor) -> float:
-    """The sum of squares; values that are infinite, as those of a mask are, have no error."""
-    return float(torch.where(y.isinf(), 0.0, y).double().square().sum())
 
 
 @contextmanager

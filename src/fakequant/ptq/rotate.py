@@ -105,7 +105,7 @@ def rotate(
     refuse_prepared(model, "rotate")
     refuse_sharded(model, "rotate")
     call = naming(runner(inputs, forward), [batch])
-    outputs = OutputCheck(model, lambda: call(model, batch))
+    outputs = OutputCheck(model, batch, call)
     found = follow(model, outputs.run)
     job = _Job(model, outputs, kind, torch.Generator().manual_seed(seed))
     with restore_on_error(state_of_parts(model, _all_touched(found.residuals, found.heads))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,16 +11,13 @@ from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.analysis import Power, sensitivity
+from fakequant.model.analysis import run_all, sensitivity
 from fakequant.model.batches import Forward, refuse_tensor, runner
 from fakequant.model.execution import simulated
-from fakequant.model.failures import failure_named
-from fakequant.model.modes import evaluating
+from fakequant.model.outputs import Distance, decibels
 from fakequant.model.paths import layer_of
-from fakequant.model.progress import track
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.summary import LayerSummary, summary
-from fakequant.nn.contexts import cached_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.numerics.granularity import PerChannel
@@ -51,7 +47,8 @@ class _Watched:
     """What one quantizer saw."""
 
     quantizer: Quantizer
-    power: Power = field(default_factory=Power)
+    distance: Distance = field(default_factory=Distance)
+    calls: int = 0
     counts: Calibrator = field(default_factory=lambda: make_calibrator("percentile", "int8"))
     weight: Tensor | None = None
 
@@ -60,10 +57,11 @@ class _Watched:
         if self.quantizer.kind is Kind.WEIGHT:
             if self.weight is None:  # it is the same for all batches
                 self.weight = x
-                self.power.add(x, output)
+                self.distance.add({0: x}, {0: output})
             return
-        self.power.add(x, output)
-        if math.isfinite(self.power.signal) or bool(x.isfinite().all()):
+        self.distance.add({self.calls: x}, {self.calls: output})
+        self.calls += 1
+        if bool(x.isfinite().all()):
             self.counts.observe(x)
 
 
@@ -101,11 +99,18 @@ def measure(
         for name, one in watched.items():
             one.quantizer.register_forward_hook(one.see)
             one.quantizer.register_forward_pre_hook(_notes(order, layer_of(name)))
-        first, output = _run_all(model, batches, run, progress)
+        first: list[Any] = []
+
+        def after(number: int, batch: Any, output: Any) -> None:
+            for one in watched.values():
+                one.calls = 0
+            first.extend([] if number else [batch, output])
+
+        run_all(model, batches, run, progress, after)
     ordered = [*order, *(name for name in described if name not in order)]
     values, alone_on = {}, ""
     if alone:
-        part, alone_on = first_examples(model, first, output, run)
+        part, alone_on = first_examples(model, first[0], first[1], run)
         values = _alone(model, part, run, progress)
     bits = _bits(model)
     return Measured(
@@ -123,20 +128,6 @@ def measure(
 
 def _notes(order: dict[str, None], layer: str) -> Callable[..., None]:
     return lambda *_: order.setdefault(layer)
-
-
-def _run_all(model: nn.Module, batches: Iterable[Any], run: Forward, progress: bool | None) -> tuple[Any, Any]:
-    """Run all batches; return the first and the model's output for it."""
-    first, output, count = None, None, 0
-    with evaluating(model), cached_weights(model), torch.no_grad():
-        for batch in track(batches, "measuring", None, progress):
-            with failure_named(model, count + 1, batch):
-                found = run(model, batch)
-            first, output = (first, output) if count else (batch, found)
-            count += 1
-    if not count:
-        raise ConfigError("the batches held no examples; give a list or a loader that can be iterated again")
-    return first, output
 
 
 def _alone(model: nn.Module, batch: Any, run: Forward, progress: bool | None) -> dict[str, float]:
@@ -165,8 +156,8 @@ def _layer(
     own = [one for name, one in watched.items() if layer_of(name) == described.name]
 
     def lowest(kind: Kind) -> float | None:
-        ratios = [one.power.decibels() for one in own if one.quantizer.kind is kind and one.power.signal]
-        return min(ratios, default=None)
+        seen = [one.distance for one in own if one.quantizer.kind is kind and not one.distance.is_silent]
+        return min((decibels(distance.mean) for distance in seen), default=None)
 
     def specs(kind: Kind) -> str:
         texts = [
