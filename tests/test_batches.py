@@ -3,6 +3,7 @@
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, IterableDataset
 
-from fakequant import ir
+from fakequant import ir, ptq
 from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.export import export_onnx
 from fakequant.model import presets
@@ -226,3 +228,66 @@ def test_the_refusal_says_what_to_write() -> None:
     with pytest.raises(ConfigError, match=r"Give inputs=0 if it is labels, or inputs=slice\(2\) if it is an argument"):
         calibrate(model, LOADER)
     calibrate(model, LOADER, inputs=0)
+
+
+class Stream(IterableDataset[Any]):
+    """A data set whose length is not known, as those of Hugging Face that stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(torch.linspace(-1, 1, 32).view(8, 4), torch.zeros(8, 3), strict=True))
+
+
+class Unwilling(Stream):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Endless(Stream):
+    def __len__(self) -> int:
+        return 2**80
+
+
+class Own:
+    """A loader of the user's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(Stream(), 4))
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "loader": lambda: DataLoader(Stream(), 4),
+    "no length": lambda: DataLoader(Unwilling(), 4),
+    "no number": lambda: DataLoader(Endless(), 4),
+    "own": Own,
+    "generator": lambda: (batch for batch in DataLoader(Stream(), 4)),
+    "bounded": lambda: islice(cycle(DataLoader(Stream(), 4)), 2),
+}
+
+
+def ready() -> nn.Module:
+    torch.manual_seed(0)
+    model = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)), presets.INT8)
+    calibrate(model, list(DataLoader(Stream(), 4)), inputs=0)
+    return model
+
+
+TAKERS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "calibrate": lambda model, batches: calibrate(model, batches, inputs=0, progress=True) and model[0].input_quantizer,
+    "auto": lambda model, batches: calibrate(model, batches, "auto", inputs=0) and model[0].input_quantizer,
+    "sensitivity": lambda model, batches: sensitivity(model, batches, inputs=0),
+    "layer_sqnr": lambda model, batches: layer_sqnr(model, batches, inputs=0),
+    "finetune": lambda model, batches: finetune(model, batches, nn.functional.mse_loss, Schedule(1.0, 10)),
+    "improve": lambda model, batches: ptq.improve(model, batches, inputs=0),
+    "low_rank": lambda model, batches: ptq.low_rank(model, batches, rank=1, inputs=0),
+    "reconstruct": lambda model, batches: ptq.reconstruct(model, batches, inputs=0),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_batches_of_any_iterable_give_what_a_list_gives(taker: str, stream: str) -> None:
+    found = [TAKERS[taker](ready(), batches) for batches in (list(DataLoader(Stream(), 4)), STREAMS[stream]())]
+    assert repr(found[1]) == repr(found[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from fakequant.model.failures import failure_named
 from fakequant.model.html import html_result
 from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.outputs import Distance, decibels, named_tensors, shown_place
-from fakequant.model.progress import track
+from fakequant.model.progress import length, track
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.contexts import cached_weights
@@ -208,9 +208,8 @@ def _output_distances(
     """How far the outputs are from the float ones with the quantizers of one layer on, by layer."""
     distances, kept = {name: Distance() for name in held}, ReusedOutputs(model)
     batches_seen = measured = 0
-    total = len(batches) if isinstance(batches, Sized) else None
     with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
-        for batch in track(batches, "measuring layers", total, progress):
+        for batch in track(batches, "measuring layers", length(batches), progress):
             with kept.record():
                 with failure_named(model, batches_seen + 1, batch):
                     output = run(model, batch)
@@ -258,7 +257,7 @@ def run_all(
     """
     number = -1
     with evaluating(model), cached_weights(model), torch.no_grad():
-        for number, batch in enumerate(track(batches, "measuring", None, progress)):
+        for number, batch in enumerate(track(batches, "measuring", length(batches), progress)):
             with failure_named(model, number + 1, batch):
                 output = run(model, batch)
             after(number, batch, output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
@@ -144,7 +145,7 @@ def batch_list(batches: Iterable[Any], caller: str) -> list[Any]:
         CalibrationError: no batches.
     """
     refuse_tensor(batches, caller)
-    given = list(batches)
+    given = list(chain(batches))  # list() asks for a length, which a data set of a stream may refuse
     if not given:
         raise CalibrationError(f"{caller} needs batches, and got none")
     return given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
@@ -18,7 +18,7 @@ from fakequant.model.failures import failure_named
 from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Positions
-from fakequant.model.progress import track
+from fakequant.model.progress import length, track
 from fakequant.model.unseen import Unseen, observed
 from fakequant.model.weights import fresh_weight, quantized_weights
 from fakequant.nn.layers import QuantizedLayer
@@ -85,9 +85,8 @@ class Job:
 
     def _show(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> None:
         model = self._inner()
-        total = len(batches) if isinstance(batches, Sized) else None
         restore = self.positions.observe_through(self.model, self.inputs)
-        for batch in track(batches, "calibrating", total, progress):
+        for batch in track(batches, "calibrating", length(batches), progress):
             self.positions.enter(batch)
             with failure_named(self.model, self.batches + 1, batch):
                 self.run(model, batch)

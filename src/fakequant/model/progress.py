@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
@@ -52,6 +52,18 @@ def say(text: str) -> None:
         counts.tell(text)
 
 
+def length(items: Iterable[Any]) -> int | None:
+    """The number of items; None where they do not say: a DataLoader has `__len__`, and over a stream it raises.
+
+    >>> length([1, 2]), length(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(items)  # pyright: ignore[reportArgumentType]  the error is the answer
+    except (TypeError, NotImplementedError, OverflowError, ValueError):  # also one that is infinite or negative
+        return None
+
+
 def track(items: Iterable[Item], what: str, total: int | None, shown: bool | None = None) -> Iterator[Item]:
     """The items, with a progress bar on the error stream.
 
@@ -72,7 +84,8 @@ def track(items: Iterable[Item], what: str, total: int | None, shown: bool | Non
     from rich.console import Console
     from rich.progress import track as rich_track
 
-    yield from rich_track(items, description=what, total=total, console=Console(stderr=True), transient=True)
+    # Without a total it would ask for a length.
+    yield from rich_track(iter(items), description=what, total=total, console=Console(stderr=True), transient=True)
 
 
 def _counted(items: Iterable[Item], what: str, total: int | None, tell: Callable[[str], None]) -> Iterator[Item]:

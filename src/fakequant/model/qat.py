@@ -7,7 +7,7 @@ rate along half a cosine down to 1 % of that; scales are not changed at every st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -25,7 +25,7 @@ from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runn
 from fakequant.model.distillation import Distillation as Distillation
 from fakequant.model.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.folding import merge_batch_norm as merge_batch_norm
-from fakequant.model.progress import track
+from fakequant.model.progress import length, track
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import fresh_weight, holds_codes, note_weight, note_weights, quantized_weights
 from fakequant.nn.quantizer import quantizers
@@ -340,7 +340,7 @@ def _epoch(
     when: tuple[Schedule, int, bool | None],
 ) -> float:
     schedule, epoch, progress = when
-    total = len(batches) if isinstance(batches, Sized) else None
+    total = length(batches)
     losses: list[Tensor] = []
     steps = max(1, schedule.epochs * total - 1) if total else None
     for index, batch in enumerate(track(batches, f"epoch {epoch + 1}/{schedule.epochs}", total, progress)):
