@@ -1,15 +1,23 @@
 import copy
 import math
 import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.testing._internal.logging_tensor import LoggingTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
+import fakequant as fq
 from fakequant import PerChannel, PerToken, QParams, QuantSpec, Range, fake_quantize
 from fakequant.calibration import make_calibrator
 from fakequant.errors import CalibrationError, ShapeError
-from fakequant.nn import Kind, Mode, Quantizer, quantizers
+from fakequant.nn import Kind, Mode, Quantizer, cached_weights, quantizers
 
 X = torch.tensor([[0.3, -1.0, 2.0], [0.0, 5.0, -0.2]])
 
@@ -149,3 +157,31 @@ def test_repr_says_what_matters() -> None:
 def test_quantizers_by_path() -> None:
     model = nn.Sequential(Quantizer("int8"), nn.Sequential(Quantizer(QuantSpec("int4", PerChannel(0)))))
     assert list(quantizers(model)) == ["0", "1.0"]
+
+
+class Reads(nn.Module):
+    """A product with a view of its weight, a layer, and a recurrent one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.layer, self.cell = nn.Parameter(torch.randn(3, 3)), nn.Linear(3, 3), nn.GRUCell(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cell(self.layer(x @ self.w.T) + self.w[0])
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize(
+    "watch",
+    [ModuleTracker, lambda: FlopCounterMode(display=False), ModTracker, LoggingTensorMode, lambda: torch.device("cpu")],
+    ids=["tracker", "flops", "distributed", "logging", "device"],
+)
+def test_trackers_of_torch_follow_a_prepared_model(watch: Callable[[], Any], grad: Callable[[], Any]) -> None:
+    model = fq.prepare(Reads(), "int8_affine", X, target="onnxruntime")
+    fq.calibrate(model, [X])
+    for context in (nullcontext, lambda: cached_weights(model)):
+        with grad(), context():
+            expected = model(X)
+            with watch():
+                assert torch.equal(model(X), expected)

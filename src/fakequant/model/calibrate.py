@@ -15,13 +15,13 @@ from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.choice import AUTO, HeldBack, choose
 from fakequant.model.masks import warn_of_masks
-from fakequant.model.observation import Job, matches
+from fakequant.model.observation import Job, matches, observed_ranges
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import say
 from fakequant.model.unseen import check_unseen, leave_in_float, observed
 from fakequant.model.weights import holds_codes, note_weight, quantized_weights
-from fakequant.nn.quantizer import Kind, Mode, Quantizer, observed_ranges, quantizers
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _all_modules
 
 from fakequant.calibration import Calibrator
 from fakequant.distributed import whole
@@ -128,6 +129,12 @@ class Quantizer(QuantizerPart):
     def quantizes(self) -> bool:
         """Whether calls give quantized tensors; recorded runs ask every module that has this."""
         return self.mode is Mode.QUANTIZE
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # Hooks for all modules, as torch's trackers have, follow a gradient that a weight does not have here.
+        if _all_modules._global_forward_pre_hooks and not torch.is_grad_enabled() and x.requires_grad is True:
+            x = x.detach()
+        return nn.Module.__call__(self, x)
 
     def forward(self, x: Tensor) -> Tensor:
         """x, observed or fake-quantized as the mode says; shape and dtype stay."""
@@ -386,15 +393,3 @@ def refuse_prepared(model: nn.Module, function: str) -> None:
     """
     if quantizers(model):
         raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")
-
-
-def observed_ranges(quantizers: Mapping[str, Quantizer]) -> dict[str, Range]:
-    """The ranges that the calibrators of quantizers find, see `Quantizer.observed_range`; those of a class together."""
-    classes: dict[type[Calibrator], dict[str, Calibrator]] = {}
-    for name, quantizer in quantizers.items():
-        if quantizer.calibrator is not None and quantizer.calibrator.observed:
-            classes.setdefault(type(quantizer.calibrator), {})[name] = quantizer.calibrator
-    found: dict[str, Range] = {}
-    for cls, calibrators in classes.items():
-        found |= zip(calibrators, cls.compute_ranges(list(calibrators.values())) or (), strict=False)
-    return {name: found.get(name) or quantizer.observed_range() for name, quantizer in quantizers.items()}
