@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fakequant.errors import ConfigError, nearest
+from fakequant.errors import ConfigError, nearest, warn_user
 from fakequant.nn.precise import QuantizerPart
 from fakequant.numerics.division import divide, reciprocal
 from fakequant.numerics.floats import power_of_two
@@ -69,6 +69,7 @@ class LearnedRange(QuantizerPart, ABC):
     """The name under which the class is registered."""
     names: ClassVar[tuple[str, ...]]
     """The parameters."""
+    _is_told = False
 
     def __init__(self, spec: QuantSpec) -> None:
         super().__init__()
@@ -110,6 +111,18 @@ class LearnedRange(QuantizerPart, ABC):
             examples: whether its first axis counts examples, see `shared_by`.
         """
         return None
+
+    def warn_if_frozen(self) -> None:
+        """Warn once, in training, if the parameters cannot move."""
+        first = self._parameters.get(self.names[0])
+        if first is None or first.requires_grad or self._is_told or torch.compiler.is_compiling():
+            return
+        self._is_told = True
+        warn_user(  # without a name: it is one line for all ranges of a model
+            "learned scales have requires_grad=False in training, as after peft froze a model that was prepared before "
+            "peft was imported: they stay as they are. Call fakequant.qat.set_scales(model, Scales.LEARNED) on the "
+            "wrapped model before its optimizer is made to train them, or set_scales(model, Scales.FIXED) to keep them"
+        )
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that make an object like this one, for JSON."""

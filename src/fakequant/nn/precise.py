@@ -20,7 +20,7 @@ class PreciseModule(nn.Module):
         """What torch finds; of a weight, for which `RowwiseParallel` asks every module inside a layer, the way out."""
         if name == "weight":
             raise NoWeightError
-        return super().__getattr__(name)
+        return nn.Module.__getattr__(self, name)  # of quantizers in peft's adapters, `super()` is another class
 
     def _own(self) -> dict[str, Tensor | None]:
         return {**self._parameters, **self._buffers}

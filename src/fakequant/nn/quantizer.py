@@ -16,6 +16,7 @@ from fakequant.calibration import Calibrator
 from fakequant.distributed import whole
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as qparams_of_tensor
+from fakequant.nn.adapters import join_adapters
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.precise import QuantizerPart
@@ -159,6 +160,8 @@ class Quantizer(QuantizerPart):
         learned = self.learned
         if learned is None:  # never calibrated, as `qparams` will say
             return library.fake_quantize(x, self.qparams(x), self.spec)
+        if self.training and x.requires_grad and torch.is_grad_enabled():
+            learned.warn_if_frozen()
         y = learned.fake_quantize_in_one_call(x, examples=self.kind is Kind.INPUT)
         return learned.fake_quantize(x, self.qparams(x)) if y is None else y
 
@@ -285,6 +288,7 @@ class Quantizer(QuantizerPart):
         with self._named_errors():
             learned = make_learned_range(method, self.spec, **options)
         if self.learned is not None and (self._method, self.learned.options()) == (method, learned.options()):
+            self.learned.requires_grad_()
             return
         with torch.no_grad(), restore_on_error(state_of([self])):
             learned.start(self._current())
@@ -295,6 +299,7 @@ class Quantizer(QuantizerPart):
         self.reset()
         self._method = learned.method
         self.add_module(learned.method, learned)
+        join_adapters(self)  # here, because peft freezes parameters when it wraps a model
 
     def stop_learning(self) -> None:
         """Fix the parameters at what was learned; nothing happens where nothing is learned."""
@@ -344,6 +349,10 @@ class Quantizer(QuantizerPart):
 
     def _named(self, error: Exception) -> Exception:
         return type(error)(f"{self.name or self}: {error}")
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        join_adapters(self)  # here, because peft asks for the state of the model before it looks for what to save
+        super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Become what the state says: fixed, or learned by the method that its keys name."""

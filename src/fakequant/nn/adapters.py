@@ -1,0 +1,84 @@
+"""Quantizers in models with adapters of peft: their ranges train and are saved with the adapter.
+
+peft freezes all parameters but the adapter's, and saves nothing else. It exempts modules of one class of its own,
+`AuxiliaryTrainingWrapper`, which say themselves what they save. A quantizer becomes one where peft is imported, so that
+`save_pretrained`, the Trainer's checkpoints, `from_pretrained` and `load_adapter` need no call of the user.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+def join_adapters(quantizer: nn.Module) -> None:
+    """Make a quantizer one of the modules that peft saves and does not freeze, in place; nothing without peft."""
+    quantizer.__class__ = joined_class(type(quantizer))
+
+
+def joined_class(cls: type[Any]) -> type[Any]:
+    """The class of quantizers that `join_adapters` makes of another; the same class where peft is not imported."""
+    wrapper = getattr(sys.modules.get("peft.utils.other"), "AuxiliaryTrainingWrapper", None)
+    if wrapper is None or issubclass(cls, wrapper):
+        return cls
+    if cls not in _made:
+        named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _made[cls] = type(cls.__name__, (_Joined, cls, wrapper), {**named, "joined_from": cls})
+    return _made[cls]
+
+
+_made: dict[type[Any], type[Any]] = {}
+
+
+class _Joined:
+    """What a quantizer answers where peft asks a wrapper. It wraps nothing, and serves all adapters alike."""
+
+    _adapters: frozenset[str] = frozenset()
+    _active_adapter: tuple[()] | list[str] | str = ()
+    _disable_adapters = False
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Nothing is switched off: the layer without adapters has the same ranges."""
+
+    def check_set_adapter(self, adapter_name: str | list[str]) -> None:
+        self._active_adapter = adapter_name
+
+    def set_adapter(self: Any, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        for parameter in self.parameters():
+            parameter.requires_grad_(not inference_mode)
+
+    def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
+        """The ranges stay, because the model needs them."""
+        self._active_adapter = new_active_adapters or ()
+
+    def _get_available_adapters(self) -> set[str]:
+        return set()
+
+    def adapter_state_dict(self, adapter_name: str, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state_dict
+
+    def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
+        """No key is renamed: `load_state_dict` finds those that were saved."""
+        return {}
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: Any) -> Any:
+        return self
+
+    def register_forward_pre_hook(self: Any, hook: Any, **options: Any) -> RemovableHandle:
+        """As of any module, but for the hook by which peft gives its layers the adapter of each example."""
+        if "adapter_names" in getattr(hook, "keywords", {}):
+            return RemovableHandle(OrderedDict())
+        return nn.Module.register_forward_pre_hook(self, hook, **options)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = object.__reduce_ex__(self, max(int(protocol), 2))
+        return (_new, (self.joined_from,), *state)
+
+
+def _new(cls: type[Any]) -> Any:
+    made: Any = joined_class(cls)
+    return made.__new__(made)
