@@ -122,7 +122,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         idle = job.leave_out_unused()
         left = job.unseen().settle(unseen)
         # A function's weight that no call has shown goes on to have the range of every call.
-        ranges = _observed_ranges(
+        ranges = observed_ranges(
             {
                 name: quantizer
                 for name, quantizer in found.items()
@@ -224,18 +224,6 @@ def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ())
             parameter.data.copy_(value)  # a learned range starts again in place, so that optimizers keep it
 
     return restore
-
-
-def _observed_ranges(chosen: Mapping[str, Quantizer]) -> dict[str, Range]:
-    """The ranges that the calibrators of quantizers find, see `Quantizer.observed_range`; those of a class together."""
-    classes: dict[type[Calibrator], dict[str, Calibrator]] = {}
-    for name, quantizer in chosen.items():
-        if quantizer.calibrator is not None and quantizer.calibrator.observed:
-            classes.setdefault(type(quantizer.calibrator), {})[name] = quantizer.calibrator
-    found: dict[str, Range] = {}
-    for cls, calibrators in classes.items():
-        found |= zip(calibrators, cls.compute_ranges(list(calibrators.values())) or (), strict=False)
-    return {name: found.get(name) or quantizer.observed_range() for name, quantizer in chosen.items()}
 
 
 def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
