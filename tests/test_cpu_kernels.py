@@ -19,6 +19,7 @@ from tests.support.kernel_comparisons import (
     SIZES,
     compare,
     compare_grad_params,
+    compare_tiny_multipliers,
     compare_wanted_grad_params,
     each_backend,
     skip_unavailable,
@@ -251,6 +252,16 @@ def test_gradients_of_parameters_of_large_tensors(backend, granularity, shape):
 def test_gradients_of_parameters_that_are_wanted(backend):
     skip_unavailable(backend)
     compare_wanted_grad_params(backend)
+
+
+@each_backend
+def test_gradients_of_multipliers_whose_square_is_zero(backend):
+    skip_unavailable(backend)
+    compare_tiny_multipliers(backend)
+
+
+def test_gradients_of_multipliers_whose_square_is_zero_in_the_definition():
+    compare_tiny_multipliers(reference)
 
 
 @each_backend

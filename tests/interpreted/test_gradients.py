@@ -11,7 +11,7 @@ from tests.support import cases
 from tests.support.backends import Calls
 from tests.support.bits import assert_same_bits
 from tests.support.cases import DTYPES, FORMATS, GRANULARITIES, LAYOUTS
-from tests.support.kernel_comparisons import compare_grad_params, compare_wanted_grad_params
+from tests.support.kernel_comparisons import compare_grad_params, compare_tiny_multipliers, compare_wanted_grad_params
 from tests.support.matrix import full, sweep
 
 GRADIENTS = (fq.Gradient.CODE_RANGE, fq.Gradient.CLIP)
@@ -72,6 +72,10 @@ def test_stochastic_rounding():
 
 def test_what_is_wanted():
     compare_wanted_grad_params(Calls(TritonBackend("cpu", 2048)))
+
+
+def test_multipliers_whose_square_is_zero():
+    compare_tiny_multipliers(Calls(TritonBackend("cpu", 2048)))
 
 
 def test_sums_of_every_magnitude():

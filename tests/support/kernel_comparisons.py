@@ -55,6 +55,23 @@ def compare_wanted_grad_params(backend):
                     assert_same_bits(one, other)
 
 
+def compare_tiny_multipliers(backend):
+    """Scales whose square is zero: what is zero has no gradient, and what has one never spoils it."""
+    for dtype, powers in ((torch.float32, (-19, -23, -30, -37)), (torch.float64, (-155, -170, -300))):
+        for gradient in GRADIENTS:
+            scale = torch.tensor([[10.0**power] for power in powers], dtype=dtype)
+            spec = fq.QuantSpec("int8", fq.PerChannel(0), arithmetic=fq.Arithmetic.MULTIPLIER, gradient=gradient)
+            x = torch.tensor([0.0, -0.0, 3.3, 1e3, -1e3], dtype=dtype) / scale
+            x = torch.where(x.isfinite(), x, torch.finfo(dtype).max)
+            params = fq.QParams(scale)
+            for dy in (torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0]), torch.tensor([1.0, -1.0, 1e-30, 1e-30, -1e-32])):
+                dy = dy.to(dtype).expand_as(x)
+                found = backend.grad_params(dy, x, params, spec, (True, False))[0]
+                assert_same_bits(found, reference.grad_params(dy, x, params, spec, (True, False))[0])
+                assert not found.isnan().any(), (dtype, gradient)
+                assert bool((found == 0).all()) == (not dy[0, 2:].any()), (dtype, gradient, dy)
+
+
 def compare_codes(backend, numbers, spec, label):
     """Codes, what they do not tell, and their values."""
     x, params = numbers.x, numbers.params

@@ -195,8 +195,10 @@ def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
         inside = (codes.unclamped >= fmt.quant_min) & (codes.unclamped <= fmt.quant_max)
         scale = torch.where(inside, codes.unclamped - offset - codes.scaled, codes.clamped - offset)
     if spec.arithmetic is Arithmetic.MULTIPLIER:
-        # y = q / m and, in range, q ~ x * m: dy/dm = x/m - q/m^2.
-        scale = -scale / (b.scale * b.scale)
+        # y = q / m and, in range, q ~ x * m: dy/dm = x/m - q/m^2. Divided twice, because the square of m < 1e-22 is 0
+        # in float32, and at most the largest number, because m < 1e-18 reaches beyond it: 0 / 0 and 0 * inf are NaN.
+        largest = torch.finfo(scale.dtype).max
+        scale = (-scale / b.scale / b.scale).clamp(-largest, largest)
     return _Slopes(scale, torch.where(inside, 0.0, -b.scale))
 
 

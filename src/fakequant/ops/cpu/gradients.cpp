@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -37,6 +38,15 @@ struct Slopes {
   alignas(64) C zero_point[kChunk];
 };
 
+// dy/dm of y = q / m, from -dy/ds of y = q * s; see reference.py.
+template <typename C>
+FAKEQUANT_INLINE C by_multiplier(C slope, C scale) {
+  constexpr C kLargest = std::numeric_limits<C>::max();
+  const C quotient = -slope / scale / scale;
+  const C limited = quotient > kLargest ? kLargest : quotient;  // NaN stays
+  return limited < -kLargest ? -kLargest : limited;
+}
+
 // As in reference.py: the rounding error where the code is in range, its distance from the zero point elsewhere.
 template <Arithmetic A, typename C, typename Rounding, typename P>
 FAKEQUANT_INLINE void slope_run(const C* x, C* by_scale, C* by_zero_point, int64_t n, const Rounding& rounding,
@@ -53,7 +63,7 @@ FAKEQUANT_INLINE void slope_run(const C* x, C* by_scale, C* by_zero_point, int64
     C clamped = rounding.lo > code ? rounding.lo : code;
     clamped = rounding.hi < clamped ? rounding.hi : clamped;
     const C slope = inside ? code - offset - scaled : clamped - offset;
-    by_scale[i] = A == Arithmetic::kMultiplier ? -slope / (scale * scale) : slope;
+    by_scale[i] = A == Arithmetic::kMultiplier ? by_multiplier(slope, scale) : slope;
     by_zero_point[i] = inside ? C(0) : -scale;
   }
 }
@@ -67,7 +77,7 @@ FAKEQUANT_INLINE void clip_run(const Grid& grid, const C* x, C* by_scale, C* by_
     const C offset = kMultiplier ? C(0) : p.z(i);
     const bool low = x[i] <= p.low(i), high = x[i] >= p.high(i);
     const C slope = low ? lowest - offset : high ? highest - offset : C(0);
-    by_scale[i] = kMultiplier ? -slope / (scale * scale) : slope;
+    by_scale[i] = kMultiplier ? by_multiplier(slope, scale) : slope;
     by_zero_point[i] = low | high ? -scale : C(0);
   }
 }

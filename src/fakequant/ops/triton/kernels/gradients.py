@@ -14,6 +14,17 @@ from .stochastic import draw_word, load_seed
 
 
 @triton.jit
+def limited(v):
+    """v, at most the largest number; NaN stays."""
+    if v.dtype == tl.float64:
+        v = tl.where(v > 1.7976931348623157e308, 1.7976931348623157e308, v)
+        return tl.where(v < -1.7976931348623157e308, -1.7976931348623157e308, v)
+    else:
+        v = tl.where(v > 3.4028234663852886e38, 3.4028234663852886e38, v)
+        return tl.where(v < -3.4028234663852886e38, -3.4028234663852886e38, v)
+
+
+@triton.jit
 def slopes_of(v, scaled, code, params, CALL: tl.constexpr):
     """The derivatives of y by scale and zero point: reference.py, `_slopes`."""
     s, _, z, lo, hi = params
@@ -27,7 +38,7 @@ def slopes_of(v, scaled, code, params, CALL: tl.constexpr):
         outside = inside == 0
         slope = tl.where(inside, code - offset - scaled, clamp(code, CALL) - offset)
     if CALL.arithmetic == "multiplier":
-        slope = divide(-slope, s * s)
+        slope = limited(divide(divide(-slope, s), s))
     return slope, tl.where(outside, -s, 0.0)
 
 
