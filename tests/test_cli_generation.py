@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -46,6 +47,23 @@ def test_a_file_that_the_new_run_lacks_goes_and_comes_back(tmp_path: Path) -> No
     assert values_in(tmp_path) == {2.0, None}
     make_run(tmp_path, 3.0)
     assert values_in(tmp_path) == {3.0}
+
+
+def test_a_file_that_no_run_wrote_is_not_removed(tmp_path: Path) -> None:
+    """Neither the user's own model, nor an empty folder of the user, nor what has a name like that of a run."""
+    (tmp_path / ONNX).write_text("mine")
+    (tmp_path / "results.json").write_text("mine")
+    (tmp_path / ".fakequant-run-notes").mkdir()
+    (tmp_path / ".fakequant-run-notes.lock").touch()
+    (tmp_path / "checkpoint").mkdir()
+    with suppress(OutputError), patch("fakequant.cli.generation._exchange", side_effect=OutputError("full")):
+        make_run(tmp_path, 1.0, without=ONNX)
+    assert (tmp_path / "checkpoint").is_dir()
+    make_run(tmp_path, 1.0, without=ONNX)
+    assert (tmp_path / ONNX).read_text() == "mine"
+    assert (tmp_path / ".fakequant-run-notes").is_dir()
+    assert (tmp_path / ".fakequant-run-notes.lock").exists()
+    make_run(tmp_path, 2.0, without=ONNX)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first run", "a later run"])

@@ -77,6 +77,38 @@ def test_another_job_starts_anew(stopped, change: str) -> None:
     assert not (out / "unfinished").exists()
 
 
+@pytest.mark.parametrize("name", ["thesis.txt", "report.html", "job.json", "checkpoint/notes.safetensors", ""])
+@pytest.mark.parametrize("options", [(), ("--overwrite",)], ids=["", "overwrite"])
+def test_a_folder_of_the_user_stays(recipe, tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
+    """Of the name that an unfinished job takes, whatever is in it; "" for a file in place of the folder."""
+    out = tmp_path / "out"
+    mine = out / "unfinished" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    result = invoke("quantize", recipe(RECIPE), "--out", out, *options)
+    assert result.exit_code == 0, result.output
+    assert mine.read_text() == "mine"
+    assert not (out / "unfinished-2").exists()
+    assert f"{out} holds unfinished; this run leaves that alone and adds its files" in result.stdout
+
+
+def test_files_of_the_user_in_an_unfinished_job_stay(stopped, recipe, tmp_path: Path) -> None:
+    path, out, _ = stopped
+    mine = [out / "unfinished" / name for name in ("thesis.txt", "checkpoint/notes.txt", "checkpoint/mine.safetensors")]
+    for file in mine:
+        file.write_text("mine")
+    again = invoke("quantize", path, "--out", out)
+    assert "[2/8] calibrating: done before" in again.stdout
+    assert [file.read_text() for file in mine] == ["mine"] * 3
+    assert {file for file in (out / "unfinished").rglob("*") if file.is_file()} == {*mine}
+    (tmp_path / "stop").touch()
+    stopped_again = invoke("quantize", path, "--out", out, "--overwrite")
+    assert f"{out / 'unfinished-2' / 'report.html'} shows what was done" in stopped_again.stderr
+    (tmp_path / "stop").unlink()
+    assert "[2/8] calibrating: done before" in invoke("quantize", path, "--out", out).stdout
+    assert not (out / "unfinished-2").exists()
+
+
 def test_a_folder_of_another_recipe_is_refused(recipe, stopped, tmp_path: Path) -> None:
     path, out, _ = stopped
     other = recipe(RECIPE, "other.py")

@@ -188,7 +188,7 @@ def _unlock(path: Path, opened: list[FileIO]) -> None:
 @contextmanager
 def _temporary(folder: Path, mode: int | None) -> Iterator[Path]:
     """Create an empty file and lock it; on exit it is removed unless it was renamed."""
-    _remove_abandoned(folder)
+    remove_abandoned(folder)
     begin, end = _TEMPORARY
     while True:
         path = folder / f"{begin}{secrets.token_hex(8)}{end}"
@@ -213,7 +213,7 @@ def _temporary(folder: Path, mode: int | None) -> Iterator[Path]:
                     os.close(handle)
 
 
-def _remove_abandoned(folder: Path) -> None:
+def remove_abandoned(folder: Path) -> None:
     """Remove temporary files of processes that were killed."""
     begin, end = _TEMPORARY
     for path in folder.glob(f"{begin}{'[0-9a-f]' * 16}{end}"):

@@ -81,8 +81,8 @@ def staged(out: Path) -> Iterator[Path]:
 def publish(new: Path, out: Path) -> None:
     """Replace the files of the previous run in one step; other files stay.
 
-    A file that the new run does not have is removed. A symbolic link to another folder is followed: its target is
-    written after the step.
+    A file of an earlier run that the new run does not have is removed. A symbolic link to another folder is followed:
+    its target is written after the step.
 
     Args:
         new: the folder from `staged` with the new files.
@@ -92,6 +92,7 @@ def publish(new: Path, out: Path) -> None:
         OutputError: a file cannot be written; the old files are unchanged.
     """
     checkpoint = out / CHECKPOINT
+    is_new = not checkpoint.exists()
     with output_errors(out, "to "):
         checkpoint.mkdir(exist_ok=True)
         try:
@@ -105,11 +106,14 @@ def publish(new: Path, out: Path) -> None:
                         _remove_tensors(new, out)
         finally:
             with suppress(OSError):
-                checkpoint.rmdir()  # it is empty if nothing was published
+                if is_new:
+                    checkpoint.rmdir()  # it is empty if nothing was published
 
 
 def _exchange(old: Path, new: Path, out: Path) -> None:
-    inside = [part for part in PARTS if os.path.realpath(out / part) == os.path.join(os.path.realpath(out), part)]
+    is_ours = (out / RESULTS).is_file() and named_files(out / CHECKPOINT)
+    parts = [part for part in PARTS if is_ours or (new / part).is_file()]  # what no run wrote is not removed
+    inside = [part for part in parts if os.path.realpath(out / part) == os.path.join(os.path.realpath(out), part)]
     for part in inside:
         if (out / part).is_file():
             _keep(out / part, old / part, new / part)
@@ -127,7 +131,7 @@ def _exchange(old: Path, new: Path, out: Path) -> None:
             _point(out / _CURRENT, new.name, old)  # the one step
         finally:
             _settle(out)
-    for part in set(PARTS) - set(inside):
+    for part in set(parts) - set(inside):
         if (new / part).is_file():
             write_whole(out / part, (new / part).read_bytes())
         else:
@@ -145,7 +149,7 @@ def _keep(now: Path, old: Path, new: Path) -> None:
 def _recover(out: Path) -> None:
     """Finish the changes of processes that died, and remove their temporary folders."""
     _settle(out)
-    for lock in out.glob(f"{_RUN}*.lock"):
+    for lock in out.glob(f"{_RUN}{'[0-9a-f]' * 16}.lock"):
         with abandoned(lock) as free:
             if free:
                 _remove_tensors(lock.with_suffix(""), out)

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from fakequant.cli.generation import CHECKPOINT, PARTS, REPORT
 from fakequant.errors import ConfigError, FakeQuantError
-from fakequant.files import write_whole
+from fakequant.files import remove_abandoned, writable_file, write_whole
 from fakequant.model.checkpoint import load, save
+from fakequant.model.manifest_reading import remove_checkpoint
 from fakequant.report import RESULTS, Accuracy, Improved, ReportData, read_results, write_report
 
-FOLDER = "unfinished"
-_STATE = "job.json"
+_FOLDER = "unfinished"
+_STATE = ".fakequant-job.json"
+"""The name of the state, which shows that this command made the folder."""
+
+
+def folder_in(out: Path) -> Path:
+    """The folder `unfinished` in that of the results; with a number where others made what has this name."""
+    names = chain([_FOLDER], (f"{_FOLDER}-{number}" for number in count(2)))
+    folders = (out / name for name in names)
+    return next(one for one in folders if (one / _STATE).is_file() or not os.path.lexists(one))
 
 
 class Unfinished:
-    """The folder `unfinished` in the folder of the results.
+    """The folder `unfinished` in the folder of the results, see `folder_in`.
 
     Args:
         out: the folder of the results.
@@ -32,7 +43,7 @@ class Unfinished:
     """
 
     def __init__(self, out: Path, source: str, settings: str) -> None:
-        self.folder, self.source = out / FOLDER, source
+        self.folder, self.source = folder_in(out), source
         self.settings = hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
         self.done: list[str] = []
         self.accuracy: list[Accuracy] = []
@@ -61,8 +72,7 @@ class Unfinished:
     def keep(self, step: str, model: nn.Module, accuracy: Sequence[Accuracy], improvement: Sequence[Improved]) -> None:
         """Keep the model after a step; the state is written last, so that it never names a missing checkpoint."""
         self.done.append(step)
-        self.folder.mkdir(exist_ok=True)
-        (self.folder / _STATE).unlink(missing_ok=True)
+        self._write({"source": self.source})
         save(model, self.folder / CHECKPOINT)
         state = {
             "source": self.source,
@@ -71,16 +81,25 @@ class Unfinished:
             "accuracy": [asdict(row) for row in accuracy],
             "improvement": [asdict(row) for row in improvement],
         }
-        write_whole(self.folder / _STATE, json.dumps(state).encode())
+        self._write(state)
+
+    def _write(self, state: dict[str, Any]) -> None:
+        write_whole(writable_file(self.folder / _STATE), json.dumps(state).encode())
 
     def page(self, data: ReportData) -> None:
         """Write the page of what was done so far."""
-        self.folder.mkdir(exist_ok=True)
         write_report(self.folder / REPORT, data)
 
     def remove(self) -> None:
-        """Remove the folder: the results are in their place, or the job starts anew."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what this command wrote: the results are in their place, or the job starts anew."""
+        if not (self.folder / _STATE).is_file():
+            return
+        remove_checkpoint(self.folder / CHECKPOINT)
+        with suppress(OSError):
+            remove_abandoned(self.folder)
+            for name in (REPORT, _STATE):
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.rmdir()
 
 
 def held_before(out: Path, source: str, title: str) -> str:
@@ -92,7 +111,7 @@ def held_before(out: Path, source: str, title: str) -> str:
         title: of this run's report.
     """
     ours = {Path(part).parts[0] for part in PARTS}
-    names = sorted(path.name for path in out.iterdir() if path.name != FOLDER and not path.name.startswith("."))
+    names = sorted(path.name for path in out.iterdir() if path != folder_in(out) and not path.name.startswith("."))
     if (out / RESULTS).is_file():
         with suppress(FakeQuantError, OSError):
             found = read_results(out)
@@ -121,7 +140,7 @@ def refuse_other_recipe(out: Path, source: str) -> None:
     with suppress(FakeQuantError, OSError):
         found = read_results(out).source if (out / RESULTS).is_file() else ""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = found or json.loads((out / FOLDER / _STATE).read_text())["source"]
+        found = found or json.loads((folder_in(out) / _STATE).read_text())["source"]
     if found and found != source:
         raise ConfigError(
             f"{out} holds the results of another recipe, {found}; give another folder by --out, or --overwrite to "

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fakequant.errors import CheckpointError, ConfigError, SpecError
+from fakequant.files import remove_abandoned
 from fakequant.model.config import TensorConfig
 from fakequant.model.json_values import UnexpectedValue, keys_of, mapping_of, member, number, text, texts
 from fakequant.model.manifest import (
@@ -43,6 +45,16 @@ def named_files(folder: Path) -> list[str]:
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return []
     return [name for name in names if isinstance(name, str) and _OWN_NAME.fullmatch(name)]
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, and its folder if nothing else is in it; also what a process that was killed left."""
+    with suppress(OSError):
+        remove_abandoned(folder)
+        for path in list(folder.iterdir()):
+            if path.name == MANIFEST or _OWN_NAME.fullmatch(path.name):
+                path.unlink()
+        folder.rmdir()
 
 
 def read_manifest(folder: Path) -> Manifest:
