@@ -14,6 +14,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.ptq import Compared, Comparison, Ways, compare
+from tests.support.changes import CHANGES, Scaled
 
 WAYS = Ways(["INT8", "w4a16_g32", "NVFP4"], ["max", "mse"], [None, "fast"])
 
@@ -106,6 +107,17 @@ def test_rows_of_another_run_are_refused(other: dict[str, Any], tmp_path: Path) 
     assert (len(first), len(again)) == (2, 0)
     with pytest.raises(ConfigError, match=r"no comparison of this model and these batches with this metric=, inputs="):
         run([], **other)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_rows_of_a_model_that_differs_in_no_tensor_of_its_state_are_refused(change: str, tmp_path: Path) -> None:
+    path, ways, told = tmp_path / "rows.jsonl", Ways(["INT8"], steps=[None]), []
+    for _ in range(2):
+        compare(Scaled(net()), batches(), ways, path=path, told=told.append)
+    assert len(told) == 1
+    CHANGES[change](model := Scaled(net()))
+    with pytest.raises(ConfigError, match="no comparison of this model and these batches"):
+        compare(model, batches(), ways, path=path)
 
 
 def test_what_fails_is_a_row() -> None:

@@ -20,6 +20,7 @@ import fakequant as fq
 from fakequant import files
 from fakequant.errors import CheckpointError, ConfigError
 from tests.support.bits import assert_same_bits
+from tests.support.changes import CHANGES, FACTORS, Scaled
 
 improving = importlib.import_module("fakequant.ptq.improve")
 collecting = importlib.import_module("fakequant.ptq.collector")
@@ -29,6 +30,7 @@ CONFIGS = {
     "nvfp4": fq.Config("test", (fq.Rule(weight="float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor"),)),
 }
 QUICK = ["gptq", "bias"]
+OUTPUT = "another output in float, by an attribute of the model, inputs= or forward="
 
 
 class Net(nn.Module):
@@ -121,8 +123,8 @@ def test_an_ended_run_goes_on(config: str, steps: Any, tmp_path: Path, chosen: l
         ({"batches": batches()[:3], "steps": ["gptq"]}, "another set of batches and another list of steps"),
         ({"mask": lambda x: torch.ones(16, 1, dtype=torch.bool)}, "another mask"),
         ({"model": "uint8 inputs"}, "another model"),
-        ({"forward": lambda model, x: model(2 * x)}, "another forward="),
-        ({"inputs": lambda x: 2 * x}, "another inputs="),
+        ({"forward": lambda model, x: model(2 * x)}, OUTPUT),
+        ({"inputs": lambda x: 2 * x}, OUTPUT),
     ],
 )
 def test_another_run_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -132,6 +134,39 @@ def test_another_run_is_refused(given: dict[str, Any], message: str, tmp_path: P
     with pytest.raises(CheckpointError, match=f"holds a run of improve with {message}; continue with what it had"):
         fq.ptq.improve(model, **{"batches": batches(), "steps": QUICK, **given}, checkpoint=tmp_path, progress=False)
     assert_same(model, before)
+
+
+def scaled() -> nn.Module:
+    model = fq.prepare(Scaled(Net()), CONFIGS["int4 inputs"])
+    fq.calibrate(model, batches(), progress=False)
+    return model
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_differs_in_no_tensor_of_its_state_is_another_one(change: str, tmp_path: Path) -> None:
+    improved(scaled(), tmp_path)
+    improved(scaled(), tmp_path)  # the same run
+    model = scaled()
+    CHANGES[change](model)
+    with pytest.raises(CheckpointError, match=f"a run of improve with {OUTPUT};"):
+        improved(model, tmp_path)
+
+
+def test_a_model_that_reads_another_global_value_is_another_one(tmp_path: Path, monkeypatch: Any) -> None:
+    improved(scaled(), tmp_path)
+    model = scaled()
+    monkeypatch.setitem(FACTORS, "module", 2.0)
+    with pytest.raises(CheckpointError, match=OUTPUT):
+        improved(model, tmp_path)
+
+
+def test_a_model_that_draws_numbers_is_the_same_one(tmp_path: Path, chosen: list[str]) -> None:
+    model = scaled()
+    model.function = lambda x: x + torch.rand_like(x)
+    improved(copy.deepcopy(model), tmp_path)
+    chosen.clear()
+    improved(model, tmp_path)
+    assert chosen == []
 
 
 @dataclass
@@ -161,8 +196,8 @@ def test_batches_of_any_kind_are_compared(kind: Any, inputs: Any, tmp_path: Path
     assert chosen == []
     with pytest.raises(CheckpointError, match="a run of improve with another set of batches;"):
         run([kind(x + 1) for x in batches()])
-    with pytest.raises(CheckpointError, match="a run of improve with another inputs=;"):
-        run([kind(x) for x in batches()], lambda batch: batch[1])
+    with pytest.raises(CheckpointError, match=f"a run of improve with {OUTPUT};"):
+        run([kind(x) for x in batches()], lambda batch: batches()[1])
 
 
 def test_batches_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def compare(  # noqa: PLR0913  all but the first three by name
             method alone; steps are those of `improve`, "best" or "fast", None for none.
         metric: called as metric(model), larger is better; also for the float model.
         path: a file of JSON lines that gets each row as soon as it is there. Rows that it holds of the same model,
-            batches, `metric`, `inputs` and `forward` are not run again. Of functions the code, constants, defaults and
-            enclosed variables are compared, not global variables and the functions that they call.
+            batches, `metric`, `inputs` and `forward` are not run again. Functions, and attributes of the model, are
+            compared by the output of the first batch and by the metric in float.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
         told: gets each new row as soon as it is there.
@@ -103,9 +103,12 @@ def compare(  # noqa: PLR0913  all but the first three by name
     given = batch_list(batches, "compare")
     run = naming(runner(inputs, forward), given)
     called = {"inputs": inputs, "forward": forward}
-    known = {} if path is None else _read(path, digest(run_of(model, given, given={**called, "metric": metric})))
     task = _Task(model, given, run, metric, called)
     result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
+    known = {}
+    if path is not None:
+        measure = getattr(metric, "__qualname__", ""), result.float_metric
+        known = _read(path, digest([run_of(model, given, run), measure]))
     for way in track(tried, "comparing", len(tried)):
         row = known.get(way)
         if row is None:

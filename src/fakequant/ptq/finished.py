@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.files import writable_folder, write_whole
+from fakequant.model.batches import Forward
+from fakequant.model.modes import disabled, evaluating
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
 from fakequant.ptq.digest import digest
@@ -132,6 +133,7 @@ class Finished:
         except (RuntimeError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; give another folder") from error
         if other := [what for what in self._run if found["run"].get(what) != self._run[what]]:
+            other = [what for what in other if what != _OUTPUT] or other  # it follows from the others
             raise CheckpointError(
                 f"{path.parent} holds a run of improve with {_listed(other)}; continue with what it had, or give "
                 "another folder"
@@ -148,28 +150,35 @@ def _on(params: tuple[Tensor, Tensor | None], device: torch.device) -> QParams:
     return QParams(scale.to(device), None if zero_point is None else zero_point.to(device))
 
 
+_OUTPUT = "output in float, by an attribute of the model, inputs= or forward="
+
+
 def run_of(
     model: nn.Module,
     batches: list[Any],
+    run: Forward,
     steps: Iterable[str] = (),
     masks: Sequence[Any] = (),
-    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, str]:
     """What a run of `improve` or `compare` depends on, as texts.
+
+    What a state does not hold (attributes, buffers that are not stored, functions) counts by the output of the first
+    batch.
 
     Args:
         model: before the run.
         batches: all of them.
+        run: called as run(model, batch).
         steps: their names.
         masks: of the batches.
-        given: other arguments by name, such as functions that call the model.
 
     Raises:
         ConfigError: a batch holds an object that cannot be compared with that of another run.
 
-    >>> one, other = (run_of(nn.Linear(2, 2), [x]) for x in (torch.ones(2), torch.zeros(2)))
-    >>> [what for what in one if one[what] != other[what]]
-    ['model', 'set of batches']
+    >>> net = nn.Linear(2, 2)
+    >>> one, other = (run_of(net, [x], lambda net, x: net(x)) for x in (torch.ones(2), torch.zeros(2)))
+    >>> [what for what in one if one[what] != other[what]][0]
+    'set of batches'
     """
     try:
         of_batches = digest(batches)
@@ -178,11 +187,15 @@ def run_of(
             f"a batch cannot be compared with those of another run: {error}; give batches of tensors, arrays, numbers "
             "and texts, or leave out the folder or file"
         ) from error
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices), evaluating(model), disabled(model), torch.no_grad():
+        torch.manual_seed(0)
+        output = digest(run(model, batches[0]), or_class=True)
     return {
         "version of fakequant": __version__,
         "model": digest([repr(model), *model.state_dict().items()], or_class=True),
         "set of batches": of_batches,
         "list of steps": ", ".join(steps),
         "mask": digest(masks),
-        **{name: digest(value, or_class=True) for name, value in given.items()},
+        _OUTPUT: output,
     }

@@ -87,9 +87,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
             batches that cannot be compared, such as open files.
         CalibrationError: an input that holds NaN or inf (names the layer), inputs that are not calibrated, or a batch
             on which the model fails.
-        CheckpointError: the folder holds a run with another model, other batches, steps or masks, another `inputs` or
-            `forward`, or a damaged file. Of functions the code, constants, defaults and enclosed variables are
-            compared, not global variables and the functions that they call.
+        CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
+            Attributes of the model, `inputs` and `forward` are compared by the output of the first batch.
         The model is unchanged after any error or interrupt.
 
     >>> torch.manual_seed(0).initial_seed()
@@ -110,9 +109,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
         )
         given, masked = batch_list(batches, "improve"), Positions(mask)
         run, counts = naming(runner(inputs, forward), given), [masked.of(batch) for batch in given]
-        called = {"inputs=": inputs, "forward=": forward}
         masks = [own for own in counts if own is not None]
-        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, chosen_steps, masks, called))
+        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, run, chosen_steps, masks))
         fixed = fixed_parameters(model, lambda: run(model, given[0]))
     views = {path: as_layer(weight) for path, weight in weights.items()}
     notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
