@@ -134,6 +134,7 @@ def test_zero_points_that_no_call_takes(folder, value, message: str) -> None:
     ("change", "message"),
     [
         (lambda t: t.pop(f"{INPUT}.scale"), "it has a zero point, but no scale"),
+        (lambda t: t.pop(f"{INPUT}.zero_point"), "it lacks zero_point, which .* needs"),
         (lambda t: t.update({"stem._weight_quantizer.zero_point": torch.zeros(8, 1, 1, 1, dtype=torch.int32)}),
          "it has a zero point, but .* is symmetric"),
         (lambda t: t.update({"head._weight_quantizer.lsq.step": torch.full((10, 1), float("nan"))}),
@@ -149,6 +150,20 @@ def test_zero_points_that_no_call_takes(folder, value, message: str) -> None:
 def test_tensors_that_are_missing_or_belong_to_nothing(folder, change, message: str) -> None:
     change_tensors(folder, change)
     assert_refused(folder, message)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.uint8, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", ["stem.weight", "head.bias", "norm.running_var"])
+def test_floats_that_are_stored_as_another_kind(folder, name: str, dtype: torch.dtype) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    assert_refused(folder, rf"does not fit the model: {name} is stored as {dtype}, and the model has torch\.float32")
+
+
+def test_whole_numbers_that_are_stored_as_another_kind(folder) -> None:
+    name = "norm.num_batches_tracked"
+    for dtype in (torch.float32, torch.bool, torch.int8):
+        change_tensors(folder, lambda tensors, dtype=dtype: tensors.update({name: tensors[name].to(dtype)}))
+        assert_refused(folder, rf"{name} is stored as {dtype}, and the model has torch\.int64")
 
 
 def header(folder) -> tuple[dict[str, Any], bytes]:

@@ -163,6 +163,14 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
 
 def _load_state(model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
     # A function of its own: CPython 3.11 does not protect the line of a `try` inside another one from interrupts.
+    own = {name: value.dtype for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    for name, value in state.items():
+        dtype = own.get(name, value.dtype)
+        if dtype != value.dtype and not (dtype.is_floating_point and value.dtype.is_floating_point):
+            raise CheckpointError(
+                f"the checkpoint in {folder} does not fit the model: {name} is stored as {value.dtype}, and the model "
+                f"has {dtype}"
+            )
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

@@ -130,6 +130,8 @@ def _check_values(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, wid
     _check_dtype("scale", scale, wide)
     check_scale(scale, spec.arithmetic)
     if zero_point is None:
+        if not spec.symmetric:
+            raise QParamsError(f"it lacks zero_point, which {spec} needs")
         return
     if zero_point.shape != scale.shape:
         raise ShapeError(f"zero_point has shape {list(zero_point.shape)}, but scale {list(scale.shape)}")
