@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner, Result
 import fakequant as fq
 from fakequant.cli.commands import app
 from fakequant.cli.recipe import load_recipe
+from fakequant.cli.settings import Job
 from fakequant.errors import RecipeError
 from tests.support.recipes import EVALUATE, RECIPE, TRAIN
 from tests.support.vision import import_torchvision
@@ -30,7 +33,13 @@ def invoke(*arguments: object) -> Result:
 @pytest.fixture
 def stopped(recipe, tmp_path: Path) -> tuple[Path, Path, Result]:
     """A recipe whose training was interrupted, its folder, and what was printed."""
-    body = RECIPE + EVALUATE + TRAIN.replace("def train", "def train_really")
+    read = (
+        'if (file := Path(__file__).with_name("bias")).exists():\n        net[0].bias.data += float(file.read_text())'
+    )
+    made = RECIPE.replace("    return nn", "    net = nn").replace(
+        "\ndef cal", f"    {read}\n    return net\n\ndef cal"
+    )
+    body = made + EVALUATE + TRAIN.replace("def train", "def train_really")
     switch = 'from pathlib import Path\nif Path(__file__).with_name("stop").exists():\n' + STOPPED.replace(
         "\n", "\n    "
     )
@@ -63,18 +72,70 @@ def test_an_interrupted_job_leaves_a_page_and_goes_on(stopped, tmp_path: Path) -
     assert [row for row in (out / "report.html").read_text().splitlines() if "fine-tuned" in row]
 
 
-@pytest.mark.parametrize("change", ["options", "recipe", "damage", "overwrite"])
-def test_another_job_starts_anew(stopped, change: str) -> None:
+@pytest.mark.parametrize("change", ["options", "recipe", "damage", "overwrite", "weights"])
+def test_another_job_starts_anew(stopped, tmp_path: Path, change: str) -> None:
     path, out, _ = stopped
     options = {"options": ("--method", "max"), "overwrite": ("--overwrite",)}.get(change, ())
     if change == "recipe":
         path.write_text(path.read_text() + "# changed\n")
+    if change == "weights":
+        (tmp_path / "bias").write_text("0.5")
     if change == "damage":
         next((out / "unfinished" / "checkpoint").glob("*.safetensors")).write_bytes(b"")
     again = invoke("quantize", path, "--out", out, *options)
     assert again.exit_code == 0, again.output
     assert "done before" not in again.stdout
     assert not (out / "unfinished").exists()
+
+
+READS = """
+import json, own_layers
+from pathlib import Path
+import torch
+from torch import nn
+
+VALUES = json.loads(Path(__file__).with_name("values.json").read_text())
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gain = nn.Linear(2, 2), VALUES["attribute"]
+        nn.init.constant_(self.layer.weight, VALUES["weights"])
+        self.register_buffer("shift", torch.full((2,), VALUES["buffer"]), persistent=False)
+
+    def forward(self, x):
+        return self.layer(x + self.shift) * self.gain * VALUES["constant"]
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+def calibration_batches():
+    data = torch.utils.data.TensorDataset(torch.arange(20.0).view(10, 2) * 1.0)
+    data.tensors[0][-1] += VALUES["data"]
+    return torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["weights", "attribute", "buffer", "constant", "data", "module", ""])
+def test_what_a_recipe_reads_decides_whether_a_job_goes_on(recipe, tmp_path: Path, name: str) -> None:
+    """The values of its files, the data, and the modules of its folder; "" for no change, of shuffled data."""
+    values = {"weights": 1.0, "attribute": 1.0, "buffer": 1.0, "constant": 1.0, "data": 1.0}
+    path, layers = recipe(READS), tmp_path / "own_layers.py"
+
+    def settings() -> str:
+        (tmp_path / "values.json").write_text(json.dumps(values))
+        sys.modules.pop("own_layers", None)
+        found = load_recipe(path)
+        return Job(path, "int8", "max", tmp_path).settings(found, found.model(), found.calibration_batches())
+
+    layers.write_text("")
+    before = settings()
+    if name == "module":
+        layers.write_text("RATE = 2\n")
+    elif name:
+        values[name] = 1.5
+    assert (settings() == before) == (name == "")
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "report.html", "job.json", "checkpoint/notes.safetensors", ""])

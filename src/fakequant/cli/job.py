@@ -158,7 +158,7 @@ def run(job: Job, console: Console) -> ReportData:
             recipe = load_recipe(job.recipe, job.text)
             if not job.overwrite:
                 refuse_other_recipe(out, recipe.source)
-            kept = Unfinished(out, recipe.source, job.settings(recipe))
+            kept = Unfinished(out, recipe.source)
             progress = _Progress(recipe, job, Steps(console, _number_of_steps(job, recipe)), kept)
             if before := held_before(out, recipe.source, title_of(recipe.path, config)):
                 progress.steps.note(before)
@@ -280,7 +280,9 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
     if job.overwrite:
         kept.remove()
     model = recipe.model()
-    resumed = kept.resume(model)
+    with progress.named(model):
+        settings = job.settings(recipe, model, progress.batches())
+    resumed = kept.resume(model, settings)
     if resumed is not None:
         model, progress.accuracy, progress.improvement = resumed, kept.accuracy, kept.improvement
         steps.note(f"Goes on after {kept.done[-1]}, from {kept.folder}; --overwrite starts anew.")

@@ -44,8 +44,15 @@ class Recipe:
 
     @property
     def content(self) -> str:
-        """The text of the file; the path of a folder."""
-        return self.path.read_text("utf-8", "replace") if self.path.is_file() else self.source
+        """The text of the file and of what it imported from its folder; the path of a folder."""
+        if not self.path.is_file():
+            return self.source
+        modules = [vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+        places = {Path(file).resolve() for module in modules if (file := module.get("__file__"))}
+        folder = self.path.resolve().parent
+        own = [place for place in places if place.is_relative_to(folder) and "site-packages" not in place.parts]
+        files = [self.path, *sorted(place for place in own if place.suffix == ".py")]
+        return "\0".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
 
     def offers(self, name: str) -> bool:
         """Whether the file defines a function of this name."""

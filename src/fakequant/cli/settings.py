@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from fakequant.cli.generation import CHECKPOINT
 from fakequant.cli.recipe import Recipe
 from fakequant.errors import ConfigError
+from fakequant.model.batches import run_batch
 from fakequant.model.config import Config
 from fakequant.model.prepare import with_exceptions
 from fakequant.model.presets import find_preset
+from fakequant.ptq.digest import digest
+from fakequant.ptq.finished import run_of
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,21 @@ class Job:
     rules: tuple[str, ...] = ()
     packed: bool = False
 
-    def settings(self, recipe: Recipe) -> str:
-        """All that decides the model, as text."""
+    def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
+        """All that decides the quantized model, as text.
+
+        Args:
+            recipe: with the text of its files.
+            model: in float, as the recipe gives it: its weights, and its output for the first batch.
+            batches: for calibration; each is read and let go.
+        """
         names = (self.preset.lower(), self.method, self.train, self.compare, self.execution, self.unseen, self.improve)
-        return repr((*names, self.floats, self.rules, str(self.text), recipe.content))
+        found: list[Any] = [*names, self.floats, self.rules, str(self.text), recipe.content]
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)  # a data loader that shuffles gives the same batches at the next call
+            for number, batch in enumerate(batches):
+                found += [digest(batch, or_class=True)] if number else run_of(model, [batch], run_batch).items()
+        return repr(found)
 
     def config(self) -> Config:
         """The preset with the exceptions from it.

@@ -39,12 +39,10 @@ class Unfinished:
     Args:
         out: the folder of the results.
         source: the recipe, as an absolute path.
-        settings: all that decides the model, as text; a state of other settings is not used.
     """
 
-    def __init__(self, out: Path, source: str, settings: str) -> None:
-        self.folder, self.source = folder_in(out), source
-        self.settings = hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
+    def __init__(self, out: Path, source: str) -> None:
+        self.folder, self.source, self.settings = folder_in(out), source, ""
         self.done: list[str] = []
         self.accuracy: list[Accuracy] = []
         self.improvement: list[Improved] = []
@@ -54,8 +52,14 @@ class Unfinished:
         """Whether the page of an unfinished job is there."""
         return (self.folder / REPORT).is_file()
 
-    def resume(self, model: nn.Module) -> nn.Module | None:
-        """The model as an earlier call of the same job left it; None if there is none that can be read."""
+    def resume(self, model: nn.Module, settings: str) -> nn.Module | None:
+        """The model as an earlier call of the same job left it; None if there is none that can be read.
+
+        Args:
+            model: in float.
+            settings: all that decides the quantized model, as text; a state of other settings is not used.
+        """
+        self.settings = hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
         try:
             state = json.loads((self.folder / _STATE).read_text())
             if state["settings"] != self.settings:
