@@ -1,5 +1,7 @@
 """Quotients with the bits of eager mode under compilers that divide approximately; and that such ones see no others."""
 
+from pkgutil import resolve_name
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import fakequant as fq
 from fakequant.nn import Quantizer
-from fakequant.numerics.division import divide, reciprocal
-from fakequant.ops import dispatch, library
+from fakequant.numerics import division
+from fakequant.numerics.division import Quotient, Reciprocal, divide, reciprocal
 from tests.support.bits import assert_same_bits
 
 aten = torch.ops.aten
@@ -23,7 +25,7 @@ def _fresh_compiler():
 
 @pytest.fixture
 def approximate_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(dispatch, "node_devices", frozenset({"cpu"}))
+    monkeypatch.setattr(division, "approximate_devices", frozenset({"cpu"}))
 
 
 def random_bits(count, seed):
@@ -67,31 +69,31 @@ def test_quotients_are_those_of_numpy():
     with np.errstate(all="ignore"):
         wanted = a.numpy() / b.numpy()
         inverse = np.float32(1) / b.numpy()
-    for wide in (True, False):
-        assert_same_bits(divide(a, b, wide=wide), torch.from_numpy(wanted))
-        assert_same_bits(reciprocal(b, wide=wide), torch.from_numpy(inverse))
+    for divided, inverted in ((divide, reciprocal), (Quotient.apply, Reciprocal.apply)):
+        assert_same_bits(divided(a, b), torch.from_numpy(wanted))
+        assert_same_bits(inverted(b), torch.from_numpy(inverse))
 
 
 def test_gradients_are_those_of_torch():
     a, b = hostile_pairs()
-    assert_all_same_bits(with_gradients(lambda a, b: divide(a, b, wide=True), a, b), with_gradients(torch.div, a, b))
-    assert_all_same_bits(with_gradients(lambda b: reciprocal(b, wide=True), b), with_gradients(torch.reciprocal, b))
+    assert_all_same_bits(with_gradients(Quotient.apply, a, b), with_gradients(torch.div, a, b))
+    assert_all_same_bits(with_gradients(Reciprocal.apply, b), with_gradients(torch.reciprocal, b))
 
 
 def test_gradients_are_summed_where_an_operand_was_broadcast():
     a, b = torch.randn(3, 1, 5), torch.randn(4, 1)
-    wide = with_gradients(lambda a, b: divide(a, b, wide=True), a, b)
+    wide = with_gradients(Quotient.apply, a, b)
     assert_all_same_bits(wide, with_gradients(torch.div, a, b))
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiled_quotients_of_quotients_are_rounded_each_time(backend):
-    def chain(wide):
-        return lambda a, b: divide(reciprocal(divide(a, b, wide=wide), wide=wide), b, wide=wide)
+    def chain(divided, inverted):
+        return lambda a, b: divided(inverted(divided(a, b)), b)
 
     a, b = hostile_pairs()
-    compiled = torch.compile(chain(True), fullgraph=True, backend=backend)
-    assert_all_same_bits(with_gradients(compiled, a, b), with_gradients(chain(False), a, b))
+    compiled = torch.compile(chain(Quotient.apply, Reciprocal.apply), fullgraph=True, backend=backend)
+    assert_all_same_bits(with_gradients(compiled, a, b), with_gradients(chain(torch.div, torch.reciprocal), a, b))
 
 
 class Captured:
@@ -191,6 +193,19 @@ def test_a_given_amax_gets_its_gradient(approximate_on_the_cpu, text):
     assert not captured.divisions(torch.float32)
 
 
+@pytest.mark.parametrize("given_up", ["fakequant.functional._qparams_like", "fakequant.functional._qparams_of_range"])
+def test_what_a_caller_calls_is_compiled_alike_where_the_compiler_gives_the_caller_up(
+    approximate_on_the_cpu, monkeypatch, given_up
+):
+    """As at a graph break, which leaves the caller to Python and compiles the functions that it calls."""
+    monkeypatch.setattr(given_up, torch._dynamo.disable(resolve_name(given_up), recursive=False))
+    x, captured = torch.randn(6, 8), Captured()
+    compiled = torch.compile(lambda x: fq.choose_qparams(x, "uint8 per_token")[:2], backend=captured.backend)
+    compiled(x)
+    assert captured.nodes
+    assert not captured.divisions(torch.float32)
+
+
 def test_other_compilers_divide_as_ever():
     """On the CPU, where a compiler may divide anew for each element of a group."""
     captured = Captured()
@@ -205,7 +220,7 @@ def test_function_transforms_within_a_compiled_graph_divide_as_ever(approximate_
     a, b = hostile_pairs()
 
     def gradients(a, b, dy):
-        y, vjp = torch.func.vjp(lambda a, b: divide(a, b, wide=library.needs_wide_division(a)), a, b)
+        y, vjp = torch.func.vjp(lambda a, b: divide(a, b), a, b)
         return y, *vjp(dy)
 
     dy = random_bits(len(a), 3)

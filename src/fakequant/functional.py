@@ -186,8 +186,7 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
 
 def _qparams_like(x: Tensor, range: Range, spec: QuantSpec) -> QParams:
     """The parameters for a range of tensors like x."""
-    wide = library.needs_wide_division(range.lo)
-    return _qparams_of_range(range, spec, largest=torch.finfo(x.dtype).max, wide=wide)
+    return _qparams_of_range(range, spec, largest=torch.finfo(x.dtype).max)
 
 
 def _resolve(

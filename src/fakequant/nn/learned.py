@@ -191,7 +191,7 @@ def _step_of(scale: Tensor, spec: QuantSpec) -> Tensor:
     """Units of x per code from the scale of a specification, and back."""
     if spec.arithmetic is not Arithmetic.MULTIPLIER:
         return scale
-    return reciprocal(scale, wide=library.needs_wide_division(scale))
+    return reciprocal(scale)
 
 
 _SMALLEST = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
@@ -286,7 +286,7 @@ class LSQPlus(LSQ):
         if self.spec.symmetric:
             return QParams(scale)
         offset = -straight_through(self.offset, self.offset, self._factor(elements))
-        steps = divide(offset, scale, wide=library.needs_wide_division(scale))
+        steps = divide(offset, scale)
         fmt = self.spec.format
         return QParams(scale, straight_through(steps.round().clamp(fmt.quant_min, fmt.quant_max), steps))
 
@@ -318,7 +318,7 @@ class PACT(LearnedRange):
 
     def qparams(self, elements: int) -> QParams:
         bound = torch.full_like(self.amax, self.spec.format.bound)
-        step = divide(self.amax, bound, wide=library.needs_wide_division(bound))
+        step = divide(self.amax, bound)
         return QParams(_step_of(straight_through(_positive(step, self.spec), step), self.spec))
 
 

@@ -3,7 +3,10 @@
 Inductor writes them as `/` in Triton, which is off by up to 2 units in the last place on a GPU, and those by a constant
 as products with its reciprocal. Quotients of float64 rounded to float32 are right all the same: 53 bits are at least
 2 * 24 + 2, so that no quotient of float32 numbers comes so close to a middle between two others that its error in
-float64 matters, and float64 reaches beyond all of them. `wide` asks for these; float64 numbers are divided directly.
+float64 matters, and float64 reaches beyond all of them. float64 numbers are divided directly.
+
+The question is asked at each division, not by a caller: where a compiler gives a caller up, it may still compile what
+that calls.
 
 Source: Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 30(3), 1995.
 """
@@ -15,26 +18,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Types of devices for which compilers compute other bits; `ops.dispatch` adds those of its backends. Read while
+# compilers trace, which know sets of strings and no backends.
+approximate_devices: frozenset[str] = frozenset()
 
-def divide(a: Tensor, b: Tensor, *, wide: bool) -> Tensor:
-    """a / b, of the same dtype; `wide` changes no bit of it, nor of its gradients.
 
-    >>> divide(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), wide=True)
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, of the same dtype.
+
+    >>> divide(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     tensor([0.3333, 0.5000])
     """
-    return _Quotient.apply(a, b) if wide and a.dtype == torch.float32 else a / b
+    return Quotient.apply(a, b) if a.dtype == torch.float32 and is_approximate(a) else a / b
 
 
-def reciprocal(x: Tensor, *, wide: bool) -> Tensor:
-    """1 / x, of the same dtype; `wide` changes no bit of it, nor of its gradients.
+def reciprocal(x: Tensor) -> Tensor:
+    """1 / x, of the same dtype.
 
-    >>> reciprocal(torch.tensor([3.0, 4.0]), wide=True)
+    >>> reciprocal(torch.tensor([3.0, 4.0]))
     tensor([0.3333, 0.2500])
     """
-    return _Reciprocal.apply(x) if wide and x.dtype == torch.float32 else x.reciprocal()
+    return Reciprocal.apply(x) if x.dtype == torch.float32 and is_approximate(x) else x.reciprocal()
 
 
-class _Quotient(torch.autograd.Function):
+def is_approximate(x: Tensor) -> bool:
+    """Whether a compiler would divide numbers like x approximately.
+
+    Not for exporters, which are shown the plain division. Nor for function transforms: within a compiled graph they
+    differentiate what an autograd function does in place of it, which gives other bits.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and x.device.type in approximate_devices
+        and not torch.compiler.is_exporting()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+class Quotient(torch.autograd.Function):
     """a / b, with the gradients as autograd rounds them: dy / b and -dy * ((a / b) / b)."""
 
     @staticmethod
@@ -53,7 +74,7 @@ class _Quotient(torch.autograd.Function):
         return da, db
 
 
-class _Reciprocal(torch.autograd.Function):
+class Reciprocal(torch.autograd.Function):
     """1 / x, with the gradient as autograd rounds it: -dy * (y * y)."""
 
     @staticmethod

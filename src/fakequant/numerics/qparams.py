@@ -162,7 +162,7 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return Range(lo.reshape(groups).clamp(max=0.0), hi.reshape(groups).clamp(min=0.0))
 
 
-def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = None, wide: bool = False) -> QParams:
+def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = None) -> QParams:
     """The scale and zero point that map a range onto the codes of a format.
 
     Symmetric: amax is mapped to the format's bound. Asymmetric: lo and hi to quant_min and quant_max, 0.0 to a code.
@@ -174,7 +174,6 @@ def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = Non
         range: lo and hi of every group [groups, axes kept], in units of x.
         spec: decides symmetry, format and which reciprocal `scale` is.
         largest: the largest finite value of x's dtype; by default of the range's.
-        wide: see `division.divide`; no bit depends on it.
 
     Returns:
         scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
@@ -198,22 +197,22 @@ def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = Non
     if spec.symmetric:
         amax = range.amax
         limit = largest / max(-fmt.quant_min, fmt.quant_max)
-        return QParams(_symmetric_scale(amax, spec, limit, wide), None, Range(-amax, amax))
+        return QParams(_symmetric_scale(amax, spec, limit), None, Range(-amax, amax))
     tiny = torch.finfo(lo.dtype).tiny
     lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
     # Halved before the subtraction, so that hi - lo cannot overflow; exact in binary.
     steps = torch.full_like(lo, fmt.quant_max - fmt.quant_min)
-    scale = (divide(hi * 0.5 - lo * 0.5, steps, wide=wide) * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
-    zero_point = (fmt.quant_min - divide(lo, scale, wide=wide).round()).clamp(fmt.quant_min, fmt.quant_max)
+    scale = (divide(hi * 0.5 - lo * 0.5, steps) * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
+    zero_point = (fmt.quant_min - divide(lo, scale).round()).clamp(fmt.quant_min, fmt.quant_max)
     farthest = torch.maximum(zero_point - fmt.quant_min, fmt.quant_max - zero_point)
-    scale = torch.minimum(scale, divide(torch.full_like(scale, largest), farthest, wide=wide))
+    scale = torch.minimum(scale, divide(torch.full_like(scale, largest), farthest))
     return QParams(scale, zero_point.to(torch.int32), Range(lo, hi))
 
 
-def _symmetric_scale(amax: Tensor, spec: QuantSpec, limit: float, wide: bool) -> Tensor:
+def _symmetric_scale(amax: Tensor, spec: QuantSpec, limit: float) -> Tensor:
     """The scale that maps amax to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
     if spec.arithmetic is not Arithmetic.MULTIPLIER:
-        return spec.scale.choose(amax, spec.format, limit, wide=wide)
+        return spec.scale.choose(amax, spec.format, limit)
     tiny = torch.finfo(amax.dtype).tiny
-    multiplier = divide(torch.full_like(amax, spec.format.bound), amax, wide=wide)
+    multiplier = divide(torch.full_like(amax, spec.format.bound), amax)
     return multiplier.clamp(1.0 / limit, 1.0 / tiny)

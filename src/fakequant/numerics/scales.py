@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.division import divide
+from fakequant.numerics.division import divide, is_approximate
 from fakequant.numerics.floats import ExponentFormat, power_of_two
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import parse_format
@@ -120,35 +120,30 @@ class ScaleSpec:
         except ValueError as error:
             raise SpecError(f"cannot read the scale format {text!r}: {error}") from error
 
-    def choose(self, amax: Tensor, element: Format, limit: float, *, wide: bool = False) -> Tensor:
+    def choose(self, amax: Tensor, element: Format, limit: float) -> Tensor:
         """The scale of every group, rounded to its format.
 
         Args:
             amax: [groups, axes kept], in units of x; float32 or float64.
             element: the format of the codes, whose bound amax is mapped to.
             limit: the largest scale with which every code stays finite.
-            wide: see `division.divide`; no bit depends on it.
 
         Returns:
             [groups, axes kept], positive, in units of x per code.
         """
         if isinstance(self.format, ExponentFormat):
-            return _powers_of_two(amax, element, self.rounding, self.format.exponent_bias, limit, wide)
+            return _powers_of_two(amax, element, self.rounding, self.format.exponent_bias, limit)
         if self.format is None or self.granularity is None:
-            scale = divide(amax, torch.full_like(amax, element.bound), wide=wide).clamp(
-                min=torch.finfo(amax.dtype).tiny
-            )
+            scale = divide(amax, torch.full_like(amax, element.bound)).clamp(min=torch.finfo(amax.dtype).tiny)
         else:
-            scale = _under_a_scale(amax, element.bound, self.format, self.granularity, wide)
+            scale = _under_a_scale(amax, element.bound, self.format, self.granularity)
         return scale.clamp(max=limit)
 
 
-def _powers_of_two(
-    amax: Tensor, element: Format, rounding: ScaleRounding, largest: int, limit: float, wide: bool
-) -> Tensor:
+def _powers_of_two(amax: Tensor, element: Format, rounding: ScaleRounding, largest: int, limit: float) -> Tensor:
     """2**e for every group, e limited to +-largest; a group of zeros gets the smallest."""
     if rounding is ScaleRounding.CEIL:
-        measured = divide(amax, torch.full_like(amax, element.bound), wide=wide)
+        measured = divide(amax, torch.full_like(amax, element.bound))
         mantissa, exponent = torch.frexp(measured)
         exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     else:
@@ -166,7 +161,7 @@ def _powers_of_two(
     return power_of_two(exponent).to(amax.dtype)
 
 
-def _under_a_scale(amax: Tensor, bound: float, fmt: Format, granularity: Granularity, wide: bool) -> Tensor:
+def _under_a_scale(amax: Tensor, bound: float, fmt: Format, granularity: Granularity) -> Tensor:
     """code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded.
 
     A code of 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision, but
@@ -181,10 +176,10 @@ def _under_a_scale(amax: Tensor, bound: float, fmt: Format, granularity: Granula
     axes = block_axes(amax.shape, blocks)
     view = blocked(amax, blocks)
     whole = (view.amax(axes) if axes else view).reshape(granularity.group_shape(amax.shape))
-    shared = divide(whole, torch.full_like(whole, fmt.quant_max * bound), wide=wide).clamp(min=finfo.tiny)
+    shared = divide(whole, torch.full_like(whole, fmt.quant_max * bound)).clamp(min=finfo.tiny)
     shared = blocked_groups(shared, amax.shape, blocks)
-    code = fmt.clamp(divide(view, bound * shared, wide=wide))
+    code = fmt.clamp(divide(view, bound * shared))
     # Float formats divide by powers of two to round, which an approximate division need not do exactly either.
-    code = fmt.round(code.double()).to(code.dtype) if wide else fmt.round(code)
+    code = fmt.round(code.double()).to(code.dtype) if is_approximate(code) else fmt.round(code)
     scale = torch.where(code > 0, code, fmt.smallest) * shared
     return unblocked(scale, amax.shape, blocks).clamp(min=finfo.tiny)

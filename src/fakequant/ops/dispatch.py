@@ -18,7 +18,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from fakequant.errors import ConfigError
-from fakequant.numerics import reference
+from fakequant.numerics import division, reference
 from fakequant.numerics.qparams import FLOATING, PLAIN, QParams, is_plain_eager
 from fakequant.numerics.spec import QuantSpec
 
@@ -86,8 +86,6 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
 
 REFERENCE = ReferenceBackend()
 _backends: tuple[Backend, ...] = (CpuBackend(), TritonBackend(), REFERENCE)
-# Read while compilers trace, which know sets of strings and no backends.
-node_devices = frozenset(backend.device_type for backend in _backends if backend.compiles_as_node)
 _Made = TypeVar("_Made", Backend, KernelPlan, KernelPlan | None)
 # Plans by their kind of call, and backends by the kind of tensor: what one call found serves all that follow.
 _known: dict[Hashable, Any] = {}
@@ -109,7 +107,7 @@ def register_backend(backend: Backend, *, before: str = "reference") -> None:
     Raises:
         ConfigError: a backend of this name is there already, or there is none with the name `before`.
     """
-    global _backends, node_devices
+    global _backends
     names = [known.name for known in _backends]
     if backend.name in names:
         raise ConfigError(f"a backend named {backend.name!r} is already registered; choose another name")
@@ -117,7 +115,14 @@ def register_backend(backend: Backend, *, before: str = "reference") -> None:
         raise ConfigError(f"there is no backend {before!r} to come before; the backends are {', '.join(names)}")
     at = names.index(before)
     _backends = (*_backends[:at], backend, *_backends[at:])
-    node_devices = frozenset(one.device_type for one in _backends if one.compiles_as_node)
+    _note_devices()
+
+
+def _note_devices() -> None:
+    division.approximate_devices = frozenset(one.device_type for one in _backends if one.compiles_as_node)
+
+
+_note_devices()
 
 
 def choose(x: Tensor, spec: QuantSpec, *, codes: bool = False) -> Backend:

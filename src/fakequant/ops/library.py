@@ -2,7 +2,7 @@
 
 * Eager: the plan that a backend made for this kind of call (`dispatch.py`), under autograd (`gradients.py`). One bit
   per element is saved, and x where a scale is learned.
-* torch.compile where compilers would compute other bits (`dispatch.node_devices`): one node of a graph, see
+* torch.compile where compilers would compute other bits (`division.approximate_devices`): one node of a graph, see
   `graph_operators.py`.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
   that a compiler fuses it with its neighbours. What is saved there is x itself, see `decomposition.py`.
@@ -30,9 +30,9 @@ from .decomposition import Traced, Transformed, on_mesh_of, tensors_of
 from .dispatch import choose_for, find_plan
 from .gradients import apply_plan, unpack_mask
 from .graph_operators import quantize_as_node
-from .tracing import is_compiled_as_node, is_recorded, needs_tracing, needs_wide_division, translated_to_onnx
+from .tracing import is_compiled_as_node, is_recorded, needs_tracing, translated_to_onnx
 
-__all__ = ["needs_tracing", "needs_wide_division", "translated_to_onnx"]
+__all__ = ["needs_tracing", "translated_to_onnx"]
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:

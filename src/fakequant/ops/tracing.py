@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fakequant.errors import ExportError
+from fakequant.numerics import division
 from fakequant.numerics.qparams import is_concrete
 
 from . import dispatch
@@ -24,18 +25,7 @@ def needs_tracing(*tensors: object) -> bool:
 
 def is_compiled_as_node(x: Tensor) -> bool:
     """Whether a compiled graph holds the operator whole on the device of x, see `Backend.compiles_as_node`."""
-    return torch.compiler.is_compiling() and x.device.type in dispatch.node_devices
-
-
-def needs_wide_division(x: Tensor) -> bool:
-    """Whether a compiler would divide numbers like x approximately; for the few of each group, see `numerics.division`.
-
-    Not for exporters, which are shown the plain division. Nor for function transforms: within a compiled graph they
-    differentiate what an autograd function does in place of it, which gives other bits.
-    """
-    return (
-        is_compiled_as_node(x) and not torch.compiler.is_exporting() and not torch._C._are_functorch_transforms_active()
-    )
+    return torch.compiler.is_compiling() and x.device.type in division.approximate_devices
 
 
 def is_recorded() -> bool:
