@@ -5,7 +5,7 @@ import torch
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.numerics import division, reference
+from fakequant.numerics import compilers, reference
 from fakequant.ops import Backend, Kernels, dispatch, register_backend
 from fakequant.ops.cpu.backend import CpuBackend
 from fakequant.ops.dispatch import backends, choose, pack_bits, unpack_bits
@@ -41,7 +41,7 @@ def test_backends_refuse_other_devices_than_their_own():
         x = torch.ones(1, device="meta")
         found = backend.unsupported(x, fq.QuantSpec("int8"), codes=False)
         assert found == (None if backend.device_type is None else "the tensor is on meta")
-        assert not backend.compiles_as_node or backend.device_type in division.approximate_devices
+        assert not backend.compiles_as_node or backend.device_type in compilers.approximate_devices
 
 
 def test_the_list_is_a_copy():
@@ -142,7 +142,7 @@ class OwnBackend(Backend):
 def own(monkeypatch):
     """A registered backend, which goes again."""
     monkeypatch.setattr(dispatch, "_backends", dispatch._backends)
-    monkeypatch.setattr(division, "approximate_devices", division.approximate_devices)
+    monkeypatch.setattr(compilers, "approximate_devices", compilers.approximate_devices)
     backend = OwnBackend()
     register_backend(backend, before="cpu")
     return backend
@@ -172,7 +172,7 @@ def test_a_backend_of_another_package_serves_its_calls(own, spec, learned):
 
 
 def test_a_compiled_graph_finds_the_backend_of_its_masks_by_name(own, monkeypatch):
-    monkeypatch.setattr(division, "approximate_devices", frozenset({"cpu"}))
+    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
     x = torch.randn(5, 7, requires_grad=True)
     torch._dynamo.reset()
     y = torch.compile(lambda x: fq.fake_quantize(x, "int4", scale=0.1), backend="aot_eager", fullgraph=True)(x)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant.numerics import division, reference
+from fakequant.numerics import compilers, reference
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
 from fakequant.ops.graph_operators import quantize_as_node
@@ -122,7 +122,7 @@ def test_compiled_as_a_node_where_a_backend_asks_for_it(monkeypatch, text):
 
     params = fq.choose_qparams(x * 0.5, spec)
     eager = _with_gradients(given, x, params, spec)
-    monkeypatch.setattr(division, "approximate_devices", frozenset({"cpu"}))
+    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
     compiled = _with_gradients(torch.compile(given, backend="aot_eager", fullgraph=True), x, params, spec)
     for one, other in zip(compiled, eager, strict=True):
         assert (one is None) == (other is None)
@@ -137,7 +137,7 @@ def test_compiled_as_a_node_where_a_backend_asks_for_it(monkeypatch, text):
 def test_specifications_are_read_after_a_change_of_numbers(monkeypatch):
     """A compiler takes a number that was another one the last time for one that varies."""
     torch._dynamo.reset()
-    monkeypatch.setattr(division, "approximate_devices", frozenset({"cpu"}))
+    monkeypatch.setattr(compilers, "approximate_devices", frozenset({"cpu"}))
 
     class Layer(torch.nn.Module):
         def forward(self, x):

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.errors import SiteError
 from fakequant.nn.sites import SiteMode, Sites
+from fakequant.numerics.compilers import is_exporting
 
 
 def is_traced() -> bool:
     """Whether torch.export or torch.jit.trace follow the calls of Python; torch.compile reads code instead."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    return torch.compiler.is_exporting() or torch._C._is_tracing()
+    return is_exporting() or torch._C._is_tracing()
 
 
 MakeMode = Callable[[Sites, nn.Module], SiteMode]

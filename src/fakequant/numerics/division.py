@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types of devices for which compilers compute other bits; `ops.dispatch` adds those of its backends. Read while
-# compilers trace, which know sets of strings and no backends.
-approximate_devices: frozenset[str] = frozenset()
+from fakequant.numerics.compilers import is_approximate
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -39,20 +37,6 @@ def reciprocal(x: Tensor) -> Tensor:
     tensor([0.3333, 0.2500])
     """
     return Reciprocal.apply(x) if x.dtype == torch.float32 and is_approximate(x) else x.reciprocal()
-
-
-def is_approximate(x: Tensor) -> bool:
-    """Whether a compiler would divide numbers like x approximately.
-
-    Not for exporters, which are shown the plain division. Nor for function transforms: within a compiled graph they
-    differentiate what an autograd function does in place of it, which gives other bits.
-    """
-    return (
-        torch.compiler.is_compiling()
-        and x.device.type in approximate_devices
-        and not torch.compiler.is_exporting()
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 class Quotient(torch.autograd.Function):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
-from fakequant.numerics.division import divide, is_approximate
+from fakequant.numerics.compilers import is_approximate
+from fakequant.numerics.division import divide
 from fakequant.numerics.floats import ExponentFormat, power_of_two
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import parse_format

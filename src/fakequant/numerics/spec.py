@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -84,11 +84,11 @@ class QuantSpec:
     """
 
     format: Format
-    granularity: Granularity = field(default_factory=PerTensor)
+    granularity: Granularity = PerTensor()
     symmetric: bool = True
     arithmetic: Arithmetic = Arithmetic.DIVIDE
     gradient: Gradient = Gradient.CODE_RANGE
-    scale: ScaleSpec = field(default_factory=ScaleSpec)
+    scale: ScaleSpec = ScaleSpec()
     rounding: Rounding = Rounding.NEAREST_EVEN
 
     def __init__(

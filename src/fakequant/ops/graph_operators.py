@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.numerics import reference
+from fakequant.numerics.compilers import is_exporting
 from fakequant.numerics.granularity import padding
 from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype
 from fakequant.numerics.spec import Gradient, QuantSpec
@@ -55,7 +56,7 @@ def _values(
 
 @_values.register_fake
 def _(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, spec: str, seed: Tensor | None = None) -> Tensor:
-    if torch.compiler.is_exporting():  # not seen by `is_recorded` where torch's compiler reads its code
+    if is_exporting():  # not seen by `is_recorded` where torch's compiler reads its code
         refuse_onnx()
         return torch.empty_like(x)  # sizes may depend on values, and strides do not matter
     return _declared(x)

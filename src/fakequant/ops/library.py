@@ -2,7 +2,7 @@
 
 * Eager: the plan that a backend made for this kind of call (`dispatch.py`), under autograd (`gradients.py`). One bit
   per element is saved, and x where a scale is learned.
-* torch.compile where compilers would compute other bits (`division.approximate_devices`): one node of a graph, see
+* torch.compile where compilers would compute other bits (`compilers.approximate_devices`): one node of a graph, see
   `graph_operators.py`.
 * torch.compile elsewhere, torch.func, forward-mode AD, tensor subclasses: the definition as plain torch operations, so
   that a compiler fuses it with its neighbours. What is saved there is x itself, see `decomposition.py`.

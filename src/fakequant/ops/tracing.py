@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fakequant.errors import ExportError
-from fakequant.numerics import division
+from fakequant.numerics import compilers
 from fakequant.numerics.qparams import is_concrete
 
 from . import dispatch
@@ -25,7 +25,7 @@ def needs_tracing(*tensors: object) -> bool:
 
 def is_compiled_as_node(x: Tensor) -> bool:
     """Whether a compiled graph holds the operator whole on the device of x, see `Backend.compiles_as_node`."""
-    return torch.compiler.is_compiling() and x.device.type in division.approximate_devices
+    return torch.compiler.is_compiling() and x.device.type in compilers.approximate_devices
 
 
 def is_recorded() -> bool:
@@ -34,7 +34,7 @@ def is_recorded() -> bool:
     Raises:
         ExportError: torch.onnx.export, which has no form for these.
     """
-    found = torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+    found = compilers.is_exporting() or (not torch.compiler.is_compiling() and torch._C._is_tracing())
     if found:
         refuse_onnx()
     return found
