@@ -6,15 +6,13 @@ import torch
 
 import fakequant as fq
 from fakequant.errors import ShapeError, SpecError
+from fakequant.numerics.blocks import block_axes, blocked, blocked_groups
 from fakequant.numerics.granularity import (
     PerBlock,
     PerChannel,
     PerTensor,
     PerToken,
     Tiles,
-    block_axes,
-    blocked,
-    blocked_groups,
     fit_tiles,
     granularities,
     parse_granularity,
@@ -129,7 +127,8 @@ def test_empty_shapes(granularity, shape, groups):
         (lambda: parse_granularity("per_channel"), SpecError, r"cannot read the granularity"),
         (lambda: parse_granularity("per_block(32)"), SpecError, r"cannot read the granularity"),
         (lambda: parse_granularity("per_tensor(1)"), SpecError, r"per_tensor takes no arguments, got \(1\)"),
-        (lambda: parse_granularity("per_token(1)"), SpecError, r"per_token takes no arguments"),
+        (lambda: parse_granularity("per_token(x)"), SpecError, r"cannot read the granularity"),
+        (lambda: PerToken(-1, -1), SpecError, r"takes the axes along which a scale is shared, each once"),
         (lambda: parse_granularity(""), SpecError, r"unknown granularity ''"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,3 +202,14 @@ def test_a_quantizer_that_calibration_turned_off_needs_no_range() -> None:
     model = fq.prepare(WithPassingColumns(), "INT8", given[0], target="onnxruntime")
     fq.calibrate(model, given, progress=False, unseen="float")
     assert fq.ptq.improve(model, given, "fast", progress=False).left < 1
+
+
+def test_groups_of_whole_kernels_are_improved_and_exported_to_the_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 6, 3))
+    model, batches = fq.prepare(net, "INT4_GROUP32").eval(), [torch.randn(4, 3, 9, 9) for _ in range(4)]
+    found = fq.ptq.improve(model, batches)
+    assert all(layer.after <= layer.before for layer in found.layers)
+    assert found.left < 0.9
+    file = fq.export_onnx(model, batches[0], tmp_path / "model.onnx").path
+    assert fq.verify_onnx(file, model).exact

@@ -16,7 +16,7 @@ DATA = [name for name, fmt in fq.formats().items() if fmt.has_zero]
 EXAMPLES = {
     "per_tensor": ["per_tensor"],
     "per_channel": ["per_channel(0)", "per_channel(1)", "per_channel(0,2)"],
-    "per_token": ["per_token"],
+    "per_token": ["per_token", "per_token(-3,-1)", "per_token(-2)"],
     "per_block": ["per_block(-1:4)", "per_block(-1:5,pad)", "per_block(0:2,1:3,pad)"],
 }
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import CalibrationError, ShapeError
-from fakequant.numerics.granularity import Granularity, block_axes, blocked
+from fakequant.numerics.blocks import block_axes, blocked
+from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.histogram import Bins
 from fakequant.numerics.qparams import Range, compute_dtype
 from fakequant.ops.histogram import observe

@@ -16,8 +16,8 @@ from torch import Tensor
 from fakequant.export.capability import Dimension, ElementType, block_sizes
 from fakequant.export.graph import stored
 from fakequant.export.site import Emitter, Site
+from fakequant.numerics.blocks import block_axes, blocked, blocked_groups, unblocked
 from fakequant.numerics.floats import ExponentFormat
-from fakequant.numerics.granularity import block_axes, blocked, blocked_groups, unblocked
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.scales import ScaleRounding
 from fakequant.numerics.spec import QuantSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,59 +11,15 @@ from torch import nn
 
 from fakequant.errors import ConfigError, FakeQuantError, check_keys
 from fakequant.model.names import find_preset
+from fakequant.model.tensor_config import TensorConfig as TensorConfig
 from fakequant.model.weights import weights_of
 from fakequant.nn.forms import computed_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import layers
+from fakequant.nn.operands import NO_KERNEL, Kernel, Role
 from fakequant.nn.site_functions import canonical_ops
-from fakequant.numerics.spec import QuantSpec, as_spec
-
-
-@dataclass(frozen=True)
-class TensorConfig:
-    """How one tensor of a layer is quantized: a specification, and whether its range is taken from every tensor anew.
-
-    >>> print(TensorConfig("int8 per_token", dynamic=True))
-    int8 per_token dynamic
-    """
-
-    spec: QuantSpec
-    dynamic: bool = False
-
-    def __init__(self, spec: QuantSpec | str, dynamic: bool = False) -> None:
-        object.__setattr__(self, "spec", as_spec(spec))
-        object.__setattr__(self, "dynamic", dynamic)
-
-    def __str__(self) -> str:
-        return f"{self.spec}{' dynamic' if self.dynamic else ''}"
-
-    def __repr__(self) -> str:
-        return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
-
-    def placed(self, axes: dict[int, int]) -> TensorConfig:
-        """The same with the axes that it names by their role moved to where a tensor has them."""
-        spec = self.spec.replace(granularity=self.spec.granularity.remap_axes(axes))
-        if spec.scale.granularity is not None:  # that of the tensor of scales, which has the axes of the tensor
-            spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
-        return TensorConfig(spec, self.dynamic)
-
-    def for_each(self) -> TensorConfig:
-        """The same for each of the tensors that are stacked along a first axis; other axes are counted from the end."""
-        spec = self.spec.replace(granularity=self.spec.granularity.for_each())
-        if spec.scale.granularity is not None:
-            spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.for_each()))
-        return TensorConfig(spec, self.dynamic)
-
-    def to_text(self) -> str:
-        """`str(self)`, for files; see `QuantSpec.to_text`."""
-        self.spec.to_text()
-        return str(self)
-
-    @classmethod
-    def parse(cls, text: str) -> TensorConfig:
-        """The configuration of a text form."""
-        words = text.split()
-        return cls(" ".join(word for word in words if word != "dynamic"), dynamic="dynamic" in words)
+from fakequant.numerics.granularity import PerBlock
+from fakequant.numerics.spec import QuantSpec
 
 
 @dataclass(frozen=True)
@@ -90,6 +46,11 @@ class Rule:
     One rule serves layers of all kinds, so `PerChannel` and `PerBlock` name two axes by their role. Axis 0 of a weight
     means its output channels. Axis -1 means the axis that the layer's product sums over: of convolutions the input
     channels, of linear layers the last axis, of embeddings the features. All other axes are meant literally.
+
+    Convolutions sum over the positions of their kernel, too. So `PerBlock({-1: 32})` of their weight gives blocks of
+    whole kernels with at least 32 elements, of a part of a kernel that is longer, and one for each output channel if it
+    has fewer; where the input has blocks, too, both lie along the channels of one position. `PerToken()` of their input
+    gives one scale for each sample, and for each pixel if the kernel has one position.
 
     >>> rule = Rule("head")      # leaves the layer `head` in float
     >>> print(Rule("head", "int8").weight, "and", Rule("head", weight="int4 per_channel(0)").weight)
@@ -168,6 +129,18 @@ class Rule:
         if not fnmatchcase(name, self.pattern):
             return False
         return not self.layers or not {type(module).__name__, computed_class(module).__name__}.isdisjoint(self.layers)
+
+    def tensor(self, role: Role, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig | None:
+        """How a tensor with a role is quantized, with the axes where it has them; None if it stays in float.
+
+        Blocks of a weight hold whole kernels. If the input has blocks too, both lie along the channels of one position,
+        so that an engine can multiply block by block; a depthwise convolution has one channel in a sum.
+        """
+        config: TensorConfig | None = getattr(self, role.value)
+        in_blocks = self.input is not None and isinstance(self.input.spec.granularity, PerBlock)
+        if role is Role.WEIGHT and in_blocks and kernel.length != 1:
+            kernel = kernel._replace(length=None)
+        return None if config is None else config.placed(axes, kernel)
 
     @property
     def functions(self) -> frozenset[str]:

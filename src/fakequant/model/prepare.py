@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
@@ -26,6 +27,7 @@ from fakequant.model.presets import find_preset
 from fakequant.model.recording import Recording, record
 from fakequant.model.site_training import with_training
 from fakequant.model.sites import SitePlan, apply_sites, plan_sites
+from fakequant.model.sizes import exceeds_float, note_on_scales
 from fakequant.model.targets import Target, find_target
 from fakequant.model.ties import untied
 from fakequant.nn.fast_paths import leave_fast_paths
@@ -104,6 +106,7 @@ def prepare(
         modules = dict(model.named_modules())
         for name, rule in held.items():
             _check_layer(modules[name], rule, name)
+        small = [name for name, rule in held.items() if _too_small(modules[name], rule)]
         for name, rule in held.items():
             quantize_layer(modules[name], rule, name)
         if sites is not None:
@@ -114,9 +117,9 @@ def prepare(
         computed = () if recording is None else quantized_parameters(model, recording)
         left = left_in_float(model, purposely, counted, computed)
         hidden = None if recording is None else scripted(model, purposely)
-        for note in (*notes, None if left is None else str(left), hidden, untied(model, purposely)):
-            if note is not None:
-                warn_user(note, CoverageWarning)
+        notes += [str(note) for note in (left, hidden, untied(model, purposely)) if note is not None]
+        for note in (*notes, *note_on_scales(model, small)):
+            warn_user(note, CoverageWarning)
         return model
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()
@@ -243,22 +246,37 @@ def _quantized(layer: nn.Module) -> type[QuantizedLayer]:
 def _configs(layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
     """The configurations of a float layer's quantizers by attribute, with a rule's axes where the layer has them."""
     operands = _quantized(layer).operands(layer).items()
-    given = {attribute: (getattr(rule, operand.role.value), operand) for attribute, operand in operands}
-    configs = {attribute: config and _placed(config, operand) for attribute, (config, operand) in given.items()}
-    return {attribute: config for attribute, config in configs.items() if config is not None}
+    configs = {attribute: _placed(rule, operand) for attribute, operand in operands}
+    left = _too_small(layer, rule)
+    return {name: config for name, config in configs.items() if config is not None and name not in left}
 
 
-def _placed(config: TensorConfig, operand: Operand) -> TensorConfig:
-    config = config.placed(operand.axes())
-    return config.for_each() if operand.is_stack else config
+def _too_small(layer: nn.Module, rule: Rule) -> list[str]:
+    """The quantizers of weights that a rule for weights alone leaves in float: their scales take more than it saves."""
+    if rule.input is not None:
+        return []
+    found = []
+    for attribute, operand in _quantized(layer).factors(layer).items():
+        parameter = LayerWeight.of(layer, attribute, operand.weight).parameter if operand.weight else None
+        config = _placed(rule, operand)
+        if config is None or parameter is None or isinstance(parameter, UninitializedParameter):
+            continue
+        if exceeds_float(config.spec, tuple(parameter.shape), 8 * parameter.element_size()):
+            found.append(attribute)
+    return found
+
+
+def _placed(rule: Rule, operand: Operand) -> TensorConfig | None:
+    config = rule.tensor(operand.role, operand.axes(), operand.kernel)
+    return config.for_each() if operand.is_stack and config is not None else config
 
 
 def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     quantized = _quantized(layer)
-    configs = _configs(layer, rule)
-    if not configs:
-        return
     try:
+        configs = _configs(layer, rule)
+        if not configs:
+            return
         if isinstance(layer, LazyModuleMixin):
             raise ConfigError(_LAZY)
         if bypasses_class(layer):

@@ -13,8 +13,10 @@ from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.recording import Call, Recording
 from fakequant.model.site_weights import parameters_of
+from fakequant.model.sizes import exceeds_float
 from fakequant.nn.forms import bypasses_class, quantized_class
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.operands import Kernel, Role
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_classes import add_sites, is_shielded, shield
 from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand, einsum_operand
@@ -123,6 +125,8 @@ class Candidate:
     """The operands that are parameters, or computed from parameters alone."""
     equation: str = ""
     """That of an `einsum`."""
+    weight: tuple[int, ...] = ()
+    """The shape of the operand of this name."""
 
     @property
     def path(self) -> str:
@@ -221,7 +225,9 @@ def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
                 constants = frozenset(
                     name for name in operands if all(recording.values[call.operands[name]].constant for call in same)
                 )
-                found.append(Candidate(owner, function, index, operands, constants, same[0].equation))
+                weight = same[0].operands.get("weight")
+                shape = () if weight is None else recording.values[weight].shape
+                found.append(Candidate(owner, function, index, operands, constants, same[0].equation, shape))
     order = {call.site: call.number for call in reversed(recording.calls)}
     return sorted(found, key=lambda one: order[one.owner, one.function, one.index])
 
@@ -238,11 +244,13 @@ def operand_quantizer(one: Candidate, name: str, rule: Rule) -> SiteQuantizer | 
     operand = operand_of(one, name)
     # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
     weight = name in one.constants and SITE_FUNCTIONS[one.function].is_product
-    config = rule.weight if weight else rule.input
-    if config is None:
-        return None
     axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
-    return SiteQuantizer(config.placed(axes), Kind.WEIGHT if weight else Kind.INPUT)
+    sizes = one.weight[len(one.weight) - operand.positions :]
+    kernel = Kernel.of(sizes, one.weight[operand.reduction] if weight and sizes else None)
+    config = rule.tensor(Role.WEIGHT if weight else Role.INPUT, axes, kernel)
+    if weight and config is not None and rule.input is None and exceeds_float(config.spec, one.weight):
+        return None
+    return None if config is None else SiteQuantizer(config, Kind.WEIGHT if weight else Kind.INPUT)
 
 
 def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from torch import nn
+
+from fakequant.model.paths import layer_of
+from fakequant.model.site_weights import site_weights
+from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
+from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.numerics.spec import QuantSpec
+
+_NAMED = 3
 
 
 class WeightBits(NamedTuple):
@@ -39,6 +48,65 @@ def spec_bits(spec: QuantSpec, shape: tuple[int, ...]) -> WeightBits:
     if spec.scale.granularity is not None:
         scales += 32 * prod(spec.scale.granularity.group_shape(groups))
     return WeightBits(elements, elements * spec.format.bits, scales)
+
+
+def exceeds_float(spec: QuantSpec, shape: tuple[int, ...], bits: int = 32) -> bool:
+    """Whether a tensor of a shape takes more room by a specification than as floats of so many bits.
+
+    >>> exceeds_float(QuantSpec.parse("int4 per_channel(0)"), (64, 1))
+    True
+    """
+    found = spec_bits(spec, shape)
+    return found.codes + found.scales > found.elements * bits
+
+
+def scales_text(weights: Mapping[str, WeightBits]) -> str | None:
+    """A text that says which scales take more than one bit for each weight; None if all together do not.
+
+    Args:
+        weights: the sizes of quantized weights, by the path of the layer.
+
+    >>> print(scales_text({"head": WeightBits(100, 400, 50), "stem": WeightBits(100, 400, 300)}))
+    5.75 bits per weight with scales, where the codes have 4.00; the scales of stem (7.00 bits) take most of them
+    """
+    total = WeightBits(0, 0, 0)
+    for own in weights.values():
+        total = total.plus(own)
+    if total.scales <= total.elements:
+        return None
+    large = {path: own for path, own in weights.items() if own.scales > own.elements}
+    named = sorted(large, key=lambda path: large[path].elements - large[path].scales)
+    shown = ", ".join(f"{path or '(model)'} ({large[path].per_weight:.2f} bits)" for path in named[:_NAMED])
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return (
+        f"{total.per_weight:.2f} bits per weight with scales, where the codes have "
+        f"{total.codes / total.elements:.2f}; the scales of {shown}{more} take most of them"
+    )
+
+
+def note_on_scales(model: nn.Module, too_small: Sequence[str]) -> list[str]:
+    """Lines on a prepared model whose scales are large for the weights that they serve, where inputs are in float.
+
+    Args:
+        model: prepared.
+        too_small: layers whose weights stay in float therefore.
+    """
+    found: dict[nn.Parameter, tuple[str, WeightBits]] = {}
+    for path, weight in (quantized_weights(model) | site_weights(model)).items():
+        alone = all(own.kind is Kind.WEIGHT for own in weight.layer.children() if isinstance(own, Quantizer))
+        if alone and weight.parameter is not None and (bits := weight_bits(weight)) is not None:
+            found[weight.parameter] = layer_of(path), bits
+    notes = []
+    if too_small:
+        shown = ", ".join(path or "the model" for path in too_small[:_NAMED])
+        more = f" and {len(too_small) - _NAMED} more" if len(too_small) > _NAMED else ""
+        notes.append(
+            f"weights stay in float where their scales would take more room than floats: {shown}{more}; one scale for "
+            "all of a layer's weights takes less: Rule(name, weight='int8')"
+        )
+    if (text := scales_text(dict(found.values()))) is not None:
+        notes.append(f"{text}. skip=[...] leaves such layers in float, rules={{name: 'int8_weight_only'}} is finer")
+    return notes
 
 
 def weight_bits(weight: LayerWeight) -> WeightBits | None:

@@ -7,7 +7,7 @@ pooling, embeddings and others are in files of their own, which `nn/__init__.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -21,7 +21,7 @@ from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.low_rank import LowRank
-from fakequant.nn.operands import LayerWeight, Operand, Role
+from fakequant.nn.operands import Kernel, LayerWeight, Operand, Role
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.transforms import InputTransform
 
@@ -29,6 +29,9 @@ _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "
 _ATTRIBUTES["input_transform"] = "_input_transform"
 _ATTRIBUTES["low_rank"] = "_low_rank"
 """The public properties that hold modules, and the attributes and `state_dict` keys behind them."""
+
+
+_layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
 
 
 class QuantizedLayer(nn.Module):
@@ -48,6 +51,8 @@ class QuantizedLayer(nn.Module):
     weight_reduction: ClassVar[int] = -1
     """The axis of the weight that the product sums over; for embeddings, that of the features."""
 
+    # Axes that a class does not name are those of the torch layer that it is a subclass of.
+
     product: ClassVar[IntegerProduct | None] = None
     """How codes are multiplied; None where they cannot be."""
     execution: Execution = Execution.SIMULATE
@@ -57,6 +62,14 @@ class QuantizedLayer(nn.Module):
     _input_quantizer: Quantizer | None
     _weight_quantizer: Quantizer | None
     _output_quantizer: Quantizer | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        form = next((_layers[base] for base in cls.__mro__ if base in _layers), None)
+        for name in ("output_channels", "input_reductions", "weight_reduction"):
+            owner = next(base for base in cls.__mro__ if name in vars(base))
+            if form is not None and owner is QuantizedLayer:
+                setattr(cls, name, getattr(form, name))
 
     @property
     def input_quantizer(self) -> Quantizer | None:
@@ -105,11 +118,18 @@ class QuantizedLayer(nn.Module):
         or with quantizers inside, overrides this.
         """
         # Fewer inputs than axes: a layer that overrides `inputs` with none.
-        axes = zip(cls.inputs, cls.input_reductions, strict=False)
-        found = {attribute: Operand(Role.INPUT, axis) for attribute, axis in axes}
+        axes, sizes = zip(cls.inputs, cls.input_reductions, strict=False), cls.kernel_sizes(layer)
+        found = {attribute: Operand(Role.INPUT, axis, kernel=Kernel.of(sizes)) for attribute, axis in axes}
         if cls.output_channels is not None:
-            found["_weight_quantizer"] = Operand(Role.WEIGHT, cls.weight_reduction, cls.output_channels, "weight")
+            kernel = Kernel.of(sizes, getattr(layer, "in_channels", 0) // getattr(layer, "groups", 1) or None)
+            weight = Operand(Role.WEIGHT, cls.weight_reduction, cls.output_channels, "weight", kernel=kernel)
+            found["_weight_quantizer"] = weight
         return found
+
+    @classmethod
+    def kernel_sizes(cls, layer: nn.Module) -> Sequence[int]:
+        """The lengths of the kernel of a float or quantized layer, which lies along the last axes; none without one."""
+        return getattr(layer, "kernel_size", ())
 
     def weights(self) -> list[LayerWeight]:
         """The weights that have a quantizer or could have one."""
@@ -182,7 +202,6 @@ def _quantized_output(quantizer: nn.Module, y: Any) -> Any:
     return quantizer(y)
 
 
-_layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
 _named_layers: dict[str, type[QuantizedLayer]] = {}
 _made_layers: dict[str, type[QuantizedLayer]] = {}
 LayerClass = TypeVar("LayerClass", bound=type[QuantizedLayer])

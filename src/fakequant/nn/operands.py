@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -15,6 +16,24 @@ class Role(Enum):
     INPUT = "input"
     WEIGHT = "weight"
     OUTPUT = "output"
+
+
+class Kernel(NamedTuple):
+    """The positions of a kernel, which a product sums over with the channels."""
+
+    window: Mapping[int, int]
+    """Their axes, counted from the end, with the kernel's lengths; those of length 1 are left out."""
+    length: int | None = None
+    """Of a weight, the number of channels in one sum. None of an input, whose blocks lie along its channels alone."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], length: int | None = None) -> Kernel:
+        """The kernel with these lengths along the last axes of a tensor."""
+        window = {axis - len(sizes): size for axis, size in enumerate(sizes) if size != 1}
+        return cls(window, length)
+
+
+NO_KERNEL = Kernel({})
 
 
 class Operand(NamedTuple):
@@ -32,6 +51,8 @@ class Operand(NamedTuple):
     from the end."""
     optional: bool = False
     """Whether calls may do without it: calibration takes the quantizer away if no call of its layer used it."""
+    kernel: Kernel = NO_KERNEL
+    """That of a convolution."""
 
     def axes(self) -> dict[int, int]:
         """From the axes that a rule names by their role to those of the tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -12,6 +13,11 @@ from fakequant.nn.leaf import Proxy, as_leaf
 
 class _QuantPool(SpatialLayer):
     output_channels: ClassVar[int | None] = None
+
+    @classmethod
+    def kernel_sizes(cls, layer: nn.Module) -> Sequence[int]:
+        size: Any = getattr(layer, "kernel_size", 0)  # an adaptive layer has none: it is as long as the input needs
+        return size if isinstance(size, tuple) else [size] * (-cls.input_reductions[0] - 1)
 
     def forward(self, input: Tensor) -> Any:
         return as_leaf(self, input) if isinstance(input, Proxy) else super().forward(self.quantized_input(input))

@@ -30,6 +30,7 @@ class Operand:
         keywords: the names under which it may be passed.
         channels: the axis of its output channels, where it is a weight.
         reduction: the axis that a product sums over; of other functions the axis of the features.
+        positions: the number of last axes that hold the positions of a kernel, which a product sums over, too.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Operand:
     keywords: tuple[str, ...] = ()
     channels: int = 0
     reduction: int = -1
+    positions: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,9 @@ _INPUT = Operand("input", 0, ("input", "self"))
 _OTHER = Operand("other", 1, ("other",))
 
 
-def _weighted(channels: int, reduction: int, *, of_input: int) -> tuple[Operand, ...]:
-    weight = Operand("weight", 1, ("weight",), channels, reduction)
-    return Operand("input", 0, ("input",), reduction=of_input), weight
+def _weighted(channels: int, reduction: int, positions: int = 0) -> tuple[Operand, ...]:
+    weight = Operand("weight", 1, ("weight",), channels, reduction, positions)
+    return Operand("input", 0, ("input",), reduction=-1 - positions, positions=positions), weight
 
 
 _MATMUL = (
@@ -128,9 +130,9 @@ _UNARY = """
 """.split()  # noqa: SIM905
 
 _FUNCTIONS = [
-    SiteFunction("linear", _weighted(0, -1, of_input=-1), is_product=True),
-    *(SiteFunction(f"conv{n}d", _weighted(0, 1, of_input=-1 - n), is_product=True) for n in (1, 2, 3)),
-    *(SiteFunction(f"conv_transpose{n}d", _weighted(1, 0, of_input=-1 - n), is_product=True) for n in (1, 2, 3)),
+    SiteFunction("linear", _weighted(0, -1), is_product=True),
+    *(SiteFunction(f"conv{n}d", _weighted(0, 1, n), is_product=True) for n in (1, 2, 3)),
+    *(SiteFunction(f"conv_transpose{n}d", _weighted(1, 0, n), is_product=True) for n in (1, 2, 3)),
     SiteFunction("matmul", _MATMUL, is_product=True),
     *(SiteFunction(name, _ADDED, is_product=True) for name in ("addmm", "baddbmm", "addbmm")),
     SiteFunction("scaled_dot_product_attention", _ATTENTION, is_product=True),

@@ -13,9 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from fakequant.errors import ShapeError, SpecError, nearest
 
 Shape = Sequence[int]
@@ -52,6 +49,16 @@ class Granularity(ABC):
 
         Args:
             axes: for an axis that the granularity may name, the axis to name instead; other axes stay.
+        """
+        return self
+
+    def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> Granularity:
+        """The same for a product that sums over the positions of a kernel, too; by default as it is.
+
+        Args:
+            axis: that of the channels that the product sums over.
+            window: the axes of the kernel's positions, with their lengths.
+            length: of a weight, the number of channels in one sum; None where blocks lie along the channels alone.
         """
         return self
 
@@ -156,33 +163,49 @@ class PerChannel(Granularity):
         return f"per_channel({','.join(map(str, self.axes))})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class PerToken(Granularity):
-    """One scale per vector along the last axis: per token of activations [..., features].
+    """One scale per vector along the last axis: per token of activations [..., features]; or along other axes.
 
-    >>> PerToken().group_shape((2, 7, 64))
-    (2, 7, 1)
+    >>> PerToken().group_shape((2, 7, 64)), PerToken(-3, -2, -1).group_shape((2, 3, 8, 8))
+    ((2, 7, 1), (2, 1, 1, 1))
     """
 
     keeps_whole_axes: ClassVar[bool] = True
 
+    axes: tuple[int, ...]
+
+    def __init__(self, *axes: int) -> None:
+        if len({*axes}) < len(axes) or not all(isinstance(axis, int) for axis in axes):
+            raise SpecError(f"PerToken{axes} takes the axes along which a scale is shared, each once, or none")
+        object.__setattr__(self, "axes", axes or (-1,))
+
     def block_shape(self, shape: Shape) -> tuple[int, ...]:
         if not shape:
             raise ShapeError("per_token on a tensor without axes: there is no last axis; use PerTensor()")
-        return (*(1 for _ in shape[:-1]), shape[-1])
+        shared = {_axis(axis, shape, self) for axis in self.axes}
+        return tuple(n if axis in shared else 1 for axis, n in enumerate(shape))
 
     def scale_shapes(self, shape: Shape) -> list[tuple[int, ...]]:
         full = self.group_shape(shape)
-        return [full, full[:-1]]
+        shared = {_axis(axis, shape, self) for axis in self.axes}
+        return [full, tuple(n for axis, n in enumerate(full) if axis not in shared)]
+
+    def remap_axes(self, axes: Mapping[int, int]) -> PerToken:
+        return PerToken(*(axes.get(axis, axis) for axis in self.axes))
+
+    def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> PerToken:
+        return PerToken(*self.axes, *window) if self.axes == (axis,) else self
 
     @classmethod
     def parse(cls, arguments: str) -> PerToken:
-        if arguments:
-            raise SpecError(f"per_token takes no arguments, got ({arguments})")
-        return cls()
+        return cls(*(int(axis) for axis in arguments.split(",") if arguments))
+
+    def __repr__(self) -> str:
+        return f"PerToken({', '.join(map(str, self.axes)) if self.axes != (-1,) else ''})"
 
     def __str__(self) -> str:
-        return "per_token"
+        return "per_token" if self.axes == (-1,) else f"per_token({','.join(map(str, self.axes))})"
 
 
 @dataclass(frozen=True, init=False)
@@ -232,6 +255,24 @@ class PerBlock(Granularity):
         sizes = {axes.get(axis, axis): size for axis, size in self.sizes}
         if len(sizes) < len(self.sizes):
             raise SpecError(f"{self} names two axes that are one where {dict(axes)} moves them; name one of them")
+        return PerBlock(sizes, pad=self.pad)
+
+    def over_window(self, axis: int, window: Mapping[int, int], length: int | None) -> PerBlock:
+        """Blocks with at least as many elements: whole kernels, or a part of one; the whole sum where it has fewer.
+
+        >>> PerBlock({1: 32}, pad=True).over_window(1, {-2: 3, -1: 3}, length=64)  # 36 elements
+        PerBlock(sizes=((1, 4), (-1, 3), (-2, 3)), pad=True)
+        """
+        sizes, elements = dict(self.sizes), 1
+        if length is None or axis not in sizes or not window.keys().isdisjoint(sizes):
+            return self
+        wanted = sizes[axis]
+        for place, n in (*sorted(window.items(), reverse=True), (axis, length)):
+            blocks = max(1, n * elements // wanted)
+            if not self.pad:
+                blocks = max(count for count in range(1, blocks + 1) if n % count == 0)
+            sizes[place] = -(-n // blocks)
+            elements *= sizes[place]
         return PerBlock(sizes, pad=self.pad)
 
     @classmethod
@@ -297,60 +338,6 @@ def parse_granularity(text: str) -> Granularity:
         return _registry[match[1]](match[2] or "")
     except ValueError as error:
         raise SpecError(f"cannot read the granularity {text!r}: {error}") from error
-
-
-def padding(shape: Shape, blocks: Shape) -> list[int]:
-    """The number of elements that each axis needs to end with a full block."""
-    return [-n % b if b else 0 for n, b in zip(shape, blocks, strict=True)]
-
-
-def pad_blocks(x: Tensor, blocks: Shape) -> Tensor:
-    """x with zeros at the end of every axis whose last block is not full."""
-    missing = padding(x.shape, blocks)
-    return F.pad(x, [p for n in reversed(missing) for p in (0, n)]) if any(missing) else x
-
-
-def blocked(x: Tensor, blocks: Shape) -> Tensor:
-    """x [n0, n1, ...], padded to full blocks, with every axis that a block divides split into (groups, block)."""
-    x = pad_blocks(x, blocks)
-    split: list[int] = []
-    for n, b in zip(x.shape, blocks, strict=True):
-        split += [n // b, b] if b not in (1, n) else [n]
-    return x if len(split) == x.dim() else x.reshape(split)
-
-
-def unblocked(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
-    """The tensor [shape] from which `blocked` made x."""
-    missing = padding(shape, blocks)
-    values = values.reshape([n + m for n, m in zip(shape, missing, strict=True)])
-    for axis, m in enumerate(missing):
-        if m:
-            values = values.narrow(axis, 0, shape[axis])
-    return values
-
-
-def blocked_groups(values: Tensor, shape: Shape, blocks: Shape) -> Tensor:
-    """Per-group values [groups, axes kept] shaped to broadcast with `blocked(x)`."""
-    split: list[int] = []
-    for groups, n, b in zip(values.shape, _padded(shape, blocks), blocks, strict=True):
-        split += [groups, 1] if b not in (1, n) else [groups]
-    return values if len(split) == values.dim() else values.reshape(split)
-
-
-def block_axes(shape: Shape, blocks: Shape) -> tuple[int, ...]:
-    """The axes of `blocked(x)` inside a block: a reduction per group runs over them."""
-    axes: list[int] = []
-    position = 0
-    for n, b in zip(_padded(shape, blocks), blocks, strict=True):
-        position += b not in (1, n)
-        if b != 1:
-            axes.append(position)
-        position += 1
-    return tuple(axes)
-
-
-def _padded(shape: Shape, blocks: Shape) -> list[int]:
-    return [n + m for n, m in zip(shape, padding(shape, blocks), strict=True)]
 
 
 class Tiles(NamedTuple):

@@ -10,8 +10,9 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from fakequant.errors import CalibrationError, DTypeError
 
+from .blocks import block_axes, blocked
 from .division import divide
-from .granularity import Granularity, block_axes, blocked
+from .granularity import Granularity
 from .spec import Arithmetic, QuantSpec
 
 # Types of tensors that kernels may read; other types redefine operations.

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fakequant.errors import QParamsError
 
-from .granularity import Shape, block_axes, blocked, blocked_groups, unblocked
+from .blocks import block_axes, blocked, blocked_groups, unblocked
+from .granularity import Shape
 from .philox import random_words
 from .qparams import QParams, Range, compute_dtype
 from .spec import Arithmetic, Gradient, QuantSpec, Rounding

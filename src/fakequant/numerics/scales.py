@@ -13,19 +13,13 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import SpecError
+from fakequant.numerics.blocks import block_axes, blocked, blocked_groups, unblocked
 from fakequant.numerics.compilers import is_approximate
 from fakequant.numerics.division import divide
 from fakequant.numerics.floats import ExponentFormat, power_of_two
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import parse_format
-from fakequant.numerics.granularity import (
-    Granularity,
-    block_axes,
-    blocked,
-    blocked_groups,
-    parse_granularity,
-    unblocked,
-)
+from fakequant.numerics.granularity import Granularity, parse_granularity
 from fakequant.numerics.tables import TableFormat
 
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant.numerics import reference
+from fakequant.numerics.blocks import padding
 from fakequant.numerics.compilers import is_exporting
-from fakequant.numerics.granularity import padding
 from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype
 from fakequant.numerics.spec import Gradient, QuantSpec
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fakequant.errors import ShapeError
-from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles, pad_blocks, padding, unblocked
+from fakequant.numerics.blocks import pad_blocks, padding, unblocked
+from fakequant.numerics.granularity import Granularity, Tiles, fit_tiles
 
 
 @dataclass(frozen=True)

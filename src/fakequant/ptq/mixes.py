@@ -206,13 +206,22 @@ class Scores:
             nearest = f"the fewest bit operations for a multiply-accumulate are {curve[0].operations_per_product:.4g}"
         elif bits is not None:
             fitting = [point for point in curve if point.bits <= bits * point.weights][-1:]
-            nearest = f"the smallest mix has {curve[0].bits_per_weight:.3f} bits per weight"
+            large = self._largest(curve[0], bits)
+            nearest = f"the smallest mix has {curve[0].bits_per_weight:.3f} bits per weight, scales included{large}"
         else:
             fitting = [point for point in curve if point.size <= (size or 0.0)][-1:]
             nearest = f"the smallest mix has {curve[0].size:,} bytes{_of_these(self.in_float)}"
         if not fitting:
             raise ConfigError(f"no mix of these choices fits the budget: {nearest}; give other choices or more room")
         return fitting[0]
+
+    def _largest(self, mix: Allocation, bits: float) -> str:
+        """A text that names the layers by which a mix exceeds a budget most."""
+        own = {layer: self.layers[layer][name].bits for layer, name in mix.choices.items() if self.weights[layer]}
+        excess = sorted(own, key=lambda layer: bits * self.weights[layer] - own[layer])
+        large = [layer for layer in excess[:_NAMED] if own[layer] > bits * self.weights[layer]]
+        named = [f"{own[layer] / self.weights[layer]:.2f} in {layer} as {mix.choices[layer]}" for layer in large]
+        return f": {', '.join(named)}"
 
     def _of_group(self, group: Sequence[str]) -> dict[str, Score]:
         """The scores of layers that get one choice."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fakequant.numerics.granularity import block_axes, blocked
+from fakequant.numerics.blocks import block_axes, blocked
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library

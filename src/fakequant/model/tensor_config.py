@@ -1,0 +1,63 @@
+"""How one tensor of a layer is quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fakequant.nn.operands import NO_KERNEL, Kernel
+from fakequant.numerics.spec import QuantSpec, as_spec
+
+
+@dataclass(frozen=True)
+class TensorConfig:
+    """How one tensor of a layer is quantized: a specification, and whether its range is taken from every tensor anew.
+
+    >>> print(TensorConfig("int8 per_token", dynamic=True))
+    int8 per_token dynamic
+    """
+
+    spec: QuantSpec
+    dynamic: bool = False
+
+    def __init__(self, spec: QuantSpec | str, dynamic: bool = False) -> None:
+        object.__setattr__(self, "spec", as_spec(spec))
+        object.__setattr__(self, "dynamic", dynamic)
+
+    def __str__(self) -> str:
+        return f"{self.spec}{' dynamic' if self.dynamic else ''}"
+
+    def __repr__(self) -> str:
+        return f"TensorConfig({str(self.spec)!r}{', dynamic=True' if self.dynamic else ''})"
+
+    def placed(self, axes: dict[int, int], kernel: Kernel = NO_KERNEL) -> TensorConfig:
+        """The same with the axes that it names by their role moved to where a tensor has them.
+
+        Args:
+            axes: of the tensor, by those that a rule names.
+            kernel: that the product sums over, too.
+        """
+        granularity = self.spec.granularity.remap_axes(axes)
+        if kernel.window:
+            granularity = granularity.over_window(axes[-1], kernel.window, kernel.length)
+        spec = self.spec.replace(granularity=granularity)
+        if spec.scale.granularity is not None:  # that of the tensor of scales, which has the axes of the tensor
+            spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
+        return TensorConfig(spec, self.dynamic)
+
+    def for_each(self) -> TensorConfig:
+        """The same for each of the tensors that are stacked along a first axis; other axes are counted from the end."""
+        spec = self.spec.replace(granularity=self.spec.granularity.for_each())
+        if spec.scale.granularity is not None:
+            spec = spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.for_each()))
+        return TensorConfig(spec, self.dynamic)
+
+    def to_text(self) -> str:
+        """`str(self)`, for files; see `QuantSpec.to_text`."""
+        self.spec.to_text()
+        return str(self)
+
+    @classmethod
+    def parse(cls, text: str) -> TensorConfig:
+        """The configuration of a text form."""
+        words = text.split()
+        return cls(" ".join(word for word in words if word != "dynamic"), dynamic="dynamic" in words)
