@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationWarning
 from fakequant.model.outputs import OutputDistance
-from fakequant.nn import quantizers
+from fakequant.nn import QuantizedLayer, quantizers, quantizes
+from fakequant.nn.layers import _layers
 from fakequant.ptq import blocks
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.stream import NOT_REPEATED, Stage
@@ -288,3 +290,80 @@ def test_a_single_batch_is_judged_in_parts() -> None:
     before = error.of(model).mean
     fq.ptq.improve(model, batches(1), ["smooth", "input"], progress=False)
     assert error.of(model).mean < 1.5 * before
+
+
+class Film(nn.Module):
+    """A layer that gets a tensor of any number of axes, and one that is not asked for."""
+
+    def __init__(self, layer: nn.Module, axes: int) -> None:
+        super().__init__()
+        self.layer, self.axes = layer, axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(part) for part in x]) if self.axes else self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "one_by_one"),
+    [
+        (nn.Linear(16, 8), (6, 16), 1),  # one axis
+        (nn.Linear(16, 8), (2, 3, 4, 16), 0),
+        (nn.Linear(16, 8), (2, 0, 16), 0),
+        (nn.Conv1d(4, 8, 3), (6, 4, 9), 1),  # no axis of examples
+        (nn.Conv2d(4, 8, 3, groups=2), (6, 4, 5, 5), 1),
+        (nn.ConvTranspose2d(4, 8, 3), (6, 4, 5, 5), 1),
+        (nn.Conv3d(2, 4, 2), (6, 2, 4, 4, 4), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("preset", ["INT8", "INT8_PER_TOKEN", "INT4_WEIGHT_ONLY"])
+def test_inputs_of_all_numbers_of_axes_are_chosen(
+    layer: nn.Module, shape: tuple[int, ...], one_by_one: int, preset: str
+) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(shape) for _ in range(4)]
+    model = fq.prepare(Film(copy.deepcopy(layer), one_by_one), preset)
+    fq.calibrate(model, [*batches, torch.randn(3, *shape[1:])] if 0 not in shape else [torch.randn(2, 3, 16)], "max")
+    found = fq.ptq.improve(model, batches)
+    if 0 not in shape:
+        assert found.layers[0].after <= found.layers[0].before
+        assert found.layers[0].note == ""
+
+
+class SamePadding(nn.Conv2d):
+    """It pads by itself, as convolutions of vision packages do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(F.pad(input, (1, 1, 1, 1)), self.weight, self.bias, self.stride, 0, 1, self.groups)
+
+
+class Twice(SamePadding):
+    """Not one product."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + input
+
+
+@pytest.mark.parametrize("cls", [SamePadding, Twice])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_registered_convolutions_with_a_forward_of_their_own(cls: type[Any], groups: int) -> None:
+    class Quantized(QuantizedLayer, cls):
+        def forward(self, input: Tensor) -> Tensor:
+            own, weight = self.quantized_input(input), self.quantized_weight()
+            padded = F.pad(own, (1, 1, 1, 1))
+            y = F.conv2d(padded, weight, self.bias, self.stride, 0, 1, self.groups)
+            return y + input if cls is Twice else y
+
+    quantizes(cls)(Quantized)
+    try:
+        torch.manual_seed(0)
+        batches = [torch.randn(4, 4, 6, 6) for _ in range(4)]
+        model = fq.prepare(nn.Sequential(cls(4, 4, 3, groups=groups)), "INT4_WEIGHT_ONLY")
+        (row,) = fq.ptq.improve(model, batches).layers
+        if cls is Twice:
+            assert row.note == "nearest: its own forward computes something else than one product of its weight"
+        else:
+            assert row.note == ""
+            assert row.after < row.before
+    finally:
+        del _layers[cls]

@@ -16,7 +16,7 @@ from fakequant.model.positions import Positions
 from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.call import Call
 from fakequant.ptq.finished import InputChoice
-from fakequant.ptq.kinds import makes_same_rows, rows_of
+from fakequant.ptq.kinds import makes_same_rows, rows_of, with_axis
 from fakequant.ptq.layer import Choice, choose
 from fakequant.ptq.projections import first_places, inputs_of, quantized_inputs, reads_of, row_name
 from fakequant.ptq.ranges import parts_of, searched_input
@@ -80,7 +80,8 @@ class Collector:
 
     def _counted(self, name: str, inputs: Sequence[Tensor], counts: Tensor | None) -> tuple[Tensor, ...]:
         """What counts of the inputs of a call; those that are one tensor stay one."""
-        found = {id(x): self._mask.counted(name, self._layers[name], x, counts) for x in inputs}
+        layer = self._layers[name]
+        found = {id(x): with_axis(layer, self._mask.counted(name, layer, x, counts)) for x in inputs}
         return tuple(found[id(x)] for x in inputs)
 
     def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:

@@ -21,16 +21,17 @@ from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.nn.operands import LayerWeight
+from fakequant.ptq.call import Call
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.digest import digest
 from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.finished import Finished, run_of
 from fakequant.ptq.float_values import FloatValues
-from fakequant.ptq.kinds import has_rows
+from fakequant.ptq.kinds import computes_product, has_own_forward, has_rows
 from fakequant.ptq.layer import SOLVERS, write
 from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
 from fakequant.ptq.results import Improvement, LayerResult, listed, remarks_of
-from fakequant.ptq.stream import NOT_REPEATED, Record, Stage, Stream, record
+from fakequant.ptq.stream import NOT_REPEATED, Record, Stage, Stream, record, watched
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
 from fakequant.restore import restore_on_error, state_of_parts
 
@@ -40,6 +41,7 @@ _NAMED_STEPS = {
     "best": ("input", "smooth", "ranges", "gptq", "descend", "drift", "bias"),
     "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
 }
+_OTHER_FORWARD = "nearest: its own forward computes something else than one product of its weight"
 _SHARED_BIAS = 'the step "bias" was left out: layers share its bias'
 
 
@@ -118,6 +120,8 @@ def improve(  # noqa: PLR0913  all but the first three by name
     result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
     state = state_of_parts(model, map(whole_layer, layers.values()))
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
+        for path in _with_other_forward(layers, lambda: run(model, given[0])):
+            result.layers.append(LayerResult(row_name(path, layers.pop(path)), note=_OTHER_FORWARD))
         recorded = record(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         effect = Effect(model, given, run, recorded, counts)
@@ -240,6 +244,20 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
     if "drift" in steps and not set(SOLVERS) & set(steps):
         raise ConfigError(f'the step "drift" moves what a solver comes close to; add one of {", ".join(SOLVERS)}')
     return tuple(step for step in STEPS if step in steps)
+
+
+def _with_other_forward(layers: Mapping[str, Any], run: Callable[[], object]) -> list[str]:
+    """The layers whose own forward computes something else than one product of their weight in a run."""
+    found = dict[str, bool]()
+
+    def see(path: str, layer: Any, call: Call) -> None:
+        found[path] = found.get(path, True) and computes_product(layer, call.first)
+
+    own = {path: layer for path, layer in layers.items() if has_own_forward(layer)}
+    if own:
+        with watched(own, lambda path, call: see(path, own[path], call)):
+            run()
+    return [path for path, is_product in found.items() if not is_product]
 
 
 def _why_not(weight: LayerWeight, layer: Any, fixed: Mapping[nn.Parameter, str]) -> str | None:

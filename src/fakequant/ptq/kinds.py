@@ -12,8 +12,13 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from fakequant.errors import ConfigError
 from fakequant.nn.foreign import QuantConv1D
+from fakequant.nn.integer import Execution
+from fakequant.nn.low_rank import LowRank
+from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.transforms import InputTransform
 from fakequant.ptq.projections import Projection
 
+_PARTS = (Quantizer, InputTransform, LowRank)
 _WINDOW = ["kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding", "same_pad"]
 """The attributes by which a convolution makes rows of its input."""
 
@@ -56,6 +61,31 @@ def product_of(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
     return KINDS[_kind(layer)].product(layer, weight, x.to(weight.dtype))
 
 
+def with_axis(layer: Any, x: Tensor) -> Tensor:
+    """An input with a first axis of rows or examples, which is added where a call left it out."""
+    axes = len(layer.kernel_size) + 2 if isinstance(layer, _ConvNd) else 2
+    return x[None] if x.dim() == axes - 1 else x
+
+
+def computes_product(layer: Any, x: Tensor) -> bool:
+    """Whether the call of a layer multiplies its rows of an input with its weight, and does nothing else."""
+    x = with_axis(layer, x)
+    try:
+        rows, wanted = rows_of(layer, x), product_of(layer, layer.weight, x)
+    except (RuntimeError, TypeError):  # of torch, for what its own forward does
+        return False
+    matrix = layer.weight.reshape(len(rows), -1, rows.shape[-1])
+    channels = wanted.movedim(1 if isinstance(layer, _ConvNd) else -1, -1)
+    found = (rows.to(matrix.dtype) @ matrix.mT).movedim(0, 1).reshape(-1, channels.shape[-1])
+    return found.numel() == channels.numel() and torch.allclose(found, channels.reshape_as(found), 1e-3, 1e-4)
+
+
+def has_own_forward(layer: Any) -> bool:
+    """Whether a layer computes by a function of another package than torch and this one."""
+    written = type(layer).forward.__module__.partition(".")[0]
+    return not isinstance(layer, Projection) and written not in ("torch", "fakequant")
+
+
 def has_rows(layer: Any) -> bool:
     """Whether a layer multiplies rows of its input with a weight matrix: [out, columns], or turned."""
     return isinstance(layer, tuple(KINDS)) and not (isinstance(layer, _ConvTransposeNd) and layer.groups > 1)
@@ -90,8 +120,7 @@ def _rows_of_linear(layer: Any, x: Tensor) -> Tensor:
 
 def _rows_of_convolution(layer: Any, x: Tensor) -> Tensor:
     """Every window as a row, by a convolution with a weight that picks one value of it each."""
-    axes = len(layer.kernel_size)
-    x = x if x.dim() == axes + 2 else x[None]
+    x = with_axis(layer, x)
     columns = layer.weight[0].numel()
     picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size)
     repeated = picks.repeat(layer.groups, *(1 for _ in picks.shape[1:]))
@@ -101,14 +130,14 @@ def _rows_of_convolution(layer: Any, x: Tensor) -> Tensor:
 
 def _rows_of_transposed(layer: Any, x: Tensor) -> Tensor:
     """Every window as a row, by a transposed convolution with a weight that puts one value of it each."""
-    x = x if x.dim() == len(layer.kernel_size) + 2 else x[None]
+    x = with_axis(layer, x)
     columns = layer.weight[:, 0].numel()
     picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size).transpose(0, 1)
     return _transposed(layer, picks, x).movedim(1, -1).reshape(1, -1, columns)
 
 
 def _linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    return F.linear(x, weight)
+    return _called(layer, weight, x) if has_own_forward(layer) else F.linear(x, weight)
 
 
 def _turned_linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
@@ -116,7 +145,16 @@ def _turned_linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _convolved(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    return layer._conv_forward(x, weight, None)
+    return _called(layer, weight, x) if has_own_forward(layer) else layer._conv_forward(x, weight, None)
+
+
+def _called(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """What the own forward of a layer computes with another weight, without bias and quantizers."""
+    twin = object.__new__(type(layer))
+    parts = {name: None if isinstance(own, _PARTS) else own for name, own in layer._modules.items()}
+    vars(twin).update(vars(layer), _parameters={**layer._parameters, "weight": weight, "bias": None})
+    vars(twin).update(_modules=parts, execution=Execution.SIMULATE)
+    return type(layer).forward(twin, x)
 
 
 def _transposed(layer: Any, weight: Tensor, x: Tensor) -> Tensor:

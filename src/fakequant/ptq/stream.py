@@ -104,7 +104,7 @@ def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batc
         found.counts[-1][name] += 1
         readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
 
-    with _watched(layers, count), torch.no_grad():
+    with watched(layers, count), torch.no_grad():
         for number, batch in enumerate(batches):
             found.counts.append(Counter())
             result = run(model, batch)
@@ -197,7 +197,7 @@ class Stream:
 
     def __enter__(self) -> Stream:
         self._threads = torch.get_num_threads()
-        self._stack.enter_context(_watched(self._layers, self._seen))
+        self._stack.enter_context(watched(self._layers, self._seen))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -339,7 +339,7 @@ class _Lane:
 
 
 @contextmanager
-def _watched(layers: Mapping[str, nn.Module], see: Any) -> Iterator[None]:
+def watched(layers: Mapping[str, nn.Module], see: Any) -> Iterator[None]:
     """Have all calls of layers seen before they run."""
     hooks = []
     try:
