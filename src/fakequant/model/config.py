@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,6 +20,9 @@ from fakequant.nn.operands import NO_KERNEL, Kernel, Role
 from fakequant.nn.site_functions import canonical_ops
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
+
+_WILDCARDS = frozenset("*?[")
+"""A pattern without these matches itself alone."""
 
 
 @dataclass(frozen=True)
@@ -242,12 +245,14 @@ class Config:
         """
         candidates = {name: module for name, module in model.named_modules() if quantized_class(module) is not None}
         names = all_names(model)
+        first = {module: name for name, module in candidates.items()}
         held: dict[str, Rule] = {}
-        for rule in self.layer_rules:
-            matched = [first for first, module in candidates.items() if rule.matches_any(names[module], module)]
-            other = any_module or (rule.leaves_in_float and _has_weights(rule, names))
-            if not matched and not rule.optional and not (other and _matches_module(rule, names)):
-                raise ConfigError(_nothing_matched(rule, candidates))
+        for rule, found in _matched(self.layer_rules, names):
+            matched = [first[module] for module in found if module in first]
+            if not matched and not rule.optional:
+                others = found if any_module else [m for m in found if rule.leaves_in_float and weights_of(m)]
+                if not others:
+                    raise ConfigError(_nothing_matched(rule, candidates))
             held.update(dict.fromkeys(matched, rule))
         return held | self._followers(held, candidates)
 
@@ -267,10 +272,8 @@ class Config:
 
     def left_on_purpose(self, model: nn.Module) -> set[nn.Module]:
         """The modules of which the last rule that matches says that they stay in float."""
-        names = all_names(model)
-        last = {
-            module: rule for rule in self.layer_rules for module in names if rule.matches_any(names[module], module)
-        }
+        matched = _matched(self.layer_rules, all_names(model))
+        last = {module: rule for rule, modules in matched for module in modules}
         return {module for module, rule in last.items() if rule.leaves_in_float}
 
     def to_dict(self) -> dict[str, Any]:
@@ -315,13 +318,13 @@ def all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def _matches_module(rule: Rule, names: dict[nn.Module, list[str]]) -> bool:
-    return any(rule.matches_any(own, module) for module, own in names.items())
-
-
-def _has_weights(rule: Rule, names: dict[nn.Module, list[str]]) -> bool:
-    """Whether a rule matches a module that has weights, which it cannot quantize but leave in float."""
-    return any(weights_of(module) and rule.matches_any(own, module) for module, own in names.items())
+def _matched(rules: Iterable[Rule], names: dict[nn.Module, list[str]]) -> Iterator[tuple[Rule, list[nn.Module]]]:
+    """Rules with the modules that they speak of; one look-up where a pattern is a path: mixes have a rule per layer."""
+    named = {name: module for module, own in names.items() for name in own}
+    for rule in rules:
+        is_path = _WILDCARDS.isdisjoint(rule.pattern)
+        modules = ([named[rule.pattern]] if rule.pattern in named else []) if is_path else [*names]
+        yield rule, [module for module in modules if rule.matches_any(names[module], module)]
 
 
 def _class_names(layers: Any) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 from fakequant.distributed import is_data_parallel, refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.batches import Inputs, example_arguments
-from fakequant.model.fuse import FusedBatchNorm, Fusions, left_text, replace_module
+from fakequant.model.fuse import FusedBatchNorm, Fusions, left_text, replace_modules
 from fakequant.model.modes import disabled
 from fakequant.model.recording import Recording, record
 from fakequant.nn.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
@@ -92,6 +92,7 @@ def merge_batch_norm(model: Model) -> Model:
     FusedBatchNorm(into 0, inputs of 2 axes)
     """
     with restore_on_error(structure_of([model])):
+        merged: dict[nn.Module, nn.Module] = {}
         for layer in [module for module in model.modules() if isinstance(module, FoldedLayer)]:
             norm: FoldedNorm = layer._norm[0]
             own = cast("nn.Parameter", layer._parameters["weight"])
@@ -99,19 +100,25 @@ def merge_batch_norm(model: Model) -> Model:
             set_class(layer, layer.plain_class)
             del vars(layer)["_norm"]
             layer._parameters.update(weight=weight, bias=bias)
-            replace_module(model, norm, FusedBatchNorm(norm.layer, norm.axes))
+            merged[norm] = FusedBatchNorm(norm.layer, norm.axes)
+        replace_modules(model, merged)
     return model
 
 
 def _pairs(model: nn.Module, recording: Recording) -> Fusions:
     """Which batch normalisation belongs to which quantized layer."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in modules.values():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    shared = {module for several in holders.values() if len(several) > 1 for module in several}
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     for path, norm in model.named_modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not isinstance(norm, FoldedNorm):
             layer = _layer_before(path, recording)
-            why = _why_norm_stays(norm, path, recording) or _why_layer_stays(layer, norm, modules, recording)
+            why = _why_norm_stays(norm, path, recording) or _why_layer_stays(layer, modules, shared, recording)
             if why is None and layer is not None:
                 fused[path] = layer
             else:
@@ -121,7 +128,7 @@ def _pairs(model: nn.Module, recording: Recording) -> Fusions:
 
 def _layer_before(path: str, recording: Recording) -> str | None:
     """The path of the layer whose product, and nothing else, is what a normalisation takes."""
-    call = next((call for call in recording.calls if call.owner == path), None)
+    call = next(iter(recording.calls_of.get(path, [])), None)
     if call is None or not call.inputs:
         return None
     taken = call.inputs[0]
@@ -145,7 +152,7 @@ def _why_norm_stays(norm: nn.Module, path: str, recording: Recording) -> str | N
 
 
 def _why_layer_stays(
-    path: str | None, norm: nn.Module, modules: dict[str, nn.Module], recording: Recording
+    path: str | None, modules: dict[str, nn.Module], shared: set[nn.Module], recording: Recording
 ) -> str | None:
     layer = None if path is None else modules.get(path)
     if path is None or layer is None or unshielded_class(layer) not in FOLDED_LAYERS:
@@ -156,7 +163,7 @@ def _why_layer_stays(
         return "the output of the layer before it has a quantizer, which would come after the normalisation"
     if not is_as_made(layer):
         return "the layer before it has hooks or a forward of its own"
-    if _is_shared(layer, modules) or not _is_alone(path, recording):
+    if layer in shared or not _is_alone(path, recording):
         return "the output or a parameter of the layer before it is used elsewhere, too"
     output = recording.calls[_product(path, recording)].outputs[0]
     if len(recording.values[output].shape) != _axes(layer):
@@ -164,25 +171,19 @@ def _why_layer_stays(
     return None
 
 
-def _is_shared(layer: nn.Module, modules: dict[str, nn.Module]) -> bool:
-    own = {id(parameter) for parameter in layer._parameters.values() if parameter is not None}
-    others = {module for module in modules.values() if module is not layer}
-    return any(id(parameter) in own for module in others for parameter in module._parameters.values())
-
-
 def _product(path: str, recording: Recording) -> int:
-    return next(call.number for call in recording.calls if call.owner == path and call.function in _PRODUCTS)
+    return next(call.number for call in recording.calls_of[path] if call.function in _PRODUCTS)
 
 
 def _is_alone(path: str, recording: Recording) -> bool:
     """Whether one call takes the layer's product, and the layer alone its parameters."""
     product = recording.calls[_product(path, recording)]
     output = product.outputs[0]
-    if output in recording.outputs or sum(output in call.inputs for call in recording.calls) != 1:
+    if output in recording.outputs or len(recording.consumers.get(output, [])) != 1:
         return False
     weights = {value for value in product.inputs if recording.values[value].constant}
     inside = f"{path}." if path else ""
-    users = [call for call in recording.calls if weights & {*call.inputs}]
+    users = [call for weight in weights for call in recording.consumers[weight]]
     return all(call.owner is not None and (call.owner == path or call.owner.startswith(inside)) for call in users)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -121,9 +122,11 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
         values()
 
     with restore_on_error(restore):
+        fused: dict[nn.Module, nn.Module] = {}
         for norm, layer in pairs.items():
             _fuse(layer, modules[norm])
-            replace_module(model, modules[norm], FusedBatchNorm(found.fused[norm], _axes(layer)))
+            fused[modules[norm]] = FusedBatchNorm(found.fused[norm], _axes(layer))
+        replace_modules(model, fused)
         if run is not None and before is not None:
             _check_outputs(before, run())
     if found.left:
@@ -254,13 +257,14 @@ def _scaled(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
     return (grouped * factor.view(groups, 1, -1, *(1 for _ in weight.shape[2:]))).view_as(weight)
 
 
-def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another one, under all its names."""
-    new.train(old.training)
-    for parent in model.modules():
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put modules in the place of others, by these, under all their names."""
+    for old, module in new.items():
+        module.train(old.training)
+    for parent in [*model.modules()]:
         for name, child in parent._modules.items():
-            if child is old:
-                parent._modules[name] = new
+            if child in new:
+                parent._modules[name] = new[child]
 
 
 def _run_of(model: nn.Module, example: Any, inputs: Inputs | None) -> Any:

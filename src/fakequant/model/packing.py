@@ -50,12 +50,13 @@ def pack(model: nn.Module, tensors: Mapping[str, Tensor], shared: Mapping[str, s
     by_parameter: dict[int, _Held] = {}
     for path, weight in quantized_weights(model).items():
         by_parameter.setdefault(id(weight.parameter), []).append((path, weight.quantizer))
+    tied = _grouped((first, other) for other, first in shared.items())
     packed, entries, left = dict(tensors), {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         held = by_parameter.get(id(parameter), [])
         if name not in packed or not held:
             continue
-        names = [name, *(tied for tied, first in shared.items() if first == name)]
+        names = [name, *tied.get(name, [])]
         reason = _float_reason(held, names, parameter)
         fixed = [] if reason else [_fixed(quantizer, parameter) for _, quantizer in held]
         if reason := reason or _codes_reason(fixed, parameter):
@@ -71,10 +72,20 @@ def pack(model: nn.Module, tensors: Mapping[str, Tensor], shared: Mapping[str, s
         packed[name] = _to_bytes(codes.cpu(), quantizer.spec.format)
         dtype = str(parameter.dtype).removeprefix("torch.")
         entries[name] = PackedEntry(path, list(parameter.shape), dtype, False)
-    for path in {entry.quantizer for entry in entries.values()}:
-        _pack_scale(packed, entries, path, quantized_weights(model)[path].quantizer)
+    weights = quantized_weights(model)
+    for path, names in _grouped((entry.quantizer, name) for name, entry in entries.items()).items():
+        if _pack_scale(packed, path, weights[path].quantizer):
+            entries |= {name: replace(entries[name], packed_scale=True) for name in names}
     _warn(left, len(entries))
     return Packed(packed, entries)
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The second ones of pairs by the first."""
+    found: dict[str, list[str]] = {}
+    for first, second in pairs:
+        found.setdefault(first, []).append(second)
+    return found
 
 
 def _float_reason(held: _Held, names: list[str], parameter: Tensor) -> str:
@@ -117,18 +128,17 @@ def _codes_reason(fixed: list[Quantizer], parameter: Tensor) -> str:
     return "" if same and torch.equal(values, wanted) else "its codes do not give the same values"
 
 
-def _pack_scale(packed: dict[str, Tensor], entries: dict[str, PackedEntry], path: str, quantizer: Quantizer) -> None:
-    """Store the scale in its own format where that loses nothing."""
+def _pack_scale(packed: dict[str, Tensor], path: str, quantizer: Quantizer) -> bool:
+    """Store the scale in its own format where that loses nothing, and say whether it was."""
     key, format = f"{path}.scale", quantizer.spec.scale.format
     if format is None or key not in packed or quantizer.spec.scale.granularity is not None:
-        return
+        return False
     scale = packed[key]
     codes = format.to_storage(format.round(scale))
-    if scale.dtype is torch.float32 and torch.equal(format.from_storage(codes, scale.dtype), scale):
-        packed[key] = codes.contiguous().view(torch.uint8)
-        for name, entry in entries.items():
-            if entry.quantizer == path:
-                entries[name] = replace(entry, packed_scale=True)
+    if scale.dtype is not torch.float32 or not torch.equal(format.from_storage(codes, scale.dtype), scale):
+        return False
+    packed[key] = codes.contiguous().view(torch.uint8)
+    return True
 
 
 def _warn(left: Mapping[str, str], packed: int) -> None:

@@ -13,6 +13,7 @@ from fakequant.model.recording import Call, Recording
 from fakequant.model.sites import Candidate, SiteQuantizer, candidates, operand_quantizer, rules_of_sites
 from fakequant.model.targets import FixedRange, Target
 from fakequant.model.targets.table import ATTENTION_LAYER, PRODUCTS
+from fakequant.model.value_flow import Flow
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
@@ -20,64 +21,6 @@ from fakequant.numerics.granularity import PerTensor
 Held = dict[str, SiteQuantizer]
 _NOT_EXPORTED = frozenset({"dropout", "contiguous", "detach", "clone"})
 """Functions that an exported file does not have."""
-
-
-class Flow:
-    """Producers and consumers of the values of a run."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self.calls = recording.calls
-        self.consumers: dict[int, list[Call]] = {}
-        self.of_owner: dict[str | None, list[Call]] = {}
-        for call in recording.calls:
-            self.of_owner.setdefault(call.owner, []).append(call)
-            for value in dict.fromkeys(call.inputs):
-                self.consumers.setdefault(value, []).append(call)
-
-    def producer(self, value: int) -> Call | None:
-        """The call that made a value."""
-        number = self.recording.values[value].producer
-        return None if number is None else self.calls[number]
-
-    def source(self, value: int, keeps: frozenset[str]) -> int:
-        """The value from which functions that keep scales made a value."""
-        while (call := self.producer(value)) is not None and call.function in keeps and call.inputs:
-            value = call.inputs[0]
-        return value
-
-    def comes_from(self, value: int, wanted: set[int], keeps: frozenset[str]) -> bool:
-        """Whether functions that keep scales make a value of wanted ones alone."""
-        waiting, seen = [value], {value}
-        while waiting:
-            value = waiting.pop()
-            if value in wanted:
-                continue
-            call = self.producer(value)
-            if call is None or call.function not in keeps or not call.inputs:
-                return False
-            read = (
-                list(call.operands.values()) if len(call.operands) > 1 else list(call.inputs[:1])
-            )  # a maximum has two
-            waiting += [one for one in read if one not in seen]
-            seen.update(read)
-        return True
-
-    def alone(self, value: int) -> bool:
-        """Whether one call alone uses a value."""
-        return len(self.consumers.get(value, [])) == 1 and value not in self.recording.outputs
-
-    def ancestors(self, value: int) -> dict[int, int]:
-        """All values from which a value was computed, with the most products on a way to them."""
-        depths = {value: 0}
-        for number in range(len(self.calls) - 1, -1, -1):
-            call = self.calls[number]
-            reached = [depths[output] for output in call.outputs if output in depths]
-            if reached:
-                depth = max(reached) + (call.function in PRODUCTS)
-                for parent in call.inputs:
-                    depths[parent] = max(depths.get(parent, 0), depth)
-        return depths
 
 
 @dataclass
@@ -126,6 +69,16 @@ class _Planner:
         self.masked = masked_calls(recording)
         self.held: dict[Candidate, Held] = {}
         self.quantized: set[int] = set()  # values with a quantizer of their own
+        self.new: dict[frozenset[str], list[int]] = {}  # of these, those that `_drop_after` has not seen, by `through`
+        self.readers: dict[int, list[tuple[Candidate, str] | str]] = {}  # what gets a value: operands, layers' inputs
+        for one, calls in self.calls_of.items():
+            for call in calls:
+                for name in one.operands:
+                    self.readers.setdefault(call.operands[name], []).append((one, name))
+        self.values_of = {path: _first_operands(self.flow.of_owner.get(path, [])) for path in layers}
+        for path, values in self.values_of.items():
+            for value in values:
+                self.readers.setdefault(value, []).append(path)
 
     def _candidate(self, call: Call) -> Candidate | None:
         return None if call.owner is None else self.candidates.get((call.owner, call.function, call.index))
@@ -190,10 +143,9 @@ class _Planner:
         main = [name for name in one.operands if self._is_of_product(call.operands[name], ("batch_norm",))]
         if len(main) < 2:
             return main[0] if main else None
-        depths = {name: self.flow.ancestors(call.operands[name]) for name in main}
-        common = set.intersection(*(set(found) for found in depths.values()))
         # The branch with more products before both meet; the identity branch of a block may have one, to fit its shape.
-        return max(main, key=lambda name: min((depths[name][value] for value in common), default=0))
+        depths = self.flow.products_since_common([call.operands[name] for name in main])
+        return main[depths.index(max(depths))]
 
     def _fixed(self) -> None:
         """Ranges that do not depend on the data, after which no other quantizer is needed."""
@@ -212,16 +164,21 @@ class _Planner:
             through: functions between a result and what reads it.
         """
         self.quantized |= quantized
-        for one, held in self.held.items():
-            if one.function not in self.target.shared:
-                for name in one.operands:
-                    values = [call.operands[name] for call in self.calls_of[one]]
-                    if name in held and all(self.flow.comes_from(v, self.quantized, through) for v in values):
-                        del held[name]
-        for path, rule in self.layers.items():
-            values = [value for call in self.flow.of_owner.get(path, []) for value in [*call.operands.values()][:1]]
-            if values and all(self.flow.comes_from(value, self.quantized, through) for value in values):
-                self.layers[path] = replace(rule, input=None)
+        new = self.new.setdefault(through, [*(self.quantized - quantized)])
+        for other in self.new.values():
+            other += quantized
+        reached, new[:] = self.flow.reached(new, through), []
+        # Only what reads these may have changed: a scan of all operands for each call takes the square of the calls.
+        for reader in dict.fromkeys(reader for value in reached for reader in self.readers.get(value, [])):
+            if isinstance(reader, str):
+                if all(self.flow.comes_from(value, self.quantized, through) for value in self.values_of[reader]):
+                    self.layers[reader] = replace(self.layers[reader], input=None)
+                continue
+            one, name = reader
+            if one.function not in self.target.shared and name in self.held.get(one, {}):
+                values = [call.operands[name] for call in self.calls_of[one]]
+                if all(self.flow.comes_from(value, self.quantized, through) for value in values):
+                    del self.held[one][name]
 
     def _share(self) -> None:
         """One quantizer for all operands of a function such as `cat`, and for those that are joined further on."""
@@ -327,6 +284,10 @@ class _Planner:
         held = {} if one is None else self.held.get(one, {})
         names = [name for name, operand in consumer.operands.items() if operand == value]
         return bool(names) and all(name in held for name in names)
+
+
+def _first_operands(calls: Iterable[Call]) -> list[int]:
+    return [value for call in calls for value in [*call.operands.values()][:1]]
 
 
 def _fixed_quantizer(config: TensorConfig | None, known: FixedRange) -> SiteQuantizer | None:

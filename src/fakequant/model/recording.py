@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cached_property, wraps
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -117,11 +117,28 @@ class Recording:
         """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
         return bool(call.outputs) and all(self.values[value].constant for value in call.outputs)
 
+    @cached_property
+    def calls_of(self) -> dict[str | None, list[Call]]:
+        """The calls of a complete run, by their owner."""
+        found: dict[str | None, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.owner, []).append(call)
+        return found
+
+    @cached_property
+    def consumers(self) -> dict[int, list[Call]]:
+        """The calls of a complete run that take a value, each once."""
+        found: dict[int, list[Call]] = {}
+        for call in self.calls:
+            for value in dict.fromkeys(call.inputs):
+                found.setdefault(value, []).append(call)
+        return found
+
     def of_owner(self, owner: str) -> list[list[Call]]:
         """The calls of functions that can be quantized, for every visit of an owner."""
         visits: list[list[Call]] = [[] for _ in range(self.visits[owner])]
-        for call in self.calls:
-            if call.owner == owner and call.function in _SITES:
+        for call in self.calls_of.get(owner, []):
+            if call.function in _SITES:
                 visits[call.visit].append(call)
         return visits
 

@@ -84,7 +84,9 @@ def _by_place(calls: Sequence[Call], names: Sequence[Any]) -> dict[Any, list[Any
 
 def _note(plan: SitePlan, other: dict[str, tuple[str, ...]]) -> list[str]:
     """One line that says which calls differ."""
-    sites = {owner: [site.key for site in plan.sites if site.owner == owner] for owner in other}
+    sites: dict[str, list[str]] = {owner: [] for owner in other}
+    for site in plan.sites:
+        sites.get(site.owner, []).append(site.key)
     parts = []
     for owner, keys in other.items():
         counts = Counter(key.removesuffix("_") for key in keys if key.endswith("_"))

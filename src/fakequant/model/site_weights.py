@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -13,23 +13,26 @@ from fakequant.nn.sites import sites_of
 
 
 def parameters_of(
-    model: nn.Module, recording: Recording, call: tuple[str, str, int], operands: Iterable[str]
+    owner: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    recording: Recording,
+    call: tuple[str, str, int],
+    operands: Iterable[str],
 ) -> dict[str, str]:
     """The operands of a call that are parameters of its owner which nothing else reads, with their paths in the owner.
 
     Args:
-        model: the float model.
+        owner: the module whose `forward` calls it.
+        parameters: those of the float model, as it lists them.
         recording: of its run.
         call: owner, function and index.
         operands: the names to look at.
     """
-    parameters = list(model.parameters())  # a recording numbers them first
-    owner = model.get_submodule(call[0])
     names = {id(parameter): name for name, parameter in owner.named_parameters(remove_duplicate=False)}
     found: dict[str, str] = {}
     for operand in operands:
-        value = next(one.operands[operand] for one in recording.calls if one.site == call)
-        readers = [one for one in recording.calls if value in one.inputs]
+        value = next(one.operands[operand] for one in recording.calls_of[call[0]] if one.site == call)
+        readers = recording.consumers[value]
         alone = all(one.site == call and one.inputs.count(value) == 1 for one in readers)
         if value < len(parameters) and alone and (name := names.get(id(parameters[value]))) is not None:
             found[operand] = name

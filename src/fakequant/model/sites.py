@@ -186,7 +186,8 @@ def complete_plan(
     Raises:
         ConfigError: an owner is called with different sequences, or cannot be one.
     """
-    sites = tuple(_planned_site(model, recording, one, held) for one, held in planned)
+    parameters = list(model.parameters())  # a recording numbers them first
+    sites = tuple(_planned_site(model, recording, one, held, parameters) for one, held in planned)
     counted: dict[str, set[str]] = {}
     for site in sites:
         counted.setdefault(site.owner, set()).add(site.function)
@@ -202,10 +203,15 @@ def complete_plan(
 
 
 def _planned_site(
-    model: nn.Module, recording: Recording, one: Candidate, held: dict[str, SiteQuantizer]
+    model: nn.Module,
+    recording: Recording,
+    one: Candidate,
+    held: dict[str, SiteQuantizer],
+    parameters: list[nn.Parameter],
 ) -> PlannedSite:
     weights = [name for name, quantizer in held.items() if quantizer.kind is Kind.WEIGHT]
-    found = parameters_of(model, recording, (one.owner, one.function, one.index), weights)
+    owner = model.get_submodule(one.owner)
+    found = parameters_of(owner, parameters, recording, (one.owner, one.function, one.index), weights)
     return PlannedSite(one.owner, one.function, one.index, one.operands, held, found)
 
 
@@ -320,12 +326,14 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
     shared: dict[str, Quantizer] = {}
     if missing := [path for path in (*plan.steps, *plan.shielded) if path not in modules]:
         raise ConfigError(f"the plan has modules that the model lacks: {', '.join(missing)}")
+    planned: dict[str, list[PlannedSite]] = {}
+    for site in plan.sites:
+        planned.setdefault(site.owner, []).append(site)
     for owner, steps in plan.steps.items():
         sites: dict[str, Site] = {}
-        for site in plan.sites:
-            if site.owner == owner:
-                held = {name: _made(q, f"{site.path}.{name}", shared) for name, q in site.quantizers.items()}
-                sites[site.key] = Site(site.function, site.operands, held, site.weights)
+        for site in planned.get(owner, []):
+            held = {name: _made(q, f"{site.path}.{name}", shared) for name, q in site.quantizers.items()}
+            sites[site.key] = Site(site.function, site.operands, held, site.weights)
         if unknown := sorted(set(sites) - set(site_keys(steps))):
             raise ConfigError(f"{owner or 'the model'} has no calls {', '.join(unknown)}")
         made = Sites(owner, steps, sites, plan.training_keys.get(owner))

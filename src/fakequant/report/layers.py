@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
@@ -66,7 +67,7 @@ def blocks(names: Sequence[str]) -> dict[str, str]:
     'body.1'
     """
     found = {name: match.group(1) if (match := re.match(r"(.*?(?:^|\.)\d+)\.", name)) else "" for name in names}
-    sizes = {block: sum(other == block for other in found.values()) for block in set(found.values())}
+    sizes = Counter(found.values())
     return {name: block if sizes[block] > 1 else "" for name, block in found.items()}
 
 

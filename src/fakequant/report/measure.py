@@ -108,19 +108,26 @@ def measure(
 
         run_all(model, batches, run, progress, after)
     ordered = [*order, *(name for name in described if name not in order)]
+    own: dict[str, dict[str, _Watched]] = {name: {} for name in ordered}
+    for name, one in watched.items():
+        own.setdefault(layer_of(name), {})[name] = one
     values, alone_on = {}, ""
     if alone:
         part, alone_on = first_examples(model, first[0], first[1], run)
         values = _alone(model, part, run, progress)
     bits = _bits(model)
     return Measured(
-        [_layer(described[name], watched, values.get(name), bits.get(name)) for name in ordered if name in described],
-        _distributions(watched, ordered),
+        [
+            _layer(described[name], [*own[name].values()], values.get(name), bits.get(name))
+            for name in ordered
+            if name in described
+        ],
+        _distributions([item for layer in ordered for item in own[layer].items()]),
         [
             _channels(name, one)
             for layer in ordered
-            for name, one in watched.items()
-            if layer_of(name) == layer and one.weight is not None and one.weight.dim() >= 2
+            for name, one in own[layer].items()
+            if one.weight is not None and one.weight.dim() >= 2
         ],
         alone_on,
     )
@@ -149,12 +156,10 @@ def _bits(model: nn.Module) -> dict[str, tuple[WeightBits, int]]:
 
 def _layer(
     described: LayerSummary,
-    watched: dict[str, _Watched],
+    own: list[_Watched],
     alone: float | None,
     sized: tuple[WeightBits, int] | None,
 ) -> Layer:
-    own = [one for name, one in watched.items() if layer_of(name) == described.name]
-
     def lowest(kind: Kind) -> float | None:
         seen = [one.distance for one in own if one.quantizer.kind is kind and not one.distance.is_silent]
         return min((decibels(distance.mean) for distance in seen), default=None)
@@ -180,16 +185,15 @@ def _layer(
     )
 
 
-def _distributions(watched: dict[str, _Watched], ordered: list[str]) -> list[Distribution]:
+def _distributions(watched: Iterable[tuple[str, _Watched]]) -> list[Distribution]:
     found = []
-    for layer in ordered:
-        for name, one in watched.items():
-            if layer_of(name) != layer or one.quantizer.kind is Kind.WEIGHT:
-                continue
-            histogram = one.counts.histogram() if one.counts.observed else None
-            if histogram is not None:
-                shown = distribution_of(readable(name), histogram, {}, one.quantizer.spec, _params(one.quantizer))
-                found += [] if shown is None else [shown]
+    for name, one in watched:
+        if one.quantizer.kind is Kind.WEIGHT:
+            continue
+        histogram = one.counts.histogram() if one.counts.observed else None
+        if histogram is not None:
+            shown = distribution_of(readable(name), histogram, {}, one.quantizer.spec, _params(one.quantizer))
+            found += [] if shown is None else [shown]
     return found
 
 
