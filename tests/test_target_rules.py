@@ -247,3 +247,69 @@ def test_a_model_that_calls_vmap_is_planned() -> None:  # no number may be read 
 
     plan, _ = planned(Maps(), "onnxruntime")
     assert str(plan) == "_sites.add_0: input uint8 per_tensor, other uint8 per_tensor"
+
+
+class Router(nn.Module):
+    """Takes the best experts alone, as Llama 4 does: others have the score -inf."""
+
+    unused: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.layer = nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(x)
+        best, which = scores.topk(1)
+        gates = torch.full_like(scores, -torch.inf).scatter_(1, which, best).mT.sigmoid()
+        return (self.layer(x) * gates[..., None]).sum(0)
+
+
+class Gates(Router):
+    """Sums of logarithms under a triangle, as xLSTM has."""
+
+    unused = ("scores",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logs = nn.functional.logsigmoid(self.layer(x))
+        sums = (logs.cumsum(0)[:, None] - logs.cumsum(0)).where(torch.ones(4, 4).tril().bool()[..., None], -torch.inf)
+        gates = sums + logs
+        return ((gates - gates.amax(1, keepdim=True)).exp() * x).sum(1)
+
+
+class Joined(Router):
+    """A place for what is not there, in a `cat` whose quantizer serves all parts, and in a maximum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([self.layer(x), torch.full_like(x, -torch.inf)])
+        return self.scores(torch.stack([y, y]).amax(0).clamp(-3, 3) + 1.0)
+
+
+class Often(Router):
+    """A layer and a sum that get inf in one of their calls."""
+
+    unused = ("scores",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [one + one.relu() for one in (x, torch.log(x.relu()), self.layer(x))]
+        return found[0] + found[1].clamp(-1, 1) + found[2]
+
+
+class Chosen(Router):
+    """Words that may not follow, behind a temperature."""
+
+    unused = ("scores",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y = y.masked_fill(y < 0, -torch.inf) / 0.7 + torch.log_softmax(x, -1)
+        return y.logsumexp(-1, keepdim=True) * x + y.sigmoid() + y.relu() * x
+
+
+@pytest.mark.parametrize("target", ALL)
+@pytest.mark.parametrize("cls", [Router, Gates, Joined, Often, Chosen])
+def test_no_quantizer_gets_inf(cls: type[Router], target: str) -> None:
+    model, x = cls(), torch.randn(4, 8)
+    fq.prepare(model, "int8" if target == "tensorrt" else "int8_affine", x, target=target, skip=cls.unused)
+    assert len(fq.calibrate(model, [x])) > 1
+    assert torch.isfinite(model(x)).all()

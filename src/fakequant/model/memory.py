@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 
@@ -58,3 +59,18 @@ def _memory_of(tensor: Tensor) -> int | None:
 def _elements(marks: Tensor, tensor: Tensor) -> Tensor:
     """The elements of a tensor among the marks of its memory."""
     return marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude in a float tensor, NaN where it has one; 0 for others, and where torch finds none.
+
+    >>> largest(torch.tensor([1.0, -torch.inf])), largest(torch.ones(2, dtype=torch.int64))
+    (inf, 0.0)
+    """
+    while _functorch.is_functorch_wrapped_tensor(tensor):  # by vmap, which lets no values out
+        tensor = _functorch.get_unwrapped(tensor)
+    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or is_traceable_wrapper_subclass(tensor))
+    # torch finds no extremes of floats with 8 bits.
+    if not (is_plain and tensor.is_floating_point() and tensor.numel()) or tensor.is_meta or tensor.itemsize == 1:
+        return 0.0
+    return max(abs(limit.item()) for limit in tensor.aminmax())

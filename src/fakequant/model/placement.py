@@ -95,7 +95,10 @@ class _Planner:
     def _layers(self) -> None:
         """Layers that keep scales, and those that the target computes in float, have no quantizers."""
         for path, rule in self.layers.items():
-            called = {call.function for call in self.flow.of_owner.get(path, [])}
+            calls = self.flow.of_owner.get(path, [])
+            called = {call.function for call in calls}
+            if self._holds_inf(value for call in calls for value in call.operands.values()):
+                self.layers[path] = replace(rule, input=None)
             if called and called <= self.target.keeps | set(SITE_FUNCTIONS) and not called & self.target.inputs:
                 self.layers[path] = replace(rule, input=None, weight=None)
 
@@ -104,6 +107,7 @@ class _Planner:
             if one.function not in self.target.inputs or call.site in self.masked or self._adds_bias(one, call):
                 continue
             names = [name for name in one.operands if not self._is_fused(call.operands[name], one.function)]
+            names = [name for name in names if not self._holds_inf(same.operands[name] for same in self.calls_of[one])]
             if self.target.identity_only and one.function == "add":
                 names = [name for name in names if name != self._main_branch(one, call)]
             held = {name: operand_quantizer(one, name, self.configs[one]) for name in names}
@@ -115,6 +119,10 @@ class _Planner:
         config, known = self.configs[one].input, self.target.fixed.get("softmax")
         fixed = None if known is None else _fixed_quantizer(config, known)
         return fixed if fixed is not None or config is None else SiteQuantizer(config)
+
+    def _holds_inf(self, values: Iterable[int]) -> bool:
+        """Whether a value of the run holds what no range can be found for."""
+        return not self.flow.recording.infinite.isdisjoint(values)
 
     def _is_fused(self, value: int, function: str) -> bool:
         producer = self.flow.producer(value)
@@ -219,7 +227,9 @@ class _Planner:
             self._drop_after(quantized, self.target.keeps if inside else _NOT_EXPORTED)
 
     def _quantize_output(self, call: Call) -> bool:
-        """Give the result of a call the quantizer of its layer or its site; False where a rule leaves that in float."""
+        """Give the result of a call the quantizer of its layer or its site; False where it stays in float."""
+        if self._holds_inf(value for same in self.same[call.site] for value in same.outputs[:1]):
+            return False
         rule = self.given.get(call.owner or "")
         if call.owner in self.layers and rule is not None:
             output = rule.output or rule.input

@@ -7,9 +7,10 @@ makes a new value of it, and of all tensors that share the memory.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from fakequant.model.calls import not_compiled
 from fakequant.model.functions import counted, factors_of, is_product
-from fakequant.model.memory import Memory, version_of
+from fakequant.model.memory import Memory, largest, version_of
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
 from fakequant.nn.quantizer import Kind, Quantizer
@@ -104,6 +105,7 @@ class Recording:
         visits: how often every module was called, by path.
         outputs: the values that the model returns.
         buffers: the values of buffers.
+        infinite: the values that hold inf or NaN, for which no range can be found.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Recording:
     visits: Counter[str] = field(default_factory=Counter)
     outputs: tuple[int, ...] = ()
     buffers: frozenset[int] = frozenset()
+    infinite: set[int] = field(default_factory=set)
 
     def is_constant(self, call: Call) -> bool:
         """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
@@ -147,7 +150,6 @@ WITHOUT_FLOATS, OF_A_CACHE = " without floats", " of a cache"
 """What is added to the names of functions for calls that are no sites for that."""
 QUANTIZED = "fake_quantize"
 """The function of the calls of quantizers, where a prepared model runs."""
-_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  a room of torch without type stubs
 
 
 class _Detail(NamedTuple):
@@ -267,7 +269,7 @@ class _Recorder(TorchFunctionMode):
         operands = operands_of(called, args, kwargs)
         numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
         equation = args[0] if called.function.name == "einsum" and args and isinstance(args[0], str) else ""
-        extreme = not called.function.is_product and _is_extreme(operands.values())
+        extreme = not called.function.is_product and any(largest(x) >= EXTREME for x in operands.values())
         factors = tuple(numbers.values()) if called.function.is_product else ()
         return _Detail(numbers, self._where(), equation, extreme, factors)
 
@@ -318,6 +320,9 @@ class _Recorder(TorchFunctionMode):
         number = self.numbers[id(tensor)] = len(self.recording.values)
         self.alive.append(tensor)
         self.memory.add(tensor)
+        with torch._C.DisableTorchFunction():
+            if not constant and not math.isfinite(largest(tensor)):
+                self.recording.infinite.add(number)
         shape, is_float = tuple(tensor.shape), tensor.is_floating_point()
         self.recording.values.append(Value(number, constant, shape, is_float, producer))
         return number
@@ -403,15 +408,3 @@ def _name_of(func: Any) -> str:
 
 EXTREME = 1e4
 """The size of numbers from which on they may be those of a mask: older models of transformers add -10000."""
-
-
-def _is_extreme(tensors: Iterable[Tensor]) -> bool:
-    """Whether a tensor has a number that is as large as those of masks; one with NaN has none."""
-    for tensor in tensors:
-        while _functorch.is_functorch_wrapped_tensor(tensor):  # by vmap, which lets no values out
-            tensor = _functorch.get_unwrapped(tensor)
-        if tensor.numel() and tensor.dtype.itemsize > 1:  # torch finds no extremes of floats with 8 bits
-            low, high = tensor.aminmax()
-            if low.item() <= -EXTREME or high.item() >= EXTREME:
-                return True
-    return False
