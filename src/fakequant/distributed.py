@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
+from fakequant.offload import offloaded
 
 Result = TypeVar("Result")
 
@@ -29,23 +30,46 @@ def whole(tensor: Tensor) -> Tensor:
     return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def refuse_sharded(model: nn.Module, action: str) -> None:
-    """Raise if a model has sharded parameters (`fully_shard`, `parallelize_module`).
+def is_moved(model: nn.Module) -> bool:
+    """Whether some weights of a model come for the time of a call alone: sharded, or offloaded by hooks."""
+    return bool(_first_sharded(model) or offloaded(model))
+
+
+def _first_sharded(model: nn.Module) -> str:
+    """The first sharded parameter, or module: outside of a call `fully_shard` may leave those of the root whole."""
+    names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
+    roots = (path or "(model)" for path, one in model.named_modules() if hasattr(one, "set_reshard_after_forward"))
+    return next(names, "") or next(roots, "")
+
+
+def refuse_sharded(model: nn.Module, action: str, *, offloading: bool = True) -> None:
+    """Raise if a model has sharded parameters (`fully_shard`, `parallelize_module`), or offloaded ones.
 
     Args:
         model: any module.
         action: the refused action as a verb, for example "export".
+        offloading: whether weights that hooks of Accelerate keep elsewhere are refused, too.
 
     Raises:
-        ConfigError: the model has sharded parameters.
+        ConfigError: the model has such parameters.
     """
-    for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            raise ConfigError(
-                f"the weights are sharded over processes, the first is {name}; {action} the model before fully_shard, "
-                "or gather the weights by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "StateDictOptions(full_state_dict=True) into a model that is not sharded"
-            )
+    if offloading:
+        refuse_offloaded(model, action)
+    if name := _first_sharded(model):
+        raise ConfigError(
+            f"the weights are sharded over processes, the first is {name}; {action} the model before fully_shard, "
+            "or gather the weights by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+            "StateDictOptions(full_state_dict=True) into a model that is not sharded"
+        )
+
+
+def refuse_offloaded(model: nn.Module, action: str) -> None:
+    """Raise if hooks of Accelerate keep parameters elsewhere, as `refuse_sharded` does."""
+    if elsewhere := offloaded(model):
+        raise ConfigError(
+            f"{len(elsewhere)} tensors are offloaded by hooks of Accelerate, the first is {elsewhere[0]}, and changes "
+            f"of them would be lost; {action} the model before it is offloaded, or load it without device_map"
+        )
 
 
 def processes_of(model: nn.Module, group: Any) -> dist.ProcessGroup | None:

@@ -76,7 +76,7 @@ def histogram(
         raise ConfigError(f"the model has no quantizer {quantizer!r}{nearest(quantizer, list(held))}")
     counts = make_calibrator("percentile", "int8")
     if (weight := quantized_weights(model).get(quantizer)) is not None:
-        counts.observe(fresh_weight(weight, quantizer).detach())
+        counts.observe(whole(fresh_weight(weight, quantizer).detach()))
     else:
         run = runner(inputs, forward)
         with restore_after(state_of([model])), simulated(model), evaluating(model), torch.no_grad():

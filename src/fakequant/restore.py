@@ -143,7 +143,8 @@ def state_of(modules: Iterable[nn.Module], device: str | None = None) -> Restore
     structure = structure_of(modules)
     parts = _parts(modules)
     tensors = {id(t): t for part in parts for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
-    values = [(tensor, tensor.detach().to(device or tensor.device, copy=True)) for tensor in tensors.values()]
+    held = [tensor for tensor in tensors.values() if not tensor.is_meta]
+    values = [(tensor, tensor.detach().to(device or tensor.device, copy=True)) for tensor in held]
 
     def restore() -> None:
         structure()

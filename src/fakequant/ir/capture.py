@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
+from fakequant.distributed import refuse_sharded
 from fakequant.errors import GraphError
 from fakequant.ir.concatenation import unite_types
 from fakequant.ir.convert import Converter, needed, type_of
@@ -55,6 +56,7 @@ def capture(
     >>> print(capture(model, torch.ones(3, 4)).ops[0])
     t5 = FakeQuantize(t0) : Float32 [2, 4]
     """
+    refuse_sharded(model, "capture")
     args, kwargs = example_arguments(example, inputs)
     # With gradients in any case: only so the trace says which parts of the model are without them.
     with fixed_ranges(model), quiet("torch.export"), torch.enable_grad():

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fakequant.distributed import is_sharded, whole
+from fakequant.distributed import is_sharded, refuse_sharded, whole
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.files import check_path, locked, writable_folder, write_in_order
 from fakequant.model.arguments import check_model
@@ -42,6 +42,7 @@ from fakequant.nn.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.transforms import InputTransform, make_transform
+from fakequant.offload import fetched_state
 from fakequant.restore import state_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -137,6 +138,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     del data
     if quantizers(model):
         raise CheckpointError("load expects a fresh float model, but this one is already prepared; build it anew")
+    refuse_sharded(model, "load the checkpoint into")
     _check_memory(model)
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if missing := [name for name in manifest.layers if name not in modules]:
@@ -215,7 +217,7 @@ def _check_memory(model: nn.Module) -> None:
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state dict without names that share another's memory (tied weights)."""
     shared = _shared(model)
-    return {name: whole(tensor) for name, tensor in model.state_dict().items() if name not in shared}
+    return {name: whole(tensor) for name, tensor in fetched_state(model).items() if name not in shared}
 
 
 def _shared(model: nn.Module) -> dict[str, str]:
@@ -224,7 +226,7 @@ def _shared(model: nn.Module) -> dict[str, str]:
     shared = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
-        if is_sharded(tensor):  # by the parameter: its memory here may be empty, and every process must find the same
+        if is_sharded(tensor) or tensor.is_meta:  # by the parameter: its memory may be elsewhere, or shared out
             key: tuple[Any, ...] = (id(parameters.get(name, tensor)),)
         else:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

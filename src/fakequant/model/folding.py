@@ -91,6 +91,7 @@ def merge_batch_norm(model: Model) -> Model:
     >>> merge_batch_norm(fold_batch_norm(model, torch.ones(2, 4)).eval())[1]
     FusedBatchNorm(into 0, inputs of 2 axes)
     """
+    refuse_sharded(model, "merge the batch normalisations of")
     with restore_on_error(structure_of([model])):
         merged: dict[nn.Module, nn.Module] = {}
         for layer in [module for module in model.modules() if isinstance(module, FoldedLayer)]:

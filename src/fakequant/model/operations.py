@@ -29,7 +29,7 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
     Raises:
         ConfigError: the model fails on the example.
     """
-    refuse_sharded(model, "look into")
+    refuse_sharded(model, "look into", offloading=False)
     args, kwargs = example_arguments(example, inputs)
     with example_failure_named(model, args, kwargs):
         return operations_of(record(model, lambda: model(*args, **kwargs)))

@@ -94,6 +94,8 @@ def _float_reason(held: _Held, names: list[str], parameter: Tensor) -> str:
         return "a layer without a quantizer reads it, too"
     if is_sharded(parameter):
         return "it is sharded over processes"
+    if parameter.is_meta:
+        return "it is offloaded"
     for _, quantizer in held:
         if quantizer.mode is not Mode.QUANTIZE:
             return "its quantizer is switched off"

@@ -202,7 +202,7 @@ def _run_of(model: nn.Module, config: Config, target: Target | None, example: An
         )
     if example is None or not (places or _quantizes_inputs(config)):
         return None
-    refuse_sharded(model, "look into")
+    refuse_sharded(model, "look into", offloading=False)
     lazy = [path for path, module in model.named_modules() if isinstance(module, LazyModuleMixin)]
     if lazy:
         raise ConfigError(f"{lazy[0] or 'the model'}: {_LAZY}")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fakequant.distributed import is_data_parallel, refuse_sharded, whole
+from fakequant.distributed import is_data_parallel, refuse_offloaded, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runner
 from fakequant.model.distillation import Distillation as Distillation
@@ -241,6 +241,7 @@ def finetune(  # noqa: PLR0913  all but the first five by name
     options = options or Options()
     if not quantizers(model):
         raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
+    refuse_offloaded(model, "fine-tune")
     distillation = teacher if isinstance(teacher, Distillation) or teacher is None else Distillation(teacher)
     if distillation is not None:
         distillation.check(model)

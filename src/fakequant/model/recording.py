@@ -231,6 +231,12 @@ class _Recorder(TorchFunctionMode):
         self.counts: Counter[tuple[str | None, int, str]] = Counter()
         for parameter in model.parameters():
             self._new(parameter, None, constant=True)
+        self.elsewhere = [  # where hooks put weights for the time of a call
+            (module._parameters, name, self.numbers[id(parameter)])
+            for module in self.modules.values()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_meta
+        ]
         self.recording.buffers = frozenset(self._new(buffer, None, constant=False) for buffer in model.buffers())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -313,7 +319,8 @@ class _Recorder(TorchFunctionMode):
 
     def value_of(self, tensor: Tensor) -> int:
         """The number of a tensor's value as it is now."""
-        number = self.numbers.get(id(tensor))
+        number = next((known for own, name, known in self.elsewhere if own[name] is tensor), None)
+        number = self.numbers.get(id(tensor)) if number is None else number
         return self._new(tensor, None, constant=False) if number is None else number
 
     def _new(self, tensor: Tensor, producer: int | None, *, constant: bool) -> int:

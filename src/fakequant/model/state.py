@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from fakequant.model.paths import join
 from fakequant.nn.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
+from fakequant.offload import fetched_state
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -22,7 +23,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     >>> nn.Sequential(nn.Linear(4, 4)).load_state_dict(float_state_dict(model))
     <All keys matched successfully>
     """
-    state = model.state_dict()
+    state = fetched_state(model)
     paths = [
         f"{name}." if name else ""
         for name, module in model.named_modules(remove_duplicate=False)
@@ -30,7 +31,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     ]
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantLinear) and module.low_rank is not None:
-            weight = module.weight.detach()
+            weight = state[join(name, "weight")].detach()
             state[join(name, "weight")] = weight + module.low_rank.product().to(weight.dtype)
             paths.append(join(name, "_low_rank."))
     metadata = getattr(state, "_metadata", {})

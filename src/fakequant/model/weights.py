@@ -98,7 +98,7 @@ def holds_codes(weight: LayerWeight) -> bool:
     >>> holds_codes(weight)
     True
     """
-    quantizer, parameter = weight.quantizer, weight.parameter
+    quantizer, parameter = weight.quantizer, None if weight.parameter is None else weight.tensor
     if quantizer is None or parameter is None or quantizer.dynamic or not quantizer.calibrated or is_sharded(parameter):
         return False
     with torch.no_grad():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from fakequant.distributed import is_moved
 from fakequant.nn.quantizer import Kind, quantizers
 from fakequant.nn.weight_cache import WeightCache
 from fakequant.restore import attributes_of, restore_after, state_of
@@ -31,8 +32,9 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     counts raises a `CallError` at the next use of the weight. Torch does not count what is written through
     `weight.data` or a NumPy array, nor the steps of fused optimizers.
 
-    Where a gradient of the weight is wanted, where a range is learned or rounding is stochastic, and in compiled
-    models, weights are quantized at every call. Copies and pickles of the model hold no quantized weights.
+    Where weights are sharded or offloaded, where a gradient of the weight is wanted, where a range is learned or
+    rounding is stochastic, and in compiled models, weights are quantized at every call. Copies and pickles of the model
+    hold no quantized weights.
 
     >>> layer = nn.Linear(4, 4)
     >>> layer.weight_quantizer = fq.nn.Quantizer("int8 per_channel(0)", kind=Kind.WEIGHT)
@@ -41,7 +43,9 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     >>> first.data_ptr() == again.data_ptr()
     True
     """
-    found = [quantizer for quantizer in quantizers(model).values() if quantizer.kind is Kind.WEIGHT]
+    # Weights that come for each call anew are other tensors each time.
+    own = {} if is_moved(model) else quantizers(model)
+    found = [quantizer for quantizer in own.values() if quantizer.kind is Kind.WEIGHT]
     with restore_after(attributes_of(found, "_cache")):
         for quantizer in found:
             quantizer._cache = WeightCache(quantizer)

@@ -12,6 +12,7 @@ from fakequant.nn.integer import DTYPES, CodedTensor, IntegerProduct, Ready, can
 from fakequant.numerics.granularity import PerChannel, PerTensor, PerToken
 from fakequant.numerics.products import ConvParams
 from fakequant.numerics.spec import QuantSpec
+from fakequant.offload import fetched
 from fakequant.ops import convolutions, products
 
 
@@ -22,7 +23,7 @@ class LinearProduct(IntegerProduct):
         return (
             _input_reason(input, PerTensor, PerToken)
             or _weight_reason(other, layer.weight)
-            or products.linear_unavailable(layer.weight.device.type)
+            or products.linear_unavailable(fetched(layer, "weight", layer.weight).device.type)
             or _sum_reason(layer.weight, input, other)
         )
 
@@ -47,7 +48,7 @@ class ConvolutionProduct(IntegerProduct):
             or _weight_reason(other, layer.weight)
             or (f"padding_mode={layer.padding_mode!r} is simulated" if layer.padding_mode != "zeros" else None)
             or ("padding='same' is simulated" if layer.padding == "same" else None)
-            or convolutions.convolution_unavailable(layer.weight.device.type)
+            or convolutions.convolution_unavailable(fetched(layer, "weight", layer.weight).device.type)
             or _sum_reason(layer.weight, input, other)
         )
 

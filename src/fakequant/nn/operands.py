@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fakequant.offload import fetched
+
 
 class Role(Enum):
     """What a tensor is to its layer; the values are the names of a rule's fields."""
@@ -86,8 +88,8 @@ class LayerWeight:
 
     @property
     def tensor(self) -> Tensor:
-        """The weight as it is now; a parametrization computes it."""
-        return getattr(self.owner, self.name)
+        """The weight as it is now; a parametrization computes it, and a hook that keeps it elsewhere gives it."""
+        return fetched(self.owner, self.name, getattr(self.owner, self.name))
 
     @property
     def parameter(self) -> nn.Parameter | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
@@ -70,6 +71,7 @@ def scores(
     """
     check_model(model, "scores", "scores(model, batches)")
     refuse_prepared(model, "scores")
+    refuse_sharded(model, "score the layers of")
     given = batch_list(batches, "scores")
     run = naming(runner(inputs, forward), given)
     choices = [choices] if isinstance(choices, str) else [*choices]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, find_method
+from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.files import check_path, writable_file
 from fakequant.model.arguments import check_metric, check_model, measured
@@ -96,6 +97,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
     check_model(model, "compare", "compare(model, batches)")
     check_metric(metric, "compare")
     refuse_prepared(model, "compare")
+    refuse_sharded(model, "compare presets on")
     tried = _combined(ways if isinstance(ways, Ways) else Ways([ways] if isinstance(ways, str) else ways))
     if path is not None:
         check_path(path, "compare(model, batches, path='rows.jsonl')")

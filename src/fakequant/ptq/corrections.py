@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.distributed import Together
+from fakequant.distributed import Together, refuse_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
@@ -53,6 +53,7 @@ def reestimate_batch_norm(
     (tensor([4.]), tensor([8.6667]))
     """
     check_model(model, "reestimate_batch_norm", "reestimate_batch_norm(model, batches)")
+    refuse_sharded(model, "estimate the statistics of")
     given, norms = batch_list(batches, "reestimate_batch_norm"), _norms(model)
     run = naming(runner(inputs, forward), given)
     with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():

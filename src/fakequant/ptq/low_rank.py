@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
@@ -77,7 +76,6 @@ def low_rank(
     (True, LowRank(rank 4, float16))
     """
     weights = prepared_weights(model, "low_rank")
-    refuse_sharded(model, "split the weights of")
     given, positions = batch_list(batches, "low_rank"), Positions(mask)
     run = naming(runner(inputs, forward), given)
     if not isinstance(rank, int) or rank < 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_metric, check_model, measured
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
@@ -69,6 +70,7 @@ def search(  # noqa: PLR0913  all but the first three by name
     check_model(model, "search", "search(model, batches, bits=5)")
     check_metric(metric, "search")
     refuse_prepared(model, "search")
+    refuse_sharded(model, "search a mix of presets for")
     if sum(budget is not None for budget in (bits, size, loss, floor)) != 1:
         raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or floor= with metric=")
     if (metric is None) != (floor is None):

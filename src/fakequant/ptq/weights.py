@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant.distributed import refuse_sharded
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.arguments import check_model
 from fakequant.model.calls import weight_readers
@@ -28,6 +29,7 @@ def prepared_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
         ConfigError: it is no model, or has no quantized weights.
     """
     check_model(model, caller, f"{caller}(model, batches)")
+    refuse_sharded(model, f"call {caller} on")
     weights = quantized_weights(model)
     if not weights:
         raise ConfigError("the model has no quantized weights; call fakequant.prepare(model, config) first")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant.distributed import refuse_sharded
 from fakequant.export import VerifyReport
 from fakequant.files import check_path, writable_file
 from fakequant.model.analysis import Metric
@@ -71,6 +72,7 @@ def report(  # noqa: PLR0913  all but the first four by name
     """
     check_model(model, "report", "report(model, batches, 'report.html')")
     check_metric(metric, "report")
+    refuse_sharded(model, "report on", offloading=False)
     check_path(path, "report(model, batches, 'report.html')")
     target = writable_file(path)
     curve, curve_metric = ([], "") if comparison is None else curve_of(comparison)

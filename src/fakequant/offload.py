@@ -1,0 +1,58 @@
+"""Weights that hooks of Accelerate keep elsewhere, and give a module for the time of its calls alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def offloaded(model: nn.Module) -> list[str]:
+    """The paths of the parameters and buffers of a model that are not there between its calls."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, tensor in {**module._parameters, **module._buffers}.items()
+        if tensor is not None and tensor.is_meta and _kept(module, name) is not None
+    ]
+
+
+def fetched(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a module; the values that its next call will have where a hook keeps them elsewhere.
+
+    Args:
+        name: the attribute.
+        tensor: as it is now.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> fetched(layer, "weight", layer.weight) is layer.weight
+    True
+    """
+    kept = _kept(module, name) if tensor.is_meta else None
+    if kept is None:
+        return tensor
+    hook, values = kept
+    with torch.no_grad():
+        return values[name].to(hook.execution_device)
+
+
+def fetched_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model with the values that hooks keep elsewhere; they are in memory all at once."""
+    state = model.state_dict()
+    for name in offloaded(model):
+        path, _, own = name.rpartition(".")
+        if name in state:
+            state[name] = fetched(model.get_submodule(path), own, state[name])
+    return state
+
+
+def _kept(module: nn.Module, name: str) -> tuple[Any, Mapping[str, Tensor]] | None:
+    """The hook that keeps a tensor of a module, and all that it keeps."""
+    hook = vars(module).get("_hf_hook")
+    for one in getattr(hook, "hooks", (hook,)):
+        values = getattr(one, "weights_map", None)
+        if values is not None and name in values:
+            return one, values
+    return None
