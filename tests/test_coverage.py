@@ -1,5 +1,7 @@
 """What stays in float is said once, in one line, and only where it is not meant."""
 
+import copy
+import re
 import warnings
 from typing import Any
 
@@ -220,3 +222,27 @@ def test_tracing_leaves_quantizers_as_they_are() -> None:
     told(model, "int8", X)
     assert all(q.mode is Mode.QUANTIZE and not q.dynamic for q in quantizers(model).values())
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("base", "size", "shape", "op"),
+    [
+        (nn.Conv2d, (3, 4, 3), (1, 3, 8, 8), "conv"),
+        (nn.ConvTranspose1d, (3, 4, 3), (1, 3, 8), "conv_transpose"),
+        (nn.Linear, (3, 4), (2, 3), "linear"),
+    ],
+)
+def test_the_warning_names_the_rule_for_products_in_own_forwards(
+    base: Any, size: tuple[int, ...], shape: tuple[int, ...], op: str
+) -> None:
+    class Own(base):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model, x = nn.Sequential(Own(*size), nn.Flatten(), nn.LazyLinear(2)), torch.ones(shape)
+    model(x)
+    with pytest.warns(CoverageWarning, match=re.escape(f"; Rule('*', preset, ops=('{op}',)) quantizes such products")):
+        fq.prepare(copy.deepcopy(model), "INT4_WEIGHT_ONLY", x)
+    rule = fq.Rule("*", "INT4_WEIGHT_ONLY", ops=(op,))
+    (path,) = quantizers(fq.prepare(model, fq.Config("own", (rule,)), x))
+    assert path.startswith(f"0._sites.{op}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
@@ -277,3 +278,63 @@ def test_nested_and_shared_modules_are_replaced_under_all_their_names() -> None:
     fq.fuse_batch_norm(model)
     assert model.alias is model.inner[0][1]
     assert isinstance(model.alias, FusedBatchNorm)
+
+
+class _Same(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.weight, self.bias, self.stride, 0, 1, self.groups)
+
+
+class _ByChild(nn.Conv2d):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pad = nn.ZeroPad2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.pad(x))
+
+
+class _Turned(nn.ConvTranspose2d):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.contiguous())
+
+
+class _Row(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x * 2, self.weight, self.bias)
+
+
+class _Scaled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class _WithoutBias(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("cls", "taken"), [(_Same, 1), (_ByChild, 1), (_Turned, 1), (_Scaled, 0), (_WithoutBias, 0)])
+def test_subclasses_whose_own_forward_ends_in_one_product(cls: Any, taken: bool, groups: int) -> None:
+    torch.manual_seed(0)
+    groups = 1 if cls is _WithoutBias else groups
+    model = nn.Sequential(cls(4, 8, 3, groups=groups, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    model(torch.randn(8, 4, 6, 6))
+    model, x = model.eval(), torch.randn(2, 4, 6, 6)
+    wanted = model(x)
+    assert [*find_fusions(model, x).fused] == (["1"] if taken else [])
+    assert find_fusions(model).fused == {}  # without a run
+    assert model[0].bias is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(fq.fuse_batch_norm(model, x)(x), wanted)
+
+
+def test_a_linear_layer_whose_own_forward_ends_in_one_product() -> None:
+    model = nn.Sequential(_Row(4, 8), nn.BatchNorm1d(8))
+    model(torch.randn(16, 4))
+    model, x = model.eval(), torch.randn(3, 4)
+    wanted = model(x)
+    torch.testing.assert_close(fq.fuse_batch_norm(model, x)(x), wanted)
+    assert type(model[1]).__name__ == "FusedBatchNorm"

@@ -18,6 +18,7 @@ from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.flow import Flow, data_flow
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import Distance, Place, named_tensors
+from fakequant.model.own_products import ends_in_product
 from fakequant.nn.forms import computed_class
 from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantizer import is_as_made, refuse_prepared
@@ -87,7 +88,8 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     The output stays the same up to rounding. A `FusedBatchNorm`, which returns its input, takes the place of the
     normalisation. Which one follows which layer is read from the data flow: from `torch.fx.symbolic_trace`, or, for a
     model that it cannot trace, from a run with the example. A `FusionWarning` says which normalisations stay, and why.
-    `find_fusions` says beforehand what will be fused. A second call finds nothing to do.
+    `find_fusions` says beforehand what will be fused. A second call finds nothing to do. A subclass of a layer with a
+    forward of its own is taken if the run with the example shows that it ends in one product of its weight.
 
     Args:
         model: a float model whose batch normalisations are in eval mode; call this before `prepare`.
@@ -156,9 +158,15 @@ def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None
     if not norms:
         return Fusions({}, {})
     layers = {m: name for name, m in model.named_modules() if computed_class(m) in _LAYERS}
-    flow = data_flow(
-        model, [*layers], [*norms.values()], None if example is None else example_arguments(example, inputs)
-    )
+    others = {
+        m: name for name, m in model.named_modules() if m not in layers and m._parameters.get("weight") is not None
+    }
+    own = {m: name for m, name in others.items() if isinstance(m, _LAYERS)}
+    arguments = None if example is None else example_arguments(example, inputs)
+    if arguments is not None and own:
+        products = ends_in_product(model, own, arguments)
+        layers |= {layer: name for layer, name in own.items() if layer in products}
+    flow = data_flow(model, [*layers], [*norms.values()], arguments)
     users = _users_of_parameters(model)
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
@@ -219,12 +227,12 @@ def _users_of_parameters(model: nn.Module) -> Counter[int]:
 
 
 def _output_channels(layer: nn.Module) -> int:
-    return cast("int", layer.out_features if computed_class(layer) is nn.Linear else layer.out_channels)
+    return cast("int", layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
 
 
 def _axes(layer: nn.Module) -> int:
     """The axes of a layer's output that has a batch normalisation over the layer's own channels."""
-    return 2 if computed_class(layer) is nn.Linear else 2 + len(cast("nn.Conv2d", layer).kernel_size)
+    return 2 if isinstance(layer, nn.Linear) else 2 + len(cast("nn.Conv2d", layer).kernel_size)
 
 
 @torch.no_grad()
@@ -249,7 +257,7 @@ def _fuse(layer: nn.Module, norm: nn.Module) -> None:
 
 def _scaled(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
     """A weight with every output channel multiplied by its factor [out]."""
-    if computed_class(layer) not in _TRANSPOSED:
+    if not isinstance(layer, _TRANSPOSED):
         return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))
     # [in, out / groups, ...]: the inputs of a group make the outputs of that group.
     groups = cast("nn.ConvTranspose2d", layer).groups

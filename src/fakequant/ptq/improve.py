@@ -20,6 +20,7 @@ from fakequant.model.modes import disabled, evaluating
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
+from fakequant.model.site_weights import site_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.call import Call
 from fakequant.ptq.collector import Collector
@@ -41,6 +42,7 @@ _NAMED_STEPS = {
     "best": ("input", "smooth", "ranges", "gptq", "descend", "drift", "bias"),
     "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
 }
+_OF_A_FUNCTION = "nearest: improve has no steps for a parameter that a function takes"
 _OTHER_FORWARD = "nearest: its own forward computes something else than one product of its weight"
 _SHARED_BIAS = 'the step "bias" was left out: layers share its bias'
 
@@ -118,6 +120,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
     layers = {path: view for path, view in views.items() if notes[path] is None}
     result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
+    result.layers += [LayerResult(layer_of(path), note=_OF_A_FUNCTION) for path in site_weights(model)]
     state = state_of_parts(model, map(whole_layer, layers.values()))
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
         for path in _with_other_forward(layers, lambda: run(model, given[0])):
