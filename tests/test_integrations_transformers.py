@@ -2,6 +2,7 @@
 
 import json
 import logging
+import warnings
 
 import pytest
 import torch
@@ -161,6 +162,23 @@ def test_a_scale_that_no_call_takes_is_refused(tmp_path):
 def test_a_float_model_is_not_saved_as_quantized():
     with pytest.raises(fq.FakeQuantError, match=r"has no quantizers; call fakequant\.prepare"):
         enable_saving(encoder())
+
+
+@torch.no_grad()
+def test_a_folder_remembers_that_scales_do_not_fit_the_weights(tmp_path):
+    model = enable_saving(calibrated())
+    model.classifier.weight *= 3
+    with pytest.warns(fq.errors.StaleScaleWarning, match="scales were set: classifier"):
+        model.save_pretrained(tmp_path)
+    with pytest.warns(fq.errors.StaleScaleWarning, match="scales were set: classifier"):
+        again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with pytest.warns(fq.errors.StaleScaleWarning, match="scales were set: classifier"):
+        again.save_pretrained(tmp_path)
+    fq.calibrate(again, pattern="*_weight_quantizer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fq.errors.StaleScaleWarning)
+        again.save_pretrained(tmp_path)
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("came_back", [False, True])

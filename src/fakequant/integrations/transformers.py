@@ -20,7 +20,7 @@ from fakequant.model.manifest_reading import parse_layers, parse_sites
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.stored_sites import check_sites, site_quantizers, sites_entry
 from fakequant.model.ties import share_learned, tied_weights
-from fakequant.model.weights import note_weights
+from fakequant.model.weights import note_weights, warn_stale_scales
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 
@@ -40,6 +40,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
         layers: the manifest entry of every quantized layer, by path.
         tensors: dtype and shape of every tensor of a quantizer, by path.
         sites: the manifest entries of the functions that have quantizers.
+        stale: the paths of quantizers whose scales were made for other weights, which a warning says.
         quant_method: "fakequant".
     """
 
@@ -48,6 +49,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
         layers: dict[str, Any],
         tensors: dict[str, Any],
         sites: dict[str, Any] | None = None,
+        stale: list[str] | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
@@ -57,7 +59,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
                 "fakequant wrote it; save the model again with this version"
             )
         self.quant_method = quant_method  # type: ignore[assignment]  transformers declares an enumeration
-        self.layers, self.tensors, self.sites = layers, tensors, sites
+        self.layers, self.tensors, self.sites, self.stale = layers, tensors, sites, stale or []
 
     @classmethod
     def of(cls, model: nn.Module) -> FakeQuantConfig:
@@ -72,7 +74,7 @@ class FakeQuantConfig(QuantizationConfigMixin):
             for name, quantizer in quantizers(model).items()
             for key, tensor in quantizer.state_dict().items()
         }
-        return cls(layers, tensors, sites_values(sites_entry(model)))
+        return cls(layers, tensors, sites_values(sites_entry(model)), warn_stale_scales(model))
 
 
 class FakeQuantHfQuantizer(HfQuantizer):
@@ -119,7 +121,8 @@ class FakeQuantHfQuantizer(HfQuantizer):
         share_learned(model)
         modules, functions = dict(model.named_modules()), site_quantizers(self.sites)
         check_ranges(modules, self.entries, model.state_dict(), is_wide(model), functions)
-        note_weights(model)
+        note_weights(model, _names_in(model, dict.fromkeys(self.quantization_config.stale)))
+        warn_stale_scales(model)
         return model
 
     def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]

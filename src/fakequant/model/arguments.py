@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fakequant.errors import ConfigError, FakeQuantError, shown
+from fakequant.nn.quantizer import quantizers
 
 
 def check_model(model: Any, caller: str, example: str, error: type[FakeQuantError] = ConfigError) -> None:
@@ -19,6 +20,20 @@ def check_model(model: Any, caller: str, example: str, error: type[FakeQuantErro
     """
     if not isinstance(model, nn.Module):
         raise error(f"{caller} takes a model, got {shown(model)}; write {example}")
+
+
+def refuse_prepared(model: nn.Module, function: str) -> None:
+    """Raise if a model has quantizers.
+
+    Args:
+        model: any module.
+        function: the name of the function that takes float models alone.
+
+    Raises:
+        ConfigError: the model has quantizers.
+    """
+    if quantizers(model):
+        raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")
 
 
 def check_metric(metric: Any, caller: str) -> None:

@@ -20,7 +20,7 @@ from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import say
 from fakequant.model.unseen import check_unseen, leave_in_float, observed
-from fakequant.model.weights import holds_codes, note_weight, quantized_weights
+from fakequant.model.weights import holds_codes, note_weight, quantized_weights, scaled_weights
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
@@ -264,7 +264,7 @@ def _set_ranges(
             if name not in weights or not holds_codes(weights[name]):
                 found[name].set_range(range)
             found[name].collected = used[name] if found[name].kind is Kind.INPUT else None
-        for name, weight in weights.items():
+        for name, weight in scaled_weights(model).items():
             if name in ranges:
                 note_weight(weight)
 

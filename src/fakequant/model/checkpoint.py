@@ -82,7 +82,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     check_path(directory, "save(model, folder)", CheckpointError)
     if not quantizers(model):
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
-    warn_stale_scales(model)
+    stale = warn_stale_scales(model)
     folder = writable_folder(directory)
     shared = _shared(model)
     tensors, codes = pack(model, _tensors(model), shared) if packed else (_tensors(model), {})
@@ -99,6 +99,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
             next(iter(before), None),
             sites_entry(model),
             codes,
+            stale,
         )
         write_in_order({folder / file: data, folder / MANIFEST: manifest.to_bytes()})
         for name in before[1:] if alone else []:
@@ -156,7 +157,8 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     try:
         restore_layers(model, manifest.layers, manifest.sites)
         _load_state(model, _state(model, manifest, tensors), folder)
-        note_weights(model)
+        note_weights(model, manifest.stale)
+        warn_stale_scales(model)
         return model
     except BaseException:  # as in `prepare`
         restore()

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
+from fakequant.model.arguments import refuse_prepared
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.flow import Flow, data_flow
 from fakequant.model.modes import evaluating
@@ -21,7 +22,7 @@ from fakequant.model.outputs import Distance, Place, named_tensors
 from fakequant.model.own_products import ends_in_product
 from fakequant.nn.forms import computed_class
 from fakequant.nn.leaf import as_leaf
-from fakequant.nn.quantizer import is_as_made, refuse_prepared
+from fakequant.nn.quantizer import is_as_made
 from fakequant.restore import restore_on_error, state_of, structure_of
 
 Model = TypeVar("Model", bound=nn.Module)

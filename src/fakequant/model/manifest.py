@@ -132,6 +132,7 @@ class Manifest:
         previous: the tensor file of the manifest that this one replaced; it is kept until the next save.
         sites: the functions that have quantizers.
         packed: the weights that are stored as codes, by name.
+        stale: the quantizers of weights, by path, whose scales were made for other weights.
     """
 
     tensors: TensorFile
@@ -141,6 +142,7 @@ class Manifest:
     previous: str | None = field(default=None)
     sites: SitesEntry = field(default_factory=SitesEntry)
     packed: dict[str, PackedEntry] = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -156,6 +158,8 @@ class Manifest:
             values["sites"] = sites_values(self.sites)
         if self.packed:
             values["packed"] = {name: vars(entry) for name, entry in self.packed.items()}
+        if self.stale:
+            values["stale"] = self.stale
         return json.dumps(values, indent=2).encode()
 
 

@@ -129,6 +129,7 @@ def _manifest(values: Any) -> Manifest:
         None if previous is None else _own_name(previous, "previous"),
         _sites(values.get("sites"), "sites"),
         {} if values.get("packed") is None else mapping_of(values["packed"], "packed", _packed),
+        texts(values.get("stale", []), "stale"),
     )
 
 

@@ -20,6 +20,7 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.format import Format
 from fakequant.numerics.qparams import QParams
+from fakequant.ops import library
 
 _CHUNK = 1 << 18
 """Codes whose bits are spread at once, of a multiple of 8 so that each chunk ends with a byte."""
@@ -63,7 +64,7 @@ def pack(model: nn.Module, tensors: Mapping[str, Tensor], shared: Mapping[str, s
             left[name] = reason
             continue
         path, quantizer = held[0][0], fixed[0]
-        coded = quantizer.codes(parameter.detach())
+        coded = quantizer.codes(parameter)
         assert coded is not None, "a weight with NaN stays in float, see `_codes_reason`"
         codes = coded[0]
         for (place, own), user in zip(held, fixed, strict=True):
@@ -122,11 +123,13 @@ def _fixed(quantizer: Quantizer, weight: Tensor) -> Quantizer:
 def _codes_reason(fixed: list[Quantizer], parameter: Tensor) -> str:
     """Why the codes of a weight cannot stand for it, or an empty text."""
     first = fixed[0]
-    wanted, found = first(parameter), first.codes(parameter.detach())
+    wanted, found = first(parameter), first.codes(parameter)
     if found is None:
         return "it holds NaN"
     values = dequantize(found[0], found[1], first.spec, dtype=parameter.dtype)
-    same = all(torch.equal(quantizer(values), quantizer(parameter)) for quantizer in fixed)
+    # Not `quantizer(values)`: the quantizer compares the weight of every call with the last one.
+    again = [library.fake_quantize(values, one.qparams(values), one.spec) for one in fixed]
+    same = all(torch.equal(one, quantizer(parameter)) for one, quantizer in zip(again, fixed, strict=True))
     return "" if same and torch.equal(values, wanted) else "its codes do not give the same values"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, ShapeError, StaleScaleWarning, warn_user
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join, layer_of
+from fakequant.model.site_weights import site_weights
+from fakequant.nn.fitted import is_stale, magnitudes, mark
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Quantizer
@@ -22,8 +25,6 @@ from fakequant.ops import library
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
-_TOLERATED = 0.1
-"""Relative change of a group's largest magnitude. Fine-tuning at 1 % of the learning rate moves less."""
 _NAMED = 8
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which a model with chosen values may have been converted for a while."""
@@ -110,59 +111,65 @@ def holds_codes(weight: LayerWeight) -> bool:
         return any(torch.equal(values.to(dtype).to(parameter.dtype), parameter) for dtype in dtypes)
 
 
+def scaled_weights(model: nn.Module) -> dict[str, LayerWeight]:
+    """The weights of layers and of functions whose quantizer has parameters, by the path of the quantizer."""
+    weights = {**quantized_weights(model), **site_weights(model)}
+    return {name: weight for name, weight in weights.items() if weight.quantizer.calibrated}
+
+
 def note_weight(weight: LayerWeight) -> None:
-    """Record that the parameters of a weight's quantizer fit the weight as it is now; learned ones always do."""
+    """Record that the parameters of a weight's quantizer fit the weight as it is now."""
     quantizer = weight.quantizer
-    if quantizer is None or quantizer.learned is not None:
+    if quantizer is None:
         return
     with evaluating(weight.owner), torch.no_grad():
         tensor = weight.tensor
     if not is_sharded(tensor):
-        quantizer.fitted_to = _magnitudes(quantizer, tensor)
+        quantizer.fitted_to, quantizer.seen = magnitudes(quantizer.spec, tensor), None
 
 
-def note_weights(model: nn.Module) -> None:
-    """`note_weight` for all weights whose quantizer has parameters, as after loading a checkpoint or training."""
-    for weight in quantized_weights(model).values():
-        if weight.quantizer.calibrated:
-            note_weight(weight)
+def note_weights(model: nn.Module, stale: Iterable[str] = ()) -> None:
+    """`note_weight` for all weights whose quantizer has parameters, as after loading a checkpoint or training.
+
+    Args:
+        model: a prepared model.
+        stale: the paths of quantizers whose parameters do not fit, as a file says.
+    """
+    weights = scaled_weights(model)
+    for weight in weights.values():
+        note_weight(weight)
+    for name in weights.keys() & set(stale):
+        quantizer = weights[name].quantizer
+        quantizer.fitted_to = None if quantizer.fitted_to is None else torch.zeros_like(quantizer.fitted_to)
 
 
-def _no_longer_fits(quantizer: Quantizer, weight: Tensor) -> bool:
-    before = quantizer.fitted_to
-    if before is None:
-        return False
-    if quantizer.spec.granularity.group_shape(weight.shape) != before.shape:
-        return True
-    now, before = _magnitudes(quantizer, weight).double(), before.to(weight.device).double()
-    return bool(((now - before).abs() > _TOLERATED * before).any())
-
-
-def _magnitudes(quantizer: Quantizer, weight: Tensor) -> Tensor:
-    """The largest magnitude of every group, in the dtype of the weight, whose values they are: no more memory."""
-    return library.measure(weight, quantizer.spec.granularity).amax.to(weight.dtype)
-
-
-def warn_stale_scales(model: nn.Module) -> None:
+def warn_stale_scales(model: nn.Module) -> list[str]:
     """Warn, in one line, of weights that no longer have the range for which their scales were made.
 
     A layer is named where the largest magnitude of one of its groups is now smaller or larger by more than 10 %, or the
     groups are others. Weights sharded over processes are not looked at: that takes all processes.
+
+    Returns:
+        The paths of the quantizers, for `note_weights` of what loads the model.
     """
-    stale = []
-    for name, weight in quantized_weights(model).items():
+    found = []
+    for name, weight in scaled_weights(model).items():
         quantizer = weight.quantizer
         if quantizer.fitted_to is None or (weight.is_attribute and not _weight_hooks(weight)):
             continue
         tensor = fresh_weight(weight, name)
-        if not is_sharded(tensor) and _no_longer_fits(quantizer, tensor):
-            stale.append(layer_of(name) or "(model)")
-    stale = list(dict.fromkeys(stale))
+        if not is_sharded(tensor) and is_stale(quantizer, tensor):
+            quantizer.seen = mark(tensor)  # the next call need not say it again
+            found.append(name)
+    stale = list(dict.fromkeys(layer_of(name) or "(model)" for name in found))
     if stale:
         shown = ", ".join(stale[:_NAMED]) + (f" and {len(stale) - _NAMED} more" if len(stale) > _NAMED else "")
         weights = "the weight of 1 layer" if len(stale) == 1 else f"the weights of {len(stale)} layers"
+        sites = site_weights(model).keys() & set(found)
+        cure = "model, batches)" if sites else 'model, pattern="*_weight_quantizer"), which needs no batches'
         warn_user(
             f"{weights} changed by more than 10 % or in shape since the scales were set: {shown}. Set them anew by "
-            'fakequant.calibrate(model, pattern="*_weight_quantizer"), which needs no batches',
+            f"fakequant.calibrate({cure}",
             StaleScaleWarning,
         )
+    return found

@@ -17,6 +17,7 @@ from fakequant.distributed import whole
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.nn.adapters import join_adapters
+from fakequant.nn.fitted import look
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.precise import QuantizerPart
@@ -87,7 +88,9 @@ class Quantizer(QuantizerPart):
     pinned: bool
     """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
     fitted_to: Tensor | None = None
-    """The largest magnitude per group of the weight for which the parameters were set; see `model/weights.py`."""
+    """The largest magnitude per group of the weight for which the parameters were set; see `fitted.py`."""
+    seen: Any = None
+    """The weight of the last call in eval mode, as `fitted.look` compares it."""
 
     def __init__(self, spec: QuantSpec | str, *, kind: Kind = Kind.INPUT, dynamic: bool = False) -> None:
         super().__init__()
@@ -145,6 +148,8 @@ class Quantizer(QuantizerPart):
             return x
         if isinstance(x, Proxy):
             return as_leaf(self, x)
+        if self.kind is Kind.WEIGHT and (self._method or self._buffers["scale"] is not None):
+            look(self, x)
         if self._cache is not None and self._cache.serves(x):
             return self._cache.values(x)
         if (scale := self._buffers["scale"]) is not None and not self.dynamic:
@@ -167,6 +172,8 @@ class Quantizer(QuantizerPart):
 
     def codes(self, x: Tensor) -> tuple[Tensor, QParams] | None:
         """The codes [shape of x] and the parameters, without gradients; None if x holds NaN, which has no code."""
+        if self.kind is Kind.WEIGHT and (self._method or self._buffers["scale"] is not None):
+            look(self, x)
         if self._cache is not None and self._cache.serves(x):
             return self._cache.codes(x)
         scale = None if self.dynamic else self._buffers["scale"]
@@ -243,7 +250,7 @@ class Quantizer(QuantizerPart):
     def set_qparams(self, params: QParams) -> None:
         """Set scale and zero point; what is learned starts again from there."""
         with restore_on_error(state_of([self])):
-            self.fitted_to = None
+            self.fitted_to = self.seen = None
             if self.learned is not None:
                 self.learned.start(params)
                 return
@@ -258,7 +265,7 @@ class Quantizer(QuantizerPart):
     def reset(self) -> None:
         """Forget the parameters."""
         self._take_away_learned()
-        self.scale = self.zero_point = self.fitted_to = None
+        self.scale = self.zero_point = self.fitted_to = self.seen = None
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
         """Make the range something that training moves, beginning where it is now.
@@ -296,7 +303,8 @@ class Quantizer(QuantizerPart):
 
     def attach_learned(self, learned: LearnedRange) -> None:
         """Learn by an object that has its parameters, or gets them from a state dict."""
-        self.reset()
+        self._take_away_learned()
+        self.scale = self.zero_point = None
         self._method = learned.method
         self.add_module(learned.method, learned)
         join_adapters(self)  # here, because peft freezes parameters when it wraps a model
@@ -350,9 +358,10 @@ class Quantizer(QuantizerPart):
     def _named(self, error: Exception) -> Exception:
         return type(error)(f"{self.name or self}: {error}")
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         join_adapters(self)  # here, because peft asks for the state of the model before it looks for what to save
-        super()._save_to_state_dict(*args, **kwargs)
+        getattr(destination, "_metadata", {}).get(prefix[:-1], {})["fitted_to"] = self.fitted_to
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Become what the state says: fixed, or learned by the method that its keys name."""
@@ -362,7 +371,8 @@ class Quantizer(QuantizerPart):
             self.attach_learned(make_learned_range(stated[0], self.spec))
         elif prefix + "scale" in state_dict:
             self._take_away_learned()
-            self.fitted_to = None
+        if methods & {"scale", *stated}:
+            self.fitted_to, self.seen = args[0].get("fitted_to"), None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -388,17 +398,3 @@ class Quantizer(QuantizerPart):
 def quantizers(model: nn.Module) -> dict[str, Quantizer]:
     """All quantizers of a model by their path in it."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
-
-
-def refuse_prepared(model: nn.Module, function: str) -> None:
-    """Raise if a model has quantizers.
-
-    Args:
-        model: any module.
-        function: the name of the function that takes float models alone.
-
-    Raises:
-        ConfigError: the model has quantizers.
-    """
-    if quantizers(model):
-        raise ConfigError(f"{function} takes a float model; call it before fakequant.prepare, or on a copy made before")

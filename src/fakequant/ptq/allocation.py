@@ -12,7 +12,7 @@ from torch import nn
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
-from fakequant.model.arguments import check_model
+from fakequant.model.arguments import check_model, refuse_prepared
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.calls import weight_readers
@@ -24,7 +24,6 @@ from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.sizes import spec_bits
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ptq.kinds import has_rows, is_turned
 from fakequant.ptq.losses import Loss, arriving_errors, count_products, divergence, losses_alone
 from fakequant.ptq.mixes import Allocation, Score, Scores

@@ -20,7 +20,7 @@ from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
 from fakequant.files import check_path, writable_file
-from fakequant.model.arguments import check_metric, check_model, measured
+from fakequant.model.arguments import check_metric, check_model, measured, refuse_prepared
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.choice import AUTO
@@ -34,7 +34,6 @@ from fakequant.model.progress import track
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights
 from fakequant.nn import cached_weights
-from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ptq.comparison import Compared, Comparison, best_first
 from fakequant.ptq.digest import digest
 from fakequant.ptq.finished import run_of

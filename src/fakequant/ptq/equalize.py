@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
+from fakequant.model.arguments import refuse_prepared
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.failures import naming
 from fakequant.model.prepare import prepare
-from fakequant.nn.quantizer import is_as_made, quantizers, refuse_prepared
+from fakequant.nn.quantizer import is_as_made, quantizers
 from fakequant.ptq.channels import along_inputs, has_matrix, input_channels, of_inputs
 from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
 from fakequant.ptq.output_check import OutputCheck

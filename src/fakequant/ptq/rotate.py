@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, nearest
+from fakequant.model.arguments import refuse_prepared
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.failures import naming
-from fakequant.nn.quantizer import is_as_made, refuse_prepared
+from fakequant.nn.quantizer import is_as_made
 from fakequant.nn.transforms import hadamard
 from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.output_check import OutputCheck

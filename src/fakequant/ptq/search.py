@@ -11,12 +11,11 @@ from torch import nn
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
-from fakequant.model.arguments import check_metric, check_model, measured
+from fakequant.model.arguments import check_metric, check_model, measured, refuse_prepared
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.nn import cached_weights
-from fakequant.nn.quantizer import refuse_prepared
 from fakequant.ptq.allocation import quantized_copy, scores, verify
 from fakequant.ptq.mixes import Allocation, check_budget
 
