@@ -33,6 +33,7 @@ from fakequant.model.execution import simulated
 from fakequant.model.failures import described, example_named
 from fakequant.model.modes import evaluating
 from fakequant.model.weights import quantized_weights, warn_stale_scales
+from fakequant.model.wrappers import unwraps
 from fakequant.nn import fixed_ranges
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
@@ -104,6 +105,7 @@ class ExportReport:
 _CALL = "export_onnx(model, example, 'model.onnx')"
 
 
+@unwraps
 def export_onnx(  # noqa: PLR0913  all options of a file in one call
     model: nn.Module,
     example: Any,

@@ -22,6 +22,7 @@ from fakequant.model.outputs import Distance, decibels, named_tensors, shown_pla
 from fakequant.model.progress import length, track
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.model.weights import warn_stale_scales
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.contexts import cached_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
@@ -33,6 +34,7 @@ Metric = Callable[[nn.Module], float]
 _NO_BATCHES = "the batches held no examples; give a list or a loader that can be iterated again"
 
 
+@unwraps
 def layer_sqnr(
     model: nn.Module,
     batches: Iterable[Any],
@@ -132,6 +134,7 @@ class Sensitivities(list[Sensitivity]):
         return html_result(self.header, self.rows(), numbers=range(1, len(self.header)))
 
 
+@unwraps
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],

@@ -13,6 +13,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.paths import layer_of
 from fakequant.model.site_weights import site_weights
 from fakequant.model.weights import quantized_weights, warn_stale_scales
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode
 from fakequant.restore import restore_on_error
@@ -20,6 +21,7 @@ from fakequant.restore import restore_on_error
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@unwraps
 def bake_weights(model: Model) -> Model:
     """Replace every quantized weight by its quantized values, in place, and take its quantizer away.
 

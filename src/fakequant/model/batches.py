@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fakequant.errors import CalibrationError, ConfigError, shown
+from fakequant.model.wrappers import inside
 
 Forward = Callable[[nn.Module, Any], Any]
 Inputs = SupportsIndex | slice | Callable[[Any], Any]
@@ -25,16 +26,6 @@ _HOW = (
 
 class AmbiguousBatchError(ConfigError):
     """A tuple whose last item may be labels or an optional argument."""
-
-
-# torch's wrappers, by name because importing them all takes long, and the attribute that holds the wrapped module.
-_WRAPPERS = {
-    "OptimizedModule": "_orig_mod",
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "module",
-    "AveragedModel": "module",
-}
 
 
 def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, Any]:
@@ -191,8 +182,4 @@ def _arguments(model: nn.Module, items: Sequence[Any], known: int | None) -> Seq
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
     """The parameters of a model's `forward`; those of the module inside for a wrapper of torch, which passes all on."""
-    for cls in type(model).__mro__:
-        inner = _WRAPPERS.get(cls.__name__) if cls.__module__.startswith("torch.") else None
-        if inner is not None:
-            return _parameters(getattr(model, inner))
-    return list(inspect.signature(model.forward).parameters.values())
+    return list(inspect.signature(inside(model, kept=True).forward).parameters.values())

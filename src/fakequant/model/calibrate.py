@@ -21,6 +21,7 @@ from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import say
 from fakequant.model.unseen import check_unseen, leave_in_float, observed
 from fakequant.model.weights import holds_codes, note_weight, quantized_weights, scaled_weights
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import Range
 from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
@@ -28,6 +29,7 @@ from fakequant.restore import Restore, attributes_of, restore_after, restore_on_
 _NOT_PREPARED = "the model has no quantizers; call fakequant.prepare(model, config) first"
 
 
+@unwraps
 def calibrate(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any] = (),
@@ -136,6 +138,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     return used
 
 
+@unwraps
 def recalibrate(
     model: nn.Module, calibrators: Mapping[str, Calibrator] | None = None, method: str = DEFAULT_METHOD, **options: Any
 ) -> dict[str, Calibrator]:

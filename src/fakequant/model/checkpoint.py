@@ -35,6 +35,7 @@ from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.stored_sites import check_sites, restore_sites, site_quantizers, sites_entry
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import note_weights, warn_stale_scales, weights_of
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.folded import FoldedLayer
 from fakequant.nn.forms import bypasses_class, own_class, quantized_class
@@ -48,6 +49,7 @@ from fakequant.restore import state_of
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@unwraps
 def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = False) -> Path:
     """Write a prepared model to a folder, so that `load` restores it into a fresh float model.
 
@@ -108,6 +110,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     return folder
 
 
+@unwraps
 def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     """Restore a saved model into a fresh float model of the same architecture, in place; the model is returned.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model.config import as_execution
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.restore import attributes_of, restore_after, restore_on_error
@@ -18,6 +19,7 @@ from fakequant.restore import attributes_of, restore_after, restore_on_error
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@unwraps
 def set_execution(model: Model, execution: Execution | str, pattern: str = "*") -> Model:
     """Set how the layers of a prepared model compute their products, in place; the model is returned.
 

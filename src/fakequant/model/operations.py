@@ -13,6 +13,7 @@ from fakequant.model.coverage import scripted
 from fakequant.model.failures import example_failure_named
 from fakequant.model.functions import Operation, is_product, keeps_quantized
 from fakequant.model.recording import OF_A_CACHE, QUANTIZED, Call, Recording, record
+from fakequant.model.wrappers import unwraps
 
 _EMPTY = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "zero"})
 """Functions that read no values, and give zeros, which every quantized format has, or nothing."""
@@ -67,6 +68,7 @@ def _moved(name: str, floats: list[int]) -> list[int]:
     return floats if name != "setitem" or len(floats) > 1 else []  # `x[i] = 0.37` writes a number without a quantizer
 
 
+@unwraps
 def unquantized(
     model: nn.Module, example: Any, *, products_only: bool = False, inputs: Inputs | None = None
 ) -> list[Operation]:

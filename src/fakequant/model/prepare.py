@@ -30,6 +30,7 @@ from fakequant.model.sites import SitePlan, apply_sites, plan_sites
 from fakequant.model.sizes import exceeds_float, note_on_scales
 from fakequant.model.targets import Target, find_target
 from fakequant.model.ties import untied
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
@@ -41,6 +42,7 @@ from fakequant.restore import structure_of
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@unwraps
 def prepare(
     model: Model,
     config: Config | str,

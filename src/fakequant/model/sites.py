@@ -14,6 +14,7 @@ from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.recording import Call, Recording
 from fakequant.model.site_weights import parameters_of
 from fakequant.model.sizes import exceeds_float
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.forms import bypasses_class, quantized_class
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import Kernel, Role
@@ -354,6 +355,7 @@ def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer]) -> Qu
     return shared.setdefault(planned.group or path, quantizer)
 
 
+@unwraps
 def site_plan(model: nn.Module) -> SitePlan:
     """The functions of a prepared model that have quantizers, as a plan that prints.
 

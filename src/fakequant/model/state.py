@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fakequant.model.paths import join
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
 from fakequant.offload import fetched_state
 
 
+@unwraps
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a prepared model without its quantizers: the float model loads it with `strict=True`.
 

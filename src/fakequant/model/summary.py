@@ -19,6 +19,7 @@ from fakequant.model.operations import unquantized
 from fakequant.model.site_weights import site_weights
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights, warn_stale_scales
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
@@ -109,6 +110,7 @@ class Summary:
         return lines
 
 
+@unwraps
 def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:
     """What of a model is quantized, how, and whether it is calibrated; with an example also what was left in float.
 

@@ -20,6 +20,7 @@ from fakequant.model.outputs import float_tensors
 from fakequant.model.paths import layer_of
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.call import Call
 from fakequant.ptq.effect import Effect, warn_if_worse
@@ -34,6 +35,7 @@ from fakequant.restore import restore_on_error, state_of
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
+@unwraps
 def reconstruct(  # noqa: PLR0913  all but the first four by name
     model: nn.Module,
     batches: Iterable[Any],

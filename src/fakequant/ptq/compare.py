@@ -33,6 +33,7 @@ from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
 from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights
+from fakequant.model.wrappers import unwraps
 from fakequant.nn import cached_weights
 from fakequant.ptq.comparison import Compared, Comparison, best_first
 from fakequant.ptq.digest import digest
@@ -54,6 +55,7 @@ USUAL_WAYS = Ways()
 """What `compare` tries if nothing is said."""
 
 
+@unwraps
 def compare(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any],

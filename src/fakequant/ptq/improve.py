@@ -21,6 +21,7 @@ from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.model.site_weights import site_weights
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.call import Call
 from fakequant.ptq.collector import Collector
@@ -47,6 +48,7 @@ _OTHER_FORWARD = "nearest: its own forward computes something else than one prod
 _SHARED_BIAS = 'the step "bias" was left out: layers share its bias'
 
 
+@unwraps
 def improve(  # noqa: PLR0913  all but the first three by name
     model: nn.Module,
     batches: Iterable[Any],

@@ -17,6 +17,7 @@ from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.model.weights import holds_codes, note_weight
+from fakequant.model.wrappers import unwraps
 from fakequant.nn.layers import QuantLinear
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.operands import LayerWeight
@@ -35,6 +36,7 @@ _DAMPING = 0.01
 _ROUNDS = 3  # of quantizing the rest and splitting anew
 
 
+@unwraps
 def low_rank(
     model: nn.Module,
     batches: Iterable[Any],

@@ -18,6 +18,7 @@ from fakequant.model.arguments import check_metric, check_model
 from fakequant.model.arguments import measured as value_of
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.modes import disabled, evaluating
+from fakequant.model.wrappers import unwraps
 from fakequant.ptq.comparison import Comparison
 from fakequant.ptq.results import Improvement
 from fakequant.report.advice import with_advice
@@ -30,6 +31,7 @@ from fakequant.report.pair import render_pair
 from fakequant.report.saved import read_results, write_results
 
 
+@unwraps
 def report(  # noqa: PLR0913  all but the first four by name
     model: nn.Module,
     batches: Iterable[Any],
