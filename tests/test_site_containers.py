@@ -114,3 +114,68 @@ def test_slices_are_the_float_class() -> None:
 def test_a_loop_over_all_that_is_held_is_refused() -> None:
     with pytest.raises(SiteError, match=r"calls all modules that it holds, .*_sites; let it leave that out"):
         fq.calibrate(fq.prepare(Values(*layers()), RULES, example=X), [X])
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x) + x
+
+
+class Delegates(Inner):
+    """As peft's and Lightning's wrappers: an attribute that it lacks is that of the module inside."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.inner = Inner()
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x) * 2 + x
+
+
+class AsksInsideFirst(Delegates):
+    def __getattr__(self, name):
+        inner = self.__dict__["_modules"]["inner"]
+        return inner if name == "inner" else getattr(inner, name)
+
+
+class AnswersEverything(Delegates):
+    def __getattr__(self, name):
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return None
+
+
+@pytest.mark.parametrize("cls", [Delegates, AsksInsideFirst, AnswersEverything])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_wrapper_that_delegates_attributes_owns_sites(cls, depth, tmp_path):
+    def net():
+        torch.manual_seed(0)
+        made = cls()
+        if depth == 2:
+            outer = cls()
+            outer.inner = made
+            made = outer
+        return nn.Sequential(made)
+
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    model = fq.prepare(net(), "int8", x, target="tensorrt")
+    fq.calibrate(model, [x], progress=False)
+    assert f"0.{'inner.' * depth}_sites.add_0" in str(fq.site_plan(model))
+    assert "0._sites.add_0" in str(fq.site_plan(model))
+    fq.summary(model, x)
+    again = fq.load(net(), fq.save(model, tmp_path))
+    assert_same_bits(again(x), model(x))
+    assert_same_bits(copy.deepcopy(model)(x), model(x))

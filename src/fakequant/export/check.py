@@ -15,6 +15,7 @@ from fakequant.export.record import Parameters, SiteRecord, digest
 from fakequant.export.runtime import element_types, first_line
 from fakequant.export.verdict import Row, differing_bits
 from fakequant.functional import choose_qparams, fake_quantize
+from fakequant.model.paths import module_at
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics import reference
 from fakequant.numerics.formats import IntegerFormat
@@ -231,7 +232,7 @@ def _needed(record: SiteRecord, spec: QuantSpec) -> list[str]:
 def _quantizer(model: nn.Module, path: str) -> Quantizer | None:
     """Return the quantizer at a path, or None if the module there calls `fake_quantize` itself."""
     try:
-        module = model.get_submodule(path)
+        module = module_at(model, path)
     except AttributeError as error:
         raise VerificationError(
             f"the file has a quantizer {path}, which the model lacks; pass the model that was exported"
@@ -266,7 +267,7 @@ def recorded_calls(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str,
             def record(_: nn.Module, args: tuple[Tensor, ...], recorded: list[Tensor] = recorded) -> None:
                 recorded.append(args[0].detach().clone())
 
-            hooks.append(model.get_submodule(path).register_forward_pre_hook(record))
+            hooks.append(module_at(model, path).register_forward_pre_hook(record))
         yield calls
     finally:
         for hook in hooks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 
 def join(layer: str, attribute: str) -> str:
     """The path of what a layer holds under an attribute; the path of the model itself is empty.
@@ -19,3 +21,16 @@ def layer_of(quantizer: str) -> str:
     'blocks.0'
     """
     return quantizer.rpartition(".")[0]
+
+
+def module_at(model: nn.Module, path: str) -> nn.Module:
+    """The module at a path that exists.
+
+    `get_submodule` asks `__getattr__`, by which a wrapper may answer for a module inside it.
+
+    >>> module_at(nn.Sequential(nn.ReLU()), "0")
+    ReLU()
+    """
+    for name in path.split(".") if path else ():
+        model = model._modules[name] or model
+    return model

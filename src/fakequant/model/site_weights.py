@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from fakequant.model.paths import join
+from fakequant.model.paths import join, module_at
 from fakequant.model.recording import Recording
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.sites import sites_of
@@ -53,4 +53,4 @@ def site_weights(model: nn.Module) -> dict[str, LayerWeight]:
 
 def _holder(owner: nn.Module, path: str) -> tuple[nn.Module, str]:
     module, _, name = path.rpartition(".")
-    return owner.get_submodule(module), name
+    return module_at(owner, module), name

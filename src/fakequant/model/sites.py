@@ -11,6 +11,7 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
+from fakequant.model.paths import module_at
 from fakequant.model.recording import Call, Recording
 from fakequant.model.site_weights import parameters_of
 from fakequant.model.sizes import exceeds_float
@@ -211,7 +212,7 @@ def _planned_site(
     parameters: list[nn.Parameter],
 ) -> PlannedSite:
     weights = [name for name, quantizer in held.items() if quantizer.kind is Kind.WEIGHT]
-    owner = model.get_submodule(one.owner)
+    owner = module_at(model, one.owner)
     found = parameters_of(owner, parameters, recording, (one.owner, one.function, one.index), weights)
     return PlannedSite(one.owner, one.function, one.index, one.operands, held, found)
 

@@ -15,6 +15,7 @@ from fakequant.model.manifest import (
     SitesEntry,
     quantizer_entry,
 )
+from fakequant.model.paths import module_at
 from fakequant.model.sites import PlannedSite, SitePlan, SiteQuantizer, apply_sites, site_path, site_plan
 from fakequant.nn.forms import bypasses_class
 from fakequant.nn.quantizer import Quantizer
@@ -26,13 +27,13 @@ def sites_entry(model: nn.Module) -> SitesEntry:
     """What a manifest says of the sites of a model."""
     plan = site_plan(model)
     owners = {
-        path: OwnerEntry(type(model.get_submodule(path)).__name__, list(steps), {}, _listed(plan, path))
+        path: OwnerEntry(type(module_at(model, path)).__name__, list(steps), {}, _listed(plan, path))
         for path, steps in plan.steps.items()
     }
     for site in plan.sites:
         held: dict[str, SiteQuantizerEntry] = {}
         for name, planned in site.quantizers.items():
-            quantizer = model.get_submodule(f"{site.path}.{name}")
+            quantizer = module_at(model, f"{site.path}.{name}")
             assert isinstance(quantizer, Quantizer)
             held[name] = SiteQuantizerEntry(quantizer_entry(quantizer), planned.kind, planned.group, quantizer.pinned)
         owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, dict(site.weights))
@@ -98,7 +99,7 @@ def restore_sites(model: nn.Module, entry: SitesEntry) -> None:
     apply_sites(model, SitePlan(tuple(planned), steps, tuple(entry.shielded), trained))
     done: set[Quantizer] = set()
     for path, stored in site_quantizers(entry).items():
-        quantizer = model.get_submodule(path)
+        quantizer = module_at(model, path)
         assert isinstance(quantizer, Quantizer)
         if quantizer not in done:
             done.add(quantizer)

@@ -33,7 +33,7 @@ def add_sites(module: nn.Module, sites: Sites) -> None:
             "functions, because it says itself how it is pickled; leave its functions in float by "
             f"{float_rule(sites)}"
         )
-    module.add_module(SITES, sites)
+    module._modules[SITES] = sites  # `add_module` would find those of a module inside, to which a wrapper delegates
     _change(module, _owner_class)
 
 
