@@ -15,13 +15,14 @@ from fakequant.distributed import Together
 from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
-from fakequant.model.modes import disabled, evaluating
+from fakequant.model.modes import evaluating, off
 from fakequant.model.outputs import float_tensors
 from fakequant.model.paths import layer_of
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
+from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.call import Call
 from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.float_values import FloatValues
@@ -203,7 +204,10 @@ class _FloatModel:
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], stream: Stream, late: Sequence[str]) -> None:
-        self._model, self._blocks, self._stream = model, blocks, stream
+        self._quantizers, self._blocks, self._stream = quantizers(model).values(), blocks, stream
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, block in blocks.items():
+            self._names.setdefault(block, []).append(name)
         self._late, self._values = frozenset(late), FloatValues()
         self._next: Stage | None = None
         self._is_started = self._is_over = False
@@ -213,7 +217,7 @@ class _FloatModel:
     def targets(self, stage: Stage) -> list[Tensor]:
         """What a block gives in the float model for the calls of its first stage; then its weights may change."""
         block, wanted = self._blocks[stage.name], stage
-        with disabled(self._model), self._values.in_place():
+        with off(self._quantizers), self._values.in_place():
             own = self._advance(stage)
             if stage.is_first and stage.name not in self._late:
                 if own is not None and _is_alike(own, stage):
@@ -222,7 +226,7 @@ class _FloatModel:
                     self.others.append(stage.name)
             outputs = [_called(block, call) for call in _calls(wanted)] if stage.is_first else []
             self._next = None if self._is_over else self._stream.advance()
-        self._values.forget(lambda part: any(map(self._will_run, self._names(part))))
+        self._values.forget(lambda part: any(map(self._will_run, self._names[part])))
         self._values.keep(block, [w.parameter for w in quantized_weights(block).values() if w.parameter is not None])
         if without := [output for output in outputs if not float_tensors(output)]:
             raise ConfigError(f"the block {stage.name!r} returns a {type(without[0]).__name__} without a float tensor")
@@ -234,9 +238,6 @@ class _FloatModel:
         self._is_started = True
         self._is_over = self._is_over or not stage.is_like(own)
         return None if self._is_over else own
-
-    def _names(self, block: nn.Module) -> list[str]:
-        return [name for name, own in self._blocks.items() if own is block]
 
     def _will_run(self, name: str) -> bool:
         return not self._is_over and self._stream.will_run(name)

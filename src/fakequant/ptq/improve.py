@@ -16,13 +16,14 @@ from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.failures import naming
-from fakequant.model.modes import disabled, evaluating
+from fakequant.model.modes import evaluating, off
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
 from fakequant.model.site_weights import site_weights
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
+from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.call import Call
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.digest import digest
@@ -291,10 +292,14 @@ class _Pass:
         recorded: Record,
         with_drift: Sequence[str],
     ) -> None:
-        self._model, self._layers, self._with_drift = model, layers, frozenset(with_drift)
+        self._layers, self._with_drift = layers, frozenset(with_drift)
         self._quantized = Stream(model, layers, run, batches, recorded)
         self._float = Stream(model, layers, run, batches, recorded) if with_drift else None
         self._float_values, self._stack = FloatValues(), ExitStack()
+        self._quantizers = quantizers(model).values()
+        self._paths: dict[nn.Module, list[str]] = {}
+        for path, layer in layers.items():
+            self._paths.setdefault(whole_layer(layer), []).append(path)
         self.notes = list[str]()
         self.chosen_by_part = list[str]()
         """The layers that other batches reach only after they were chosen."""
@@ -312,7 +317,7 @@ class _Pass:
         while (stage := self._quantized.advance()) is not None:
             wanted = None
             if self._float is not None:
-                with disabled(self._model), self._float_values.in_place():
+                with off(self._quantizers), self._float_values.in_place():
                     wanted = self._float.advance()
                 if not stage.is_like(wanted):
                     self._float, wanted = None, None  # it ends with the context
@@ -331,8 +336,8 @@ class _Pass:
         """Drop the float values of layers that no batch of the float model calls again, but those of a stage's."""
 
         def is_needed(layer: nn.Module) -> bool:
-            paths = [path for path, own in self._layers.items() if whole_layer(own) is layer]
-            return layer is present or (self._float is not None and any(map(self._float.will_run, paths)))
+            runs = self._float is not None and any(map(self._float.will_run, self._paths.get(layer, ())))
+            return layer is present or runs
 
         self._float_values.forget(is_needed)
 
