@@ -231,6 +231,47 @@ def test_a_folder_of_hugging_face_is_a_recipe(tmp_path: Path) -> None:
         load_recipe(folder, tmp_path / "absent.txt")
 
 
+ODD = [
+    "", "[", "[]", "null", "{}", '{"architectures": 5}', '{"architectures": [5]}', '{"architectures": ["AutoConfig"]}',
+    '{"architectures": ["logging"]}', '{"architectures": ["__version__"]}', '{"model_type": "nothing"}',
+    '{"model_type": 5}', '{"model_type": "bert", "hidden_size": -1}', '{"model_type": "bert", "hidden_size": "a"}',
+    '{"model_type": "bert", "num_attention_heads": 0}', '{"model_type": "bert"}', "[" * 100_000, "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ODD, ids=range(len(ODD)))
+def test_an_odd_folder_of_hugging_face_is_one_line(tmp_path: Path, content: str) -> None:
+    import_torchvision()
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    (tmp_path / "lines.txt").write_text("a b")
+    result = invoke("quantize", tmp_path, "--text", tmp_path / "lines.txt", "--out", tmp_path / "out")
+    assert (result.exit_code, len(result.stderr.strip().splitlines())) == (1, 1)
+    assert result.stderr.startswith(f"error: transformers cannot read the model in {tmp_path}: ")
+
+
+@pytest.mark.parametrize("option", [(), ("--trust-remote-code",)], ids=["", "trusted"])
+def test_code_in_a_folder_of_hugging_face_runs_if_it_is_trusted_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
+) -> None:
+    """Also where someone answers y to the question of transformers."""
+    import_torchvision()
+    pytest.importorskip("transformers")
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    folder.mkdir()
+    values = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Model"}}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "own.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\nraise ValueError('ran')\n")
+    (tmp_path / "lines.txt").write_text("a b")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    arguments = ["quantize", folder, "--text", tmp_path / "lines.txt", "--out", tmp_path / "out", *option]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(a) for a in arguments], input="y\n" * 5)
+    assert result.exit_code == 1
+    assert ran.exists() == bool(option)
+    said = "ValueError: ran" if option else "is computed by Python files of that folder (auto_map), which do not run"
+    assert said in result.stderr
+
+
 def test_completion_in_bash(tmp_path: Path) -> None:
     script = invoke("completion", "bash").stdout
     file = tmp_path / "completion.bash"

@@ -52,7 +52,7 @@ def _of_the_recipe(error: Exception) -> str:
 
 
 def _print_error(text: str) -> None:
-    from fakequant.report.terminal import visible
+    from fakequant.text import visible
 
     Console(stderr=True, soft_wrap=True).print(Text(visible(text, keep="\n"), style="bold red"))
 
@@ -74,6 +74,7 @@ RecipeFile = Annotated[
     ),
 ]
 TextFile = Annotated[Path | None, typer.Option(help="lines of text for calibration, for a folder of Hugging Face")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run Python files of a folder of Hugging Face")]
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback if the model fails on a batch")]
 
@@ -136,6 +137,7 @@ def quantize(  # noqa: PLR0913  the command's options
         bool, typer.Option("--packed", help="store codes instead of float weights in the checkpoint, which is smaller")
     ] = False,
     text: TextFile = None,
+    trust: Trust = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the results of another recipe, and start anew")
     ] = False,
@@ -151,7 +153,13 @@ def quantize(  # noqa: PLR0913  the command's options
     from fakequant.cli.job import Job, run
 
     kind: dict[str, Any] = {"static": static, "style": style, "execution": execution, "unseen": unseen}
-    kind |= {"improve": improve, "floats": tuple(floats or ()), "rules": tuple(rule or ()), "packed": packed}
+    kind |= {
+        "improve": improve,
+        "floats": tuple(floats or ()),
+        "rules": tuple(rule or ()),
+        "packed": packed,
+        "trust": trust,
+    }
     job = Job(recipe, preset, method, out, train, compare, verbose=verbose, text=text, overwrite=overwrite, **kind)
     run(job, Console(quiet=quiet))
 
@@ -199,7 +207,8 @@ def inspect(
     """Show which tensors of a checkpoint or an exported ONNX file are quantized, and how."""
     from fakequant.cli.inspection import graph_text
     from fakequant.cli.inspection import inspect as look
-    from fakequant.report.terminal import print_table, visible
+    from fakequant.report.terminal import print_table
+    from fakequant.text import visible
 
     if graph:
         Console(soft_wrap=True).print(Text(visible(graph_text(what), keep="\n")))
@@ -242,7 +251,7 @@ def verify(
     A file in the style standard or trt that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator.
     """
     from fakequant.cli.verification import verify_file
-    from fakequant.report.terminal import visible
+    from fakequant.text import visible
 
     report = verify_file(onnx_file, recipe, checkpoint)
     Console(soft_wrap=True).print(Text(visible(str(report), keep="\n")))
@@ -260,6 +269,7 @@ def compare(  # noqa: PLR0913  the command's options
     plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
     over: Annotated[str, typer.Option(help="what --plot draws it over: bits or milliseconds")] = "bits",
     text: TextFile = None,
+    trust: Trust = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the table alone, not rows as they come")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -277,7 +287,9 @@ def compare(  # noqa: PLR0913  the command's options
     ways = Ways(preset or USUAL_WAYS.presets, method or USUAL_WAYS.methods, steps)
     errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
     with counting(lambda line: errors.print(Text(line)), bars=not quiet):
-        found = compare_ways(load_recipe(recipe, text), ways, out, lambda row: errors.print(Text(f"{row}")), verbose)
+        found = compare_ways(
+            load_recipe(recipe, text, trust), ways, out, lambda row: errors.print(Text(f"{row}")), verbose
+        )
     Console(soft_wrap=True).print(Text(str(found)))
     if plot is not None:
         found.plot(plot, over)
@@ -295,6 +307,7 @@ def search(  # noqa: PLR0913  the command's options
     floor: Annotated[float | None, typer.Option(help="the smallest mix with at least this evaluate(model)")] = None,
     preset: Annotated[list[str] | None, typer.Option(help="a preset to choose from; repeat for several")] = None,
     text: TextFile = None,
+    trust: Trust = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone, no counts")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -307,8 +320,8 @@ def search(  # noqa: PLR0913  the command's options
     errors = Console(stderr=True, soft_wrap=True, quiet=quiet)
     choices = preset or ("INT8_WEIGHT_ONLY", "INT4_GROUP32")
     with counting(lambda line: errors.print(Text(line)), bars=not quiet):
-        lines = search_mix(load_recipe(recipe, text), choices, budget, verbose)
-    given = [recipe] if text is None else [recipe, "--text", str(text)]
+        lines = search_mix(load_recipe(recipe, text, trust), choices, budget, verbose)
+    given = [recipe, *([] if text is None else ["--text", str(text)]), *(["--trust-remote-code"] if trust else [])]
     lines[-1] = f"fakequant quantize {shlex.join(given)} --out quantized {lines[-1]}"
     for line in lines:
         Console(soft_wrap=True).print(Text(line))

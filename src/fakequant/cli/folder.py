@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fakequant.cli.examples import first_line
 from fakequant.errors import RecipeError
 
 _ROWS, _TOKENS, _LINES = 8, 128, 256
 
 
-def folder_functions(folder: Path, text: Path | None) -> dict[str, Callable[..., Any]]:
+def folder_functions(folder: Path, text: Path | None, trust: bool = False) -> dict[str, Callable[..., Any]]:
     """The functions of a recipe for a folder that `save_pretrained` wrote.
 
     Args:
         folder: with config.json, weights and tokenizer.
         text: a file with lines of text; the first 256 that are not empty are used.
+        trust: whether Python files of the folder, which config.json names in `auto_map`, may run.
 
     Raises:
         RecipeError: transformers is not installed, or there is no text.
@@ -37,8 +40,13 @@ def folder_functions(folder: Path, text: Path | None) -> dict[str, Callable[...,
     def model() -> nn.Module:
         import transformers
 
-        named = json.loads((folder / "config.json").read_text()).get("architectures") or ["AutoModel"]
-        found = getattr(transformers, named[0], transformers.AutoModel).from_pretrained(folder, local_files_only=True)
+        with _read(folder, "model"):
+            values = json.loads((folder / "config.json").read_text())
+            named = (values.get("architectures") or [None])[0] if isinstance(values, dict) else None
+            kind = getattr(transformers, named, None) if isinstance(named, str) else None
+            own = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+            reader: Any = kind if own else transformers.AutoModel
+            found = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
         if hasattr(found.config, "use_cache"):
             found.config.use_cache = False
         return found.eval()
@@ -46,14 +54,37 @@ def folder_functions(folder: Path, text: Path | None) -> dict[str, Callable[...,
     def calibration_batches() -> Iterator[dict[str, Any]]:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        with _read(folder, "tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
         lines = [line for line in text.read_text("utf-8", "replace").splitlines() if line.strip()][:_LINES]
         for start in range(0, len(lines), _ROWS):
             some = lines[start : start + _ROWS]
             # All batches have one length, so that each fits the exported file.
-            given = tokenizer(some, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt")
-            yield {name: given[name] for name in ("input_ids", "attention_mask")}
+            with _read(folder, "tokenizer"):
+                given = tokenizer(some, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt")
+                batch = {name: given[name] for name in ("input_ids", "attention_mask")}
+            yield batch
 
     return {"model": model, "calibration_batches": calibration_batches}
+
+
+@contextmanager
+def _read(folder: Path, what: str) -> Iterator[None]:
+    """Turn what transformers raises for a folder, of many kinds, into one line.
+
+    Raises:
+        RecipeError: the folder is damaged, or needs code of its own.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise RecipeError(
+                f"the {what} in {folder} is computed by Python files of that folder (auto_map), which do not run; read "
+                "them, and allow them by --trust-remote-code"
+            ) from error
+        raise RecipeError(
+            f"transformers cannot read the {what} in {folder}: {first_line(error):.300}; save it by save_pretrained"
+        ) from error

@@ -155,7 +155,7 @@ def run(job: Job, console: Console) -> ReportData:
     kept: Unfinished | None = None
     try:
         with results_folder(job.out) as out:
-            recipe = load_recipe(job.recipe, job.text)
+            recipe = load_recipe(job.recipe, job.text, job.trust)
             if not job.overwrite:
                 refuse_other_recipe(out, recipe.source)
             kept = Unfinished(out, recipe.source)

@@ -126,7 +126,7 @@ class Recipe:
         return RecipeError(f"{self.path}: {call} returned {value!r:.80} of type {type(value).__name__}, not {expected}")
 
 
-def load_recipe(path: str | os.PathLike[str], text: Path | None = None) -> Recipe:
+def load_recipe(path: str | os.PathLike[str], text: Path | None = None, trust: bool = False) -> Recipe:
     """Execute a recipe file as `python FILE` does: it can import the files in its folder.
 
     Args:
@@ -134,6 +134,7 @@ def load_recipe(path: str | os.PathLike[str], text: Path | None = None) -> Recip
             `train(model)`; or `package.module:function`, whose function makes the model and whose module defines the
             others; or a folder that `save_pretrained` of Hugging Face wrote.
         text: a file with lines of text, by which such a folder is calibrated.
+        trust: whether Python files of such a folder may run.
 
     Raises:
         RecipeError: there is no such file, folder or module, or it lacks a function.
@@ -141,9 +142,10 @@ def load_recipe(path: str | os.PathLike[str], text: Path | None = None) -> Recip
     """
     file = Path(path)
     if (file / "config.json").is_file():
-        return Recipe(file, folder_functions(file, text))
-    if text is not None:
-        raise RecipeError(f"--text is for a folder of Hugging Face, and {file} is none; leave it out")
+        return Recipe(file, folder_functions(file, text, trust))
+    if text is not None or trust:
+        option = "--trust-remote-code" if text is None else "--text"
+        raise RecipeError(f"{option} is for a folder of Hugging Face, and {file} is none; leave it out")
     if _MODULE.fullmatch(str(path)) and not file.exists():
         return _of_module(str(path))
     if file.is_dir():

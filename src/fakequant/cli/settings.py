@@ -43,6 +43,7 @@ class Job:
         overwrite: whether to replace the results of another recipe, and to start anew.
         floats: patterns of layers that stay in float, as `skip` of `fakequant.prepare`.
         rules: "PATTERN=PRESET" for layers with another preset, as `rules` of `fakequant.prepare`.
+        trust: whether Python files of a folder of Hugging Face may run.
         packed: whether the checkpoint holds the codes of quantized weights instead of float weights.
     """
 
@@ -63,6 +64,7 @@ class Job:
     floats: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     packed: bool = False
+    trust: bool = False
 
     def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
         """All that decides the quantized model, as text.

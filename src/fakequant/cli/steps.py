@@ -12,7 +12,7 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from fakequant.model.progress import counting
-from fakequant.report.terminal import visible
+from fakequant.text import visible
 
 
 class Steps:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fakequant.report import ReportData, accuracy_cells
+from fakequant.text import visible
 
 
 def print_report(console: Console, data: ReportData) -> None:
@@ -43,19 +44,6 @@ def print_report(console: Console, data: ReportData) -> None:
     if checks:
         header = ("model", "run in", "quantizers", "elements compared", "differing")
         print_table(console, "Verification, bit for bit", header, checks, numbers=(2, 3, 4))
-
-
-def visible(text: str, keep: str = "") -> str:
-    """Escape control characters, so that text from a file or a model cannot control the terminal.
-
-    >>> visible("a\\x1b[2Jb\\n")
-    'a\\\\x1b[2Jb\\\\n'
-
-    Args:
-        text: the text.
-        keep: characters that are not escaped, such as line breaks.
-    """
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_table(
