@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import importlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.errors import CalibrationError, ConfigError
+from fakequant.errors import CalibrationError, ConfigError, OutputError
 from fakequant.ptq import Compared, Comparison, Ways, compare
+from fakequant.report import curve_of
 from tests.support.changes import CHANGES, Scaled
 
+comparing = importlib.import_module("fakequant.ptq.compare")
 WAYS = Ways(["INT8", "w4a16_g32", "NVFP4"], ["max", "mse"], [None, "fast"])
 
 
@@ -120,6 +125,50 @@ def test_rows_of_a_model_that_differs_in_no_tensor_of_its_state_are_refused(chan
         compare(model, batches(), ways, path=path)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"preset": 1, "method": "mse", "steps": ""}', "the row.preset is 1, not a str"),
+        ('{"preset": "INT8", "method": "mse", "steps": "", "bits": [8]}', r"the row.bits is \[8\], not a float"),
+        ('{"preset": "INT8", "method": "mse"}', "the row lacks steps"),
+        ('{"preset": "INT8", "method": "mse", "steps": "", "bits": 1' + "0" * 400 + "}", "the row.bits is 1000"),
+        ("null", "the row is None, not an object"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_damaged_rows_are_refused(row: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    compare(net(), batches(), Ways(["INT8"], steps=[None]), path=path)
+    path.write_text(path.read_text() + row + "\n")
+    for read in (lambda: compare(net(), batches(), ["INT8"], path=path), lambda: curve_of(path)):
+        with pytest.raises(ConfigError, match=f"rows.jsonl is damaged in line 3: .*{message}.*; remove it"):
+            read()
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_full_disk_is_said(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first line is written, or a row."""
+    path, calls = tmp_path / "rows.jsonl", []
+
+    class Full(io.TextIOWrapper):
+        def write(self, text: str) -> int:
+            calls.append(text)
+            if len(calls) == call:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    def opened(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if str(file).endswith("rows.jsonl") and mode in ("w", "a"):
+            return Full(io.FileIO(file, mode), encoding="utf-8")
+        return real(file, mode, *rest, **options)
+
+    real = io.open
+    monkeypatch.setattr(io, "open", opened)
+    monkeypatch.setattr(comparing, "open", opened, raising=False)
+    with pytest.raises(OutputError, match=r"cannot write .*rows\.jsonl: No space left .*; free space"):
+        compare(net(), batches(), Ways(["INT8"], steps=[None]), path=path)
+
+
 def test_what_fails_is_a_row() -> None:
     model, infinite = nn.Sequential(nn.Linear(64, 8), nn.Sigmoid()), torch.zeros(1, 64)
     infinite[0, 0] = torch.inf
@@ -141,9 +190,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     compare(net(), batches(), Ways(["INT8"], steps=[None]), path=path)
     with pytest.raises(ConfigError, match="no comparison of this model and these batches"):
         compare(net(), batches()[:2], Ways(["INT8"], steps=[None]), path=path)
-    path.write_text(path.read_text().splitlines()[0] + '\n{"preset": 1}\n')
-    with pytest.raises(ConfigError, match="is damaged"):
-        compare(net(), batches(), Ways(["INT8"], steps=[None]), path=path)
     with pytest.raises(ConfigError, match="unknown preset 'INT9'"):
         compare(net(), batches(), ["INT9"])
     with pytest.raises(CalibrationError, match="compare needs batches"):

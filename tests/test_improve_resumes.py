@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib
+import io
 import os
 import signal
 import subprocess
@@ -225,6 +227,39 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     improved(model, tmp_path)
     improved(whole := prepared(), None)
     assert_same(model, whole)
+
+
+def _put(path: Path, content: bytes) -> None:
+    path.write_bytes(hashlib.sha256(content).digest() + content)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("values", torch.ones(3), r"is damaged: values of shape \[3\] for a weight of \[16, 16\]; remove it"),
+        ("values", None, "is damaged: .*; remove it"),
+        ("result", {"layer": 1}, "is damaged: result.layer is 1, not a str; remove it"),
+        ("left", torch.ones(2), "is damaged: left is tensor.*, not an object; remove it"),
+        ("bias", torch.ones(3), "is damaged: the change of a bias has another shape; remove it"),
+        ("params", [], "is damaged: .*; remove it"),
+        ("name", None, "holds the layer None, and one"),
+        ("run", None, r"holds no chosen layer \(\w+\); give another folder"),
+        (None, b"", r"holds no chosen layer \(\w+\); give another folder"),
+        (None, b"PK", r"holds no chosen layer \(\w+\); give another folder"),
+    ],
+)
+def test_a_file_of_another_content_is_refused(key: str | None, value: Any, message: str, tmp_path: Path) -> None:
+    """With the digest of its content."""
+    improved(prepared(), tmp_path)
+    path, buffer = tmp_path / "00000.layer", io.BytesIO()
+    if key is not None:
+        torch.save({**torch.load(io.BytesIO(path.read_bytes()[32:]), weights_only=True), key: value}, buffer)
+    _put(path, value if key is None else buffer.getvalue())
+    model = prepared()
+    before = copy.deepcopy(model)
+    with pytest.raises(CheckpointError, match=f"00000.layer {message}"):
+        improved(model, tmp_path)
+    assert_same(model, before)
 
 
 KILLED = """

@@ -18,6 +18,7 @@ from fakequant.cli.generation import CHECKPOINT, PARTS, REPORT
 from fakequant.errors import ConfigError, FakeQuantError
 from fakequant.files import remove_abandoned, writable_file, write_whole
 from fakequant.model.checkpoint import load, save
+from fakequant.model.json_values import value_of
 from fakequant.model.manifest_reading import remove_checkpoint
 from fakequant.report import RESULTS, Accuracy, Improved, ReportData, read_results, write_report
 
@@ -64,11 +65,11 @@ class Unfinished:
             state = json.loads((self.folder / _STATE).read_text())
             if state["settings"] != self.settings:
                 return None
-            accuracy = [Accuracy(**row) for row in state["accuracy"]]
-            improvement = [Improved(**row) for row in state["improvement"]]
+            accuracy = value_of(state["accuracy"], "accuracy", Sequence[Accuracy])
+            improvement = value_of(state["improvement"], "improvement", Sequence[Improved])
             loaded = load(model, self.folder / CHECKPOINT)
             self.done = [str(step) for step in state["done"]]
-        except (FakeQuantError, OSError, ValueError, KeyError, TypeError):
+        except (FakeQuantError, OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         self.accuracy, self.improvement = accuracy, improvement
         return loaded
@@ -143,7 +144,7 @@ def refuse_other_recipe(out: Path, source: str) -> None:
     found = ""
     with suppress(FakeQuantError, OSError):
         found = read_results(out).source if (out / RESULTS).is_file() else ""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         found = found or json.loads((folder_in(out) / _STATE).read_text())["source"]
     if found and found != source:
         raise ConfigError(

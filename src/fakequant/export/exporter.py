@@ -38,6 +38,7 @@ from fakequant.nn import fixed_ranges
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.restore import attributes_of, restore_after
+from fakequant.text import table
 from fakequant.version import __version__
 
 if TYPE_CHECKING:
@@ -87,17 +88,15 @@ class ExportReport:
     def __str__(self) -> str:
         rows = [("quantizer", "specification", "in ONNX")]
         rows += [(q.quantizer or "(model)", q.spec, q.expressed) for q in self.quantizers]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        lines = [f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}" for row in rows]
-        lines.append(
+        lines = [
             f"{self.path}: opset {self.opset}, {self.bytes:,} bytes, {self.bytes / self.float_bytes:.2f} of "
             f"{self.float_bytes:,} with float weights"
-        )
+        ]
         if self.left_out:
             lines.append(
                 f"not in the file (off, not reached by the example, or within a constant): {', '.join(self.left_out)}"
             )
-        return "\n".join(lines)
+        return table(rows, lines)
 
     __repr__ = __str__  # what notebooks and consoles show
 

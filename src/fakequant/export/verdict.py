@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fakequant.model.html import html_result
+from fakequant.text import table
 
 WITHOUT_OPTIMISATIONS = (
     "it runs with SessionOptions.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL, as it did here"
@@ -195,11 +196,7 @@ class VerifyReport:
         return {**values, "exact": self.exact, "differing": self.differing}
 
     def __str__(self) -> str:
-        table = [_HEADER, *(_cells(row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_HEADER))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-        lines.insert(1, "  ".join("-" * width for width in widths[:-1]))
-        return "\n".join([*lines, *self._lines()])
+        return table([_HEADER, *map(_cells, self.rows)], self._lines(), line=True)
 
     __repr__ = __str__  # what notebooks and consoles show
 

@@ -28,6 +28,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.nn.sites import Site
 from fakequant.restore import restore_after, state_of
+from fakequant.text import table
 
 Metric = Callable[[nn.Module], float]
 
@@ -126,9 +127,7 @@ class Sensitivities(list[Sensitivity]):
         return [(s.layer or "(model)", f"{s.value:.6g}", f"{s.change:+.3g}") for s in self]
 
     def __repr__(self) -> str:
-        rows = [self.header, *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+        return table([self.header, *self.rows()], numbers=(1, 2))
 
     def _repr_html_(self) -> str:
         return html_result(self.header, self.rows(), numbers=range(1, len(self.header)))

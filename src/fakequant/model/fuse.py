@@ -24,6 +24,7 @@ from fakequant.nn.forms import computed_class
 from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantizer import is_as_made
 from fakequant.restore import restore_on_error, state_of, structure_of
+from fakequant.text import visible
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -77,7 +78,8 @@ class Fusions:
 
     def __str__(self) -> str:
         lines = [f"{norm or '(model)'} into {layer or '(model)'}" for norm, layer in self.fused.items()]
-        return "\n".join([*lines, *(f"{norm or '(model)'} stays: {why}" for norm, why in self.left.items())])
+        lines += [f"{norm or '(model)'} stays: {why}" for norm, why in self.left.items()]
+        return "\n".join(map(visible, lines))
 
     def __repr__(self) -> str:
         return str(self) or "no batch normalisations"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
 
 
-class UnexpectedValue(Exception):
+class UnexpectedValue(ValueError):
     """A value that is not what is expected at its place."""
 
 
@@ -57,3 +60,57 @@ def member(value: Any, place: str, kind: type[E]) -> E:
     if not isinstance(value, str) or value not in known:
         raise UnexpectedValue(f"{place} is {value!r:.80}, which is none of {', '.join(known)}")
     return known[value]
+
+
+def value_of(value: Any, place: str, kind: Any) -> Any:
+    """A value of a type: a dataclass, or a text, number or None, or a list, tuple or mapping of such.
+
+    Floats may be the texts "inf", "-inf" and "nan", because JSON has none. The keys of a mapping may be names of an
+    enumeration.
+
+    >>> value_of({"a": [1, "inf"]}, "values", Mapping[str, Sequence[float]])
+    {'a': [1.0, inf]}
+    """
+    origin, kinds = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _dataclass_of(value, place, kind)
+    if origin is UnionType:
+        return None if value is None else value_of(value, place, next(one for one in kinds if one is not NoneType))
+    if origin in (Sequence, list, tuple):
+        expected = "a list" if origin is not tuple else f"a list of {len(kinds)}"
+        if not isinstance(value, list) or (origin is tuple and len(value) != len(kinds)):
+            raise UnexpectedValue(f"{place} is {value!r:.80}, not {expected}")
+        own = kinds if origin is tuple else kinds * len(value)
+        found = [value_of(item, f"{place}[{n}]", k) for n, (item, k) in enumerate(zip(value, own, strict=True))]
+        return tuple(found) if origin is tuple else found
+    if origin in (Mapping, dict):
+        read = mapping_of(value, place, lambda item, where: value_of(item, where, kinds[1]))
+        if kinds[0] is str:
+            return read
+        if unknown := sorted(set(read) - set(kinds[0].__members__)):
+            raise UnexpectedValue(f"{place} has {unknown[0]!r:.80}, which is none of {', '.join(kinds[0].__members__)}")
+        return {kinds[0][key]: item for key, item in read.items()}
+    return _plain_of(value, place, kind)
+
+
+def _plain_of(value: Any, place: str, kind: type) -> Any:
+    is_large = type(value) is int and not -(2**63) <= value < 2**63
+    if kind is float and not is_large and (type(value) in (int, float) or value in ("inf", "-inf", "nan")):
+        return float(value)
+    if type(value) is not kind or is_large:
+        raise UnexpectedValue(f"{place} is {value!r:.80}, not a {kind.__name__}")
+    return value
+
+
+def _dataclass_of(value: Any, place: str, kind: Any) -> Any:
+    if not isinstance(value, dict):
+        raise UnexpectedValue(f"{place} is {value!r:.80}, not an object")
+    hints = _hints(kind)
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    keys_of(value, place, *needed)
+    if unknown := sorted(set(value) - set(hints)):
+        raise UnexpectedValue(f"{place} has {unknown[0]!r:.80}, which no {kind.__name__} has")
+    return kind(**{name: value_of(item, f"{place}.{name}", hints[name]) for name, item in value.items()})
+
+
+_hints = cache(get_type_hints)

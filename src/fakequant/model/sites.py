@@ -24,6 +24,7 @@ from fakequant.nn.site_classes import add_sites, is_shielded, shield
 from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand, einsum_operand
 from fakequant.nn.sites import SITES, Site, Sites, site_key, site_keys, sites_of
 from fakequant.numerics.qparams import QParams
+from fakequant.text import visible
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class SitePlan:
         for site in self.sites:
             held = ", ".join(f"{name} {quantizer}" for name, quantizer in site.quantizers.items())
             lines.append(f"{site.path}: {held}")
-        return "\n".join(lines) or "no functions have quantizers"
+        return "\n".join(map(visible, lines)) or "no functions have quantizers"
 
     __repr__ = __str__  # what notebooks and consoles show
 

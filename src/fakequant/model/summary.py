@@ -24,6 +24,7 @@ from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.sites import Site
+from fakequant.text import table
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,7 @@ class Summary:
         return [tuple(_cells(layer)[column] for column in self.header) for layer in self.layers]
 
     def __str__(self) -> str:
-        rows = [self.header, *self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, *self._lines()])
+        return table([self.header, *self.rows()], self._lines(), line=True)
 
     __repr__ = __str__  # what notebooks and consoles show
 

@@ -19,7 +19,7 @@ from torch import nn
 from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
-from fakequant.files import check_path, writable_file
+from fakequant.files import check_path, output_errors, writable_file, write_whole
 from fakequant.model.arguments import check_metric, check_model, measured, refuse_prepared
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.calibrate import calibrate
@@ -35,7 +35,7 @@ from fakequant.model.sizes import WeightBits, weight_bits
 from fakequant.model.weights import quantized_weights
 from fakequant.model.wrappers import unwraps
 from fakequant.nn import cached_weights
-from fakequant.ptq.comparison import Compared, Comparison, best_first
+from fakequant.ptq.comparison import Compared, Comparison, best_first, read_rows
 from fakequant.ptq.digest import digest
 from fakequant.ptq.finished import run_of
 from fakequant.ptq.improve import checked_steps, improve
@@ -117,7 +117,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
         if row is None:
             row = task.measured(way)
             if path is not None:
-                with open(path, "a", encoding="utf-8") as file:
+                with output_errors(path), open(path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
             if told is not None:
                 told(row)
@@ -196,23 +196,19 @@ class _Task:
         return round(1e3 * min(times), 4)
 
 
-def _read(path: str | os.PathLike[str], fingerprint: str) -> dict[tuple[str, str, str], Compared]:
+def _read(file: Path, fingerprint: str) -> dict[tuple[str, str, str], Compared]:
     """The rows of a file, by way; a new file gets the fingerprint. The last line may be cut off by a kill."""
-    file = Path(path)
-    lines = file.read_text("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
-    if not lines:
-        file.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
-        return {}
+    with output_errors(file):
+        lines = file.read_text("utf-8", "replace").splitlines(keepends=True) if file.exists() else []
+        if not lines:
+            file.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
+            return {}
     if lines[0].strip() != json.dumps({"fingerprint": fingerprint}):
         raise ConfigError(
-            f"{path} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
+            f"{file} is no comparison of this model and these batches with this metric=, inputs= and forward=; give "
             "another path, or remove it"
         )
     if not lines[-1].endswith("\n"):
         lines.pop()
-        file.write_text("".join(lines), encoding="utf-8")
-    try:
-        rows = [Compared(**json.loads(line)) for line in lines[1:]]
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged: {error}; remove it") from error
-    return {row.way: row for row in rows}
+        write_whole(file, "".join(lines).encode())
+    return {row.way: row for row in read_rows(file, lines[1:])}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING
 from fakequant.errors import ConfigError
 from fakequant.files import output_errors, writable_file
 from fakequant.model.html import html_result
+from fakequant.model.json_values import value_of
+from fakequant.text import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,6 +75,21 @@ class Compared:
         return self.preset, self.method, self.steps
 
 
+def read_rows(path: Path, lines: Iterable[str]) -> list[Compared]:
+    """The rows of a file of `compare`, from its lines without the first.
+
+    Raises:
+        ConfigError: a line is no row; says which and why.
+    """
+    rows = []
+    for number, line in enumerate(lines, 2):
+        try:
+            rows.append(value_of(json.loads(line), "the row", Compared))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is damaged in line {number}: {error}; remove it") from error
+    return rows
+
+
 @dataclass
 class Comparison:
     """The result of `compare`; prints as a table, the best first.
@@ -119,10 +138,7 @@ class Comparison:
         return cells
 
     def __str__(self) -> str:
-        rows = [_HEADER, *self._cells()]
-        full = [row for row in rows if len(row) == len(_HEADER)]
-        widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return table([_HEADER, *self._cells()])
 
     __repr__ = __str__  # what notebooks and consoles show
 

@@ -25,6 +25,7 @@ from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
 from fakequant.ptq.output_check import OutputCheck
 from fakequant.ptq.unreached import Unreached
 from fakequant.restore import restore_on_error, state_of
+from fakequant.text import table
 
 _ROUNDS, _SETTLED = 20, 0.05
 """A scale changes the ranges of the next pair, so pairs take turns until no factor is further than 5 % from 1."""
@@ -69,9 +70,7 @@ class Equalization:
         for pair in self.pairs:
             what = [f"{pair.factor:.3g}", "equalized"] if not pair.note else ["-", f"stays: {pair.note}"]
             rows.append([pair.layer or "(model)", ", ".join(pair.readers), *what])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, f"error of the quantized model's output: {self.before:.2e} -> {self.after:.2e}"])
+        return table(rows, [f"error of the quantized model's output: {self.before:.2e} -> {self.after:.2e}"])
 
     __repr__ = __str__  # what notebooks and consoles show
 

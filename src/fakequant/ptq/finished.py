@@ -17,15 +17,19 @@ from torch import Tensor, nn
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.files import writable_folder, write_whole
 from fakequant.model.batches import Forward
+from fakequant.model.json_values import value_of
 from fakequant.model.modes import disabled, evaluating
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
 from fakequant.ptq.digest import digest
 from fakequant.ptq.layer import Choice
+from fakequant.ptq.projections import bias_of
 from fakequant.ptq.results import LayerResult
 from fakequant.version import __version__
 
 _SUFFIX = ".layer"
+_DAMAGE = (AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, ConfigError, pickle.PickleError)
+"""What files of another content raise that have the right digest."""
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -55,12 +59,12 @@ class InputChoice(NamedTuple):
     @classmethod
     def of(cls, values: Mapping[str, Any], layer: Any) -> InputChoice:
         """The choice with these values, on the device of a layer."""
-        transform, params = None, values["input"]
+        transform, params, left = None, values["input"], value_of(values["left"], "left", dict[str, float])
         if values["transform"] is not None:
             kind, options, state = values["transform"]
             transform = make_transform(kind, layer, **options)
             transform.load_state_dict(state)
-        return cls(transform, None if params is None else _on(params, layer.weight.device), values["left"])
+        return cls(transform, None if params is None else _on(params, layer.weight.device), left)
 
 
 class Finished:
@@ -91,16 +95,24 @@ class Finished:
         if self._folder is None or not (path := self._path(self._folder, number)).exists():
             return None
         found = self._read(path)
-        if found["name"] != name:
-            raise CheckpointError(f"{path} holds the layer {found['name']}, and {name} is next; give another folder")
-        device, bias = layer.weight.device, found["bias"]
-        chosen = Choice(
-            _on(found["params"], device),
-            found["values"].to(device),
-            None if bias is None else bias.to(device),
-            LayerResult(**found["result"]),
-        )
-        return InputChoice.of(found, layer), chosen
+        if (held := found.get("name")) != name:
+            raise CheckpointError(f"{path} holds the layer {held!s:.80}, and {name} is next; give another folder")
+        try:
+            device, values, bias = layer.weight.device, found["values"], found["bias"]
+            if values.shape != layer.weight.shape or not values.is_floating_point():
+                raise ValueError(f"values of shape {list(values.shape)} for a weight of {list(layer.weight.shape)}")
+            own, place = bias_of(layer)
+            if bias is not None and (own is None or bias.shape != own[place].shape):
+                raise ValueError("the change of a bias has another shape")
+            chosen = Choice(
+                _on(found["params"], device),
+                values.to(device),
+                None if bias is None else bias.to(device),
+                value_of(found["result"], "result", LayerResult),
+            )
+            return InputChoice.of(found, layer), chosen
+        except _DAMAGE as error:
+            raise CheckpointError(f"{path} is damaged: {error}; remove it, and its layer is chosen again") from error
 
     def put(self, number: int, name: str, own: InputChoice, choice: Choice) -> None:
         """Keep what was chosen for a layer."""
@@ -125,14 +137,20 @@ class Finished:
         return folder / f"{number:05}{_SUFFIX}"
 
     def _read(self, path: Path) -> dict[str, Any]:
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; give another folder") from error
         if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
             raise CheckpointError(f"{path} is damaged; remove it, and its layer is chosen again")
         try:
             found = torch.load(io.BytesIO(data[_DIGEST:]), map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; give another folder") from error
-        if other := [what for what in self._run if found["run"].get(what) != self._run[what]]:
+            held = {**found["run"]}
+        except _DAMAGE as error:
+            raise CheckpointError(
+                f"{path} holds no chosen layer ({type(error).__name__}); give another folder"
+            ) from error
+        if other := [what for what in self._run if held.get(what) != self._run[what]]:
             other = [what for what in other if what != _OUTPUT] or other  # it follows from the others
             raise CheckpointError(
                 f"{path.parent} holds a run of improve with {_listed(other)}; continue with what it had, or give "

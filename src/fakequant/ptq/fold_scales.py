@@ -22,6 +22,7 @@ from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
 from fakequant.ptq.output_check import OutputCheck, tolerance_of
 from fakequant.ptq.unreached import Unreached
 from fakequant.restore import restore_after, restore_on_error, state_of
+from fakequant.text import table
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ class FoldedScales:
     def __str__(self) -> str:
         rows = [["layer", "its scale"]]
         rows += [[of.layer or "(model)", f"stays: {of.note}" if of.note else f"into {of.into}"] for of in self.layers]
-        width = max(len(row[0]) for row in rows)
-        return "\n".join(f"{layer:{width}}  {what}" for layer, what in rows)
+        return table(rows)
 
     __repr__ = __str__  # what notebooks and consoles show
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule
+from fakequant.text import table, visible
 
 _BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "floor": "98.5"}
 """Examples."""
@@ -85,7 +86,7 @@ class Allocation:
         figures += [] if self.measured is None else [f"measured {self.measured:.2e}"]
         figures += [] if self.metric is None else [f"metric {self.metric:.4g}"]
         figures += _stay_in_float(self.left)
-        return f"Allocation({', '.join(figures)})"
+        return visible(f"Allocation({', '.join(figures)})")
 
     def config(self) -> Config:
         """The choices as a configuration for `fakequant.prepare`; other layers stay in float."""
@@ -250,9 +251,7 @@ class Scores:
         for layer, own in self.layers.items():
             losses = [f"{own[name].loss:.2e}" if name in own else "-" for name in names]
             rows.append([layer, f"{self.weights[layer]:,}", *losses])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-        return "\n".join([*lines, *_stay_in_float(self.left)])
+        return table(rows, _stay_in_float(self.left), numbers=range(1, len(rows[0])))
 
     __repr__ = __str__  # what notebooks and consoles show
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fakequant.model.html import html_result
+from fakequant.text import table
 
 _NAMED = 4
 
@@ -81,11 +82,7 @@ class Improvement:
 
     def __str__(self) -> str:
         rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:-1]), row[-1]]) for row in rows
-        ]
-        return "\n".join([*lines, *self.conclusions])
+        return table(rows, self.conclusions, numbers=range(1, len(rows[0]) - 1))
 
     __repr__ = __str__  # what notebooks and consoles show
 

@@ -21,6 +21,7 @@ from fakequant.ptq.output_check import OutputCheck
 from fakequant.ptq.residual import Heads, Residual, follow
 from fakequant.ptq.unreached import Unreached
 from fakequant.restore import restore_after, restore_on_error, state_of_parts
+from fakequant.text import table
 
 KINDS = ("hadamard", "random")
 _SAME = 1e-4
@@ -59,8 +60,7 @@ class Rotations:
         for row in self.rows:
             made, read = _first(row.makers), _first(row.readers)
             lines.append([row.what, str(row.width), made, read, f"stays: {row.note}" if row.note else "rotated"])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return table(lines)
 
     __repr__ = __str__  # what notebooks and consoles show
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from fakequant.errors import ConfigError
-from fakequant.ptq.comparison import Compared, Comparison
+from fakequant.ptq.comparison import Compared, Comparison, read_rows
 from fakequant.report.data import Point
 
 DECIBELS = "signal over noise of the output, dB"
@@ -38,19 +37,18 @@ def _point(row: Compared, with_metric: bool) -> Point:
         return Point(label, 0.0, -math.inf, row.failed)
     if with_metric and row.metric is not None:
         return Point(label, row.bits, row.metric)
-    return Point(label, row.bits, -10 * math.log10(row.error) if row.error else math.inf)
+    return Point(label, row.bits, -10 * math.log10(row.error) if row.error > 0 else math.inf)
 
 
 def _read(path: Path) -> Sequence[Compared]:
     wanted = "give the path= of fakequant.compare, or what it returned"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may cut off the last line
-        rows = [Compared(**values) for values in whole if "fingerprint" not in values]
+        lines = path.read_text("utf-8", "replace").splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {wanted}") from error
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} holds no rows of a comparison: {error}; {wanted}") from error
+    rows = []
+    if lines and lines[0].startswith('{"fingerprint"'):
+        rows = read_rows(path, (line for line in lines[1:] if line.endswith("\n")))  # a kill may cut off the last line
     if not rows:
         raise ConfigError(f"{path} holds no rows of a comparison; {wanted}")
     return rows

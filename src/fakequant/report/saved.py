@@ -10,39 +10,19 @@ from typing import Any
 
 from fakequant.errors import OutputError
 from fakequant.files import writable_file, write_whole
-from fakequant.report.data import (
-    Accuracy,
-    Channels,
-    Clip,
-    Distribution,
-    Improved,
-    Layer,
-    NodeCheck,
-    Point,
-    ReportData,
-    Section,
-    Size,
-    Verification,
-)
+from fakequant.model.json_values import UnexpectedValue, mapping_of, value_of
+from fakequant.report.data import ReportData
 
 RESULTS = "results.json"
 """The name of the file in the folder of a job."""
 _FORM = 1
-_LISTS: dict[str, type] = {
-    "accuracy": Accuracy,
-    "layers": Layer,
-    "channels": Channels,
-    "improvement": Improved,
-    "curve": Point,
-    "sizes": Size,
-}
 
 
 def to_json(data: ReportData) -> str:
     """The content as JSON; infinite numbers are the texts "inf" and "-inf", because JSON has none.
 
-    >>> from_json(to_json(ReportData("A model", layers=[Layer("0", "Linear", alone=math.inf)]))).layers[0].alone
-    inf
+    >>> from_json(to_json(ReportData("A model", environment={"torch": "2.13"}))).environment
+    {'torch': '2.13'}
     """
     values = {**asdict(data), "missing": {section.name: why for section, why in data.missing.items()}}
     return json.dumps({"fakequant_report": _FORM, **_plain(values)}, indent=1)
@@ -52,22 +32,22 @@ def from_json(text: str) -> ReportData:
     """The content that `to_json` wrote.
 
     Raises:
-        ValueError, KeyError, TypeError: another text.
+        ValueError, RecursionError: another text.
     """
-    values = _numbers(json.loads(text))
-    if values.pop("fakequant_report") != _FORM:
-        raise ValueError("another form of report")
-    for name, kind in _LISTS.items():
-        values[name] = [kind(**entry) for entry in values[name]]
-    for entry in values["distributions"]:
-        entry["clips"] = {name: Clip(**clip) for name, clip in entry["clips"].items()}
-        entry["ranges"] = {name: tuple(ends) for name, ends in entry["ranges"].items()}
-    values["distributions"] = [Distribution(**entry) for entry in values["distributions"]]
-    for entry in values["verifications"]:
-        entry["nodes"] = [NodeCheck(**node) for node in entry["nodes"]]
-    values["verifications"] = [Verification(**entry) for entry in values["verifications"]]
-    values["missing"] = {Section[name]: why for name, why in values["missing"].items()}
-    return ReportData(**values)
+    values = mapping_of(json.loads(text), "the file", lambda item, place: item)
+    if values.pop("fakequant_report", None) != _FORM:
+        raise UnexpectedValue("fakequant_report is another one")
+    found: ReportData = value_of(values, "the file", ReportData)
+    if found.accuracy and not -len(found.accuracy) <= found.reported < len(found.accuracy):
+        raise UnexpectedValue(f"reported is {found.reported}, and accuracy has {len(found.accuracy)} rows")
+    for row in found.distributions:
+        rises = all(map(math.isfinite, row.edges)) and len(row.edges) > 1 and row.edges[0] < row.edges[-1]
+        if len(row.edges) != len(row.counts) + 1 or not rises or min(row.counts, default=-1) < 0:
+            raise UnexpectedValue(f"{row.name!r:.80} has edges and counts of no histogram")
+    for row in found.channels:
+        if len(row.lowest) != len(row.highest) or not all(map(math.isfinite, (*row.lowest, *row.highest))):
+            raise UnexpectedValue(f"{row.name!r:.80} has ends of channels that are no pairs of numbers")
+    return found
 
 
 def write_results(path: Path, data: ReportData) -> None:
@@ -92,11 +72,12 @@ def read_results(path: Path) -> ReportData:
         )
     try:
         return from_json(file.read_text())
-    except (ValueError, KeyError, TypeError) as error:
-        raise OutputError(f"{file} holds no results of a report; write it again by `fakequant quantize`") from error
-
-
-_INFINITE = {"inf": math.inf, "-inf": -math.inf}
+    except OSError as error:
+        raise OutputError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise OutputError(
+            f"{file} holds no results of a report: {error}; write it again by `fakequant quantize`"
+        ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -105,16 +86,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(value: Any) -> Any:
-    """The ratios with the texts of infinite numbers read back; names are left as they are."""
-    if isinstance(value, dict):
-        return {
-            name: _INFINITE.get(item, item)
-            if name in ("alone", "input_sqnr", "weight_sqnr", "sqnr", "whole", "value", "metric")
-            and isinstance(item, str)
-            else _numbers(item)
-            for name, item in value.items()
-        }
-    return [_numbers(item) for item in value] if isinstance(value, list) else value

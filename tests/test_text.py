@@ -1,0 +1,64 @@
+"""Tables as text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fakequant as fq
+from fakequant.text import table
+
+NAME = "evil\x1b[31m\x1b[2J\n\x9b"
+SHOWN = r"evil\x1b[31m\x1b[2J\n\x9b"
+
+
+def calibrated() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module(NAME, nn.Linear(8, 8))
+    model.add_module("norm", nn.LayerNorm(8))
+    fq.prepare(model, "int8_weight_only")
+    return model
+
+
+def batches() -> list[torch.Tensor]:
+    return [torch.randn(4, 8, generator=torch.Generator().manual_seed(1))]
+
+
+class Adds(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.relu()
+
+
+def named(*modules: nn.Module) -> nn.Module:
+    model = nn.Sequential()
+    for number, module in enumerate(modules):
+        model.add_module(f"{NAME}{number}", module)
+    return model
+
+
+SUMS = fq.Config("sums", (fq.Rule("*", input="int8", ops=("add",)),))
+RESULTS = {
+    "summary": lambda: fq.summary(calibrated()),
+    "sensitivity": lambda: fq.sensitivity(calibrated(), batches()),
+    "improve": lambda: fq.ptq.improve(calibrated(), batches(), "fast", progress=False),
+    "equalize": lambda: fq.ptq.equalize(
+        named(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), batches()[0], "int4_weight_only"
+    ),
+    "scores": lambda: fq.ptq.scores(named(nn.Linear(8, 8)), batches(), ["int8_weight_only"]),
+    "site_plan": lambda: fq.site_plan(fq.prepare(named(Adds()), SUMS, example=torch.ones(2, 8))),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_control_characters_of_names_are_escaped(name: str) -> None:
+    found = RESULTS[name]()
+    for text in (str(found), repr(found)):
+        assert all(c.isprintable() for c in text.replace("\n", ""))
+        assert SHOWN in text
+
+
+def test_lines_below_and_short_rows() -> None:
+    text = table([["a", "b", ""], ["1", "22", "note"], ["longer than its column"]], ["below"], numbers=[1], line=True)
+    assert text.splitlines() == ["a   b", "-  --", "1  22  note", "longer than its column", "below"]
