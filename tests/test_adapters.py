@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+import warnings
 
 import pytest
 import torch
@@ -179,3 +180,21 @@ def test_an_adapter_that_transformers_holds_itself(tmp_path):
     again = classifier()
     again.load_adapter(tmp_path)
     assert_same_bits(again.eval()(IDS).logits, model.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize("preset", ["int8", "int8_weight_only"])
+@pytest.mark.parametrize("method", ["mse", "moving_average"])
+def test_what_modules_to_save_replaces_has_the_ranges_of_its_copy(preset, method):
+    """The original is not called while the adapter is on; without the adapter it gets the same inputs."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.ReLU(), nn.Sequential(nn.Linear(8, 4)))
+    plain = fq.prepare(copy.deepcopy(base), preset)
+    lora = peft.LoraConfig(r=2, target_modules=["0.0"], modules_to_save=["2"])
+    model = fq.prepare(peft.get_peft_model(base, lora), preset, skip=["*lora_*"]).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.calibrate(plain, [X], method, progress=False)
+        fq.calibrate(model, [X], method, progress=False)
+    assert_same_bits(model(X), plain(X))
+    with model.disable_adapter():
+        assert_same_bits(model(X), plain(X))

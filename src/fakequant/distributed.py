@@ -38,7 +38,8 @@ def is_moved(model: nn.Module) -> bool:
 def _first_sharded(model: nn.Module) -> str:
     """The first sharded parameter, or module: outside of a call `fully_shard` may leave those of the root whole."""
     names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
-    roots = (path or "(model)" for path, one in model.named_modules() if hasattr(type(one), "set_reshard_after_forward"))
+    modules = model.named_modules()
+    roots = (path or "(model)" for path, one in modules if hasattr(type(one), "set_reshard_after_forward"))
     return next(names, "") or next(roots, "")
 
 

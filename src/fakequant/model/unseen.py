@@ -11,6 +11,7 @@ from fakequant.calibration import Calibrator, check_mergeable
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning, nearest, warn_user
 from fakequant.model.calls import weight_readers
 from fakequant.model.paths import layer_of
+from fakequant.nn.adapters import copies_called
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
@@ -46,6 +47,7 @@ class Unseen:
         Raises:
             CalibrationError: layers that need data and saw none, unless `unseen` says what becomes of them.
         """
+        self._ask_copies()
         served = self._ask_siblings() if unseen == "siblings" else {}
         starved = [name for name, quantizer in self.inputs.items() if not observed(quantizer)]
         if starved and self.run is None:
@@ -53,7 +55,8 @@ class Unseen:
                 f"{len(starved)} of {len(self.inputs)} input quantizers saw no data, because there were no batches; "
                 f"the first is {starved[0]}. Give batches; a generator that was read before has none left"
             )
-        layers = list(dict.fromkeys([*map(layer_of, starved), *self.idle]))
+        idle = [name for name in self.idle if not copies_called(self.model, name)]
+        layers = list(dict.fromkeys([*map(layer_of, starved), *idle]))
         read = self._read_by_others(layers)
         if unseen == "float" and layers:
             warn_user(f"{_count(layers)} left in float: {self._reasons(layers, read)}", CalibrationWarning)
@@ -95,7 +98,7 @@ class Unseen:
         return "; ".join(reasons)
 
     def _advice(self, layers: list[str], starved: list[str]) -> str:
-        ways = ['pass unseen="float" to leave the layers in float']
+        ways = ['call fakequant.calibrate(model, batches, unseen="float") to leave the layers in float']
         donors = [donor for name in starved for donor in self._siblings(name)]
         if donors:
             ways.append(f'pass unseen="siblings" for the ranges of the layers beside them, such as {donors[0]}')
@@ -103,6 +106,14 @@ class Unseen:
             "Give batches that reach the layers, and let the model call a layer where it uses its weight. Or "
             f"{', or '.join(ways)}, or prepare the model with the rules {_rules(layers)}"
         )
+
+    def _ask_copies(self) -> None:
+        """Give quantizers that saw nothing what a trained copy saw that peft calls instead: it gets the same inputs."""
+        for name, quantizer in self.inputs.items():
+            copies = [] if observed(quantizer) else copies_called(self.model, name)
+            seen = [self.inputs[copy] for copy in copies if copy in self.inputs and observed(self.inputs[copy])]
+            if seen and seen[0].spec == quantizer.spec:
+                quantizer.calibrator = seen[0].calibrator
 
     def _ask_siblings(self) -> dict[str, int]:
         """Give quantizers that saw nothing what their siblings saw; from how many siblings is returned by path."""

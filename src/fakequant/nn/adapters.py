@@ -31,6 +31,24 @@ def joined_class(cls: type[Any]) -> type[Any]:
     return _made[cls]
 
 
+def copies_called(model: nn.Module, path: str) -> list[str]:
+    """The paths of what peft calls in place of a part of a model that `modules_to_save` names; none of other parts.
+
+    Of `head.original_module.dense` that is `head.modules_to_save.default.dense`, and so on for other adapters.
+    """
+    wrapper = getattr(sys.modules.get("peft.utils.other"), "ModulesToSaveWrapper", None)
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        owner = model.get_submodule(".".join(parts[:place])) if part == "original_module" else None
+        if wrapper is not None and isinstance(owner, wrapper):
+            start = [*parts[:place], "modules_to_save"]
+            return [
+                ".".join([*start, name, *parts[place + 1 :]])
+                for name in owner.get_submodule("modules_to_save")._modules
+            ]
+    return []
+
+
 _made: dict[type[Any], type[Any]] = {}
 
 
