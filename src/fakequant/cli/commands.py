@@ -246,8 +246,9 @@ def verify(
         Path | None, typer.Option(help="checkpoint of the model; by default `checkpoint` in the folder of the file")
     ] = None,
 ) -> None:
-    """Compare every quantizer of an ONNX file with fakequant bit for bit; the exit status is 1 if one differs.
+    """Compare every quantizer of an ONNX file with fakequant bit for bit.
 
+    The exit status is 1 if one differs, or if ONNX Runtime's default session loses more than quantization itself.
     A file in the style standard or trt that ONNX Runtime cannot load runs in onnx's ReferenceEvaluator.
     """
     from fakequant.cli.verification import verify_file
@@ -255,7 +256,7 @@ def verify(
 
     report = verify_file(onnx_file, recipe, checkpoint)
     Console(soft_wrap=True).print(Text(visible(str(report), keep="\n")))
-    if not report.exact:
+    if not report.passed:
         raise typer.Exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -31,27 +32,59 @@ if TYPE_CHECKING:
 _UNFIT = (RuntimeError, ValueError, TypeError, LookupError, FakeQuantError)
 
 
+class Source:
+    """What the checks of all quantizers look up, made once.
+
+    Args:
+        file: the exported model.
+        model: the torch model that provides the parameters; if None, the file provides them.
+
+    Attributes:
+        constants: the constants of the file.
+        read_as: the name of the tensor that a quantizer of a float16 tensor reads: its cast to float32.
+        modules: the model's modules by path.
+        tensors: the model's parameters and buffers by name.
+
+    ONNX Runtime inserts its own casts to compute float16 in float32, and removes them where they cancel with casts of
+    the file, even without optimisations (1.31). The quantizer then reads values before their rounding to float16.
+    """
+
+    def __init__(self, file: ModelProto, model: nn.Module | None) -> None:
+        from onnx import TensorProto
+
+        self.constants = GraphEditor(file.graph)
+        self.has_model = model is not None
+        types = element_types(file)
+        casts = [node for node in reversed(file.graph.node) if node.op_type == "Cast"]
+        self.read_as = {
+            node.input[0]: node.output[0]
+            for node in casts
+            if types.get(node.input[0]) == TensorProto.FLOAT16 and any(a.i == TensorProto.FLOAT for a in node.attribute)
+        }
+        self.modules = {} if model is None else dict(model.named_modules(remove_duplicate=False))
+        named = () if model is None else (model.named_buffers, model.named_parameters)
+        self.tensors = {name: x.detach() for of in named for name, x in of(remove_duplicate=False)}
+
+
 class SiteCheck:
     """Compares the results of one quantizer in a file with those of torch for the same tensor.
 
     Args:
-        file: the exported model.
+        source: the file and the model.
         record: the quantizer's record in the file.
-        model: the torch model that provides the parameters; if None, the file provides them.
 
     Raises:
         VerificationError: the file lacks a constant, or the model lacks the quantizer.
     """
 
-    def __init__(self, file: ModelProto, record: SiteRecord, model: nn.Module | None) -> None:
-        self._record = record
+    def __init__(self, source: Source, record: SiteRecord) -> None:
+        self.record = record
         try:
             self._spec = QuantSpec.parse(record.spec)
         except SpecError as error:
             raise VerificationError(f"its record of quantizers is damaged: {error}; export it again") from error
-        self._constants = GraphEditor(file.graph)
-        self._model = model
-        self._quantizer = None if model is None else _quantizer(model, record.quantizer)
+        self._constants = source.constants
+        self._quantizer = _quantizer(source, record.quantizer) if source.has_model else None
         if missing := [name for name in _needed(record, self._spec) if not self._constants.is_constant(name)]:
             raise VerificationError(
                 f"the constants {', '.join(missing)} are missing: the file was changed after export"
@@ -59,19 +92,19 @@ class SiteCheck:
         intact = record.digest == digest(self._constants.constant(name) for name in record.constants)
         kind = "weight" if record.codes else "activation"
         self.row = Row(record.quantizer, record.spec, kind, intact=intact)
-        self._x = record.x if record.codes else _as_read(file, record.x)
-        self._weight = None if model is None or not record.codes else _tensor(model, record.x)
+        self._x = record.x if record.codes else source.read_as.get(record.x, record.x)
+        self._weight = source.tensors.get(record.x) if record.codes else None
 
     @property
     def computed(self) -> str | None:
         """The path of a quantizer of a computed weight, which only the quantizer's calls reveal; else None."""
-        is_computed = self._record.codes is not None and self._quantizer is not None and self._weight is None
-        return self._record.quantizer if is_computed else None
+        is_computed = self.record.codes is not None and self._quantizer is not None and self._weight is None
+        return self.record.quantizer if is_computed else None
 
     @property
     def watched(self) -> list[str]:
         """Names of the file's tensors that `compare` needs."""
-        record = self._record
+        record = self.record
         if record.codes:
             return [record.y]
         computed = record.parameters is Parameters.COMPUTED
@@ -84,11 +117,35 @@ class SiteCheck:
     @property
     def step(self) -> float | None:
         """The largest constant scale of an integer activation."""
-        if self._record.codes or self._record.parameters is not Parameters.CONSTANT:
+        if self.record.codes or self.record.parameters is not Parameters.CONSTANT:
             return None
         with self._fitting():
-            scale = self._constants.tensor(self._record.scale)
+            scale = self._constants.tensor(self.record.scale)
             return scale.max().item() if isinstance(self._spec.format, IntegerFormat) and scale.numel() else None
+
+    @property
+    def limits(self) -> list[Tensor]:
+        """The smallest and the largest result of an activation with one constant scale; else none."""
+        if self.record.parameters is not Parameters.CONSTANT or math.prod(self.record.groups) != 1:
+            return []
+        with self._fitting():
+            params, most = self._file_parameters(), torch.finfo(torch.float32).max
+            scale, zero_point = (None if p is None else p.reshape(()) for p in (params.scale, params.zero_point))
+            ends = torch.tensor([-most, most], dtype=torch.float32, device="cpu")
+            return list(fake_quantize(ends, self._spec, scale=scale, zero_point=zero_point))
+
+    @property
+    def elements(self) -> int:
+        """The number of a weight's codes."""
+        return math.prod(self._constants.constant(str(self.record.codes)).dims)
+
+    def moved(self, generator: torch.Generator) -> Tensor:
+        """Return a weight, moved by the errors of other values of its size: as far as one that was not yet rounded."""
+        with self._fitting():
+            weight, params = self._file_weight(torch.float32), self._file_parameters()
+            others = weight * (1 - torch.rand(weight.shape, generator=generator, device="cpu") / 2)
+            rounded = fake_quantize(others, self._spec, scale=params.scale, zero_point=params.zero_point)
+            return weight + rounded - others
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
@@ -99,7 +156,7 @@ class SiteCheck:
             raise
         except _UNFIT as error:
             raise VerificationError(
-                f"{self._record.quantizer or 'the model'}: the exported constants do not fit: {first_line(error)}; "
+                f"{self.record.quantizer or 'the model'}: the exported constants do not fit: {first_line(error)}; "
                 "pass the model that was exported, or export it again"
             ) from error
 
@@ -113,24 +170,24 @@ class SiteCheck:
         Raises:
             VerificationError: the shapes or dtypes belong to another model.
         """
-        actual = values[self._record.y]
-        if self._record.codes and self.row.elements:  # a weight is the same in every batch
+        actual = values[self.record.y]
+        if self.record.codes and self.row.elements:  # a weight is the same in every batch
             return
         with self._fitting():
-            expected = self._expected_weight(actual, calls) if self._record.codes else self._expected(values)
-        if not self._record.codes:
+            expected = self._expected_weight(actual, calls) if self.record.codes else self._expected(values)
+        if not self.record.codes:
             self.row.nan_inputs += int(values[self._x].isnan().sum())
-            expected = expected if self._x == self._record.x else expected.to(actual.dtype)
+            expected = expected if self._x == self.record.x else expected.to(actual.dtype)
         if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
             raise VerificationError(
-                f"{self._record.quantizer or 'the model'} gives {actual.dtype} {list(actual.shape)} in the file and "
+                f"{self.record.quantizer or 'the model'} gives {actual.dtype} {list(actual.shape)} in the file and "
                 f"{expected.dtype} {list(expected.shape)} in torch; the model is not the one that was exported"
             )
         self.row.elements += actual.numel()
         self.row.differing += differing_bits(actual, expected)
 
     def _expected(self, values: Mapping[str, Tensor]) -> Tensor:
-        record = self._record
+        record = self.record
         x = values[self._x]
         spec = self._spec if self._quantizer is None else self._quantizer.spec
         if self._quantizer is not None:
@@ -148,23 +205,24 @@ class SiteCheck:
 
     def _expected_weight(self, actual: Tensor, calls: Mapping[str, Sequence[Tensor]]) -> Tensor:
         """Return torch's result for a weight; for a computed weight, the nearest of the quantizer's calls."""
-        quantizer, codes = self._quantizer, self._record.codes
-        assert codes is not None
+        quantizer = self._quantizer
         if quantizer is None:
-            dtype = torch.float32 if self._weight is None else self._weight.dtype
-            stored, params = self._codes(codes), self._file_parameters()
-            if params.scale.shape != self._spec.granularity.group_shape(stored.shape):
-                raise ShapeError(f"scales of shape {list(params.scale.shape)} for codes of shape {list(stored.shape)}")
-            return reference.dequantize(stored, params, self._spec, dtype)
-        weights = calls.get(self._record.quantizer, ()) if self._weight is None else (self._weight,)
+            return self._file_weight(torch.float32 if self._weight is None else self._weight.dtype)
+        weights = calls.get(self.record.quantizer, ()) if self._weight is None else (self._weight,)
         fitting = [x for x in weights if (x.shape, x.dtype) == (actual.shape, actual.dtype)] or list(weights)
         if not fitting:
             raise VerificationError(
-                f"the constant {self._record.x} of the file is not a parameter or buffer of the model, and the "
-                f"quantizer {self._record.quantizer} was not called; pass the model that was exported"
+                f"the constant {self.record.x} of the file is not a parameter or buffer of the model, and the "
+                f"quantizer {self.record.quantizer} was not called; pass the model that was exported"
             )
         results = [library.fake_quantize(x, quantizer.qparams(x), quantizer.spec).detach() for x in fitting]
         return results[0] if len(results) == 1 else min(results, key=lambda y: _distance(actual, y))
+
+    def _file_weight(self, dtype: torch.dtype) -> Tensor:
+        stored, params = self._codes(str(self.record.codes)), self._file_parameters()
+        if params.scale.shape != self._spec.granularity.group_shape(stored.shape):
+            raise ShapeError(f"scales of shape {list(params.scale.shape)} for codes of shape {list(stored.shape)}")
+        return reference.dequantize(stored, params, self._spec, dtype)
 
     def _codes(self, name: str) -> Tensor:
         """Return codes of the file in the dtype of `fakequant.quantize`."""
@@ -178,12 +236,12 @@ class SiteCheck:
         return fmt.to_storage(codes)
 
     def _file_parameters(self) -> QParams:
-        scale = self._in_groups(self._record.scale)
-        if self._record.scale_of_scales is not None:
-            scale = scale.float() * self._shared(self._record.scale_of_scales, scale.shape)
+        scale = self._in_groups(self.record.scale)
+        if self.record.scale_of_scales is not None:
+            scale = scale.float() * self._shared(self.record.scale_of_scales, scale.shape)
         elif scale.dtype == torch.uint8:  # the bits of E8M0, as TensorRT takes them
             scale = scale.view(torch.float8_e8m0fnu).float()
-        return QParams(scale, None if self._spec.symmetric else self._in_groups(str(self._record.zero_point)))
+        return QParams(scale, None if self._spec.symmetric else self._in_groups(str(self.record.zero_point)))
 
     def _shared(self, name: str, shape: torch.Size) -> Tensor:
         """Return the factors of the scales' codes, repeated so that they broadcast with a shape."""
@@ -198,24 +256,9 @@ class SiteCheck:
     def _in_groups(self, name: str) -> Tensor:
         """Return a constant of the file in the shape [groups, axes kept]."""
         values = self._constants.tensor(name)
-        for axis, count in enumerate(self._record.repeats):
+        for axis, count in enumerate(self.record.repeats):
             values = values[(slice(None),) * axis + (slice(None, None, count),)]
-        return values.reshape(self._record.groups)
-
-
-def _as_read(file: ModelProto, x: str) -> str:
-    """Return the name of the tensor that a quantizer reads; for a float16 tensor this is its cast to float32.
-
-    ONNX Runtime inserts its own casts to compute float16 in float32, and removes them where they cancel with casts of
-    the file, even without optimisations (1.31). The quantizer then reads values before their rounding to float16.
-    """
-    from onnx import TensorProto
-
-    if element_types(file).get(x) != TensorProto.FLOAT16:
-        return x
-    casts = (node for node in file.graph.node if node.op_type == "Cast" and node.input[0] == x)
-    to_float32 = (node.output[0] for node in casts if any(a.i == TensorProto.FLOAT for a in node.attribute))
-    return next(to_float32, x)
+        return values.reshape(self.record.groups)
 
 
 def _needed(record: SiteRecord, spec: QuantSpec) -> list[str]:
@@ -229,26 +272,14 @@ def _needed(record: SiteRecord, spec: QuantSpec) -> list[str]:
     return list(dict.fromkeys(needed))
 
 
-def _quantizer(model: nn.Module, path: str) -> Quantizer | None:
+def _quantizer(source: Source, path: str) -> Quantizer | None:
     """Return the quantizer at a path, or None if the module there calls `fake_quantize` itself."""
-    try:
-        module = module_at(model, path)
-    except AttributeError as error:
+    if path not in source.modules:
         raise VerificationError(
             f"the file has a quantizer {path}, which the model lacks; pass the model that was exported"
-        ) from error
+        )
+    module = source.modules[path]
     return module if isinstance(module, Quantizer) else None
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter or buffer with a name, or None if the model computes the tensor."""
-    for known, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        if known == name:
-            return tensor.detach()
-    return None
 
 
 def _distance(actual: Tensor, expected: Tensor) -> int:

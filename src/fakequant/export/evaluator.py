@@ -72,6 +72,7 @@ def _check_input(declared: ValueInfoProto, array: np.ndarray) -> None:
 
     kind = declared.type.tensor_type
     expected = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
+    expected = expected if kind.HasField("shape") else [None] * array.ndim
     fits = len(expected) == array.ndim and all(n in (None, m) for n, m in zip(expected, array.shape, strict=True))
     dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
     if not fits or array.dtype != dtype:

@@ -98,19 +98,19 @@ class GraphEditor:
         kept = list(nodes)
         del self.graph.node[:]
         self.graph.node.extend(kept)
-        used = {output.name for output in self.graph.output} | _used(self.graph)
+        used = {output.name for output in self.graph.output} | names_read(self.graph.node)
         del self.graph.initializer[:]
         self.graph.initializer.extend(tensor for name, tensor in self._constants.items() if name in used)
         _strip(self.graph)
 
 
-def _used(graph: GraphProto) -> set[str]:
-    """Return the names of all inputs of the nodes of a graph, including inner graphs."""
+def names_read(nodes: Iterable[NodeProto]) -> set[str]:
+    """Return the names of all inputs of nodes, including those that only their inner graphs read."""
     names: set[str] = set()
-    for node in graph.node:
+    for node in nodes:
         names.update(node.input)
         for inner in inner_graphs(node):
-            names |= _used(inner) | {output.name for output in inner.output}
+            names |= names_read(inner.node) | {output.name for output in inner.output}
     return names
 
 

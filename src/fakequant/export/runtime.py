@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,19 +67,34 @@ class Watch:
         return copy
 
 
+class Options(NamedTuple):
+    """Settings of a session: as text to paste, disabled optimizers, entries, and whether graphs are optimised."""
+
+    text: str
+    disabled: tuple[str, ...] = ()
+    entries: tuple[tuple[str, str], ...] = ()
+    optimised: bool = True
+
+
+DEFAULT = Options("SessionOptions()")
+WITHOUT_OPTIMISATIONS = Options(
+    "SessionOptions.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL", optimised=False
+)
+
+
 class Session:
     """An ONNX model in ONNX Runtime on the CPU.
 
     Args:
         model: the model; it is not changed.
         watched: names of intermediate tensors to return.
-        optimised: whether ONNX Runtime applies its default graph optimisations.
+        chosen: the settings.
 
     Raises:
         VerificationError: ONNX Runtime cannot load the model, with its message.
     """
 
-    def __init__(self, model: ModelProto, watched: Sequence[str] = (), *, optimised: bool = False) -> None:
+    def __init__(self, model: ModelProto, watched: Sequence[str] = (), chosen: Options = WITHOUT_OPTIMISATIONS) -> None:
         import onnxruntime
         from onnx import TensorProto
 
@@ -88,11 +103,15 @@ class Session:
         self.name = f"ONNX Runtime {onnxruntime.__version__}"
         options = onnxruntime.SessionOptions()
         levels = onnxruntime.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if chosen.optimised else levels.ORT_DISABLE_ALL
+        for key, value in chosen.entries:
+            options.add_session_config_entry(key, value)
         options.log_severity_level = 4
         data = self._watch.model.SerializeToString()
         try:
-            self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+            self._session = onnxruntime.InferenceSession(
+                data, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(chosen.disabled)
+            )
         except _errors() as error:
             lacking = "NOT_IMPLEMENTED" in str(error) and TensorProto.BFLOAT16 in element_types(model).values()
             reason = NO_BFLOAT16 if lacking else first_line(error)

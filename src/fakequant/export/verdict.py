@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fakequant.export.runtime import WITHOUT_OPTIMISATIONS
 from fakequant.model.html import html_result
 from fakequant.text import table
 
-WITHOUT_OPTIMISATIONS = (
-    "it runs with SessionOptions.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL, as it did here"
-)
+OPTIMISED_ERROR = f"it runs with {WITHOUT_OPTIMISATIONS.text}, as it did here"
 
 _NAMED = 5
+_SUMS = 16
+"""Units of the last place by which outputs differ whose sums are taken in another order."""
 _HEADER = ("quantizer", "specification", "kind", "elements", "differing", "")
 _SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -74,6 +76,7 @@ class OutputRow:
         same_argmax: the number of rows with the same arg-max.
         signal: the sum of the squares of the finite expected values.
         noise: the sum of the squares of the differences.
+        eps: the relative rounding of the output's dtype; 0 for integers.
     """
 
     name: str
@@ -85,6 +88,7 @@ class OutputRow:
     same_argmax: int = 0
     signal: float = 0.0
     noise: float = 0.0
+    eps: float = 0.0
 
     @property
     def sqnr(self) -> float:
@@ -111,6 +115,7 @@ class OutputRow:
     def add(self, actual: Tensor, expected: Tensor) -> None:
         """Add one batch to the counts."""
         self.elements += actual.numel()
+        self.eps = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
         exact = expected.detach().double()
         self.signal += exact.where(exact.isfinite(), 0.0).square().sum().item()
         differs = (actual != expected) & ~(actual.isnan() & expected.isnan())
@@ -148,6 +153,10 @@ class VerifyReport:
         rows: one row per quantizer in the file.
         outputs: the outputs compared with torch; empty without a model.
         optimised: the outputs with ONNX Runtime's default optimisations compared with those without.
+        deployed: the outputs with ONNX Runtime's default optimisations compared with torch, or without a model with
+            those without optimisations.
+        noise: the outputs without rounding compared with those of the file: what quantization itself costs.
+        restored_by: the setting with which ONNX Runtime's default session gives the results without optimisations.
         optimised_error: ONNX Runtime's message if it cannot load or run the file with its optimisations.
         uncovered: names of nodes that quantize but belong to no quantizer of the file, so they are not compared.
     """
@@ -161,6 +170,9 @@ class VerifyReport:
     batches: int = 0
     outputs: list[OutputRow] = field(default_factory=list)
     optimised: list[OutputRow] = field(default_factory=list)
+    deployed: list[OutputRow] = field(default_factory=list)
+    noise: list[OutputRow] = field(default_factory=list)
+    restored_by: str | None = None
     optimised_error: str | None = None
     uncovered: list[str] = field(default_factory=list)
 
@@ -168,6 +180,25 @@ class VerifyReport:
     def exact(self) -> bool:
         """Whether every quantizer has the same bits as torch, and the file is unchanged since the export."""
         return bool(self.rows) and all(row.exact for row in self.rows) and not self.uncovered
+
+    @property
+    def as_deployed(self) -> bool | None:
+        """Whether no output loses more in ONNX Runtime's default session than quantization itself costs.
+
+        None where this session is not how the file is deployed (the styles "standard" and "trt"), or no output is a
+        float.
+        """
+        if self.style != "portable":
+            return None
+        if self.optimised_error is not None:
+            return False
+        pairs = [pair for pair in zip(self.deployed, self.noise, strict=False) if pair[0].eps]
+        return all(not _is_lost(*pair) for pair in pairs) if pairs else None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the file is exact, and loses nothing as it is deployed."""
+        return self.exact and self.as_deployed is not False
 
     @property
     def faults(self) -> list[str]:
@@ -189,11 +220,11 @@ class VerifyReport:
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
         values = asdict(self)
-        for name in ("outputs", "optimised"):
+        for name in ("outputs", "optimised", "deployed", "noise"):
             for row, found in zip(values[name], getattr(self, name), strict=True):
                 row.update(share=found.share, steps=found.steps, argmax_agreement=found.argmax_agreement)
                 row.update(sqnr=found.sqnr if math.isfinite(found.sqnr) else None)
-        return {**values, "exact": self.exact, "differing": self.differing}
+        return {**values, "exact": self.exact, "as_deployed": self.as_deployed, "differing": self.differing}
 
     def __str__(self) -> str:
         return table([_HEADER, *map(_cells, self.rows)], self._lines(), line=True)
@@ -212,8 +243,42 @@ class VerifyReport:
         lines += [f"against torch, {row}" for row in self.outputs]
         lines += [f"with ONNX Runtime's optimisations, {row}" for row in self.optimised]
         if self.optimised_error is not None:
-            lines.append(f"with ONNX Runtime's optimisations: {self.optimised_error}; {WITHOUT_OPTIMISATIONS}")
+            lines.append(f"with ONNX Runtime's optimisations: {self.optimised_error}; {OPTIMISED_ERROR}")
+        return lines + self.deployment
+
+    @property
+    def deployment(self) -> list[str]:
+        """What ONNX Runtime's default session loses beside quantization, and the setting that restores it."""
+        lines = []
+        for row, noise in zip(self.deployed, self.noise, strict=False):
+            if row.eps:
+                verdict = "NOT as deployed: more lost" if _is_lost(row, noise) else "as deployed: less lost"
+                lines.append(
+                    f"{verdict} than by rounding: {row.name} has {row.sqnr:.1f} dB in ONNX Runtime's default session, "
+                    f"{noise.sqnr:.1f} dB by rounding"
+                )
+        if self.restored_by is not None:
+            lines.append(f"The results without optimisations come back with {self.restored_by}.")
         return lines
+
+
+def _is_lost(deployed: OutputRow, noise: OutputRow) -> bool:
+    """Whether a difference is greater than that of quantization, and than sums in another order explain."""
+    return deployed.noise > max(noise.noise, (_SUMS * deployed.eps) ** 2 * deployed.signal)
+
+
+def add_rows(
+    rows: list[OutputRow],
+    names: Sequence[str],
+    actual: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    step: float | None,
+) -> None:
+    """Add one batch to the rows of outputs, which are made for the first."""
+    if not rows:
+        rows += [OutputRow(name, step=step) for name in names]
+    for row, a, b in zip(rows, actual, expected, strict=True):
+        row.add(a, b)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +14,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fakequant.errors import VerificationError
-from fakequant.export.check import SiteCheck, recorded_calls
+from fakequant.export.check import SiteCheck, Source, recorded_calls
 from fakequant.export.coverage import uncovered_nodes
+from fakequant.export.deployed import Deployed
 from fakequant.export.evaluator import Evaluator
 from fakequant.export.packages import require
+from fakequant.export.pieces import Pieces
 from fakequant.export.record import INPUT_DTYPES, InputRecord, read
 from fakequant.export.runtime import Session
 from fakequant.export.style import Style
-from fakequant.export.verdict import OutputRow, VerifyReport
+from fakequant.export.verdict import VerifyReport, add_rows
 from fakequant.files import check_path
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Inputs, refuse_tensor, run_batch, select_inputs
@@ -88,44 +89,49 @@ def verify_onnx(
     with _named(path):
         proto = load_exported(Path(path))
         record = read(proto)
-        checks = [SiteCheck(proto, site, model) for site in record.sites]
+        source = Source(proto, model)
+        checks = [SiteCheck(source, site) for site in record.sites]
         chosen = "random numbers in the shapes of the example" if batches is None else "given"
         report = VerifyReport(str(path), chosen, [check.row for check in checks], record.style.value)
         report.uncovered = uncovered_nodes(proto, record.sites)
-        plain = _runtime(proto, [name for check in checks for name in check.watched], record.style, report)
+        plain = _runtime(proto, [check.watched for check in checks], record.style, report)
         step = next((check.step for check in reversed(checks) if check.step is not None), None)
-        compared = _Outputs(report, plain.outputs, step)
-        optimised = compared.optimised_session(proto) if isinstance(plain, Session) else None
+        deployed = Deployed(proto, checks, report, step) if not isinstance(plain.runtime, Evaluator) else None
         for batch in [_random_batch(record.inputs, proto.ByteSize())] if batches is None else batches:
             batch = batch if inputs is None or batches is None else select_inputs(batch, inputs)
             given = _inputs(batch, record.inputs)
-            values = plain.run(given)
             known = _known(batch, record.inputs)
             calls = {} if model is None or report.batches else _calls(model, batch, known, checks)
-            for check in checks:
-                check.compare(values, calls)
+            values: dict[str, Tensor] = {}
+            for values, indices in plain.run(given):
+                for index in indices:
+                    checks[index].compare(values, calls)
+            expected = found = [values[name] for name in plain.outputs]
             if model is not None:
-                compared.add_torch(values, model, batch, known)
-            if optimised is not None:
-                optimised = compared.add_optimised(values, optimised, given)
+                expected = _torch_outputs(model, batch, known, found)
+                add_rows(report.outputs, plain.outputs, found, expected, step)
+            if deployed is not None:
+                deployed.add(values, expected, given)
             report.batches += 1
         if not report.batches:
             raise VerificationError("batches is empty; pass at least one batch, or None for random numbers")
+        if deployed is not None:
+            deployed.finish()
     return report
 
 
-def _runtime(model: ModelProto, watched: list[str], style: Style, report: VerifyReport) -> Session | Evaluator:
+def _runtime(model: ModelProto, watched: list[list[str]], style: Style, report: VerifyReport) -> Pieces:
     """Load a file in ONNX Runtime, or in the ReferenceEvaluator if its style allows that; the report names which."""
     missing = ["Not run in TensorRT: its operators follow its documentation."] if style is Style.TRT else []
     try:
-        runtime: Session | Evaluator = Session(model, watched)
+        pieces = Pieces(model, watched, Session)
     except VerificationError as error:
         if style is Style.PORTABLE:
             raise
-        runtime = Evaluator(model, watched)
+        pieces = Pieces(model, watched, Evaluator)
         missing.append(f"Not run in ONNX Runtime: {error}")
-    report.runtime, report.not_run = runtime.name, missing
-    return runtime
+    report.runtime, report.not_run = pieces.runtime.name, missing
+    return pieces
 
 
 @contextmanager
@@ -163,51 +169,17 @@ def load_exported(path: Path) -> ModelProto:
     return model
 
 
-@dataclass
-class _Outputs:
-    """Compares the model's outputs with torch and with ONNX Runtime's default optimisations."""
-
-    report: VerifyReport
-    names: list[str]
-    step: float | None
-
-    def optimised_session(self, model: ModelProto) -> Session | None:
-        """Load the file with ONNX Runtime's default optimisations; returns None if that fails."""
-        try:
-            return Session(model, optimised=True)
-        except VerificationError as error:
-            self.report.optimised_error = str(error)
-            return None
-
-    def add_torch(self, values: Mapping[str, Tensor], model: nn.Module, batch: Any, known: int | None) -> None:
-        """Compare one batch with the torch model; its first `known` items are arguments."""
-        with evaluating(model), torch.no_grad():
-            results = pytree.tree_leaves(run_batch(model, batch, known))
-        expected = [result for result in results if isinstance(result, Tensor)]
-        if [list(result.shape) for result in expected] != [list(values[name].shape) for name in self.names]:
-            raise VerificationError(
-                f"the model's outputs have the shapes {[list(result.shape) for result in expected]}, the file's "
-                f"{[list(values[name].shape) for name in self.names]}; pass the model that was exported"
-            )
-        self._add(self.report.outputs, [values[name] for name in self.names], expected)
-
-    def add_optimised(
-        self, values: Mapping[str, Tensor], session: Session, inputs: Mapping[str, Tensor]
-    ) -> Session | None:
-        """Compare one batch with the optimised file; returns None once the optimised file fails."""
-        try:
-            results = session.run(inputs)
-        except VerificationError as error:
-            self.report.optimised_error = str(error)
-            return None
-        self._add(self.report.optimised, [results[name] for name in self.names], [values[name] for name in self.names])
-        return session
-
-    def _add(self, rows: list[OutputRow], actual: list[Tensor], expected: list[Tensor]) -> None:
-        if not rows:
-            rows += [OutputRow(name, step=self.step) for name in self.names]
-        for row, a, b in zip(rows, actual, expected, strict=True):
-            row.add(a, b)
+def _torch_outputs(model: nn.Module, batch: Any, known: int | None, found: list[Tensor]) -> list[Tensor]:
+    """Return the outputs of the torch model for one batch, whose first `known` items are arguments."""
+    with evaluating(model), torch.no_grad():
+        results = pytree.tree_leaves(run_batch(model, batch, known))
+    expected = [result for result in results if isinstance(result, Tensor)]
+    if [list(result.shape) for result in expected] != [list(result.shape) for result in found]:
+        raise VerificationError(
+            f"the model's outputs have the shapes {[list(result.shape) for result in expected]}, the file's "
+            f"{[list(result.shape) for result in found]}; pass the model that was exported"
+        )
+    return expected
 
 
 def _calls(model: nn.Module, batch: Any, known: int | None, checks: list[SiteCheck]) -> Mapping[str, Sequence[Tensor]]:

@@ -45,6 +45,8 @@ def _advice(data: ReportData, preset: str) -> tuple[str, str]:
     inexact = [check.title for check in data.verifications if not check.exact]
     if inexact:
         return f"{inexact[0]} differs from the model: export it again, and verify it before you deploy it.", _EXPORT
+    if lossy := [check.title for check in data.verifications if not check.passed]:
+        return f"ONNX Runtime loses too much of {lossy[0]} by default: see Verification for the setting.", _EXPORT
     clipped = [shown.name for shown in data.distributions if cut(shown) and shown.clips[CHOSEN].sqnr < FAIR]
     if clipped:
         rest = f" and {len(clipped) - 1} more" if len(clipped) > 1 else ""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fakequant.export import VerifyReport
-from fakequant.export.verdict import WITHOUT_OPTIMISATIONS, OutputRow
+from fakequant.export.verdict import OPTIMISED_ERROR, OutputRow
 from fakequant.model.operations import unquantized
 from fakequant.ops.dispatch import backends
 from fakequant.ptq.results import Improvement
@@ -106,10 +106,8 @@ def verification(title: str, report: VerifyReport) -> Verification:
     notes += [f"Against torch: {_output(row)}" for row in report.outputs]
     notes += [f"By ONNX Runtime's default optimisations: {_output(row)}" for row in report.optimised]
     if report.optimised_error is not None:
-        notes.append(
-            f"ONNX Runtime fails with its default optimisations: {report.optimised_error}; {WITHOUT_OPTIMISATIONS}"
-        )
-    return Verification(title, nodes, notes, report.runtime)
+        notes.append(f"ONNX Runtime fails with its default optimisations: {report.optimised_error}; {OPTIMISED_ERROR}")
+    return Verification(title, nodes, [*notes, *report.deployment], report.runtime, report.as_deployed)
 
 
 def _output(row: OutputRow) -> str:

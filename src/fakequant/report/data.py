@@ -217,17 +217,24 @@ class Verification:
         nodes: its quantizers.
         notes: other results, one sentence each.
         runtime: the runtime that executed the file.
+        as_deployed: whether ONNX Runtime's default session loses less than quantization; None if that is not judged.
     """
 
     title: str
     nodes: Sequence[NodeCheck]
     notes: Sequence[str] = ()
     runtime: str = ""
+    as_deployed: bool | None = None
 
     @property
     def exact(self) -> bool:
         """Whether at least one quantizer was compared and none differs."""
         return bool(self.nodes) and not any(node.differing or node.fault for node in self.nodes)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is exact, and loses nothing as it is deployed."""
+        return self.exact and self.as_deployed is not False
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,14 @@ def _exactness(data: ReportData) -> str:
     elements = sum(node.elements for check in data.verifications for node in check.nodes)
     count = sum(len(check.nodes) for check in data.verifications)
     runtimes = " and ".join(dict.fromkeys(check.runtime for check in data.verifications if check.runtime))
-    if all(check.exact for check in data.verifications):
+    if all(check.passed for check in data.verifications):
         where = f" in {runtimes}" if runtimes else ""
         return _tile(
             "exported file", "exact", f"all {count} quantizers, {elements:,} values, bit for bit{where}", "good"
         )
-    faulty = [check.title for check in data.verifications if not check.exact]
-    return _tile("exported file", "not exact", f"{', '.join(faulty)}: see Verification", "bad")
+    faulty = [check.title for check in data.verifications if not check.passed]
+    fault = "not as deployed" if all(check.exact for check in data.verifications) else "not exact"
+    return _tile("exported file", fault, f"{', '.join(faulty)}: see Verification", "bad")
 
 
 def _worst(data: ReportData) -> str:
