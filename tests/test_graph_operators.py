@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fakequant as fq
 from fakequant.numerics import compilers, reference
@@ -68,6 +69,41 @@ def test_the_fake_kernels_say_what_the_real_ones_do(text):
     arguments = (x, None, None, fq.QuantSpec.parse(text).to_text())
     for operator in (torch.ops.fakequant.fake_quantize.default, torch.ops.fakequant.fake_quantize_masked.default):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+VIEWS = {
+    "unbound": lambda x: x.permute(1, 0, 3, 2)[1],
+    "every second": lambda x: x[..., ::2],
+    "sliced": lambda x: x[:, 1:],
+    "sliced channels last": lambda x: x.to(memory_format=torch.channels_last)[:, :2],
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "expanded": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    "expanded and transposed": lambda x: x[:1].expand(3, -1, -1, -1).transpose(1, 3),
+    "one of an axis": lambda x: x.transpose(1, 2)[:, :1],
+    "one of each of two axes": lambda x: x[:1, :, 2:3].transpose(0, 3),
+    "scalar": lambda x: x[0, 0, 0, 0],
+    "empty": lambda x: x[:, :, :0].transpose(1, 3),
+}
+
+
+@pytest.mark.parametrize("exporting", [False, True])
+@pytest.mark.parametrize("operator", ["values", "values_chosen", "masked", "masked_chosen"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_the_strides_of_views_are_known_before_they_are_computed(view, operator, exporting, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
+    scale = None if operator.endswith("chosen") else torch.tensor(0.1)
+    spec = fq.QuantSpec.parse("int8")
+    args = (None, spec.to_text(), None)
+    call = (
+        torch.ops.fakequant.fake_quantize if operator.startswith("values") else torch.ops.fakequant.fake_quantize_masked
+    )
+    x = torch.randn(2, 3, 4, 6)
+    real = call(view(x), scale, *args)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = call(view(mode.from_tensor(x)), scale, *args)
+    real, fake = (y if isinstance(y, torch.Tensor) else y[0] for y in (real, fake))
+    assert fake.stride() == real.stride()
+    assert not x.numel() or library.fake_quantize_dynamic(view(x), spec).stride() == real.stride()
 
 
 def test_results_lie_in_memory_like_the_input():

@@ -160,6 +160,30 @@ def test_qnn_gives_softmax_its_fixed_range(tmp_path: Path) -> None:
         assert all(file.is_quantized(name) for name in file.computed_operands(node))
 
 
+class OneProjection(torch.nn.Module):
+    """Query, key and value come from one layer, and lie in memory in between each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(b, n, c))
+
+
+@pytest.mark.parametrize("target", ["openvino", "tensorrt"])
+def test_attention_of_one_projection_is_exported(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    model = fq.prepare(OneProjection().eval(), "INT8", example=x, target=target)
+    fq.calibrate(model, [x])
+    written = fq.export_onnx(model, x, tmp_path / "m.onnx", dynamic_shapes=({0: "batch", 1: "length"},))
+    assert fq.verify_onnx(written.path, model, [x, torch.randn(3, 7, 8)]).passed
+
+
 def test_xnnpack_leaves_attention_in_float(tmp_path: Path) -> None:
     file = exported(bert, "xnnpack", "INT8_AFFINE", tmp_path)
     (softmax,) = file.of("Softmax")

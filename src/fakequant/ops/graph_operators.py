@@ -58,7 +58,6 @@ def _values(
 def _(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, spec: str, seed: Tensor | None = None) -> Tensor:
     if is_exporting():  # not seen by `is_recorded` where torch's compiler reads its code
         refuse_onnx()
-        return torch.empty_like(x)  # sizes may depend on values, and strides do not matter
     return _declared(x)
 
 
@@ -208,12 +207,19 @@ def _mask_bytes(x: Tensor, spec: QuantSpec) -> int:
 
 
 def _declared(x: Tensor) -> Tensor:
-    """A tensor that lies in memory as results do: like x, or row by row where x has gaps."""
-    return torch.empty_like(x) if _is_dense(x) else x.new_empty(x.shape)
+    """A tensor that lies in memory as results do: like x, or row by row where x has gaps or overlaps."""
+    return x.new_empty_strided(x.shape, x.stride()) if _is_dense(x) else x.new_empty(x.shape)
 
 
 def _is_dense(x: Tensor) -> bool:
     """Whether x lies in memory without gaps and overlaps, in any order of axes."""
+    if not all(isinstance(n, int) for n in (*x.stride(), *x.shape)):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes a second, for sympy
+
+        # Sizes may depend on values, and cannot be sorted. torch keeps the strides of tensors without gaps alone.
+        return all(guard_or_false(a == b) for a, b in zip(torch.empty_like(x).stride(), x.stride(), strict=True))
+    if 0 in x.shape:
+        return True
     expected = 1
     for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
         if n != 1 and stride != expected:
