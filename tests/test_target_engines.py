@@ -133,6 +133,68 @@ def test_norms_that_are_trained_folded_leave_all_products_on_integers(tmp_path: 
     assert integer == products == 13
 
 
+class Chunked(nn.Module):
+    """Attention, of which one layer makes query, key and value."""
+
+    def __init__(self, cut: Any) -> None:
+        super().__init__()
+        self.qkv, self.out, self.cut = nn.Linear(8, 24), nn.Linear(8, 8), cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.view(2, 5, 2, 4).transpose(1, 2) for part in self.cut(self.qkv(x)))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Resized(nn.Module):
+    """Adds a product of another size, as pyramids of features do."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.coarse, self.fine, self.last = nn.Conv2d(3, 8, 2, 2), nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3)
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.interpolate(self.coarse(x), scale_factor=2, mode=self.mode) + self.fine(x))
+
+
+class Rolled(nn.Module):
+    """A convolution that a ReLU, a pooling and a roll follow; then two readers of two views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.max_pool2d(self.first(x).relu(), 2).roll(1, 2)
+        return self.second(y).flatten(2).transpose(1, 2) + self.third(y.flatten(2).transpose(1, 2))
+
+
+TOKENS = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+BRANCHES: dict[str, Any] = {
+    "chunk": (lambda: Chunked(lambda y: y.chunk(3, -1)), TOKENS, 4),
+    "slices": (lambda: Chunked(lambda y: (y[..., :8], y[..., 8:16], y[..., 16:])), TOKENS, 4),
+    "unbind": (lambda: Chunked(lambda y: y.unflatten(-1, (3, 8)).unbind(2)), TOKENS, 4),
+    "permute": (lambda: Chunked(lambda y: y.view(2, 5, 3, 8).permute(2, 0, 1, 3)), TOKENS, 4),
+    "nearest": (lambda: Resized("nearest"), IMAGE, 3),
+    "bilinear": (lambda: Resized("bilinear"), IMAGE, 3),
+    "rolled": (Rolled, IMAGE, 3),
+}
+
+
+@pytest.mark.parametrize(("make", "x", "products"), BRANCHES.values(), ids=BRANCHES)
+def test_onnxruntime_computes_products_before_branches_on_integers(
+    make: Any, x: Tensor, products: int, tmp_path: Path
+) -> None:
+    """It moves no quantizer back over Split, Slice, Gather and Resize, and none of several readers."""
+    torch.manual_seed(0)
+    model = fq.prepare(make().eval(), "INT8_AFFINE", example=x, target="onnxruntime")
+    fq.calibrate(model, [x])
+    path = fq.export_onnx(model, x, tmp_path / "model.onnx").path
+    assert on_integers(by_onnxruntime(path)) == (products, products)
+    assert fq.verify_onnx(path, model, [x]).passed
+
+
 class TwoReaders(nn.Module):
     """Reads one tensor three times, as a residual block and its downsampling do."""
 

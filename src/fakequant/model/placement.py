@@ -251,14 +251,19 @@ class _Planner:
         return call
 
     def _is_quantized_after(self, value: int) -> bool:
-        """Whether all that use a value get it quantized."""
+        """Whether all that use a value get it quantized, by quantizers that the engine moves to the value."""
+        moved = self.target.moved_back
+        through = self.target.keeps if moved is None else moved
         waiting, seen = [value], {value}
         while waiting:
             value = waiting.pop()
             if value in self.flow.recording.outputs:
                 return False
-            for consumer in self.flow.consumers.get(value, []):
-                if consumer.function in self.target.keeps:
+            readers = self.flow.consumers.get(value, [])
+            if moved is not None and len(readers) > 1 and any(reader.function in moved for reader in readers):
+                return False
+            for consumer in readers:
+                if consumer.function in through:
                     waiting += [output for output in consumer.outputs if output not in seen]
                     seen.update(consumer.outputs)
                 elif not self._quantizes(consumer, value):

@@ -1,7 +1,9 @@
 """ONNX Runtime: `quantization/registry.py` and the selectors of its optimiser for QuantizeLinear and DequantizeLinear.
 
 A convolution, and a linear layer with a bias, is an integer one only if its result is quantized, too. A ReLU after it
-is part of it where the quantizer behind the ReLU is asymmetric: its zero point is the smallest code then.
+is part of it where the quantizer behind the ReLU is asymmetric: its zero point is the smallest code then. Quantizers
+move back to a product over functions that give one tensor another shape (`qdq_propagation.cc`), but over no Split,
+Gather, Slice or Resize.
 """
 
 from __future__ import annotations
@@ -17,6 +19,12 @@ ONNXRUNTIME = Target(
     fixed={"softmax": FixedRange(0.0, 1.0, has_high=False)},
     outputs=frozenset({"conv1d", "conv2d", "conv3d", "linear", "addmm", "add", "mul", "cat", ATTENTION_LAYER}),
     fused=after_products("relu", "relu6") | {("add", "relu")},
+    moved_back=frozenset(
+        """
+        view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach dropout data ravel
+        max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims T mT H mH
+        """.split()  # noqa: SIM905
+    ),
     attention_in_parts=True,
     symmetric=False,
     folds_norms=False,

@@ -37,6 +37,8 @@ class Target:
         fused: pairs of functions that are computed as one where nothing else uses what is in between.
         identity_only: whether a sum of a product's result and a residual branch is quantized on that branch alone,
             because the engine computes it together with the product.
+        moved_back: functions over which the engine moves a quantizer back to a result that nothing else reads; None if
+            over all that `keeps` names.
         attention_in_parts: whether the engine computes attention as two products and a softmax, so that the
             probabilities are quantized, too.
         symmetric: whether activations must be symmetric so that all products are integer ones; False where they must be
@@ -58,6 +60,7 @@ class Target:
     outputs: frozenset[str] = frozenset()
     fused: frozenset[tuple[str, str]] = frozenset()
     identity_only: bool = False
+    moved_back: frozenset[str] | None = None
     attention_in_parts: bool = False
     symmetric: bool | None = None
     folds_norms: bool = True
