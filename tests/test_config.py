@@ -249,3 +249,44 @@ def test_a_dict_with_mistakes_is_refused(values, message):
 
 def test_missing_keys_take_their_defaults():
     assert Config.from_dict({"name": "x", "rules": [{"weight": "int8"}]}) == Config("x", (Rule(weight="int8"),))
+
+
+class Own(nn.Module):
+    """A layer with a weight and a function, as PyTorch Geometric and flows have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Spline(Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,oi->bo", x, self.weight)
+
+
+class Times(Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.mT
+
+
+@pytest.mark.parametrize("cls", [Own, Spline, Times])
+@pytest.mark.parametrize("op", ["linear", "matmul", "einsum"])
+def test_weights_in_functions_say_which_target_or_rule_takes_them(cls: type[nn.Module], op: str) -> None:
+    x = torch.ones(2, 4)
+    message = (
+        r"the rule '\*' matches nothing: the weights of the model are in 1 modules .*the first is 0 \(" + cls.__name__
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        fq.prepare(nn.Sequential(cls()), "int8", x)
+    assert all(text in str(caught.value) for text in ("target='onnxruntime'", "ops=(", "fakequant.nn.quantizes"))
+    assert fq.nn.quantizers(fq.prepare(nn.Sequential(cls()), "int8_affine", x, target="onnxruntime"))
+    if op == {Own: "linear", Spline: "einsum", Times: "matmul"}[cls]:  # beside the rule of the preset for layers
+        config = fq.presets.INT8.with_rule(fq.Rule("*", fq.presets.INT8, ops=(op,)))
+        assert (
+            list(fq.nn.quantizers(fq.prepare(nn.Sequential(cls()), config, x)))
+            == [f"0._sites.{op}_0.{name}" for name in ("input", "other" if op == "matmul" else "weight")]
+            or op == "einsum"
+        )

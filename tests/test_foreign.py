@@ -4,7 +4,9 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +72,68 @@ CASES: dict[str, Any] = {
 }
 
 
+def of_transformers(name: str, *args: Any, **values: Any) -> nn.Module:
+    """A layer of transformers with random weights, with a configuration of these values for a class that takes one."""
+    path, _, cls = name.rpartition(".")
+    made = getattr(pytest.importorskip(path), cls)(*args or (SimpleNamespace(**values),))
+    return made.requires_grad_(False).apply(lambda one: [p.normal_() for p in one.parameters(recurse=False)])
+
+
+def geometric() -> tuple[nn.Module, tuple[Any, ...], dict[str, str]]:
+    module = pytest.importorskip("torch_geometric.nn")
+    return module.Linear(4, 6), (data(2, 3, 4),), {"weight": "int8 per_channel(0)"}
+
+
+LLAMA4 = {"num_local_experts": 2, "intermediate_size": 3, "hidden_size": 4, "hidden_act": "silu"}
+OTHERS: dict[str, Callable[[str], tuple[nn.Module, tuple[Any, ...], dict[str, str]]]] = {
+    **{
+        name: lambda name: (
+            of_transformers(name, 5, 4, 0, 2.5),
+            (torch.tensor([[1, 4], [0, 2]]),),
+            {"weight": "int8 per_channel(0)"},
+        )
+        for name in _named_layers
+        if name.endswith("ScaledWordEmbedding")
+    },
+    "transformers.models.falcon.modeling_falcon.FalconLinear": lambda name: (
+        of_transformers(name, 4, 6),
+        (data(2, 3, 4),),
+        {"weight": "int8 per_channel(0)"},
+    ),
+    "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": lambda name: (
+        of_transformers(name, 3, 4, 6),
+        (data(7, 4), [2, 0, 5]),
+        {"weight": "int8 per_channel(0,1)"},
+    ),
+    "transformers.models.llama4.modeling_llama4.Llama4TextExperts": lambda name: (
+        of_transformers(name, **LLAMA4),
+        (data(6, 4),),
+        {"gate_up_proj": "int8 per_channel(0,2)", "down_proj": "int8 per_channel(0,2)"},
+    ),
+    "torch_geometric.nn.dense.linear.Linear": lambda name: geometric(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_layer_with_a_forward_of_its_own_computes_with_quantized_weights(name: str, tmp_path: Path) -> None:
+    module, args, specs = OTHERS[name](name)
+    expected = copy.deepcopy(module)
+    for attribute, spec in specs.items():
+        weight = getattr(expected, attribute)
+        weight.data.copy_(fq.fake_quantize(weight, spec))
+    quantized = fq.prepare(nn.Sequential(copy.deepcopy(module)), "int8_weight_only")
+    assert torch.equal(quantized[0](*args), expected(*args))  # type: ignore[operator]
+    assert isinstance(quantized[0], type(module))
+    fq.calibrate(quantized)
+    loaded = fq.load(nn.Sequential(copy.deepcopy(module)), fq.save(quantized, tmp_path))
+    assert torch.equal(loaded[0](*args), expected(*args))  # type: ignore[operator]
+    with fq.disabled(quantized):
+        assert torch.equal(quantized[0](*args), module(*args))  # type: ignore[operator]
+    static = fq.prepare(copy.deepcopy(module), "int8")
+    fq.calibrate(static, [args], forward=lambda model, batch: model(*batch))
+    assert all(quantizer.calibrated for quantizer in fq.nn.quantizers(static).values())
+
+
 def plain(module: nn.Module) -> Any:
     """The layer with its weight as it is multiplied: a standardized one by a convolution without standardization."""
     if type(module).__name__ not in STANDARD:
@@ -94,7 +158,7 @@ def padded(module: Any, x: Tensor) -> Tensor:
 
 
 def test_every_name_has_a_case() -> None:
-    assert set(CASES) == set(_named_layers)
+    assert set(CASES) | set(OTHERS) == set(_named_layers)
 
 
 @pytest.mark.parametrize("name", CASES)

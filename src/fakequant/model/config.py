@@ -252,7 +252,7 @@ class Config:
             if not matched and not rule.optional:
                 others = found if any_module else [m for m in found if rule.leaves_in_float and weights_of(m)]
                 if not others:
-                    raise ConfigError(_nothing_matched(rule, candidates))
+                    raise ConfigError(_nothing_matched(rule, candidates, model))
             held.update(dict.fromkeys(matched, rule))
         return held | self._followers(held, candidates)
 
@@ -347,7 +347,16 @@ def _with_known_keys(cls: type[Any], values: Any, what: str) -> dict[str, Any]:
     return values
 
 
-def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module]) -> str:
+def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module], model: nn.Module) -> str:
+    own = {name: type(one).__name__ for name, one in model.named_modules() if weights_of(one)}
+    if not candidates and own:
+        first, kind = next(iter(own.items()))
+        return (
+            f"the rule {rule.pattern!r} matches nothing: the weights of the model are in {len(own)} modules without "
+            f"a quantized form, the first is {first or 'the model'} ({kind}). The functions that read them get "
+            "quantizers by a target, as in prepare(model, config, example, target='onnxruntime'), or by a rule, as "
+            "Rule('*', config, ops=('linear', 'matmul', 'conv')); fakequant.nn.quantizes registers a quantized form"
+        )
     if not candidates:
         return (
             f"the rule {rule.pattern!r} matches nothing: the model has no layer that can be quantized "

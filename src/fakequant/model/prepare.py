@@ -178,7 +178,7 @@ class _Planned(NamedTuple):
 
 
 def _planned(model: nn.Module, config: Config, target: Target | None, run: Run | None) -> _Planned:
-    held = config.resolve(model, any_module=target is not None)
+    held = config.resolve(model, any_module=target is not None or bool(config.site_rules))
     if run is None or not (config.site_rules or target is not None):
         return _Planned(held, None, [])
     recording = record(model, run)

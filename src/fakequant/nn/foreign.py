@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
+from fakequant.errors import ConfigError
+from fakequant.nn.embedding import QuantEmbedding
 from fakequant.nn.integer import IntegerProduct
 from fakequant.nn.layers import QuantConv2d, QuantizedLayer, QuantLinear, quantizes
+from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.operands import Operand, Role
 
 quantizes("timm.layers.linear.Linear")(QuantLinear)
+
+_SCALED = """
+    bart.Bart bigbird_pegasus.BigBirdPegasus biogpt.BioGpt blenderbot.Blenderbot m2m_100.M2M100 mbart.MBart
+    nllb_moe.NllbMoe pegasus_x.PegasusX plbart.PLBart pp_formulanet.PPFormulaNet seamless_m4t.SeamlessM4T
+    seamless_m4t_v2.SeamlessM4Tv2 trocr.TrOCR xglm.XGLM minicpm3.MiniCPM3 diffusion_gemma.DiffusionGemmaText
+    embedding_gemma2.EmbeddingGemma2Text gemma.GemmaText gemma2.Gemma2Text gemma3.Gemma3Text gemma3n.Gemma3nText
+    gemma4.Gemma4Text gemma4_unified.Gemma4UnifiedText vaultgemma.VaultGemmaText
+"""
+"""The models of transformers whose tables have a factor, with the first part of the name of their class."""
 
 
 class _SamePadding(QuantConv2d):
@@ -75,3 +89,85 @@ class QuantConv1D(QuantizedLayer):
         x = self.quantized_input(x)
         weight = self.quantized_weight()
         return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+class _Scaled(QuantEmbedding):
+    """Embedding whose rows are multiplied by a number after they were quantized; the tied head reads the same table."""
+
+    embed_scale: Tensor | float
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows, factor = super().forward(input), self.embed_scale
+        if isinstance(input, Proxy):
+            return rows
+        return rows * (factor.to(self.weight.dtype) if isinstance(factor, Tensor) else factor)
+
+
+for _model, _, _prefix in (name.partition(".") for name in _SCALED.split()):
+    quantizes(f"transformers.models.{_model}.modeling_{_model}.{_prefix}ScaledWordEmbedding")(_Scaled)
+
+
+@quantizes("transformers.models.falcon.modeling_falcon.FalconLinear")
+class _FalconLinear(QuantLinear):
+    """Linear layer that adds its bias after it has rounded the product."""
+
+    product: ClassVar[IntegerProduct | None] = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        y = self.quantized_input(input) @ self.quantized_weight().T
+        return y if self.bias is None else y + self.bias
+
+
+@quantizes("torch_geometric.nn.dense.linear.Linear")
+class _GeometricLinear(QuantLinear):
+    """Linear layer of PyTorch Geometric, which counts channels."""
+
+    in_features = property(lambda self: self.in_channels)  # type: ignore[assignment]
+    out_features = property(lambda self: self.out_channels)  # type: ignore[assignment]
+
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        if isinstance(layer.weight, UninitializedParameter):
+            raise ConfigError("its parameters get their shapes in the first call; run the model once first")
+
+
+@quantizes("transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts")
+class _ParallelExperts(QuantizedLayer):
+    """Experts with quantized tokens [tokens, in], in the order of the experts, and weights [experts, out, in]."""
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        weight = Operand(Role.WEIGHT, -1, -2, weight="weight", is_stack=True)
+        return {"_input_quantizer": Operand(Role.INPUT), "_weight_quantizer": weight}
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """The results [tokens, out] of as many tokens for each expert as its size."""
+        parts = self.quantized_input(inputs).split(expert_size, dim=0)
+        return torch.cat([F.linear(x, weight) for x, weight in zip(parts, self.quantized_weight(), strict=True)], dim=0)
+
+
+@quantizes("transformers.models.llama4.modeling_llama4.Llama4TextExperts")
+class _Llama4Experts(QuantizedLayer):
+    """Experts that all see as many tokens, with quantized inputs of both products and weights [experts, in, out]."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_down_input_quantizer")
+    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
+    output_channels: ClassVar[int | None] = None
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        found = {attribute: Operand(Role.INPUT) for attribute in cls.inputs}
+        for name in ("gate_up_proj", "down_proj"):
+            found[f"_{name}_weight_quantizer"] = Operand(Role.WEIGHT, -2, -1, weight=name, is_stack=True)
+        return found
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The results [experts * tokens, in] of the tokens of the first expert, of the second, and so on."""
+        own: Any = self
+        x = self.quantized_input(hidden_states.view(own.num_experts, -1, own.hidden_size))
+        first = self.quantized("_gate_up_proj_weight_quantizer", own.gate_up_proj)
+        gate, up = torch.bmm(x, first).chunk(2, dim=-1)
+        x = self.quantized("_down_input_quantizer", up * own.act_fn(gate))
+        return torch.bmm(x, self.quantized("_down_proj_weight_quantizer", own.down_proj)).view(-1, own.hidden_size)
