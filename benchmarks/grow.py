@@ -251,9 +251,11 @@ def seconds(case: Case, models: Model) -> float:
         if case.before is not None and not found:
             case.before(models, model)
         gc.collect()
+        gc.freeze()  # else one collection scans what torch and others hold, 0.5 s, at some sizes and not at others
         started = time.process_time()
         case.call(models, model)
         found.append(time.process_time() - started)
+        gc.unfreeze()
     return min(found) / (models.blocks if case.passes else 1)
 
 
