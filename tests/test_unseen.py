@@ -192,3 +192,82 @@ def test_a_quantizer_in_a_module_of_your_own_is_turned_off():
 def test_an_unknown_choice():
     with pytest.raises(ConfigError, match="unseen cannot be 'flaot'; did you mean float"):
         fq.calibrate(fq.prepare(Experts(), "int8"), [X], unseen="flaot")
+
+
+class Branches(nn.Module):
+    """The second input of the model, and one of the experts, get zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.experts[0](self.a(x)) + self.experts[1](self.b.weight.sum() * y[:, :4]) + self.b(y)
+
+
+ZEROS = [(X, torch.zeros_like(X))] * 2
+
+
+@pytest.mark.parametrize("method", ["max", "mse", "percentile", "entropy", "moving_average", "auto"])
+@pytest.mark.parametrize("preset", ["int8", "int8_affine", "fp8"])
+def test_inputs_that_are_always_zero_are_named_and_stay_in_float(method, preset, tmp_path):
+    model = fq.prepare(Branches(), preset)
+    with pytest.warns(CalibrationWarning, match=r"zero in every batch.*: b\._input_quantizer, experts\.1\._input_q"):
+        used = fq.calibrate(model, ZEROS, method)
+    assert "b._input_quantizer" not in used
+    for layer in (model.b, model.experts[1]):
+        assert layer.input_quantizer.mode is Mode.OFF
+        assert layer.input_quantizer.scale is None
+        assert layer.weight_quantizer.calibrated
+    assert (
+        next(row for row in fq.summary(model, ZEROS[0]).layers if row.name == "b").quantizers["_input_quantizer"]
+        == "float"
+    )
+    file = fq.export_onnx(model, ZEROS[0], tmp_path / "model.onnx").path if method == "max" else None
+    assert file is None or fq.verify_onnx(file, model).exact
+    fq.save(model, tmp_path / "saved")
+    assert_same_bits(fq.load(Branches(), tmp_path / "saved")(X, X), model(X, X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.calibrate(model, [(X, X)], method)
+    assert model.b.input_quantizer.mode is Mode.QUANTIZE
+    assert model.b.input_quantizer.calibrated
+
+
+def test_layers_with_zero_inputs_are_left_in_float_or_get_the_ranges_of_siblings():
+    model = fq.prepare(Branches(), "int8")
+    with pytest.warns(CalibrationWarning, match="zero in every batch"):
+        fq.calibrate(model, ZEROS, unseen="float")
+    assert model.b.input_quantizer is None
+    assert model.b.weight_quantizer is None
+    model = fq.prepare(Branches(), "int8")
+    with pytest.warns(CalibrationWarning, match=r"experts\.1\._input_quantizer, which gets the range of 1 siblings"):
+        fq.calibrate(model, ZEROS, unseen="siblings")
+    first, second = (expert.input_quantizer for expert in model.experts)
+    assert_same_bits(second.scale, first.scale)
+    assert second.mode is Mode.QUANTIZE
+    assert model.b.input_quantizer.mode is Mode.OFF
+
+
+def test_zero_inputs_of_functions():
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x @ y.mT
+
+    model = fq.prepare(Sum(), fq.Config(fq.Rule("*", input="int8", ops=("matmul",))), ZEROS[0])
+    with pytest.warns(CalibrationWarning, match="zero in every batch"):
+        fq.calibrate(model, ZEROS)
+    modes = [quantizer.mode for quantizer in quantizers(model).values()]
+    assert modes == [Mode.QUANTIZE, Mode.OFF]
+    assert torch.isfinite(model(X, X)).all()
+
+
+def test_a_channel_of_zeros_gets_the_range_of_the_others():
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 4)), fq.Config(fq.Rule("*", input="int8 per_channel(-1)")))
+    x = X.clone()
+    x[:, 3] = 0
+    fq.calibrate(model, [x], "max")
+    scale = model[0].input_quantizer.scale.flatten()
+    assert scale[3] == scale.max()

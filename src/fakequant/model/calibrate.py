@@ -19,8 +19,16 @@ from fakequant.model.observation import Job, matches, observed_ranges
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import say
+from fakequant.model.site_weights import site_weights
 from fakequant.model.unseen import check_unseen, leave_in_float, observed
-from fakequant.model.weights import holds_codes, note_weight, quantized_weights, scaled_weights
+from fakequant.model.weights import (
+    give_range,
+    holds_codes,
+    note_weight,
+    quantized_weights,
+    scaled_weights,
+    warn_of_zeros,
+)
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import Range
@@ -51,7 +59,9 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
     match run quantized where they have ranges, and in integers where `set_execution` says so. Later layers are
     calibrated on what they get from earlier ones. A weight that its quantizer leaves as it is, as after
-    `fakequant.ptq.improve`, keeps its range, because no other range is nearer and each would change its codes.
+    `fakequant.ptq.improve`, keeps its range, because no other range is nearer and each would change its codes. A weight
+    that is zero gets none, nor does one with channels or groups of zeros unless `weight_method` searches: its scale
+    follows it at each call, so that training can move it.
 
     Args:
         model: a prepared model.
@@ -76,6 +86,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         unseen: what becomes of layers that need data, and that no batch reached: "error"; "float" leaves them in float,
             which one `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the
             same place in other members of their `nn.ModuleList`, as for the experts of a mixture, with a warning too.
+            Inputs that are zero in every batch are named by a `CalibrationWarning`, too: they alone stay in float until
+            a calibration finds a range; with "float" their layers do, and "siblings" is as above.
             Layers that need no data, and whose weight another module uses without calling them, stay in float: a
             `CoverageWarning` names them.
         group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
@@ -122,7 +134,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         parts = work_together(lambda: job.observe(batches, progress, shared=shared), processes)
         job.take(parts)
         idle = job.leave_out_unused()
-        left = job.unseen().settle(unseen)
+        unreached = job.unseen()
+        left = unreached.settle(unseen)
         # A function's weight that no call has shown goes on to have the range of every call.
         ranges = observed_ranges(
             {
@@ -131,9 +144,12 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
                 if layer_of(name) not in left and (quantizer.kind is Kind.INPUT or observed(quantizer))
             }
         )
+        left += unreached.settle_zeros(unseen, ranges)
+        ranges = {name: range for name, range in ranges.items() if layer_of(name) not in left}
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
-    _set_ranges(model, ranges, used, left, idle)
+    _set_ranges(model, ranges, calibrators, left, idle)
+    warn_of_zeros(model, ranges)
     warn_of_masks(model, ranges)
     return used
 
@@ -251,7 +267,7 @@ def _set_ranges(
     Args:
         model: a prepared model.
         ranges: by the path of the quantizer.
-        used: the calibrators that found them.
+        used: the calibrators that found them, and those of inputs that were zero, which are off until they get a range.
         left: the paths of layers that stay in float.
         idle: the paths of optional quantizers that their layers did without.
     """
@@ -262,11 +278,20 @@ def _set_ranges(
         leave_in_float(modules)
         for name, layer in owners.items():
             setattr(layer, name.rpartition(".")[2], None)
-        weights = quantized_weights(model)
+        weights = {**quantized_weights(model), **site_weights(model)}
         for name, range in ranges.items():
-            if name not in weights or not holds_codes(weights[name]):
-                found[name].set_range(range)
-            found[name].collected = used[name] if found[name].kind is Kind.INPUT else None
+            quantizer = found[name]
+            if quantizer.needs_calibration and quantizer.collected is not None:  # it was zero before
+                quantizer.mode = Mode.QUANTIZE
+            if name not in weights:
+                quantizer.set_range(range)
+            elif not holds_codes(weights[name]):
+                give_range(weights[name], range, searched=used[name].method != "max")
+            quantizer.collected = used[name] if quantizer.kind is Kind.INPUT else None
+        for name, calibrator in used.items():
+            if found[name].kind is Kind.INPUT and name not in ranges and layer_of(name) not in left:
+                found[name].reset()
+                found[name].mode, found[name].collected = Mode.OFF, calibrator
         for name, weight in scaled_weights(model).items():
             if name in ranges:
                 note_weight(weight)

@@ -27,8 +27,17 @@ from fakequant.model.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.folding import merge_batch_norm as merge_batch_norm
 from fakequant.model.progress import length, track
 from fakequant.model.ties import share_learned
-from fakequant.model.weights import fresh_weight, holds_codes, note_weight, note_weights, quantized_weights
-from fakequant.nn.quantizer import quantizers
+from fakequant.model.weights import (
+    fresh_weight,
+    give_range,
+    holds_codes,
+    note_weight,
+    note_weights,
+    quantized_weights,
+    warn_of_zeros,
+)
+from fakequant.nn.quantizer import Kind, quantizers
+from fakequant.ops import library
 from fakequant.restore import attributes_of, restore_on_error, state_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -141,19 +150,21 @@ def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[
     _fix_weight_ranges(model, anew=scales is Scales.EPOCH)
     if scales is Scales.LEARNED:
         for quantizer in static:
-            quantizer.learn(method, **options)
+            if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others are weights that are zero
+                quantizer.learn(method, **options)
+        warn_of_zeros(model, quantizers(model))
 
 
 def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
     """Take static ranges of weights that have none yet, or all of them anew, from the weights as they are now."""
     for name, weight in quantized_weights(model).items():
         quantizer = weight.quantizer
-        if quantizer.dynamic:
+        if quantizer.dynamic or quantizer.follows:
             continue
         if anew and not holds_codes(weight):  # chosen codes are where training starts
             quantizer.reset()
         if not quantizer.calibrated:
-            quantizer.freeze(whole(fresh_weight(weight, name)))
+            give_range(weight, library.measure(whole(fresh_weight(weight, name)), quantizer.spec.granularity))
             note_weight(weight)
 
 

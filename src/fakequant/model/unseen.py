@@ -15,6 +15,7 @@ from fakequant.nn.adapters import copies_called
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.numerics.qparams import Range
 
 UNSEEN = ("error", "float", "siblings")
 
@@ -76,6 +77,40 @@ class Unseen:
             warn_user(f"{text}. Rules say that it is meant: {_rules([*read])}", CoverageWarning)
         return [*read]
 
+    def settle_zeros(self, unseen: str, ranges: dict[str, Range]) -> list[str]:
+        """Decide what becomes of inputs that were zero in every batch, and take those without a range out of `ranges`.
+
+        Returns:
+            The paths of the layers that are left in float.
+        """
+        zeros = [name for name in self.inputs if name in ranges and not bool(ranges[name].amax.any())]
+        if not zeros:
+            return []
+        served: dict[str, int] = {}
+        for name in zeros:
+            donors = [donor for donor in self._siblings(name) if donor not in zeros] if unseen == "siblings" else []
+            del ranges[name]
+            if donors:
+                ranges[name] = self._merge(name, donors)
+                served[name] = len(donors)
+        left = [name for name in zeros if name not in served]
+        what = "the inputs of these quantizers were zero in every batch, so that they have no range"
+        ends = [f"{', '.join(left)}, which are left in float until a calibration finds one"] if left else []
+        ends += [f"{name}, which gets the range of {count} siblings" for name, count in served.items()]
+        cure = 'Give batches in which they are not zero, or pass unseen="siblings" for the ranges of layers beside them'
+        warn_user(f"{what}: {'; '.join(ends)}. {cure}", CalibrationWarning)
+        return list(dict.fromkeys(map(layer_of, left))) if unseen == "float" else []
+
+    def _merge(self, name: str, donors: list[str]) -> Range:
+        """What a quantizer would find for what its siblings saw; it gets a calibrator that has seen it."""
+        merged = self.make(name)
+        check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
+        for calibrator in (self.inputs[donor].calibrator for donor in donors):
+            if calibrator is not None:
+                merged.merge(calibrator)
+        self.inputs[name].calibrator = merged
+        return merged.compute_range()
+
     def _read_by_others(self, layers: list[str]) -> dict[str, str]:
         """The layers whose weight a module uses without calling the layer, and the path of that module."""
         if self.run is None or not layers:
@@ -120,12 +155,7 @@ class Unseen:
         donors = {n: self._siblings(n) for n, quantizer in self.inputs.items() if not observed(quantizer)}
         served = {name: found for name, found in donors.items() if found}
         for name, found in served.items():
-            merged = self.make(name)
-            check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
-            for calibrator in (self.inputs[donor].calibrator for donor in found):
-                if calibrator is not None:
-                    merged.merge(calibrator)
-            self.inputs[name].calibrator = merged
+            self._merge(name, found)
         return {name: len(found) for name, found in served.items()}
 
     def _siblings(self, name: str) -> list[str]:

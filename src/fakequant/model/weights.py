@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fakequant.distributed import is_sharded
-from fakequant.errors import CalibrationError, ShapeError, StaleScaleWarning, warn_user
+from fakequant.errors import CalibrationError, CalibrationWarning, ShapeError, StaleScaleWarning, warn_user
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import join, layer_of
 from fakequant.model.site_weights import site_weights
@@ -21,6 +21,7 @@ from fakequant.nn.fitted import is_stale, magnitudes, mark
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Quantizer
+from fakequant.numerics.qparams import Range
 from fakequant.ops import library
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -120,7 +121,7 @@ def scaled_weights(model: nn.Module) -> dict[str, LayerWeight]:
 def note_weight(weight: LayerWeight) -> None:
     """Record that the parameters of a weight's quantizer fit the weight as it is now."""
     quantizer = weight.quantizer
-    if quantizer is None:
+    if quantizer is None or not quantizer.calibrated:
         return
     with evaluating(weight.owner), torch.no_grad():
         tensor = weight.tensor
@@ -173,3 +174,43 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
             StaleScaleWarning,
         )
     return found
+
+
+def give_range(weight: LayerWeight, range: Range, *, searched: bool = False) -> None:
+    """Set the range of a weight's quantizer. A weight that is zero, in part or whole, gets none: it follows the weight.
+
+    By a fixed scale training cannot move what is zero. Without a search the range that is given up is that of the next
+    call. Ranges that were searched stay, as do those of pruned weights, whose zeros are meant: the groups of zeros have
+    the range of the others, see `lend`.
+
+    Args:
+        weight: with a quantizer.
+        range: of the weight.
+        searched: whether the range is another one than that of the values.
+    """
+    quantizer, empty = weight.quantizer, range.amax == 0
+    kept = searched or any(isinstance(hook, BasePruningMethod) for hook in _weight_hooks(weight))
+    if quantizer.learned is None and bool(empty.any()) and (bool(empty.all()) or not kept):
+        quantizer.reset()
+        quantizer.follows = True
+    else:
+        quantizer.set_range(range)
+
+
+def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
+    """Say, in one line, which weights are zero in part or whole, so that their scales follow them.
+
+    Args:
+        model: with ranges.
+        names: the paths of the quantizers to look at.
+    """
+    found = {**quantized_weights(model), **site_weights(model)}
+    weights = {name: weight.quantizer for name, weight in found.items() if name in names}
+    waiting = {n: q for n, q in weights.items() if not q.dynamic and not q.calibrated}
+    if zeros := list(dict.fromkeys(layer_of(name) or "(model)" for name in waiting)):
+        shown = ", ".join(zeros[:_NAMED]) + (f" and {len(zeros) - _NAMED} more" if len(zeros) > _NAMED else "")
+        warn_user(
+            f"weights that are zero, in part or whole, get no range; their scales follow them at each call: {shown}. "
+            'Once training has moved them, fakequant.calibrate(model, pattern="*_weight_quantizer") fixes their scales',
+            CalibrationWarning,
+        )

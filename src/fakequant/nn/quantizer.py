@@ -22,7 +22,7 @@ from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.precise import QuantizerPart
 from fakequant.nn.weight_cache import WeightCache
-from fakequant.numerics.qparams import QParams, Range, shape_of
+from fakequant.numerics.qparams import QParams, Range, lend, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
@@ -87,6 +87,8 @@ class Quantizer(QuantizerPart):
     """What the last `fakequant.calibrate` collected for an input, from which `recalibrate` finds another range."""
     pinned: bool
     """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
+    follows: bool = False
+    """Whether a weight was zero, in part or whole, when its range was looked for, and goes on without one."""
     fitted_to: Tensor | None = None
     """The largest magnitude per group of the weight for which the parameters were set; see `fitted.py`."""
     seen: Any = None
@@ -244,13 +246,16 @@ class Quantizer(QuantizerPart):
         return shared_by(self.spec.granularity, x.shape, examples=self.kind is Kind.INPUT)
 
     def set_range(self, range: Range) -> None:
-        """Set scale and zero point by a range [groups, axes kept]; what is learned starts again from there."""
-        self.set_qparams(qparams_of_range(range, self.spec))
+        """Set scale and zero point by a range [groups, axes kept], that of groups of zeros by `lend`.
+
+        What is learned starts again from there.
+        """
+        self.set_qparams(qparams_of_range(lend(range), self.spec))
 
     def set_qparams(self, params: QParams) -> None:
         """Set scale and zero point; what is learned starts again from there."""
         with restore_on_error(state_of([self])):
-            self.fitted_to = self.seen = None
+            self.fitted_to, self.seen, self.follows = None, None, False
             if self.learned is not None:
                 self.learned.start(params)
                 return
@@ -259,13 +264,15 @@ class Quantizer(QuantizerPart):
                 self.scale, self.zero_point = (None if x is None else x.detach().clone() for x in own)
 
     def freeze(self, x: Tensor) -> None:
-        """Fix the parameters as they are for x now."""
-        self.set_qparams(self.qparams(x))
+        """Fix the parameters as they are for x now, those of groups of zeros by `lend`."""
+        range = library.measure(x, self.spec.granularity)
+        self.set_qparams(self.qparams(x) if bool(range.amax.all()) else qparams_of_range(lend(range), self.spec))
 
     def reset(self) -> None:
         """Forget the parameters."""
         self._take_away_learned()
         self.scale = self.zero_point = self.fitted_to = self.seen = None
+        self.follows = False
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
         """Make the range something that training moves, beginning where it is now.

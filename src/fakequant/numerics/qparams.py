@@ -163,6 +163,23 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return Range(lo.reshape(groups).clamp(max=0.0), hi.reshape(groups).clamp(min=0.0))
 
 
+def lend(range: Range) -> Range:
+    """Give groups whose values are all zero the range of the whole tensor, and -1 to 1 where that is zero, too.
+
+    Zeros are the same by every scale. The smallest one, 2**-126, clips all that such a group gets later, and in an
+    engine the bias divided by it overflows int32.
+
+    >>> lend(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])))
+    Range(lo=tensor([-3., -3.]), hi=tensor([2., 2.]))
+    """
+    if not range.lo.numel():
+        return range
+    empty = range.amax == 0
+    lo, hi = range.lo.amin(), range.hi.amax()
+    nothing = (lo == hi).to(lo.dtype)
+    return Range(torch.where(empty, lo - nothing, range.lo), torch.where(empty, hi + nothing, range.hi))
+
+
 def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = None) -> QParams:
     """The scale and zero point that map a range onto the codes of a format.
 
