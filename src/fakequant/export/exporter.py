@@ -32,6 +32,7 @@ from fakequant.model.batches import Inputs, example_arguments, select_inputs
 from fakequant.model.execution import simulated
 from fakequant.model.failures import described, example_named
 from fakequant.model.modes import evaluating
+from fakequant.model.scale_floor import raise_scales, warn_raised
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.model.wrappers import unwraps
 from fakequant.nn import fixed_ranges
@@ -120,8 +121,8 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     """Write a calibrated model as an ONNX file that gives the same results for every number except NaN.
 
     Every quantizer becomes QuantizeLinear and DequantizeLinear, every weight an integer or float8 constant. Formats
-    that ONNX Runtime cannot store become other operators; the page docs/onnx.md lists the forms of each style. The
-    model is exported in eval mode and not changed. The file is written whole or not at all.
+    that ONNX Runtime cannot store become other operators; docs/onnx.md lists the forms of each style. The model is
+    exported in eval mode and not changed, but for scales that an engine cannot use, which are raised with a warning.
 
     Args:
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.
@@ -153,6 +154,7 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
     check_path(path, _CALL, ExportError)
     refuse_sharded(model, "export")
     warn_stale_scales(model)
+    warn_raised(raise_scales(model))
     chosen_example = example if inputs is None else select_inputs(example, inputs)
     ready = traced(model, chosen_example, path, dynamic_shapes, opset, dialect)
     needed, demanding = _most_demanding(ready.sites)
@@ -311,9 +313,9 @@ def _active_weights(model: nn.Module) -> list[LayerWeight]:
 
 @contextmanager
 def _weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Fix the scales of dynamic weight quantizers for a while, so that the quantized weights are constants."""
-    dynamic = [w for w in _active_weights(model) if w.quantizer.dynamic or not w.quantizer.calibrated]
-    with restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "dynamic")):
+    """Fix the scales that follow the weights for a while, so that the quantized weights are constants."""
+    dynamic = [w for w in _active_weights(model) if w.quantizer.follows_input]
+    with restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "follows", "dynamic")):
         # A layer may compute its weight from the parameter of that name, as one with a folded batch normalisation does.
         plain = {id(w): w.parameter for w in dynamic if w.parameter is not None and w.tensor is w.parameter}
         for weight in dynamic:

@@ -19,6 +19,7 @@ from fakequant.model.observation import Job, matches, observed_ranges
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import say
+from fakequant.model.scale_floor import raise_scales
 from fakequant.model.site_weights import site_weights
 from fakequant.model.unseen import check_unseen, leave_in_float, observed
 from fakequant.model.weights import (
@@ -149,6 +150,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
     _set_ranges(model, ranges, calibrators, left, idle)
+    raise_scales(model)
     warn_of_zeros(model, ranges)
     warn_of_masks(model, ranges)
     return used
@@ -206,6 +208,7 @@ def recalibrate(
     with restore_on_error(ranges_of(found[name] for name in ranges)):
         for name, range in ranges.items():
             found[name].set_range(range)
+    raise_scales(model)
     return adopted
 
 

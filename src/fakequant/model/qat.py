@@ -26,6 +26,7 @@ from fakequant.model.distillation import Distillation as Distillation
 from fakequant.model.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.folding import merge_batch_norm as merge_batch_norm
 from fakequant.model.progress import length, track
+from fakequant.model.scale_floor import raise_scales
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import (
     fresh_weight,
@@ -271,6 +272,7 @@ def finetune(  # noqa: PLR0913  all but the first five by name
             if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
                 break
         model.eval()
+        raise_scales(model)
         note_weights(model)  # the training has seen what the scales do to the weights
     return history
 

@@ -87,7 +87,7 @@ class Quantizer(QuantizerPart):
     """What the last `fakequant.calibrate` collected for an input, from which `recalibrate` finds another range."""
     pinned: bool
     """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
-    follows: bool = False
+    follows: bool | None = None
     """Whether a weight was zero, in part or whole, when its range was looked for, and goes on without one."""
     fitted_to: Tensor | None = None
     """The largest magnitude per group of the weight for which the parameters were set; see `fitted.py`."""
@@ -246,16 +246,13 @@ class Quantizer(QuantizerPart):
         return shared_by(self.spec.granularity, x.shape, examples=self.kind is Kind.INPUT)
 
     def set_range(self, range: Range) -> None:
-        """Set scale and zero point by a range [groups, axes kept], that of groups of zeros by `lend`.
-
-        What is learned starts again from there.
-        """
+        """Set scale and zero point by a range [groups, axes kept], of zeros by `lend`; learning starts from there."""
         self.set_qparams(qparams_of_range(lend(range), self.spec))
 
     def set_qparams(self, params: QParams) -> None:
         """Set scale and zero point; what is learned starts again from there."""
         with restore_on_error(state_of([self])):
-            self.fitted_to, self.seen, self.follows = None, None, False
+            self.fitted_to = self.seen = self.follows = None
             if self.learned is not None:
                 self.learned.start(params)
                 return
@@ -271,8 +268,7 @@ class Quantizer(QuantizerPart):
     def reset(self) -> None:
         """Forget the parameters."""
         self._take_away_learned()
-        self.scale = self.zero_point = self.fitted_to = self.seen = None
-        self.follows = False
+        self.scale = self.zero_point = self.fitted_to = self.seen = self.follows = None
 
     def learn(self, method: str = "lsq", **options: Any) -> None:
         """Make the range something that training moves, beginning where it is now.

@@ -20,6 +20,7 @@ from fakequant.model.modes import evaluating, off
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import track
+from fakequant.model.scale_floor import raise_scales
 from fakequant.model.site_weights import site_weights
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
@@ -145,6 +146,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         missed = [row_name(path, layer) for path, layer in layers.items() if path not in choices.results]
         result.layers += [*found, *(LayerResult(name, note="no batch reaches it") for name in missed)]
         warn_if_worse(result, "improve")
+    raise_scales(model)
     return result
 
 
