@@ -276,6 +276,24 @@ def test_layers_of_ones_own():
         QuantScaledLinear(3, 2.0, quant_desc_bias=QuantDescriptor())
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **given: quant_nn.QuantLinear(3, 2, **given),
+        lambda **given: quant_nn.QuantConv2d(3, 2, 1, bias=False, device="cpu", **given),
+        lambda **given: quant_nn.QuantConvTranspose1d(3, 2, 1, **given),
+        lambda **given: quant_nn.QuantMaxPool2d(2, **given),
+        lambda **given: quant_nn.QuantLSTM(3, 2, batch_first=True, **given),
+        lambda **given: quant_nn.QuantAdaptiveAvgPool2d(2, **given),
+    ],
+)
+def test_an_unknown_keyword_of_a_layer_is_named(make):
+    make(quant_desc_input=QuantDescriptor(num_bits=4))
+    for name in ("granularity", "quant_desc_bias"):
+        with pytest.raises(TypeError, match=f"Unused keys: {name}; Quant.* takes quant_desc_input"):
+            make(**{name: 1})
+
+
 def test_a_float_layer_is_turned_into_a_quantized_one_without_its_constructor():
     """A widespread recipe: copy the attributes, then call init_quantizer from a function called __init__."""
     own = nn.Conv2d(2, 3, 3)

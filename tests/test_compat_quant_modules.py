@@ -139,6 +139,8 @@ class TestOptimizerHelpers:
     def test_wrong_groups(self, patterns, options, text):
         with pytest.raises(TypeError, match=text):
             helper.group_parameters(self.model(), patterns, **options)
+        with pytest.raises(TypeError, match=text):  # before it looks at the model
+            helper.group_parameters(None, patterns, **options)
 
     def test_freezing(self):
         model = self.model()

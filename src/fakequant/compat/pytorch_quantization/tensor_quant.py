@@ -203,7 +203,7 @@ def scaled_e4m3(
         bias: taken from the inputs before and added after; broadcasts with inputs.
 
     Raises:
-        NotImplementedError: other numbers of bits; a `QuantDescriptor` takes them.
+        TypeError: other numbers of bits; a `QuantDescriptor` takes them.
         ValueError: a negative amax.
         AssertionError: several amax in torch.onnx.export(dynamo=False), which writes TensorRT's operators.
 
@@ -211,7 +211,7 @@ def scaled_e4m3(
     tensor([  0.3125, -16.0000, 104.0000])
     """
     if (E, M) != (4, 3):
-        raise NotImplementedError(f"only E=4 and M=3 are supported here, got E={E} and M={M}")
+        raise TypeError(f"only E=4 and M=3 are supported here, got E={E} and M={M}")
     return _about(bias, inputs, lambda x: _fake_e4m3(x, amax, float_format((E, M))))
 
 

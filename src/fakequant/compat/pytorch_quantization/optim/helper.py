@@ -49,16 +49,16 @@ def group_parameters(
     if not isinstance(patterns_list, list) or not all(isinstance(patterns, list | tuple) for patterns in patterns_list):
         example = "give for example [['conv'], ['bias']]"
         raise TypeError(f"patterns_list must be list of list of patterns, got {patterns_list!r}; {example}")
-    groups: list[dict[str, Any]] = [{"params": list(match_parameters(model, patterns))} for patterns in patterns_list]
-    for name, values in {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}.items():
-        if values is None:
-            continue
-        if not isinstance(values, list | tuple) or len(values) != len(groups):
-            expected = f"give a list with one number for each group ({len(groups)})"
+    options = {"lr": lrs, "momentum": momentums, "weight_decay": weight_decays}
+    given = {name: values for name, values in options.items() if values is not None}
+    for name, values in given.items():
+        if not isinstance(values, list | tuple) or len(values) != len(patterns_list):
+            expected = f"give a list with one number for each group ({len(patterns_list)})"
             raise TypeError(f"{name}s must match patterns_list, got {values!r}; {expected}")
-        for group, value in zip(groups, values, strict=True):
-            group[name] = value
-    return groups
+    return [
+        {"params": list(match_parameters(model, patterns)), **{name: values[at] for name, values in given.items()}}
+        for at, patterns in enumerate(patterns_list)
+    ]
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -107,7 +109,7 @@ class WeightedModule(QuantMixin):
     """A layer with a weight: put before the layer's class, it takes `quant_desc_input` and `quant_desc_weight`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        descriptors = take_descriptors(kwargs)
+        descriptors = take_descriptors(kwargs, super().__init__)
         super().__init__(*args, **kwargs)
         self.init_quantizer(*pop_quant_desc_in_kwargs(type(self), **descriptors))
         cast("nn.Module", self).to(next(cast("nn.Module", self).parameters()).device)
@@ -121,7 +123,7 @@ class InputModule(QuantInputMixin):
     """A layer whose input alone is quantized: put before the layer's class, it takes `quant_desc_input`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        descriptors = take_descriptors(kwargs)
+        descriptors = take_descriptors(kwargs, super().__init__)
         super().__init__(*args, **kwargs)
         self.init_quantizer(pop_quant_desc_in_kwargs(type(self), input_only=True, **descriptors))
 
@@ -148,9 +150,12 @@ def pop_quant_desc_in_kwargs(quant_cls: Any, input_only: bool = False, **kwargs:
     return quant_desc_input if input_only else (quant_desc_input, quant_desc_weight)
 
 
-def take_descriptors(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that are descriptors, taken out of all."""
-    return {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("quant_desc_")}
+def take_descriptors(kwargs: dict[str, Any], made_by: Callable[..., None]) -> dict[str, Any]:
+    """The keyword arguments that are descriptors, or that the float layer does not take, taken out of all."""
+    known = inspect.signature(made_by).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    names = [name for name in kwargs if name.startswith("quant_desc_") or not (takes_all or name in known)]
+    return {name: kwargs.pop(name) for name in names}
 
 
 def _copied(value: QuantDescriptor) -> QuantDescriptor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.compat.pytorch_quantization.nn import functional
+from fakequant.errors import shown
 from fakequant.nn.precise import PreciseModule
 
 __all__ = ["Clip"]
@@ -16,12 +17,12 @@ __all__ = ["Clip"]
 class Clip(PreciseModule):
     """Clips to between two bounds; the learned ones are parameters, the others buffers.
 
-    A bound that is a parameter stays that parameter, unless the clip learns a copy of it.
+    A bound that is a parameter stays that parameter.
 
     Args:
         clip_value_min: the lower bound, a number, a tensor, a parameter or an array.
         clip_value_max: the upper bound.
-        learn_min: whether the lower bound is learned, which needs one number.
+        learn_min: whether the lower bound is learned, which needs one number, not a tensor.
         learn_max: whether the upper bound is.
 
     Raises:
@@ -46,10 +47,10 @@ class Clip(PreciseModule):
                 self.register_parameter(name, value)
             elif not learned:
                 self.register_buffer(name, bound)
-            elif bound.numel() != 1:
+            elif bound.numel() != 1 or isinstance(value, Tensor):
                 # Scripts match this text, "initilizing" included.
                 expected = "clip_value_min/clip_value_max must be scalar for initilizing learnable range."
-                raise ValueError(f"{expected} {name} has shape {list(bound.shape)}; give one number")
+                raise ValueError(f"{expected} {name} is {shown(value)} of shape {list(bound.shape)}; give one number")
             else:
                 self.register_parameter(name, nn.Parameter(bound))
 

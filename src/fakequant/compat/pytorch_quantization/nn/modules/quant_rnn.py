@@ -30,7 +30,7 @@ class QuantRNNBase(QuantMixin):
     default_quant_desc_weight = tensor_quant.QUANT_DESC_8BIT_LINEAR_WEIGHT_PER_ROW
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        descriptors = take_descriptors(kwargs)
+        descriptors = take_descriptors(kwargs, nn.RNNBase.__init__)
         if kwargs.get("proj_size", 0):
             raise ValueError("proj_size is not supported: a projection has a product of its own")
         super().__init__(*args, **kwargs)
