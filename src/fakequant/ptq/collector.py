@@ -16,8 +16,9 @@ from fakequant.model.positions import Positions
 from fakequant.nn.operands import LayerWeight
 from fakequant.ptq.call import Call
 from fakequant.ptq.finished import InputChoice
-from fakequant.ptq.kinds import makes_same_rows, rows_of, with_axis
+from fakequant.ptq.kinds import blocks_of, makes_same_rows, rows_of, with_axis
 from fakequant.ptq.layer import Choice, choose
+from fakequant.ptq.parts import Parts
 from fakequant.ptq.projections import first_places, inputs_of, quantized_inputs, reads_of, row_name
 from fakequant.ptq.ranges import parts_of, searched_input
 from fakequant.ptq.stream import Record, Stage
@@ -68,6 +69,8 @@ class Collector:
         choice = choose(row_name(stage.name, self._layers[stage.name]), weight, fit, held, steps)
         remarks = [_OTHER_ROWS] if fit.drift is None and any(self._processes.all(wanted is not None)) else []
         remarks += [_FEW_ROWS] if fit.count + held.count < fit.moments.shape[-1] else []
+        count = Parts.of(self._layers[stage.name]).count
+        remarks += [f"its inputs are taken in {count} parts, whose errors count as independent"] if count > 1 else []
         return own, choice._replace(result=replace(choice.result, remarks=remarks))
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
@@ -155,6 +158,7 @@ class Collector:
 
     def _sums(self, stage: Stage, wanted: Stage | None, *, hold_back: bool) -> tuple[InputSums, InputSums]:
         layer, own = self._layers[stage.name], self.inputs(stage)
+        parts = Parts.of(layer)
         reads = self._reads(layer, [inputs for calls in own.values() for inputs in calls])
         fit, held = ({place: InputSums() for place in reads} for _ in range(2))
         others = self._float_inputs(stage, wanted, own)
@@ -164,9 +168,11 @@ class Collector:
                 rounded = quantized_inputs(layer, inputs)
                 floats = others[number][call] if number in others else None
                 for read in sums:
-                    rows = None if floats is None else rows_of(layer, _transformed(layer, floats[read]))
+                    wanted_parts = None if floats is None else blocks_of(layer, _transformed(layer, floats[read]))
                     with input_named(row_name(stage.name, layer), number):
-                        sums[read].add(rows_of(layer, rounded[read]), rows)
+                        for part, x in enumerate(blocks_of(layer, rounded[read])):
+                            rows = None if wanted_parts is None else parts.rows(rows_of(layer, wanted_parts[part]))
+                            sums[read].add(parts.rows(rows_of(layer, x)), rows)
         for read in fit:
             self._merge((fit[read], held[read]), layer.weight.device)
         if any(drift_share(fit[read], held[read]) > MOST_DRIFT for read in fit):
@@ -204,7 +210,8 @@ class Collector:
         last, seen, sums = self._last
         one, other = self._layers[last], self._layers[name]
         same = len(seen) == len(calls) and all(a.has_input_of(b) for a, b in zip(seen, calls, strict=True))
-        alike = same and makes_same_rows(one, other) and _same_transform(one, other)
+        alike = same and makes_same_rows(one, other) and Parts.of(one).count == Parts.of(other).count
+        alike = alike and _same_transform(one, other)
         return sums if alike and _same_quantizer(one, other, calls[0].first) else None
 
 

@@ -68,6 +68,10 @@ def improve(  # noqa: PLR0913  all but the first three by name
     Each layer is chosen for the inputs that the layers before it give with their chosen weights. The chosen values stay
     in the weights, and their scales are fixed, so that saving, exporting and training go on from them.
 
+    The sums over a layer's inputs are some matrices of float64 with a row and a column for each of its columns
+    (`in * kh * kw` of a convolution). A convolution with more than 4,608 of them is taken in parts of its channels:
+    their matrices take 32 MB together, and their errors count as independent, which a remark says.
+
     The batches run side by side, three times in all, however many layers there are: see `fakequant.ptq.stream`. A layer
     that a batch calls several times, and those after it, get no `drift`.
 

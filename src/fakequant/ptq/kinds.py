@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.transforms import InputTransform
 from fakequant.ptq.projections import Projection
 
+_MOST = 2**22
+"""Values of the windows that are there at a time. Another number gives other roundings of float32 products."""
 _PARTS = (Quantizer, InputTransform, LowRank)
 _WINDOW = ["kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "output_padding", "same_pad"]
 """The attributes by which a convolution makes rows of its input."""
@@ -48,6 +51,15 @@ def rows_of(layer: Any, x: Tensor) -> Tensor:
     if not has_rows(layer):
         raise ConfigError(f"a {type(layer).__name__} has no weight matrix")
     return KINDS[_kind(layer)].rows(layer, x)
+
+
+def blocks_of(layer: Any, x: Tensor) -> Sequence[Tensor]:
+    """Parts of an input of a convolution whose windows take 16 MB, at least one example each; else the input."""
+    if not isinstance(layer, _ConvNd) or not x.numel():
+        return [x]
+    x = with_axis(layer, x)
+    step = 1 if isinstance(layer, _ConvTransposeNd) else math.prod(layer.stride)
+    return x.split(max(1, _MOST * step // (x[0].numel() * math.prod(layer.kernel_size))))
 
 
 def product_of(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
@@ -119,21 +131,23 @@ def _rows_of_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def _rows_of_convolution(layer: Any, x: Tensor) -> Tensor:
-    """Every window as a row, by a convolution with a weight that picks one value of it each."""
-    x = with_axis(layer, x)
-    columns = layer.weight[0].numel()
-    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size)
-    repeated = picks.repeat(layer.groups, *(1 for _ in picks.shape[1:]))
-    windows = _convolved(layer, repeated, x)  # with the layer's padding
-    return windows.unflatten(1, (layer.groups, columns)).movedim((1, 2), (0, -1)).reshape(layer.groups, -1, columns)
+    """Every window as a row, by a convolution of each channel with a kernel that picks one value of it each."""
+    return _windows(layer, x, _convolved)
 
 
 def _rows_of_transposed(layer: Any, x: Tensor) -> Tensor:
-    """Every window as a row, by a transposed convolution with a weight that puts one value of it each."""
-    x = with_axis(layer, x)
-    columns = layer.weight[:, 0].numel()
-    picks = torch.eye(columns, dtype=x.dtype, device=x.device).view(columns, -1, *layer.kernel_size).transpose(0, 1)
-    return _transposed(layer, picks, x).movedim(1, -1).reshape(1, -1, columns)
+    """Every window as a row, by a transposed convolution with a kernel that puts one value of it each."""
+    return _windows(layer, x, lambda layer, picks, x: _transposed(layer, picks.transpose(0, 1), x))
+
+
+def _windows(layer: Any, x: Tensor, convolve: Callable[[Any, Tensor, Tensor], Tensor]) -> Tensor:
+    """The rows [groups, rows, columns] of an input: each channel is an example, so that the work is that of a copy."""
+    x, positions = with_axis(layer, x), math.prod(layer.kernel_size)
+    picks = torch.eye(positions, dtype=x.dtype, device=x.device).view(positions, 1, *layer.kernel_size)
+    windows = convolve(_with(layer, groups=1), picks, x.flatten(0, 1)[:, None]).flatten(2)  # with the layer's padding
+    columns, places = x.shape[1] // layer.groups * positions, windows.shape[2]
+    windows = windows.reshape(len(x), layer.groups, columns, places)
+    return windows.permute(1, 0, 3, 2).reshape(layer.groups, len(x) * places, columns)
 
 
 def _linear(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
@@ -150,11 +164,17 @@ def _convolved(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 def _called(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
     """What the own forward of a layer computes with another weight, without bias and quantizers."""
-    twin = object.__new__(type(layer))
     parts = {name: None if isinstance(own, _PARTS) else own for name, own in layer._modules.items()}
-    vars(twin).update(vars(layer), _parameters={**layer._parameters, "weight": weight, "bias": None})
-    vars(twin).update(_modules=parts, execution=Execution.SIMULATE)
+    parameters = {**layer._parameters, "weight": weight, "bias": None}
+    twin = _with(layer, _parameters=parameters, _modules=parts, execution=Execution.SIMULATE)
     return type(layer).forward(twin, x)
+
+
+def _with(layer: Any, **attributes: Any) -> Any:
+    """The same layer with other attributes."""
+    twin = object.__new__(type(layer))
+    vars(twin).update(vars(layer) | attributes)
+    return twin
 
 
 def _transposed(layer: Any, weight: Tensor, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
 from fakequant.ptq.adaround import adaround
 from fakequant.ptq.grid import Grid
+from fakequant.ptq.parts import Parts
 from fakequant.ptq.problem import Problem
 from fakequant.ptq.projections import as_layer, bias_of
 from fakequant.ptq.ranges import searched_params
@@ -68,20 +69,20 @@ def choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, step
 
 def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
     layer = as_layer(weight)
-    turn = Turn(layer)
+    turn, parts = Turn(layer), Parts.of(layer)
     quantizer, parameter = weight.quantizer, weight.parameter
     assert parameter is not None
-    float_weight, spec = turn.tensor(parameter.detach()).clone(), turn.spec(quantizer.spec)
+    float_weight, spec = parts.split(turn.tensor(parameter.detach()).clone()), turn.spec(quantizer.spec)
     whole = InputSums()
     whole.merge(fit)
     whole.merge(held)
     bias = bias_of(layer)[0] if "bias" in steps else None
     plain = Problem(float_weight, whole)
     solved = plain if bias is None else Problem(float_weight, whole.about_mean())
-    params = turn.params(quantizer.qparams(parameter.detach()))
-    tried = {"nearest": (params, turn.tensor(quantizer(parameter.detach())))}
+    params = parts.split_params(turn.params(quantizer.qparams(parameter.detach())))
+    tried = {"nearest": (params, parts.split(turn.tensor(quantizer(parameter.detach()))))}
     if "ranges" in steps:
-        params = searched_params(float_weight, spec, solved.sums.moments)
+        params = searched_params(float_weight, spec, solved.sums.moments, parts)
         tried["ranges"] = (params, library.fake_quantize(float_weight, params, spec))
     if solving := [step for step in SOLVERS if step in steps]:
         grid = Grid(spec, params, float_weight.shape)
@@ -99,8 +100,8 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
         losses[best],
         {("bias" if k == "nearest" else k): v for k, v in losses.items() if k != "nearest" or bias is not None},
     )
-    change = None if bias is None else _bias_change(plain, values)
-    return Choice(turn.params(params), turn.tensor(values), change, result)
+    change = None if bias is None else _bias_change(plain, values).reshape(parts.count, -1).sum(0)
+    return Choice(turn.params(parts.join_params(params)), turn.tensor(parts.join(values)), change, result)
 
 
 class _Part(NamedTuple):

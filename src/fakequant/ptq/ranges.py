@@ -14,6 +14,7 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.ptq.grid import of_elements
 from fakequant.ptq.kinds import product_of
+from fakequant.ptq.parts import Parts
 
 T = TypeVar("T")
 Inputs = Sequence[Sequence[Tensor]]
@@ -30,7 +31,7 @@ _SAMPLED = 4
 """Batches by which the range of an input is chosen."""
 
 
-def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor) -> QParams:
+def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Parts) -> QParams:
     """The parameters of a weight whose rounding has the smallest error, group by group.
 
     The error of a group is that of the layer's output if all other groups had none: d H d^T with the group's part of H.
@@ -39,8 +40,10 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor) -> QParams
         weight: [out, ...].
         spec: of its quantizer.
         moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
+        parts: in which the weight is given.
     """
     whole = library.measure(weight, spec.granularity)
+    whole = Range(parts.tied(whole.lo, torch.amin), parts.tied(whole.hi, torch.amax))
     best = Range(whole.lo.clone(), whole.hi.clone())
     least = torch.full(whole.lo.shape, torch.inf, dtype=torch.float64, device=weight.device)
     inside = _inside_groups(weight, spec, moments.float())
@@ -49,7 +52,7 @@ def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor) -> QParams
         error = library.fake_quantize(weight, choose_qparams(tried, spec), spec).float() - weight.float()
         rows = error.reshape(len(inside), -1, inside.shape[-1])
         shares = ((rows @ inside) * rows).double().reshape(weight.shape)
-        found = _per_group(shares, spec).reshape(least.shape)
+        found = parts.tied(_per_group(shares, spec).reshape(least.shape), torch.sum)
         better = found < least
         least = torch.where(better, found, least)
         best = Range(*(torch.where(better, new, old) for new, old in zip(tried, best, strict=True)))

@@ -1,0 +1,102 @@
+"""Wide convolutions, whose inputs are taken in parts so that sums take bounded memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fakequant as fq
+from fakequant.ptq import kinds, parts
+from fakequant.ptq.kinds import rows_of
+from fakequant.ptq.parts import Parts
+from fakequant.ptq.sums import InputSums
+
+SPECS = [
+    "int4 per_channel(0)",
+    "int4",
+    "int4 per_block(-1:32,pad)",
+    "uint4 per_channel(0)",
+    "nf4 per_block(-1:64,pad)",
+    "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",
+]
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_WIDEST", 100)
+    monkeypatch.setattr(parts, "_MOST", 144 * 36)
+
+
+def net(spec: str) -> Any:
+    torch.manual_seed(0)
+    rule = fq.Rule(weight=spec)  # type: ignore[arg-type]
+    return fq.prepare(nn.Sequential(nn.Conv2d(16, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), fq.Config("own", (rule,)))
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("spec", SPECS)
+def test_wide_convolutions_gain_in_parts(spec: str) -> None:
+    model, batches = net(spec), [torch.randn(4, 16, 9, 9) for _ in range(8)]
+    count = 2 if "64" in spec else 4  # that divides the groups of a channel
+    assert Parts.of(model[0]).count == count
+    assert Parts.of(model[2]).count == 1
+    found = fq.ptq.improve(model, batches, "fast")
+    assert found.left < 0.9
+    assert [row.layer for row in found.layers if row.remarks and f"{count} parts" in row.remarks[-1]] == ["0"]
+    weight = model[0].weight
+    assert torch.equal(model[0].weight_quantizer(weight), weight)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("spec", SPECS)
+def test_parts_of_a_weight_are_joined_to_the_bit(spec: str) -> None:
+    layer = net(spec)[0]
+    own, params = Parts.of(layer), layer.weight_quantizer.qparams(layer.weight)
+    assert torch.equal(own.join(own.split(layer.weight)), layer.weight)
+    back = own.join_params(own.split_params(params))
+    assert torch.equal(back.scale, params.scale)
+    if params.zero_point is not None:
+        assert back.zero_point is not None
+        assert torch.equal(back.zero_point, params.zero_point)
+    rows = rows_of(layer, torch.randn(2, 16, 5, 5))
+    together = (own.rows(rows) @ own.split(layer.weight).reshape(own.count, 8, -1).mT).sum(0)
+    torch.testing.assert_close(together, rows[0] @ layer.weight.reshape(8, -1).mT)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(4, 6, 3, groups=2, padding="same"), (2, 4, 5, 5)),
+        (nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, padding_mode="reflect"), (2, 4, 9, 9)),
+        (nn.Conv1d(4, 8, 5, stride=3, groups=4), (2, 4, 20)),
+        (nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 5)),
+        (nn.Conv2d(4, 4, 3), (0, 4, 5, 5)),
+    ],
+    ids=str,
+)
+def test_rows_times_the_weight_are_the_product(layer: Any, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    with torch.no_grad():
+        rows, wanted = rows_of(layer, x), kinds.product_of(layer, layer.weight, x).movedim(1, -1)
+        weight = layer.weight.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else layer.weight
+        found = (rows @ weight.reshape(len(rows), -1, rows.shape[-1]).mT).movedim(0, 1)
+        torch.testing.assert_close(found.reshape(wanted.shape), wanted)
+
+
+def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    add = InputSums.add
+
+    def see(self: InputSums, rows: torch.Tensor, *wanted: torch.Tensor | None) -> None:
+        sizes.append(rows.numel())
+        add(self, rows, *wanted)
+
+    monkeypatch.setattr(kinds, "_MOST", 3 * 16 * 81 * 9)
+    monkeypatch.setattr(InputSums, "add", see)
+    fq.ptq.improve(net("int4 per_channel(0)"), [torch.randn(8, 16, 9, 9) for _ in range(2)], "fast")
+    assert max(sizes) <= 3 * 16 * 81 * 9
+    assert sum(sizes) == 16 * (49 * 144 + 25 * 72)
