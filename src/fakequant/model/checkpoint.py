@@ -34,6 +34,7 @@ from fakequant.model.prepare import attach
 from fakequant.model.stored_ranges import check_ranges, is_wide
 from fakequant.model.stored_sites import check_sites, restore_sites, site_quantizers, sites_entry
 from fakequant.model.ties import share_learned
+from fakequant.model.unregistered import warn_unregistered
 from fakequant.model.weights import note_weights, warn_stale_scales, weights_of
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.fast_paths import leave_fast_paths
@@ -82,6 +83,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     safetensors = _safetensors()
     check_model(model, "save", "save(model, folder)", CheckpointError)
     check_path(directory, "save(model, folder)", CheckpointError)
+    warn_unregistered(model)
     if not quantizers(model):
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
     stale = warn_stale_scales(model)

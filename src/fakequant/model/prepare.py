@@ -30,6 +30,7 @@ from fakequant.model.sites import SitePlan, apply_sites, plan_sites
 from fakequant.model.sizes import exceeds_float, note_on_scales
 from fakequant.model.targets import Target, find_target
 from fakequant.model.ties import untied
+from fakequant.model.unregistered import warn_unregistered
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
@@ -122,6 +123,7 @@ def prepare(
         notes += [str(note) for note in (left, hidden, untied(model, purposely)) if note is not None]
         for note in (*notes, *note_on_scales(model, small)):
             warn_user(note, CoverageWarning)
+        warn_unregistered(model)
         return model
     except BaseException:  # `restore_on_error` would keep the changes if an interrupt came just after its block
         restore()

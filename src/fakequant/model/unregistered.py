@@ -1,0 +1,68 @@
+"""Modules in plain containers, which torch does not know: neither quantized, nor saved, nor moved to a device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import nn
+
+from fakequant.errors import CoverageWarning, warn_user
+
+_NAMED = 4
+
+
+def warn_unregistered(model: nn.Module) -> None:
+    """Warn in one line of modules with parameters that a model holds in plain lists, tuples, dicts or dataclasses.
+
+    >>> class Held(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.blocks = [nn.Linear(2, 2)]
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warn_unregistered(Held())
+    >>> str(caught[0].message)[:52]
+    'modules in plain containers are not part of a model:'
+    """
+    known, found = {id(module) for module in model.modules()}, dict[str, nn.Module]()
+    for path, module in model.named_modules():
+        registered = {id(module._parameters), id(module._buffers), id(module._modules)}
+        for name, value in vars(module).items():
+            if id(value) not in registered:
+                found |= _held(value, f"{path}.{name}".lstrip("."), known)
+    # A module that holds the model, as an adapter its parent, is no part of it.
+    lost = {path: held for path, held in found.items() if [*held.parameters()] and model not in set(held.modules())}
+    if lost:
+        named = ", ".join(f"{path} ({type(held).__name__})" for path, held in [*lost.items()][:_NAMED])
+        more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+        warn_user(
+            f"modules in plain containers are not part of a model: {named}{more}. prepare, save, load and state_dict "
+            "leave them out; hold them in torch.nn.ModuleList or torch.nn.ModuleDict, or as attributes",
+            CoverageWarning,
+        )
+
+
+def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
+    """The modules in a value that are not known yet, by path; what was looked at becomes known."""
+    if isinstance(value, nn.Module):
+        new = {} if id(value) in known else {path: value}
+        known |= {id(part) for part in value.modules()}
+        return new
+    is_container = isinstance(value, (Mapping, list, tuple, set, frozenset, deque)) or is_dataclass(value)
+    if not is_container or isinstance(value, type) or id(value) in known:
+        return {}
+    known.add(id(value))
+    return {name: module for key, item in _items(value) for name, module in _held(item, f"{path}{key}", known).items()}
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    """The items of a container, with what leads to them."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, Iterable):
+        yield from ((f"[{place}]", item) for place, item in enumerate(value))
+    else:
+        yield from ((f".{field.name}", getattr(value, field.name, None)) for field in fields(value))

@@ -1,0 +1,91 @@
+"""Modules in plain containers are said once, by prepare and by save."""
+
+from __future__ import annotations
+
+import warnings
+from collections import UserDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fakequant as fq
+from fakequant.errors import CoverageWarning
+
+
+@dataclass
+class Parts:
+    layer: nn.Module
+
+
+@dataclass(slots=True)
+class Slots:
+    layer: nn.Module
+
+
+class Held(nn.Module):
+    def __init__(self, hold: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.first, self.held = nn.Linear(4, 4), None
+        vars(self)["held"] = hold(nn.Linear(4, 4))
+
+
+HOLDS: dict[str, Callable[[nn.Module], Any]] = {
+    "held[0]": lambda layer: [layer],
+    "held[1]": lambda layer: (3, layer),
+    "held['a']": lambda layer: {"a": layer},
+    "held['b'] ": lambda layer: UserDict(b=layer),
+    "held[0] ": lambda layer: deque([layer]),
+    "held[0]['x'][1]": lambda layer: [{"x": (0, nn.Sequential(layer))}],
+    "held.layer": Parts,
+    "held.layer ": Slots,
+    "held[0].layer": lambda layer: [Parts(layer)],
+    "held": lambda layer: layer,
+}
+
+
+@pytest.mark.parametrize("path", HOLDS)
+def test_modules_in_plain_containers_are_said(path: str, tmp_path: Path) -> None:
+    model, text = Held(HOLDS[path]), rf"not part of a model: {path.strip().replace('[', '.').replace(']', '.')} \("
+    with pytest.warns(CoverageWarning, match=text):
+        fq.prepare(model, "INT8_WEIGHT_ONLY")
+    with pytest.warns(CoverageWarning, match=text):
+        fq.save(model, tmp_path)
+
+
+def test_quantized_modules_in_a_list_are_said(tmp_path: Path) -> None:
+    """Blocks that are prepared one by one: the file has none of them."""
+    model = Held(lambda layer: [fq.prepare(nn.Sequential(layer), "INT8_WEIGHT_ONLY")])
+    with pytest.warns(CoverageWarning, match=r"held.0. \(Sequential\)"):
+        fq.prepare(model, "INT8_WEIGHT_ONLY")
+    with pytest.warns(CoverageWarning, match=r"prepare, save, load and state_dict leave them out"):
+        fq.save(model, tmp_path)
+
+
+class Child(nn.Module):
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.parent = nn.Linear(4, 4), [parent]
+
+
+class Fine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+        self.order, self.names, self.acts = [self.a, *self.b], {"a": self.a}, [nn.ReLU()]
+        self.child = Child(self)
+        self.itself: list[Any] = []
+        self.itself.append(self.itself)
+        self.values = [torch.ones(2), "text", 3, Parts]
+
+
+def test_what_is_registered_elsewhere_or_has_no_parameters_is_not_said(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fq.prepare(Fine(), "INT8_WEIGHT_ONLY")
+        fq.save(model, tmp_path)
+        fq.prepare(Fine().child, "INT8_WEIGHT_ONLY")
