@@ -125,3 +125,86 @@ def test_logits_are_found_beside_the_models_own_loss(kind: Any) -> None:
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fq.qat.finetune(student(), BATCHES, F.cross_entropy, SCHEDULE, teacher=Distillation(**change))
+
+
+class Tagger(nn.Module):
+    """Gives logits for each token, which padding does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.inner, self.head = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+        return {"logits": self.head(self.inner(self.table(ids)).relu())}
+
+
+TOKENS = torch.randint(1, 9, (3, 6), generator=torch.Generator().manual_seed(0))
+TAGS = torch.randint(0, 5, (3, 6), generator=torch.Generator().manual_seed(1))
+
+
+def padded(padding: int, left_out_by: str) -> Any:
+    """A batch with padding behind its tokens, or before them."""
+    mask = F.pad(torch.ones_like(TOKENS), (0, padding))
+    ids, tags = F.pad(TOKENS, (0, padding)), F.pad(TAGS, (0, padding), value=-100)
+    if left_out_by == "labels of a tuple":
+        return ids, tags
+    if left_out_by == "labels":
+        return {"ids": ids, "labels": tags}
+    if left_out_by == "attention_mask":
+        return {"ids": ids, "attention_mask": mask, "labels": tags.clamp(min=0)}
+    return {"ids": ids, "keep": mask.bool(), "labels": tags.clamp(min=0)}
+
+
+@pytest.mark.parametrize("features", [(), ("inner",), ("inner", "head")])
+@pytest.mark.parametrize("left_out_by", ["labels", "labels of a tuple", "attention_mask", "mask=", "a function"])
+def test_padding_trains_nothing(left_out_by: str, features: tuple[str, ...]) -> None:
+    """With 24 tokens of padding beside 6, the distance and the weights were others."""
+    found = []
+    for padding in (0, 2, 24):
+        model = fq.prepare(Tagger(), fq.Config("test", (fq.Rule("inner", weight="int2 per_channel(0)"),)))
+        batch = padded(padding, left_out_by)
+        mask = {"mask=": "keep", "a function": lambda batch: batch["keep"]}.get(left_out_by)
+        inputs = 0 if isinstance(batch, tuple) else lambda batch: batch["ids"]
+        teacher = Distillation(Tagger(), weight=1.0, features=features)
+        schedule = fq.qat.Schedule(original_lr=1.0, original_epochs=20)
+        history = fq.qat.finetune(model, [batch], no_loss, schedule, inputs=inputs, teacher=teacher, mask=mask)
+        found.append((history, model.inner.weight.detach()))
+    assert found[0][0][0] > 0
+    for history, weight in found[1:]:
+        assert history == pytest.approx(found[0][0], rel=1e-5)
+        torch.testing.assert_close(weight, found[0][1])
+
+
+def test_a_batch_of_nothing_but_padding_trains_nothing() -> None:
+    model = fq.prepare(Tagger(), "INT4_WEIGHT_ONLY")
+    before = copy.deepcopy(model.state_dict())
+    batch = {"ids": TOKENS, "labels": torch.full_like(TAGS, -100)}
+    schedule = fq.qat.Schedule(original_lr=1.0, original_epochs=20)
+    teacher = Distillation(Tagger(), weight=1.0)
+    assert fq.qat.finetune(model, [batch], no_loss, schedule, teacher=teacher) == [0.0, 0.0]
+    assert_same_bits(model.inner.weight, before["inner.weight"])
+
+
+def test_labels_leave_out_images_and_pixels() -> None:
+    """-100 is left out by torch's cross entropy, whatever the axes are."""
+    torch.manual_seed(0)
+    net, x = nn.Conv2d(3, 4, 1), torch.randn(2, 3, 5, 5)
+    labels = torch.randint(0, 4, (2, 5, 5))
+    labels[:, 2:] = -100
+    found = []
+    for image, given in ((x, labels), (x[:, :, :2], labels[:, :2])):
+        model, teacher = fq.prepare(copy.deepcopy(net), "INT4_WEIGHT_ONLY"), Distillation(net, weight=1.0, axis=1)
+        found += fq.qat.finetune(model, [(image, given)], no_loss, fq.qat.Schedule(1.0, 10), teacher=teacher)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_mask_that_fits_nothing_is_refused() -> None:
+    model, schedule = fq.prepare(Tagger(), "INT4_WEIGHT_ONLY"), fq.qat.Schedule(1.0, 10)
+    batch = {"ids": TOKENS, "labels": TAGS}
+    with pytest.raises(ConfigError, match=r"the mask \[3, 5\] has the leading axes of nothing compared: \[3, 6\]"):
+        fq.qat.finetune(model, [batch], no_loss, schedule, teacher="self", mask=lambda _: torch.ones(3, 5).bool())
+    with pytest.raises(ConfigError, match=r"mask= is for teacher="):
+        fq.qat.finetune(model, [batch], no_loss, schedule, mask="keep")
+    with pytest.raises(ConfigError, match=r"mask must be a function of a batch, or a key"):
+        Distillation(mask=3)  # pyright: ignore[reportArgumentType]

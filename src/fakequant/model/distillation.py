@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.outputs import float_tensors
+from fakequant.model.positions import Mask, Positions
 from fakequant.restore import restore_after
+
+_IGNORED = -100
+"""The label of what torch's losses leave out."""
+_MASK = "attention_mask"
+"""The key of the mask in batches of tokenizers."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,9 @@ class Distillation:
         features: names of modules that the model and the teacher both have.
         logits: finds the logits in what a model returns; by default the only tensor, or `outputs.logits`.
         axis: of the classes in the logits.
+        mask: which tokens count, as for `calibrate`. Tokens whose label is -100 do not count either. By default these
+            are left out, and where there are none those of "attention_mask" in a batch. An output with other leading
+            axes than the mask counts as a whole.
 
     Raises:
         ConfigError: a weight, temperature or teacher out of these.
@@ -48,6 +57,7 @@ class Distillation:
     features: tuple[str, ...] = ()
     logits: Callable[[Any], Tensor] | None = None
     axis: int = -1
+    mask: Mask | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.teacher, nn.Module) or self.teacher == "self"):
@@ -56,6 +66,7 @@ class Distillation:
             raise ConfigError(f"Distillation(weight={self.weight}): must be above 0 and at most 1")
         if not self.temperature > 0:
             raise ConfigError(f"Distillation(temperature={self.temperature}): must be positive")
+        Positions(self.mask)
         if isinstance(self.features, str):
             raise ConfigError(f"Distillation(features={self.features!r}): give a tuple, such as ({self.features!r},)")
 
@@ -67,12 +78,34 @@ class Distillation:
                 if feature not in names:
                     raise ConfigError(f"the {role} has no module {feature!r} for features={nearest(feature, names)}")
 
-    def student(self, model: nn.Module, forward: Callable[[nn.Module], Any]) -> tuple[Any, Tensor]:
+    def masks(self, batch: Any, labels: Any) -> list[Tensor]:
+        """What counts in a batch, bool each: by its labels, and by its tokens [batch, tokens].
+
+        Args:
+            batch: what a data loader gives.
+            labels: its targets, if they are known; integers of -100 do not count, as for torch's losses.
+        """
+        found = []
+        if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == _IGNORED).any()):
+            found.append(labels != _IGNORED)
+        if self.mask is not None:
+            found.append(Positions(self.mask).of(batch))
+        elif isinstance(batch, Mapping) and _is_mask(batch.get(_MASK)):
+            found.append(batch[_MASK].bool())
+        return [mask for mask in found if mask is not None]
+
+    def student(
+        self, model: nn.Module, forward: Callable[[nn.Module], Any], masks: Sequence[Tensor] = ()
+    ) -> tuple[Any, Tensor]:
         """The outputs of the trained model, and its distance from the teacher.
 
         Args:
             model: the one that is trained.
             forward: calls a model with the batch.
+            masks: of the batch, see `masks`.
+
+        Raises:
+            ConfigError: the model and its teacher give other shapes, or `mask` fits nothing that is compared.
         """
         outputs, own = self._run(model, forward)
         teacher = self._teacher_of(model)
@@ -86,8 +119,17 @@ class Distillation:
             if x.shape != y.shape:
                 raise ConfigError(f"{name}: the model gives {list(x.shape)}, and its teacher {list(y.shape)}")
         if self.features:
-            return outputs, torch.stack([F.mse_loss(x, y.to(x.dtype)) for x, y in zip(own, wanted, strict=True)]).sum()
-        return outputs, self._divergence(own[0], wanted[0])
+            each = [(x - y.to(x.dtype)).square() for x, y in zip(own, wanted, strict=True)]
+        else:
+            each = [self._divergence(own[0], wanted[0])]
+        least = 3 if self.features else 1  # [batch, features] may be as long as [batch, tokens]
+        fitting = [[mask for mask in masks if x.dim() >= least and x.shape[: mask.dim()] == mask.shape] for x in each]
+        if self.mask is None:  # the first one: of an encoder and a decoder, the mask of tokens may be the other's
+            fitting = [found[:1] for found in fitting]
+        elif not any(masks[-1] is mask for found in fitting for mask in found):
+            shapes = ", ".join(str(list(x.shape)) for x in each)
+            raise ConfigError(f"the mask {list(masks[-1].shape)} has the leading axes of nothing compared: {shapes}")
+        return outputs, torch.stack([_mean(x, found) for x, found in zip(each, fitting, strict=True)]).sum()
 
     def _teacher_of(self, model: nn.Module) -> nn.Module:
         return self.teacher if isinstance(self.teacher, nn.Module) else model
@@ -105,8 +147,22 @@ class Distillation:
     def _divergence(self, own: Tensor, wanted: Tensor) -> Tensor:
         student = F.log_softmax(own.float() / self.temperature, self.axis)
         teacher = F.log_softmax(wanted.float() / self.temperature, self.axis)
-        each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(self.axis)
-        return each.mean() * self.temperature**2
+        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(self.axis) * self.temperature**2
+
+
+def _is_mask(value: Any) -> bool:
+    """Whether a value may be a mask [batch, tokens] of 0 and 1; masks of scores are floats or have more axes."""
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _mean(x: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """The mean of what all masks leave; 0 where they leave nothing."""
+    if masks:
+        kept = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+        for mask in masks:
+            kept &= mask.to(x.device).view(*mask.shape, *(1 for _ in x.shape[mask.dim() :]))
+        x = x[kept]
+    return x.sum() / max(x.numel(), 1)
 
 
 def _logits(outputs: Any) -> Tensor:

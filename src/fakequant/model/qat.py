@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from numbers import Real
@@ -25,6 +25,7 @@ from fakequant.model.batches import AmbiguousBatchError, Inputs, run_batch, runn
 from fakequant.model.distillation import Distillation as Distillation
 from fakequant.model.folding import fold_batch_norm as fold_batch_norm
 from fakequant.model.folding import merge_batch_norm as merge_batch_norm
+from fakequant.model.positions import Mask
 from fakequant.model.progress import length, track
 from fakequant.model.scale_floor import raise_scales
 from fakequant.model.ties import share_learned
@@ -218,6 +219,7 @@ def finetune(  # noqa: PLR0913  all but the first five by name
     targets: str = "labels",
     inputs: Inputs | None = None,
     teacher: nn.Module | Literal["self"] | Distillation | None = None,
+    mask: Mask | None = None,
 ) -> list[float]:
     """Fine-tune a calibrated model with fake quantization in its graph.
 
@@ -235,6 +237,7 @@ def finetune(  # noqa: PLR0913  all but the first five by name
         inputs: which part of a batch the model gets, as for `calibrate`; by default all of it without the targets.
         teacher: a float model whose outputs count as much as the targets; "self" is this model with its quantizers off.
             `Distillation` has the other choices.
+        mask: which tokens count in the distance from the teacher, see `Distillation`.
 
     Returns:
         The mean loss of every epoch.
@@ -255,6 +258,10 @@ def finetune(  # noqa: PLR0913  all but the first five by name
         raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
     refuse_offloaded(model, "fine-tune")
     distillation = teacher if isinstance(teacher, Distillation) or teacher is None else Distillation(teacher)
+    if mask is not None:
+        if distillation is None:
+            raise ConfigError("mask= is for teacher=; without a teacher leave tokens out in the loss")
+        distillation = replace(distillation, mask=mask)
     if distillation is not None:
         distillation.check(model)
     with restore_on_error(attributes_of(model.modules(), "training")):
@@ -289,10 +296,11 @@ def _loss(
     """The loss of one batch."""
     wanted = None if loss is None else _targets(batch, targets)
     forward = partial(_outputs, batch=batch, loss=loss, targets=targets, inputs=inputs)
-    outputs, distance = (forward(model), None) if distillation is None else distillation.student(model, forward)
+    if distillation is None:
+        outputs = forward(model)
+        return _own_loss(outputs) if loss is None else loss(outputs, wanted)
+    outputs, distance = distillation.student(model, forward, distillation.masks(batch, _labels(batch, targets)))
     value = _own_loss(outputs) if loss is None else loss(outputs, wanted)
-    if distillation is None or distance is None:
-        return value
     return (1 - distillation.weight) * value + distillation.weight * distance
 
 
@@ -328,6 +336,13 @@ def _own_loss(outputs: Any) -> Tensor:
             "dicts with all arguments from which the model computes outputs.loss"
         )
     return value
+
+
+def _labels(batch: Any, key: str) -> Any:
+    """The targets in a batch, if there are any."""
+    if isinstance(batch, Mapping):
+        return batch.get(key)
+    return batch[-1] if isinstance(batch, (tuple, list)) and batch else None
 
 
 def _targets(batch: Any, key: str) -> Any:
