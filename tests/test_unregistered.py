@@ -30,8 +30,8 @@ class Slots:
 class Held(nn.Module):
     def __init__(self, hold: Callable[[nn.Module], Any]) -> None:
         super().__init__()
-        self.first, self.held = nn.Linear(4, 4), None
-        vars(self)["held"] = hold(nn.Linear(4, 4))
+        self.first, self.held = nn.Linear(64, 64), None
+        vars(self)["held"] = hold(nn.Linear(64, 64))
 
 
 HOLDS: dict[str, Callable[[nn.Module], Any]] = {
@@ -69,13 +69,13 @@ def test_quantized_modules_in_a_list_are_said(tmp_path: Path) -> None:
 class Child(nn.Module):
     def __init__(self, parent: nn.Module) -> None:
         super().__init__()
-        self.layer, self.parent = nn.Linear(4, 4), [parent]
+        self.layer, self.parent = nn.Linear(64, 64), [parent]
 
 
 class Fine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+        self.a, self.b = nn.Linear(64, 64), nn.ModuleList([nn.Linear(64, 64)])
         self.order, self.names, self.acts = [self.a, *self.b], {"a": self.a}, [nn.ReLU()]
         self.child = Child(self)
         self.itself: list[Any] = []
