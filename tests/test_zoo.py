@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fakequant as fq
+from benchmarks.zoo import of_more
 from benchmarks.zoo.architecture import Architecture
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case, WrongError, check_same_bits
@@ -33,6 +34,12 @@ def test_an_architecture_is_the_same_each_time_it_is_made():
     check_same_bits(case.outputs(case.float()), case.outputs(case.float()), "made anew")
     with pytest.raises(WrongError, match="other weights: 1536 of 1536 elements of output 0 differ"):
         check_same_bits(case.outputs(case.float(seed=1)), case.outputs(case.float()), "other weights")
+
+
+@pytest.mark.parametrize("name", [one.name for one in of_more.ARCHITECTURES])
+def test_models_of_more_libraries_are_calibrated_trained_and_saved(name):
+    case = Case(ARCHITECTURES[name])
+    assert {letter: run_step(case, letter)["cell"] for letter in "abie"} == dict.fromkeys("abie", "+")
 
 
 def test_steps_of_an_architecture():
