@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
+from torch.testing._internal.two_tensor import TwoTensor
 
+import fakequant as fq
 from fakequant import choose_qparams
 from fakequant.calibration import calibrators
 from fakequant.errors import CalibrationError, ConfigError
@@ -320,3 +322,53 @@ def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(start: int) -> None
 def test_lazy_layers_are_told_before_the_example_runs() -> None:
     with pytest.raises(ConfigError, match=r"^0: its parameters get their shapes in the first call; run the model once"):
         prepare(nn.Sequential(nn.LazyLinear(4)), presets.INT8, torch.ones(2, 4))
+
+
+class Packed(nn.Module):
+    """As layers of GPTQ and AWQ are: integers beside scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("qweight", torch.ones(4, 4, dtype=torch.int32))
+        self.register_buffer("scales", torch.ones(1, 4))
+
+    def forward(self, x):
+        return x @ (self.qweight * self.scales)
+
+
+def with_subclass():
+    layer = nn.Linear(4, 4)
+    weight = layer.weight.detach()
+    layer.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    return layer
+
+
+def with_integers():
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "held"),
+    [
+        (with_subclass, "weight is a torch.TwoTensor"),
+        (with_integers, "weight holds int8 codes"),
+        (Packed, "qweight holds int32 codes"),
+    ],
+)
+def test_what_another_library_quantized_is_refused(make, held):
+    model = nn.Sequential(nn.Linear(4, 4), make())
+    with pytest.raises(ConfigError, match=rf"^1 is quantized already, by another library: its {held}.*skip=\['1'\]"):
+        fq.prepare(model, "int8")
+    assert type(model[0]) is nn.Linear
+    fq.prepare(model, presets.INT8.with_rule(Rule("1", optional=True)))
+    assert list(fq.nn.quantizers(model)) == ["0._input_quantizer", "0._weight_quantizer"]
+
+
+def test_integers_that_are_no_codes_are_not_taken_for_some():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("relative_position_index", torch.ones(4, 4, dtype=torch.int64))
+    model.register_buffer("order", torch.ones(4, 4, dtype=torch.int32))
+    model[0].register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+    fq.prepare(model, "int8")

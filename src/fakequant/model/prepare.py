@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fakequant.distributed import refuse_sharded
+from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.calls import Run
@@ -103,9 +105,10 @@ def prepare(
     restore = structure_of([model])
     try:
         table = None if target is None else find_target(target)
+        purposely = config.left_on_purpose(model)
+        _refuse_quantized(model, purposely)
         run = _run_of(model, config, table, example, inputs)
         held, sites, notes = _planned(model, config, table, run)
-        purposely = config.left_on_purpose(model)
         modules = dict(model.named_modules())
         for name, rule in held.items():
             _check_layer(modules[name], rule, name)
@@ -142,6 +145,29 @@ def refuse_exported(model: nn.Module) -> None:
                 f"{path or 'the model'} was made by torch.export and has no layers and functions to quantize, but "
                 "operators of ATen; prepare the model itself, and export it afterwards"
             )
+
+
+def _refuse_quantized(model: nn.Module, purposely: set[nn.Module]) -> None:
+    """Raise for modules whose weights are codes of another library: a tensor subclass, or integers beside scales."""
+    for path, module in model.named_modules():
+        if module not in purposely and (held := _foreign_codes(module)) is not None:
+            raise ConfigError(
+                f"{path or 'the model'} is quantized already, by another library: its {held}. Prepare the float model, "
+                f"or leave the layer as it is by skip=[{path!r}]"
+            )
+
+
+def _foreign_codes(module: nn.Module) -> str | None:
+    tensors = {n: t for n, t in chain(module._parameters.items(), module._buffers.items()) if t is not None}
+    for name, tensor in tensors.items():
+        if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+            return f"{name} is a {type(tensor).__module__.partition('.')[0]}.{type(tensor).__name__}"
+        if tensor.dtype not in (torch.int8, torch.uint8, torch.int32):  # int64 are indices
+            continue
+        scaled = any("scale" in other for other in tensors) and sum(size > 1 for size in tensor.shape) > 1
+        if scaled or isinstance(tensor, nn.Parameter):
+            return f"{name} holds {str(tensor.dtype).removeprefix('torch.')} codes"
+    return None
 
 
 def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Config | str]) -> Config:
