@@ -54,11 +54,12 @@ X = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
 
 
 def told(model: nn.Module, config: Any = "int8", example: Any = None) -> str:
-    """The one line that preparing says, or nothing."""
+    """The one line that preparing says of what stays in float, or nothing."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fq.prepare(model, config, example)
     found = [warning for warning in caught if warning.category is CoverageWarning]
+    found = [warning for warning in found if "bits per weight with scales" not in str(warning.message)]  # small layers
     assert len(found) <= 1
     assert all(warning.filename == __file__ for warning in found)
     return str(found[0].message) if found else ""
