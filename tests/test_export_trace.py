@@ -49,3 +49,27 @@ def test_all_refusals_are_named() -> None:
     program = trace(model, (torch.ones(3, 4).double(),), {}, None)
     with pytest.raises(ExportError, match=r"0: quantizes a float64 [^\n]*\n1: quantizes a float64"):
         sites(program)
+
+
+class OneSize(nn.Module):
+    """Takes six rows alone, which torch.export finds out after it marked the axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).view(3, 2, 4)
+
+
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: (x,), lambda x: {"x": x}], ids=["tensor", "tuple", "dict"])
+def test_a_refused_dynamic_export_leaves_the_example_as_it_was(form: Any, tmp_path: Path) -> None:
+    x = torch.randn(6, 4)
+    model = fq.prepare(OneSize(), "INT8")
+    fq.calibrate(model, [x])
+    example = form(x)
+    shapes = {"x": {0: "batch"}} if isinstance(example, dict) else ({0: "batch"},)
+    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+        fq.export_onnx(model, example, tmp_path / "m.onnx", dynamic_shapes=shapes)
+    assert vars(x) == {}
+    assert fq.verify_onnx(fq.export_onnx(model, example, tmp_path / "m.onnx").path, model, [x]).exact

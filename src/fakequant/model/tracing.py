@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from fakequant.errors import ExportError, warn_user
 from fakequant.restore import restore_after
@@ -31,6 +32,7 @@ def traced_program(
         ExportError: the model returns something that torch.export does not know, or holds a scripted module.
         torch.export's errors: the model cannot be traced.
     """
+    args, kwargs = _unmarked((args, kwargs))
     try:
         return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except TypeError as error:
@@ -49,6 +51,12 @@ def traced_program(
     warn_user(f"traced with {_CACHE}=False: torch.export does not know the {found['name']} that the model returns")
     shapes = _with_cache(model, dynamic_shapes)
     return traced_program(model, args, {**kwargs, _CACHE: False}, dynamic_shapes=shapes)
+
+
+def _unmarked(example: Any) -> Any:
+    """An example of other tensors in the same memory: torch.export marks axes on those that it gets, also if it fails."""
+    others: dict[int, Tensor] = {}  # one tensor that is given twice stays one
+    return pytree.tree_map_only(Tensor, lambda x: others.setdefault(id(x), x.detach()), example)
 
 
 @contextmanager
