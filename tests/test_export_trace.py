@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import UserError
 
 import fakequant as fq
 from fakequant.errors import ExportError
-from fakequant.export.trace import path_of, sites, to_onnx, trace
+from fakequant.export.trace import module_path, path_of, sites, to_onnx, trace
 from fakequant.nn import Quantizer
 
 pytest.importorskip("onnxscript")
@@ -51,6 +55,26 @@ def test_all_refusals_are_named() -> None:
         sites(program)
 
 
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("layers.slice(None, 2, None).1.norm", "layers.1.norm"),
+        ("layers.slice(1, None, None).0", "layers.1"),
+        ("layers.slice(-2, None, None).1", "layers.3"),
+        ("layers.slice(None, None, -1).0.norm", "layers.3.norm"),
+        ("layers.slice(1, None, None).slice(None, None, 2).1", "layers.3"),
+        ("layers.2", "layers.2"),
+        ("steps.slice(1, None, None).1", "steps.1"),
+        ("", ""),
+    ],
+)
+def test_the_path_of_a_module_in_a_slice_is_its_own(path: str, expected: str) -> None:
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList(nn.ReLU() for _ in range(4)), "steps": nn.Sequential(*[nn.ReLU()] * 3)}
+    )
+    assert module_path(model, path) == expected
+
+
 class OneSize(nn.Module):
     """Takes six rows alone, which torch.export finds out after it marked the axis."""
 
@@ -69,7 +93,7 @@ def test_a_refused_dynamic_export_leaves_the_example_as_it_was(form: Any, tmp_pa
     fq.calibrate(model, [x])
     example = form(x)
     shapes = {"x": {0: "batch"}} if isinstance(example, dict) else ({0: "batch"},)
-    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+    with pytest.raises(UserError, match="Constraints violated"):
         fq.export_onnx(model, example, tmp_path / "m.onnx", dynamic_shapes=shapes)
     assert vars(x) == {}
     assert fq.verify_onnx(fq.export_onnx(model, example, tmp_path / "m.onnx").path, model, [x]).exact

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from fakequant.export.capability import LAST_OPSET, Dimension
 from fakequant.export.constants import fold_constants
 from fakequant.export.placement import check, place
 from fakequant.export.style import Style
+from fakequant.model.paths import module_at
 from fakequant.model.tracing import quiet, traced_program
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
@@ -38,6 +40,8 @@ _TARGET = torch.ops.fakequant.fake_quantize.default
 _SCALE_TARGET = torch.ops.fakequant.choose_scale.default
 # torch uses these operations to compute the exponent of a number; ONNX has neither.
 _BITS = (torch.ops.aten.frexp.Tensor, torch.ops.aten.view.dtype)
+_SLICE = re.compile(r"slice(\([^)]*\))\.")
+_SLICED = re.compile(r"(?:(?P<list>.*?)\.)?(?P<cuts>(?:slice\([^)]*\)\.)+)(?P<at>\d+)(?P<rest>.*)")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -64,8 +68,32 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
     """
     with torch.no_grad(), _quiet():
         program = traced_program(model, args, kwargs, dynamic_shapes=_without_names(dynamic_shapes))
+    parts = [part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    for node in (node for part in parts for node in part.graph.nodes):
+        stack = node.meta.get("nn_module_stack") or {}
+        if any("slice(" in path for path, _ in stack.values()):
+            node.meta["nn_module_stack"] = {
+                key: (module_path(model, path), kind) for key, (path, kind) in stack.items()
+            }
     fold_constants(program, (_TARGET, _SCALE_TARGET))
     return program
+
+
+def module_path(model: nn.Module, path: str) -> str:
+    """Return the path of a module that torch names by an expression, as in `for layer in self.layers[1:]`.
+
+    >>> module_path(nn.Sequential(nn.ModuleList([nn.ReLU(), nn.ReLU(), nn.ReLU()])), "0.slice(1, None, None).1")
+    '0.2'
+    """
+    while (found := _SLICED.match(path)) is not None:
+        owner = module_at(model, found["list"] or "")
+        names = list(owner._modules)
+        for cut in _SLICE.findall(found["cuts"]):
+            names = names[slice(*ast.literal_eval(cut))]
+        # A part of a Sequential keeps its names.
+        name = found["at"] if isinstance(owner, nn.Sequential) else names[int(found["at"])]
+        path = ".".join(part for part in (found["list"], name) if part) + found["rest"]
+    return path
 
 
 def _without_names(dynamic_shapes: Any) -> Any:

@@ -54,7 +54,7 @@ def traced_program(
 
 
 def _unmarked(example: Any) -> Any:
-    """An example of other tensors in the same memory: torch.export marks axes on those that it gets, also if it fails."""
+    """An example of other tensors in the same memory: torch.export marks axes on those that it gets."""
     others: dict[int, Tensor] = {}  # one tensor that is given twice stays one
     return pytree.tree_map_only(Tensor, lambda x: others.setdefault(id(x), x.detach()), example)
 
