@@ -14,7 +14,7 @@ PACKAGE = Path(fq.__file__).parent
 
 # Rooms from the innermost to the outermost; those of one set do not import each other.
 ROOMS = [
-    {"errors", "text", "version"},
+    {"errors", "offload", "text", "version"},
     {"distributed", "files", "restore"},
     {"numerics"},
     {"ops"},
