@@ -163,7 +163,7 @@ def refused_by_improve(rank: int, own: list[Tensor], folder: Path) -> None:
         with pytest.raises((CalibrationError, ConfigError), match=here if rank else there):
             fq.ptq.improve(model, given, asked, group=world, progress=False)
     nan = [*own, torch.full((4, 8), float("nan"))] if rank else own
-    text = "^0, batch 4: an input" if rank else "the process of rank 1 failed, .*: 0, batch 4: an input holds NaN"
+    text = "^0, batch 5: an input" if rank else "the process of rank 1 failed, .*: 0, batch 5: an input holds NaN"
     with pytest.raises(CalibrationError, match=text):
         fq.ptq.improve(model, nan, group=world, progress=False)
     with pytest.raises(ConfigError, match=r"the processes reach other layers, .*: rank [01] at 2"):
