@@ -179,3 +179,24 @@ def test_a_wrapper_that_delegates_attributes_owns_sites(cls, depth, tmp_path):
     again = fq.load(net(), fq.save(model, tmp_path))
     assert_same_bits(again(x), model(x))
     assert_same_bits(copy.deepcopy(model)(x), model(x))
+
+
+@pytest.mark.parametrize("cls", [Delegates, AsksInsideFirst, AnswersEverything])
+def test_torch_finds_the_sites_of_a_wrapper_and_not_those_inside(cls, tmp_path):
+    torch.manual_seed(0)
+    outer = cls()
+    outer.inner = cls()
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    model = fq.prepare(nn.Sequential(outer), "int8", x, target="onnxruntime")
+    fq.calibrate(model, [x], progress=False)
+    for path, module in model.named_modules():
+        assert model.get_submodule(path) is module
+    state = {name: torch.full_like(value, 0.5) if "scale" in name else value for name, value in model.named_buffers()}
+    given = torch.func.functional_call(copy.deepcopy(model), state, x)
+    coarse = copy.deepcopy(model)
+    coarse.load_state_dict({**model.state_dict(), **state})
+    assert_same_bits(given, coarse(x))
+    path = tmp_path / "model.onnx"
+    fq.export_onnx(model, x, path)
+    report = fq.verify_onnx(path, model, [x])
+    assert report.exact, report

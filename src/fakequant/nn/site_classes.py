@@ -84,7 +84,9 @@ def _owner_class(cls: type[Any]) -> type[Any]:
         run = partial(_with_quantizers, self._modules[SITES], inner, self, args, kwargs)
         return run_traced(run, self, args, kwargs) if is_traced() else run(SiteMode)
 
-    return _subclass(cls, "owner", unseen(forward), _without_sites(cls))
+    # In the class, which torch's `getattr` along a path asks before a wrapper's `__getattr__` can answer from inside.
+    own = property(lambda self: nn.Module.__getattr__(self, SITES))
+    return _subclass(cls, "owner", unseen(forward), {SITES: own, **_without_sites(cls)})
 
 
 def _with_quantizers(sites: Any, inner: Callable[..., Any], module: Any, args: Any, kwargs: Any, make: MakeMode) -> Any:
