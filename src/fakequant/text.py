@@ -18,6 +18,16 @@ def visible(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    shown = [*names]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
 def table(
     rows: Iterable[Sequence[str]], below: Iterable[str] = (), *, numbers: Collection[int] = (), line: bool = False
 ) -> str:

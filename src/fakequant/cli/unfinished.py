@@ -21,6 +21,7 @@ from fakequant.model.checkpoint import load, save
 from fakequant.model.json_values import value_of
 from fakequant.model.manifest_reading import remove_checkpoint
 from fakequant.report import RESULTS, Accuracy, Improved, ReportData, read_results, write_report
+from fakequant.text import listed
 
 _FOLDER = "unfinished"
 _STATE = ".fakequant-job.json"
@@ -127,12 +128,8 @@ def held_before(out: Path, source: str, title: str) -> str:
     replaced = [name for name in names if name in ours]
     others = [name for name in names if name not in ours]
     if replaced:
-        return f"{out} holds {_listed(replaced)} of another origin; this run replaces what has these names"
-    return f"{out} holds {_listed(others)}; this run leaves that alone and adds its files" if others else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"{out} holds {listed(replaced, 3)} of another origin; this run replaces what has these names"
+    return f"{out} holds {listed(others, 3)}; this run leaves that alone and adds its files" if others else ""
 
 
 def refuse_other_recipe(out: Path, source: str) -> None:

@@ -20,6 +20,7 @@ from fakequant.nn.operands import NO_KERNEL, Kernel, Role
 from fakequant.nn.site_functions import canonical_ops
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
+from fakequant.text import listed
 
 _WILDCARDS = frozenset("*?[")
 """A pattern without these matches itself alone."""
@@ -363,10 +364,9 @@ def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module], model: nn.Mod
             f"({', '.join(sorted(c.__name__ for c in layers()))}), or it is already prepared"
         )
     found = [f"{name} ({type(module).__name__})" for name, module in candidates.items()]
-    shown = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     kinds = f" of type {' or '.join(rule.layers)}" if rule.layers else ""
     return (
-        f"the rule {rule.pattern!r}{kinds} matches no layer; layers that can be quantized are {shown}. "
+        f"the rule {rule.pattern!r}{kinds} matches no layer; layers that can be quantized are {listed(found, 8)}. "
         "Correct the pattern, or set optional=True if the rule may match nothing"
     )
 

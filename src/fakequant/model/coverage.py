@@ -15,6 +15,7 @@ from fakequant.model.site_weights import site_weights
 from fakequant.model.weights import weights_of
 from fakequant.nn.forms import own_class, quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.text import listed
 
 
 class Left(NamedTuple):
@@ -34,11 +35,11 @@ class Left(NamedTuple):
             named = [f"{cls.__name__} ({n}: {_why_float(cls)})" for cls, n in self.modules.items()]
             share = f"{_percent(self.parameters)} of the parameters"
             subject = f"1 module with {share} stays" if count == 1 else f"{count} modules with {share} stay"
-            parts.append(f"{subject} in float: {_first(named)}")
+            parts.append(f"{subject} in float: {listed(named, 6)}")
         if self.products:
             named = [f"{name} {_percent(share)}" for name, share in self.products.items()]
             share = _percent(sum(self.products.values()))
-            parts.append(f"products with {share} of the multiply-accumulates have inputs in float: {_first(named)}")
+            parts.append(f"products with {share} of the multiply-accumulates have inputs in float: {listed(named, 6)}")
         advice = "fakequant.summary(model, example) lists all"
         if self.modules:
             names = tuple(dict.fromkeys(cls.__name__ for cls in self.modules))
@@ -103,7 +104,7 @@ def scripted(model: nn.Module, purposely: set[nn.Module]) -> str | None:
             found.append(path)
     if not found:
         return None
-    named = _first([path or "the model" for path in found])
+    named = listed([path or "the model" for path in found], 6)
     return (
         f"modules of torch.jit compute in float what no run shows, and are in no count of products: {named}. Prepare "
         "the modules as they were written, and script them afterwards"
@@ -141,10 +142,6 @@ def _functions(cls: type[nn.Module]) -> list[str]:
 
 def _why_float(cls: type[nn.Module]) -> str:
     return why_changed(cls) or "no quantized form"
-
-
-def _first(texts: list[str], most: int = 6) -> str:
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def _percent(share: float) -> str:

@@ -24,7 +24,7 @@ from fakequant.nn.forms import computed_class
 from fakequant.nn.leaf import as_leaf
 from fakequant.nn.quantizer import is_as_made
 from fakequant.restore import restore_on_error, state_of, structure_of
-from fakequant.text import visible
+from fakequant.text import listed, visible
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -308,10 +308,7 @@ def left_text(found: Fusions, done: str) -> str:
     reasons: dict[str, list[str]] = {}
     for name, why in found.left.items():
         reasons.setdefault(why, []).append(name or "(model)")
-    parts = [
-        f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''} ({why})"
-        for why, names in reasons.items()
-    ]
+    parts = [f"{listed(names, _NAMED)} ({why})" for why, names in reasons.items()]
     count = len(found.left)
     stay = "1 batch normalisation stays" if count == 1 else f"{count} batch normalisations stay"
     return f"{len(found.fused)} {done}, {stay}: {'; '.join(parts)}"

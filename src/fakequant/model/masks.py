@@ -16,6 +16,7 @@ from fakequant.model.recording import EXTREME, Recording
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.nn.sites import Site
 from fakequant.numerics.qparams import Range
+from fakequant.text import listed
 
 _SOFTMAX = frozenset({"softmax", "log_softmax"})
 _TAKES_MASK = frozenset({"scaled_dot_product_attention", "attention_function"})
@@ -59,9 +60,8 @@ def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
                 functions.add(site.function)
     if low:
         first = next(iter(low))
-        others = f" and {len(low) - 1} more" if len(low) > 1 else ""
         warn_user(
-            f"the range of {first}{others} reaches {low[first]:.3g}, as with the numbers of an attention mask: its "
+            f"the range of {listed(low, 1)} reaches {low[first]:.3g}, as with the numbers of an attention mask: its "
             "scale rounds all scores to one value. Give prepare(..., example=) an input with a mask, which leaves "
             f"these functions in float; or leave them in float by Rule('*', ops={(*sorted(functions),)})",
             CalibrationWarning,

@@ -13,6 +13,7 @@ from fakequant.nn.layers import SpatialLayer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.granularity import Granularity
 from fakequant.restore import Restore, attributes_of
+from fakequant.text import listed
 
 Mask = str | Callable[[Any], Tensor]
 """Which tokens of a batch count, bool or 0 and 1 [batch, tokens]: a function of the batch, or a key of a dict batch."""
@@ -124,8 +125,7 @@ class Positions:
         if not self._whole:
             return
         shapes = [f"{layer_of(name) or 'the model'} {list(shape)}" for name, shape in self._whole.items()]
-        more = f" and {len(shapes) - _SHOWN} more" if len(shapes) > _SHOWN else ""
-        shown = ", ".join(shapes[:_SHOWN]) + more
+        shown = listed(shapes, _SHOWN)
         if not self._masked:
             raise CalibrationError(
                 f"the mask has the shape {list(self._shape)}, and no input has these leading axes: {shown}; give a "

@@ -14,6 +14,7 @@ from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.numerics.spec import QuantSpec
+from fakequant.text import listed
 
 _NAMED = 3
 
@@ -76,11 +77,10 @@ def scales_text(weights: Mapping[str, WeightBits]) -> str | None:
         return None
     large = {path: own for path, own in weights.items() if own.scales > own.elements}
     named = sorted(large, key=lambda path: large[path].elements - large[path].scales)
-    shown = ", ".join(f"{path or '(model)'} ({large[path].per_weight:.2f} bits)" for path in named[:_NAMED])
-    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    shown = listed([f"{path or '(model)'} ({large[path].per_weight:.2f} bits)" for path in named], _NAMED)
     return (
         f"{total.per_weight:.2f} bits per weight with scales, where the codes have "
-        f"{total.codes / total.elements:.2f}; the scales of {shown}{more} take most of them"
+        f"{total.codes / total.elements:.2f}; the scales of {shown} take most of them"
     )
 
 
@@ -98,10 +98,9 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str]) -> list[str]:
             found[weight.parameter] = layer_of(path), bits
     notes = []
     if too_small:
-        shown = ", ".join(path or "the model" for path in too_small[:_NAMED])
-        more = f" and {len(too_small) - _NAMED} more" if len(too_small) > _NAMED else ""
+        shown = listed([path or "the model" for path in too_small], _NAMED)
         notes.append(
-            f"weights stay in float where their scales would take more room than floats: {shown}{more}; one scale for "
+            f"weights stay in float where their scales would take more room than floats: {shown}; one scale for "
             "all of a layer's weights takes less: Rule(name, weight='int8')"
         )
     if (text := scales_text(dict(found.values()))) is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fakequant.errors import CoverageWarning, warn_user
+from fakequant.text import listed
 
 _NAMED = 4
 
@@ -36,10 +37,9 @@ def warn_unregistered(model: nn.Module) -> None:
     # A module that holds the model, as an adapter its parent, is no part of it.
     lost = {path: held for path, held in found.items() if [*held.parameters()] and model not in set(held.modules())}
     if lost:
-        named = ", ".join(f"{path} ({type(held).__name__})" for path, held in [*lost.items()][:_NAMED])
-        more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+        named = listed([f"{path} ({type(held).__name__})" for path, held in lost.items()], _NAMED)
         warn_user(
-            f"modules in plain containers are not part of a model: {named}{more}. prepare, save, load and state_dict "
+            f"modules in plain containers are not part of a model: {named}. prepare, save, load and state_dict "
             "leave them out; hold them in torch.nn.ModuleList or torch.nn.ModuleDict, or as attributes",
             CoverageWarning,
         )

@@ -23,6 +23,7 @@ from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.qparams import Range
 from fakequant.ops import library
+from fakequant.text import listed
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
@@ -164,13 +165,12 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
             found.append(name)
     stale = list(dict.fromkeys(layer_of(name) or "(model)" for name in found))
     if stale:
-        shown = ", ".join(stale[:_NAMED]) + (f" and {len(stale) - _NAMED} more" if len(stale) > _NAMED else "")
         weights = "the weight of 1 layer" if len(stale) == 1 else f"the weights of {len(stale)} layers"
         sites = site_weights(model).keys() & set(found)
         cure = "model, batches)" if sites else 'model, pattern="*_weight_quantizer"), which needs no batches'
         warn_user(
-            f"{weights} changed by more than 10 % or in shape since the scales were set: {shown}. Set them anew by "
-            f"fakequant.calibrate({cure}",
+            f"{weights} changed by more than 10 % or in shape since the scales were set: {listed(stale, _NAMED)}. Set "
+            f"them anew by fakequant.calibrate({cure}",
             StaleScaleWarning,
         )
     return found
@@ -208,9 +208,9 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
     weights = {name: weight.quantizer for name, weight in found.items() if name in names}
     waiting = {n: q for n, q in weights.items() if not q.dynamic and not q.calibrated}
     if zeros := list(dict.fromkeys(layer_of(name) or "(model)" for name in waiting)):
-        shown = ", ".join(zeros[:_NAMED]) + (f" and {len(zeros) - _NAMED} more" if len(zeros) > _NAMED else "")
         warn_user(
-            f"weights that are zero, in part or whole, get no range; their scales follow them at each call: {shown}. "
-            'Once training has moved them, fakequant.calibrate(model, pattern="*_weight_quantizer") fixes their scales',
+            "weights that are zero, in part or whole, get no range; their scales follow them at each call: "
+            f"{listed(zeros, _NAMED)}. Once training has moved them, "
+            'fakequant.calibrate(model, pattern="*_weight_quantizer") fixes their scales',
             CalibrationWarning,
         )

@@ -27,11 +27,12 @@ from fakequant.ptq.call import Call
 from fakequant.ptq.effect import Batches, Effect, states_of
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.reconstruction import Preset, preset_of, reconstruct_block
-from fakequant.ptq.results import Improvement, LayerResult, listed, remarks_of
+from fakequant.ptq.results import Improvement, LayerResult, remarks_of
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import MOST_DRIFT
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
 from fakequant.restore import restore_on_error
+from fakequant.text import listed
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 

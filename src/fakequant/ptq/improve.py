@@ -34,10 +34,11 @@ from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.kinds import computes_product, has_own_forward, has_rows
 from fakequant.ptq.layer import SOLVERS, write
 from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
-from fakequant.ptq.results import Improvement, LayerResult, listed, remarks_of
+from fakequant.ptq.results import Improvement, LayerResult, remarks_of
 from fakequant.ptq.stream import NOT_REPEATED, Record, Stage, Stream, record, watched
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
 from fakequant.restore import restore_on_error
+from fakequant.text import listed
 
 STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
 """All steps in their order."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule
-from fakequant.text import table, visible
+from fakequant.text import listed, table, visible
 
 _BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "floor": "98.5"}
 """Examples."""
@@ -258,9 +258,8 @@ class Scores:
 
 def _stay_in_float(left: Mapping[str, str]) -> list[str]:
     """A text that names the first layers that stay in float; none if there are none."""
-    named = [f"{layer or '(model)'} ({why})" for layer, why in [*left.items()][:_NAMED]]
-    more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
-    return [f"{len(left)} stay in float: {', '.join(named)}{more}"] if left else []
+    named = [f"{layer or '(model)'} ({why})" for layer, why in left.items()]
+    return [f"{len(left)} stay in float: {listed(named, _NAMED)}"] if left else []
 
 
 def _of_these(in_float: Mapping[str, int]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fakequant.model.html import html_result
-from fakequant.text import table
+from fakequant.text import listed, table
 
-_NAMED = 4
 TAKEN_BACK = "nearest: its choice does not help the model's output on batches held back"
 
 
@@ -47,12 +46,6 @@ def remarks_of(layers: Iterable[LayerResult]) -> list[str]:
         for remark in own.remarks:
             found.setdefault(remark, []).append(own.layer or "(model)")
     return [f"{listed(names)}: {remark}" for remark, names in found.items()]
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 @dataclass

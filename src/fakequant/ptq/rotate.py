@@ -21,7 +21,7 @@ from fakequant.ptq.output_check import OutputCheck
 from fakequant.ptq.residual import Heads, Residual, follow
 from fakequant.ptq.unreached import Unreached
 from fakequant.restore import restore_after, restore_on_error, state_of_parts
-from fakequant.text import table
+from fakequant.text import listed, table
 
 KINDS = ("hadamard", "random")
 _SAME = 1e-4
@@ -58,7 +58,7 @@ class Rotations:
             return "nothing to rotate: no torch.nn.Linear reads a residual stream or heads of attention"
         lines = [["values", "width", "made by", "read by", "what"]]
         for row in self.rows:
-            made, read = _first(row.makers), _first(row.readers)
+            made, read = listed(row.makers, 3), listed(row.readers, 3)
             lines.append([row.what, str(row.width), made, read, f"stays: {row.note}" if row.note else "rotated"])
         return table(lines)
 
@@ -302,7 +302,3 @@ def _clear(model: nn.Module, norm: nn.Module, form: _Form) -> None:
             model.set_submodule(path, plain)
     else:
         cast("nn.Parameter", norm.weight).data.fill_(form.plain)
-
-
-def _first(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fakequant.report.data import Distribution, Layer, ReportData
 from fakequant.report.histograms import CHOSEN
 from fakequant.report.layers import FAIR
+from fakequant.text import listed
 
 _GAP = 6.0
 """A layer stands out whose ratio is this many dB below the next: half the amplitude."""
@@ -49,9 +50,8 @@ def _advice(data: ReportData, preset: str) -> tuple[str, str]:
         return f"ONNX Runtime loses too much of {lossy[0]} by default: see Verification for the setting.", _EXPORT
     clipped = [shown.name for shown in data.distributions if cut(shown) and shown.clips[CHOSEN].sqnr < FAIR]
     if clipped:
-        rest = f" and {len(clipped) - 1} more" if len(clipped) > 1 else ""
         return (
-            f"The range of {clipped[0]}{rest} cuts off values that matter: the whole range has less noise.",
+            f"The range of {listed(clipped, 1)} cuts off values that matter: the whole range has less noise.",
             'used = fq.recalibrate(model, method="max")  # needs no second pass over the data',
         )
     worst = ranked(data)
