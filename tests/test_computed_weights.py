@@ -23,7 +23,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str, tuple[Tensor, ...]]] = {
     "EmbeddingBag": (lambda: nn.EmbeddingBag(8, 4), "weight", (IDS, OFFSETS)),
     "LSTM-hidden": (lambda: nn.LSTM(8, 6), "weight_hh_l0", (X,)),
     "LSTM-input": (lambda: nn.LSTM(8, 6), "weight_ih_l0", (X,)),
-    "GRUCell": (lambda: nn.GRUCell(8, 6), "weight_ih", (X[0],)),
+    "GRUCell": (lambda: nn.GRUCell(8, 6), "weight_ih", (X[0], X[0, :, :6])),
     "MultiheadAttention": (lambda: nn.MultiheadAttention(8, 2), "in_proj_weight", (X, X, X)),
 }
 NORMS: dict[str, Callable[..., Any]] = {

@@ -105,7 +105,7 @@ def test_a_granularity_of_your_own_moves_its_axes() -> None:
 def test_the_granularity_of_scales_moves_its_axes() -> None:
     weight = "float4_e2m1fn per_block(-1:2) scale=float8_e4m3fn@per_channel(0)"
     model = prepare(nn.Sequential(nn.ConvTranspose2d(6, 4, 3)), Config("mine", [Rule("*", weight=weight)]))
-    moved = "float4_e2m1fn per_block(0:2) scale=float8_e4m3fn@per_channel(1)"
+    moved = "float4_e2m1fn per_block(0:1,-1:3,-2:1) scale=float8_e4m3fn@per_channel(1)"
     assert str(model[0]._weight_quantizer.spec) == moved
 
 

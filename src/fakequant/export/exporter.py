@@ -122,7 +122,7 @@ def export_onnx(  # noqa: PLR0913  all options of a file in one call
 
     Every quantizer becomes QuantizeLinear and DequantizeLinear, every weight an integer or float8 constant. Formats
     that ONNX Runtime cannot store become other operators; docs/onnx.md lists the forms of each style. The model is
-    exported in eval mode and not changed, but for scales that an engine cannot use, which are raised with a warning.
+    exported in eval mode and not changed, except for scales that an engine cannot use: they are raised, with a warning.
 
     Args:
         model: a prepared and calibrated model, or any module that calls `fakequant.fake_quantize`.

@@ -274,7 +274,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
         module.train(old.training)
     for parent in [*model.modules()]:
         for name, child in parent._modules.items():
-            if child in new:
+            if child is not None and child in new:
                 parent._modules[name] = new[child]
 
 

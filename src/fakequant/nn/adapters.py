@@ -41,11 +41,8 @@ def copies_called(model: nn.Module, path: str) -> list[str]:
     for place, part in enumerate(parts):
         owner = model.get_submodule(".".join(parts[:place])) if part == "original_module" else None
         if wrapper is not None and isinstance(owner, wrapper):
-            start = [*parts[:place], "modules_to_save"]
-            return [
-                ".".join([*start, name, *parts[place + 1 :]])
-                for name in owner.get_submodule("modules_to_save")._modules
-            ]
+            start = ".".join([*parts[:place], "modules_to_save"])
+            return [".".join([start, name, *parts[place + 1 :]]) for name in model.get_submodule(start)._modules]
     return []
 
 
@@ -87,7 +84,7 @@ class _Joined:
         return self
 
     def register_forward_pre_hook(self: Any, hook: Any, **options: Any) -> RemovableHandle:
-        """As of any module, but for the hook by which peft gives its layers the adapter of each example."""
+        """As of any module, except for the hook by which peft gives its layers the adapter of each example."""
         if "adapter_names" in getattr(hook, "keywords", {}):
             return RemovableHandle(OrderedDict())
         return nn.Module.register_forward_pre_hook(self, hook, **options)

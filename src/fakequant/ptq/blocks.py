@@ -70,8 +70,8 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     Returns:
         The error of the model's output on batches that were held back, before and after, and those of the blocks. Of
         two batches or more, the second of every four teaches nothing and judges: if that error does not fall by more
-        than chance explains, what was learned goes back, but for the blocks that lower it. Weights that something else
-        reads too stay as they are; a line names them.
+        than chance explains, what was learned goes back, except for the blocks that lower it. Weights that something
+        else reads too stay as they are; a line names them.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.

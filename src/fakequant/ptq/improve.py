@@ -78,7 +78,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     that a batch calls several times, and those after it, get no `drift`.
 
     Of two batches or more, the second of every four chooses nothing and judges: if the error of the model's output on
-    these does not fall by more than chance explains, what was chosen goes back, but for the layers that lower it.
+    these does not fall by more than chance explains, what was chosen goes back, except for the layers that lower it.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
