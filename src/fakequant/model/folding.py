@@ -12,7 +12,8 @@ from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.fuse import FusedBatchNorm, Fusions, left_text, replace_modules
 from fakequant.model.modes import disabled
-from fakequant.model.recording import Recording, record
+from fakequant.model.recorded import Recording
+from fakequant.model.recording import record
 from fakequant.nn.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
 from fakequant.nn.quantizer import is_as_made, quantizers
 from fakequant.nn.site_classes import set_class, unshielded_class

@@ -12,7 +12,7 @@ from torch import nn
 
 from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.model.paths import layer_of
-from fakequant.model.recording import EXTREME, Recording
+from fakequant.model.recorded import EXTREME, Recording
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.nn.sites import Site
 from fakequant.numerics.qparams import Range

@@ -12,7 +12,8 @@ from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.coverage import scripted
 from fakequant.model.failures import example_failure_named
 from fakequant.model.functions import Operation, is_product, keeps_quantized
-from fakequant.model.recording import OF_A_CACHE, QUANTIZED, Call, Recording, record
+from fakequant.model.recorded import OF_A_CACHE, QUANTIZED, Call, Recording
+from fakequant.model.recording import record
 from fakequant.model.wrappers import unwraps
 
 _EMPTY = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "zero"})

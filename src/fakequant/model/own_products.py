@@ -10,7 +10,8 @@ from torch import nn
 
 from fakequant.model.flow import Arguments
 from fakequant.model.modes import evaluating
-from fakequant.model.recording import Recording, record
+from fakequant.model.recorded import Recording
+from fakequant.model.recording import record
 from fakequant.restore import restore_after, structure_of
 
 

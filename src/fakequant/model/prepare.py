@@ -26,7 +26,8 @@ from fakequant.model.operations import operations_of, quantized_parameters
 from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
 from fakequant.model.presets import find_preset
-from fakequant.model.recording import Recording, record
+from fakequant.model.recorded import Recording
+from fakequant.model.recording import record
 from fakequant.model.site_training import with_training
 from fakequant.model.sites import SitePlan, apply_sites, plan_sites
 from fakequant.model.sizes import exceeds_float, note_on_scales

@@ -12,8 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import wraps
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -27,129 +26,12 @@ from fakequant.model.functions import counted, factors_of, is_product
 from fakequant.model.memory import Memory, largest, version_of
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import float_tensors
+from fakequant.model.recorded import EXTREME, OF_A_CACHE, QUANTIZED, WITHOUT_FLOATS, Call, Recording, Value
 from fakequant.nn.quantizer import Kind, Quantizer
-from fakequant.nn.site_functions import CALLED_AS, CalledAs, called_as
+from fakequant.nn.site_functions import CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.unseen import OF_CACHE, hide_caches
 from fakequant.restore import Restore, restore_after, stack_without, structure_of
-
-
-@dataclass(frozen=True)
-class Value:
-    """One state of a tensor: a function that writes to a tensor makes a new one.
-
-    Attributes:
-        number: by which calls name it.
-        constant: whether it is a parameter, or computed from parameters alone.
-        shape: of the tensor.
-        is_float: whether its dtype is floating.
-        producer: the number of the call that made it; None for parameters, inputs and what no function made.
-    """
-
-    number: int
-    constant: bool
-    shape: tuple[int, ...]
-    is_float: bool
-    producer: int | None
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a torch function.
-
-    Attributes:
-        number: its place in the run.
-        owner: the path of the module whose `forward` calls it; None where a hook calls it.
-        visit: which call of the owner it belongs to.
-        function: the canonical name, or the name of torch for functions that cannot be quantized; see `OF_A_CACHE`.
-        index: how many calls of the function came before in the same visit.
-        inputs: all tensor arguments.
-        outputs: all tensors of the result, and those that the call writes to.
-        operands: the values that a site could quantize, by operand; empty for functions that cannot be quantized.
-        multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
-        where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
-            quantized.
-        equation: that of an `einsum`; empty where it has none.
-        extreme: whether an operand has numbers as large as those of masks; False for products.
-        factors: of a product, without its bias; empty for other functions.
-    """
-
-    number: int
-    owner: str | None
-    visit: int
-    function: str
-    index: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    operands: dict[str, int]
-    multiplications: int = 0
-    where: tuple[tuple[CodeType, int], ...] = ()
-    equation: str = ""
-    extreme: bool = False
-    factors: tuple[int, ...] = ()
-
-    @property
-    def site(self) -> tuple[str | None, str, int]:
-        """What names the call in every run."""
-        return self.owner, self.function, self.index
-
-
-@dataclass
-class Recording:
-    """The calls of one run in their order, and the values that they take and make.
-
-    Attributes:
-        calls: of torch functions.
-        values: by number.
-        called: for every module the paths of the modules that its `forward` calls.
-        visits: how often every module was called, by path.
-        outputs: the values that the model returns.
-        buffers: the values of buffers.
-        infinite: the values that hold inf or NaN, for which no range can be found.
-    """
-
-    calls: list[Call] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
-    called: dict[str, list[str]] = field(default_factory=dict)
-    visits: Counter[str] = field(default_factory=Counter)
-    outputs: tuple[int, ...] = ()
-    buffers: frozenset[int] = frozenset()
-    infinite: set[int] = field(default_factory=set)
-
-    def is_constant(self, call: Call) -> bool:
-        """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
-        return bool(call.outputs) and all(self.values[value].constant for value in call.outputs)
-
-    @cached_property
-    def calls_of(self) -> dict[str | None, list[Call]]:
-        """The calls of a complete run, by their owner."""
-        found: dict[str | None, list[Call]] = {}
-        for call in self.calls:
-            found.setdefault(call.owner, []).append(call)
-        return found
-
-    @cached_property
-    def consumers(self) -> dict[int, list[Call]]:
-        """The calls of a complete run that take a value, each once."""
-        found: dict[int, list[Call]] = {}
-        for call in self.calls:
-            for value in dict.fromkeys(call.inputs):
-                found.setdefault(value, []).append(call)
-        return found
-
-    def of_owner(self, owner: str) -> list[list[Call]]:
-        """The calls of functions that can be quantized, for every visit of an owner."""
-        visits: list[list[Call]] = [[] for _ in range(self.visits[owner])]
-        for call in self.calls_of.get(owner, []):
-            if call.function in _SITES:
-                visits[call.visit].append(call)
-        return visits
-
-
-WITHOUT_FLOATS, OF_A_CACHE = " without floats", " of a cache"
-"""What is added to the names of functions for calls that are no sites for that."""
-QUANTIZED = "fake_quantize"
-"""The function of the calls of quantizers, where a prepared model runs."""
 
 
 class _Detail(NamedTuple):
@@ -163,7 +45,6 @@ class _Detail(NamedTuple):
 
 
 _PLAIN = _Detail({}, (), "", False)
-_SITES = frozenset(called.function.name for called in CALLED_AS.values())
 
 
 def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any] = evaluating) -> Recording:
@@ -411,7 +292,3 @@ def _name_of(func: Any) -> str:
     if str(getattr(func, "namespace", "")).startswith("fakequant") and name.startswith(("fake_quantize", "checked")):
         return QUANTIZED  # by a function of this package
     return name.strip("_") if name.startswith("__") else name.rstrip("_")
-
-
-EXTREME = 1e4
-"""The size of numbers from which on they may be those of a mask: older models of transformers add -10000."""

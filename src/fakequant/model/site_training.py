@@ -15,7 +15,8 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model.modes import training
-from fakequant.model.recording import Call, Recording, record
+from fakequant.model.recorded import Call, Recording
+from fakequant.model.recording import record
 from fakequant.model.sites import SitePlan, different_orders, shielded_modules
 from fakequant.nn.sites import site_keys
 
