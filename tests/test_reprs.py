@@ -14,7 +14,7 @@ from fakequant import Config, QuantSpec, Rule, TensorConfig
 from fakequant.export.exporter import Exported, ExportReport
 from fakequant.export.verdict import Row, VerifyReport
 from fakequant.model.fuse import Fusions
-from fakequant.model.sites import PlannedSite, SitePlan, SiteQuantizer
+from fakequant.model.planned import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.summary import LayerSummary, Summary
 from fakequant.model.targets import targets
 from fakequant.numerics.formats import parse_format

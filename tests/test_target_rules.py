@@ -10,8 +10,9 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.errors import CoverageWarning
 from fakequant.model.placement import Placement, place
+from fakequant.model.planned import SitePlan
 from fakequant.model.recording import record
-from fakequant.model.sites import SitePlan, plan_sites
+from fakequant.model.sites import plan_sites
 from fakequant.model.targets import find_target
 from tests.support.vision import import_torchvision
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Size, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, shown
 from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale
+from fakequant.export.fixed_weights import active_weights, weights_fixed
 from fakequant.export.lower import lower
 from fakequant.export.packages import require
 from fakequant.export.placement import check
@@ -29,16 +27,13 @@ from fakequant.export.trace import Site, sites, to_onnx, trace
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Inputs, example_arguments, select_inputs
-from fakequant.model.execution import simulated
 from fakequant.model.failures import described, example_named
 from fakequant.model.modes import evaluating
 from fakequant.model.scale_floor import raise_scales, warn_raised
-from fakequant.model.weights import quantized_weights, warn_stale_scales
+from fakequant.model.weights import warn_stale_scales
 from fakequant.model.wrappers import unwraps
 from fakequant.nn import fixed_ranges
-from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
-from fakequant.restore import attributes_of, restore_after
 from fakequant.text import table
 from fakequant.version import __version__
 
@@ -226,7 +221,7 @@ def traced(
     with (
         evaluating(model),
         fixed_ranges(model),
-        _weights_fixed(model, args, kwargs),
+        weights_fixed(model, args, kwargs),
         example_named(model, args, kwargs),
     ):
         program = trace(model, args, kwargs, dynamic_shapes)
@@ -265,7 +260,7 @@ def _check(model: nn.Module, opset: int | None, style: Style) -> dict[str, Quant
             "call fakequant.calibrate(model, batches)"
         )
     refused = []
-    shapes = {id(weight.quantizer): weight.tensor.shape for weight in _active_weights(model)}
+    shapes = {id(weight.quantizer): weight.tensor.shape for weight in active_weights(model)}
     for name, quantizer in active.items():
         try:
             _check_quantizer(quantizer, shapes.get(id(quantizer)), opset, style)
@@ -296,7 +291,7 @@ def _check_quantizer(quantizer: Quantizer, shape: Size | None, opset: int | None
 def _check_size(model: nn.Module) -> None:
     saved = sum(
         weight.tensor.numel() * (8 * weight.tensor.element_size() - weight.quantizer.spec.format.bits) // 8
-        for weight in _active_weights(model)
+        for weight in active_weights(model)
     )
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     size = sum(t.numel() * t.element_size() for t in tensors.values()) - saved
@@ -305,46 +300,6 @@ def _check_size(model: nn.Module) -> None:
             f"the file would have about {size:,} bytes, but one ONNX file holds at most {MAX_BYTES:,}; "
             "quantize more weights, or export the model in parts"
         )
-
-
-def _active_weights(model: nn.Module) -> list[LayerWeight]:
-    return [weight for weight in quantized_weights(model).values() if weight.quantizer.mode is Mode.QUANTIZE]
-
-
-@contextmanager
-def _weights_fixed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Fix the scales that follow the weights for a while, so that the quantized weights are constants."""
-    dynamic = [w for w in _active_weights(model) if w.quantizer.follows_input]
-    with restore_after(attributes_of([w.quantizer for w in dynamic], "scale", "zero_point", "follows", "dynamic")):
-        # A layer may compute its weight from the parameter of that name, as one with a folded batch normalisation does.
-        plain = {id(w): w.parameter for w in dynamic if w.parameter is not None and w.tensor is w.parameter}
-        for weight in dynamic:
-            if (parameter := plain.get(id(weight))) is not None:
-                weight.quantizer.freeze(parameter)
-        _freeze_as_called(model, [w.quantizer for w in dynamic if id(w) not in plain], args, kwargs)
-        for weight in dynamic:
-            weight.quantizer.dynamic = False
-        yield
-
-
-def _freeze_as_called(
-    model: nn.Module, waiting: list[Quantizer], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Fix the scales of computed weights in a forward pass, because `layer.weight` may be outdated."""
-    if not waiting:
-        return
-    hooks: list[RemovableHandle] = []
-    with restore_after(lambda: [hook.remove() for hook in hooks]), simulated(model), torch.no_grad():
-        for quantizer in waiting:
-            hooks.append(_freezing(quantizer))
-        model(*args, **kwargs)
-
-
-def _freezing(quantizer: Quantizer) -> RemovableHandle:
-    def freeze(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        quantizer.freeze(args[0])
-
-    return quantizer.register_forward_pre_hook(freeze)
 
 
 def _most_demanding(quantizing: list[Site]) -> tuple[int, str]:

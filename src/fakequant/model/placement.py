@@ -9,8 +9,9 @@ from torch import nn
 
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.masks import masked_calls
+from fakequant.model.planned import Candidate, SiteQuantizer
 from fakequant.model.recorded import Call, Recording
-from fakequant.model.sites import Candidate, SiteQuantizer, candidates, operand_quantizer, rules_of_sites
+from fakequant.model.sites import candidates, operand_quantizer, rules_of_sites
 from fakequant.model.targets import FixedRange, Target
 from fakequant.model.targets.table import ATTENTION_LAYER, PRODUCTS
 from fakequant.model.value_flow import Flow

@@ -25,11 +25,12 @@ from fakequant.model.modes import evaluating
 from fakequant.model.operations import operations_of, quantized_parameters
 from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
+from fakequant.model.planned import SitePlan
 from fakequant.model.presets import find_preset
 from fakequant.model.recorded import Recording
 from fakequant.model.recording import record
 from fakequant.model.site_training import with_training
-from fakequant.model.sites import SitePlan, apply_sites, plan_sites
+from fakequant.model.sites import apply_sites, plan_sites
 from fakequant.model.sizes import exceeds_float, note_on_scales
 from fakequant.model.targets import Target, find_target
 from fakequant.model.ties import untied

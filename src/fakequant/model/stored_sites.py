@@ -16,7 +16,8 @@ from fakequant.model.manifest import (
     quantizer_entry,
 )
 from fakequant.model.paths import module_at
-from fakequant.model.sites import PlannedSite, SitePlan, SiteQuantizer, apply_sites, site_path, site_plan
+from fakequant.model.planned import PlannedSite, SitePlan, SiteQuantizer, site_path
+from fakequant.model.sites import apply_sites, site_plan
 from fakequant.nn.forms import bypasses_class
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.site_functions import SITE_FUNCTIONS
