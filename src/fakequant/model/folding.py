@@ -15,7 +15,8 @@ from fakequant.model.modes import disabled
 from fakequant.model.recorded import Recording
 from fakequant.model.recording import record
 from fakequant.nn.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
-from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.nn.hooks import is_as_made
+from fakequant.nn.quantizer import quantizers
 from fakequant.nn.site_classes import set_class, unshielded_class
 from fakequant.restore import restore_on_error, structure_of
 

@@ -21,8 +21,8 @@ from fakequant.model.modes import evaluating
 from fakequant.model.outputs import Distance, Place, named_tensors
 from fakequant.model.own_products import ends_in_product
 from fakequant.nn.forms import computed_class
+from fakequant.nn.hooks import is_as_made
 from fakequant.nn.leaf import as_leaf
-from fakequant.nn.quantizer import is_as_made
 from fakequant.restore import restore_on_error, state_of, structure_of
 from fakequant.text import listed, visible
 

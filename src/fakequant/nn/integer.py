@@ -14,7 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fakequant.nn.quantizer import Mode, Quantizer, is_as_made
+from fakequant.nn.hooks import is_as_made
+from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.numerics.products import ConvParams, QuantizedOperand
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding

@@ -29,18 +29,6 @@ from fakequant.ops import library
 from fakequant.restore import restore_on_error, state_of
 
 
-def is_as_made(module: nn.Module) -> bool:
-    """Whether a call of a module is one of its class's `forward`, and no hook looks at it."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
-    )
-
-
 class Mode(Enum):
     """What a quantizer does with a tensor."""
 

@@ -19,7 +19,8 @@ from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.failures import naming
 from fakequant.model.prepare import prepare
-from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.nn.hooks import is_as_made
+from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.channels import along_inputs, has_matrix, input_channels, of_inputs
 from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
 from fakequant.ptq.output_check import OutputCheck

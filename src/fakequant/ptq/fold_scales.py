@@ -14,8 +14,9 @@ from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
+from fakequant.nn.hooks import is_as_made
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import is_as_made, quantizers
+from fakequant.nn.quantizer import quantizers
 from fakequant.nn.transforms import ChannelScale
 from fakequant.ptq.call import Call
 from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters

@@ -14,7 +14,7 @@ from fakequant.errors import ConfigError, nearest
 from fakequant.model.arguments import refuse_prepared
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.failures import naming
-from fakequant.nn.quantizer import is_as_made
+from fakequant.nn.hooks import is_as_made
 from fakequant.nn.transforms import hadamard
 from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.output_check import OutputCheck
