@@ -10,7 +10,7 @@ import pytest
 
 from fakequant.errors import OutputError
 from fakequant.report import read_results, to_json
-from tests.test_report import full
+from tests.support.report_data import full
 
 
 @pytest.mark.parametrize(
