@@ -111,10 +111,14 @@ class Candidate:
     """The operands that are parameters, or computed from parameters alone."""
     equation: str = ""
     """That of an `einsum`."""
-    weight: tuple[int, ...] = ()
-    """The shape of the operand of this name."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Those of the operands in the first call."""
 
     @property
     def path(self) -> str:
         """The path that its site would have."""
         return site_path(self.owner, site_key(self.function, self.index))
+
+    def shape(self, operand: str) -> tuple[int, ...]:
+        """The shape of an operand; () of one that the call does not have."""
+        return dict(zip(self.operands, self.shapes, strict=True)).get(operand, ())

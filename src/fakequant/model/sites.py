@@ -122,9 +122,8 @@ def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
                 constants = frozenset(
                     name for name in operands if all(recording.values[call.operands[name]].constant for call in same)
                 )
-                weight = same[0].operands.get("weight")
-                shape = () if weight is None else recording.values[weight].shape
-                found.append(Candidate(owner, function, index, operands, constants, same[0].equation, shape))
+                shapes = tuple(recording.values[value].shape for value in same[0].operands.values())
+                found.append(Candidate(owner, function, index, operands, constants, same[0].equation, shapes))
     order = {call.site: call.number for call in reversed(recording.calls)}
     return sorted(found, key=lambda one: order[one.owner, one.function, one.index])
 
@@ -142,10 +141,11 @@ def operand_quantizer(one: Candidate, name: str, rule: Rule) -> SiteQuantizer | 
     # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
     weight = name in one.constants and SITE_FUNCTIONS[one.function].is_product
     axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
-    sizes = one.weight[len(one.weight) - operand.positions :]
-    kernel = Kernel.of(sizes, one.weight[operand.reduction] if weight and sizes else None)
+    own, whole = one.shape(name), one.shape("weight")
+    sizes = whole[len(whole) - operand.positions :]
+    kernel = Kernel.of(sizes, own[operand.reduction] if weight and sizes else None)
     config = rule.tensor(Role.WEIGHT if weight else Role.INPUT, axes, kernel)
-    if weight and config is not None and rule.input is None and exceeds_float(config.spec, one.weight):
+    if weight and config is not None and rule.input is None and exceeds_float(config.spec, own):
         return None
     return None if config is None else SiteQuantizer(config, Kind.WEIGHT if weight else Kind.INPUT)
 
