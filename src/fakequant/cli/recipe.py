@@ -44,7 +44,7 @@ class Recipe:
 
     @property
     def content(self) -> str:
-        """The text of the file and of what it imported from its folder; the path of a folder."""
+        """The text of the file and of the files that it imported from its folder; the path of a folder."""
         if not self.path.is_file():
             return self.source
         modules = [vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType)]

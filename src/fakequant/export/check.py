@@ -33,7 +33,7 @@ _UNFIT = (RuntimeError, ValueError, TypeError, LookupError, FakeQuantError)
 
 
 class Source:
-    """What the checks of all quantizers look up, made once.
+    """Look-up tables for the checks of all quantizers, made once.
 
     Args:
         file: the exported model.

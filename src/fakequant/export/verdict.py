@@ -248,7 +248,7 @@ class VerifyReport:
 
     @property
     def deployment(self) -> list[str]:
-        """What ONNX Runtime's default session loses beside quantization, and the setting that restores it."""
+        """Lines on the loss in ONNX Runtime's default session beside that of quantization, and how to restore it."""
         lines = []
         for row, noise in zip(self.deployed, self.noise, strict=False):
             if row.eps:

@@ -18,7 +18,7 @@ from fakequant.model.positions import Mask, Positions
 from fakequant.restore import restore_after
 
 _IGNORED = -100
-"""The label of what torch's losses leave out."""
+"""The label of tokens that torch's losses leave out."""
 _MASK = "attention_mask"
 """The key of the mask in batches of tokenizers."""
 
@@ -79,7 +79,7 @@ class Distillation:
                     raise ConfigError(f"the {role} has no module {feature!r} for features={nearest(feature, names)}")
 
     def masks(self, batch: Any, labels: Any) -> list[Tensor]:
-        """What counts in a batch, bool each: by its labels, and by its tokens [batch, tokens].
+        """The masks of a batch, bool: that of its labels, and that of its tokens [batch, tokens].
 
         Args:
             batch: what a data loader gives.
@@ -156,7 +156,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _mean(x: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """The mean of what all masks leave; 0 where they leave nothing."""
+    """The mean of the elements that all masks keep; 0 where they keep none."""
     if masks:
         kept = torch.ones(x.shape, dtype=torch.bool, device=x.device)
         for mask in masks:

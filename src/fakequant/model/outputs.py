@@ -131,7 +131,7 @@ class Distance:
 
     @property
     def shown_worst(self) -> str:
-        """Of several outputs the place with the largest share, and this share, as text; else ""."""
+        """The place with the largest share, and this share, as text; "" where there is one output."""
         if len(self._powers) < 2:
             return ""
         return f"worst {shown_place(self.worst)} {self._powers[self.worst].share:.2e}"
@@ -175,7 +175,7 @@ class OutputDistance:
 
     @property
     def wanted(self) -> list[Tensor]:
-        """What counts of all outputs in float."""
+        """All outputs in float, without masked tokens."""
         return [y for outputs in self._wanted for y in outputs.values()]
 
     @property
@@ -232,5 +232,5 @@ class OutputDistance:
 
 
 def _counted(y: Tensor, counts: Tensor | None) -> Tensor:
-    """What counts of an output [batch, tokens, ...]."""
+    """The unmasked tokens of an output [batch, tokens, ...]; other outputs unchanged."""
     return y if counts is None or y.shape[:2] != counts.shape else y[counts.to(y.device)]

@@ -82,7 +82,7 @@ def pack(model: nn.Module, tensors: Mapping[str, Tensor], shared: Mapping[str, s
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """The second ones of pairs by the first."""
+    """The second items of pairs, grouped by the first."""
     found: dict[str, list[str]] = {}
     for first, second in pairs:
         found.setdefault(first, []).append(second)

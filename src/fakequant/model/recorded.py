@@ -1,4 +1,4 @@
-"""The calls and values of a recorded run, and what is asked about them: see `recording.record`."""
+"""The calls and values of a recorded run, and queries on them: see `recording.record`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import CodeType
 from fakequant.nn.site_functions import CALLED_AS
 
 WITHOUT_FLOATS, OF_A_CACHE = " without floats", " of a cache"
-"""What is added to the names of functions for calls that are no sites for that."""
+"""Suffixes of the names of functions whose calls cannot be sites for this reason."""
 QUANTIZED = "fake_quantize"
 """The function of the calls of quantizers, where a prepared model runs."""
 EXTREME = 1e4

@@ -35,7 +35,7 @@ from fakequant.restore import Restore, restore_after, stack_without, structure_o
 
 
 class _Detail(NamedTuple):
-    """What is noted of a call that can be quantized alone: see `Call`."""
+    """Attributes that only calls that can be quantized have: see `Call`."""
 
     operands: dict[str, int]
     where: tuple[tuple[CodeType, int], ...]

@@ -67,7 +67,7 @@ def warn_raised(paths: list[str]) -> None:
 
 
 def _input_scales(weight: LayerWeight) -> list[Tensor]:
-    """The fixed scales of what a layer may multiply with a weight."""
+    """The fixed scales of the inputs that a layer may multiply with a weight."""
     layer = weight.layer
     operands = layer.operands(layer) if isinstance(layer, QuantizedLayer) else {}
     named = [(name, q) for name, q in layer.named_children() if isinstance(q, Quantizer) and q.kind is Kind.INPUT]
@@ -78,7 +78,7 @@ def _input_scales(weight: LayerWeight) -> list[Tensor]:
 
 
 def _biases(owner: nn.Module, weight: Tensor) -> list[Tensor]:
-    """What may be added to the products of a weight: the smaller parameters of its owner; a folded bias is computed."""
+    """Tensors that may be added to the products of a weight: smaller parameters of its owner, and a computed bias."""
     found: list[Tensor] = [p for p in owner.parameters(recurse=False) if p.dim() < weight.dim()]
     bias = getattr(owner, "bias", None)
     return [*found, bias] if isinstance(bias, Tensor) and all(bias is not p for p in found) else found

@@ -59,7 +59,7 @@ def _held(value: Any, path: str, known: set[int]) -> dict[str, nn.Module]:
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """The items of a container, with what leads to them."""
+    """The items of a container, each with its key, index or field as text."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, Iterable):

@@ -102,7 +102,7 @@ class Unseen:
         return list(dict.fromkeys(map(layer_of, left))) if unseen == "float" else []
 
     def _merge(self, name: str, donors: list[str]) -> Range:
-        """What a quantizer would find for what its siblings saw; it gets a calibrator that has seen it."""
+        """The range of a quantizer by the calibrators of its siblings, which are merged into one of its own."""
         merged = self.make(name)
         check_mergeable(merged, 'unseen="siblings" joins what several layers saw')
         for calibrator in (self.inputs[donor].calibrator for donor in donors):

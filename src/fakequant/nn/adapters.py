@@ -32,9 +32,9 @@ def joined_class(cls: type[Any]) -> type[Any]:
 
 
 def copies_called(model: nn.Module, path: str) -> list[str]:
-    """The paths of what peft calls in place of a part of a model that `modules_to_save` names; none of other parts.
+    """The paths of the copies that peft calls in place of a part that `modules_to_save` names; none for other parts.
 
-    Of `head.original_module.dense` that is `head.modules_to_save.default.dense`, and so on for other adapters.
+    `head.original_module.dense` has the copy `head.modules_to_save.default.dense`, and one for each other adapter.
     """
     wrapper = getattr(sys.modules.get("peft.utils.other"), "ModulesToSaveWrapper", None)
     parts = path.split(".")
@@ -50,7 +50,7 @@ _made: dict[type[Any], type[Any]] = {}
 
 
 class _Joined:
-    """What a quantizer answers where peft asks a wrapper. It wraps nothing, and serves all adapters alike."""
+    """The methods of peft's wrappers for a quantizer, which wraps nothing and serves all adapters alike."""
 
     _adapters: frozenset[str] = frozenset()
     _active_adapter: tuple[()] | list[str] | str = ()

@@ -18,7 +18,7 @@ _TOLERATED = 0.1
 
 
 class _Quantizer(Protocol):
-    """What is asked of a `Quantizer`."""
+    """The part of a `Quantizer` that is read here."""
 
     spec: QuantSpec
     fitted_to: Tensor | None
@@ -76,7 +76,7 @@ def magnitudes(spec: QuantSpec, weight: Tensor) -> Tensor:
 
 
 def mark(weight: Tensor) -> Any:
-    """What differs after nearly every change of a parameter: torch counts those that do not go through `data`.
+    """A value that differs after nearly every change of a parameter: torch counts those that do not go through `data`.
 
     peft merges adapters through `data`, so that the first element is looked at, too, where that waits for no device.
     """

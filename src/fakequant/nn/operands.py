@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
     window: Mapping[int, int]
     """Their axes, counted from the end, with the kernel's lengths; those of length 1 are left out."""
     length: int | None = None
-    """Of a weight, the number of channels in one sum. None of an input, whose blocks lie along its channels alone."""
+    """The number of channels in one sum of a weight; None for an input, whose blocks lie along its channels alone."""
 
     @classmethod
     def of(cls, sizes: Sequence[int], length: int | None = None) -> Kernel:

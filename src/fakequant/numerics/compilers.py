@@ -1,4 +1,4 @@
-"""What is asked about compilers while they trace."""
+"""The state of torch's compilers while they trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of any value: batches and what a model gives for them."""
+"""The digest of any value, as of batches and the outputs of a model."""
 
 from __future__ import annotations
 

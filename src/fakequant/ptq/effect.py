@@ -1,4 +1,4 @@
-"""What an algorithm does to the error of the whole model: changes that do not help on held-back batches go back."""
+"""The effect of an algorithm on the whole model's error: changes that do not help on held-back batches go back."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _helps(before: Tensor, after: Tensor, sure: float) -> bool:
 
 
 def states_of(model: nn.Module, touched: Iterable[nn.Module]) -> tuple[dict[nn.Module, Restore], Restore]:
-    """What restores each module that will be touched, and what restores the model, of which only these change."""
+    """Functions that restore each module that will be touched, and one for the model, of which only these change."""
     structure, before = structure_of([model]), {module: state_of([module]) for module in dict.fromkeys(touched)}
 
     def restore() -> None:

@@ -29,7 +29,7 @@ from fakequant.version import __version__
 
 _SUFFIX = ".layer"
 _DAMAGE = (AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, ConfigError, pickle.PickleError)
-"""What files of another content raise that have the right digest."""
+"""Errors that a file of another content raises, even if its digest is right."""
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -180,8 +180,8 @@ def run_of(
 ) -> dict[str, str]:
     """What a run of `improve` or `compare` depends on, as texts.
 
-    What a state does not hold (attributes, buffers that are not stored, functions) counts by the output of the first
-    batch.
+    Attributes, functions and buffers that are not stored are in no state: the output of the first batch stands for
+    them.
 
     Args:
         model: before the run.

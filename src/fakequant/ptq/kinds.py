@@ -164,7 +164,7 @@ def _convolved(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _called(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """What the own forward of a layer computes with another weight, without bias and quantizers."""
+    """The result of a layer's own forward with another weight, without bias and quantizers."""
     parts = {name: None if isinstance(own, _PARTS) else own for name, own in layer._modules.items()}
     parameters = {**layer._parameters, "weight": weight, "bias": None}
     twin = _with(layer, _parameters=parameters, _modules=parts, execution=Execution.SIMULATE)

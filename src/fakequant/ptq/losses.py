@@ -164,7 +164,7 @@ def _add_errors(
     """Add the errors of one batch that arrive in random directions of its outputs.
 
     Args:
-        drawn: the seed of the directions, and what those of each output are multiplied by.
+        drawn: the seed of the directions, and the factor of those of each output.
     """
     seed, weights = drawn
     calls: list[tuple[dict[tuple[str, str], Tensor], Tensor]] = []

@@ -55,7 +55,7 @@ class OutputCheck(OutputDistance):
             return self._run(self._model, self._batches[0])
 
     def difference(self) -> float:
-        """The norm of what differs in an output, as a share of its norm: the largest of all outputs."""
+        """The norm of the error of an output, as a share of the output's norm: the largest of all outputs."""
         return max(self.of(self._model).shares.values(), default=0.0) ** 0.5
 
     def why_not(self) -> str | None:
