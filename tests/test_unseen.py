@@ -204,7 +204,7 @@ class Branches(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.experts[0](self.a(x)) + self.experts[1](self.b.weight.sum() * y[:, :4]) + self.b(y)
+        return self.experts[0](self.a(x)) + self.experts[1](self.b.bias.sum() * y[:, :4]) + self.b(y)
 
 
 ZEROS = [(X, torch.zeros_like(X))] * 2
@@ -271,3 +271,70 @@ def test_a_channel_of_zeros_gets_the_range_of_the_others():
     fq.calibrate(model, [x], "max")
     scale = model[0].input_quantizer.scale.flatten()
     assert scale[3] == scale.max()
+
+
+class Reads(nn.Module):
+    """Calls a layer on some batches; on those of one row it may read the layer's weight."""
+
+    def __init__(self, use) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(8, 8)
+        self.kv, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.use = use
+
+    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+        ids = self.table(x.argmax(-1))
+        return self.out(self.use(self, x + ids) if x.shape[0] == 1 or flag else self.kv(x + ids))
+
+
+READS = {
+    "absorbed": ("kv", lambda m, x: torch.einsum("bd,od->bo", x, m.kv.weight)),
+    "joined": ("kv", lambda m, x: torch.cat([x, x], 1) @ torch.cat([m.kv.weight, m.kv.weight], 1).T),
+    "called-too": ("kv", lambda m, x: m.kv(x) + F.linear(x, weight=m.kv.weight.float())),
+    "tied-head": ("table", lambda m, x: F.linear(m.kv(x), m.table.weight)),
+    "cosine-head": ("out", lambda m, x: F.linear(F.normalize(x), F.normalize(m.out.weight))),
+}
+GLANCES = {
+    "bias": lambda m, x: m.kv(x) + m.kv.bias,
+    "dtype": lambda m, x: m.kv(x.to(m.kv.weight.dtype)) * m.kv.weight.shape[0],
+    "to-like": lambda m, x: m.kv(x.to(m.kv.weight).type_as(m.kv.weight)),
+    "zeros-like": lambda m, x: m.kv(x) + torch.zeros_like(m.kv.weight)[:1] + m.kv.weight.new_zeros(1),
+}
+ROWS = [X, X[:1]]
+
+
+@pytest.mark.parametrize("batches", [ROWS, ROWS[::-1], [X, X, {"x": X, "flag": True}, X]])
+@pytest.mark.parametrize(("layer", "use"), READS.values(), ids=READS)
+def test_a_called_layer_whose_weight_is_read_too_is_told(layer, use, batches):
+    model = fq.prepare(Reads(use), "int8")
+    with pytest.warns(CoverageWarning) as said:
+        fq.calibrate(model, batches)
+    assert [str(one.message) for one in said] == [
+        f"the weight of {layer} is used by the model without calling the layer; this use is in float, and calls of "
+        "the layer are quantized. Call the layer there, too, or leave it in float everywhere by the rules "
+        f'Rule("{layer}")'
+    ]
+    assert said[0].filename == __file__
+    model = fq.prepare(Reads(use), fq.presets.INT8.with_rule(fq.Rule(layer)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.calibrate(model, batches)
+
+
+@pytest.mark.parametrize("use", GLANCES.values(), ids=GLANCES)
+def test_what_does_not_use_the_weight_of_a_called_layer_is_not_told(use):
+    model = fq.prepare(Reads(use), "int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.calibrate(model, ROWS)
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+def test_a_read_that_a_function_quantizes_is_not_told(target):
+    model = fq.prepare(Reads(lambda m, x: m.kv(x) + F.linear(x, m.kv.weight)), "int8", X[:1], target=target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fq.calibrate(model, [X[:1]])
+    assert "kv" not in {one.module for one in fq.unquantized(model, X[:1], products_only=True)}
+    assert not any(one.name == "linear" for one in fq.unquantized(model, X[:1]))

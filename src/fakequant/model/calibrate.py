@@ -90,7 +90,8 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
             Inputs that are zero in every batch are named by a `CalibrationWarning`, too: they alone stay in float until
             a calibration finds a range; with "float" their layers do, and "siblings" is as above.
             Layers that need no data, and whose weight another module uses without calling them, stay in float: a
-            `CoverageWarning` names them.
+            `CoverageWarning` names them. It names layers that are called, too, if a module reads their weight in the
+            first batch of any shape, dtype or flag.
         group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
             merged, and all get the scales that one process would find for all batches. By default that of a model
             wrapped in DistributedDataParallel or sharded by fully_shard; False for none. `forward` gets the model that
@@ -137,6 +138,7 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         idle = job.leave_out_unused()
         unreached = job.unseen()
         left = unreached.settle(unseen)
+        unreached.say_read(left)
         # A function's weight that no call has shown goes on to have the range of every call.
         ranges = observed_ranges(
             {

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer
 from fakequant.restore import restore_after, stack_without
 
 Run = Callable[[], object]
@@ -53,6 +54,14 @@ def weight_readers(model: nn.Module, run: Run, others: Iterable[nn.Module] = ())
     >>> weight_readers(model, lambda: model(torch.ones(1, 4))) == {model[0].inner: "0"}
     True
     """
+    with watch_readers(model, others) as found:
+        run()
+    return found
+
+
+@contextmanager
+def watch_readers(model: nn.Module, others: Iterable[nn.Module] = ()) -> Iterator[dict[nn.Module, str]]:
+    """A context that fills a dict, as `weight_readers` returns it, while the model runs."""
     owners: dict[int, list[nn.Module]] = {}
     # Parameters alone: a parametrization would compute an unused weight, and may change its buffers.
     held = {m: [w.parameter for w in m.weights()] for m in model.modules() if isinstance(m, QuantizedLayer)}
@@ -71,8 +80,7 @@ def weight_readers(model: nn.Module, run: Run, others: Iterable[nn.Module] = ())
         for path, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(lambda own, _, path=path: running.append((own, path))))
             handles.append(module.register_forward_hook(leave, always_call=True))
-        run()
-    return readers.found
+        yield readers.found
 
 
 class _Readers(TorchFunctionMode):
@@ -83,17 +91,33 @@ class _Readers(TorchFunctionMode):
         self.owners = owners
         self.running = running
         self.found: dict[nn.Module, str] = {}
+        self.quantized: set[nn.Module] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        held = [leaf for leaf in _values(func, args, kwargs) if id(leaf) in self.owners]
         # Not where only the shape, the dtype or the device of the weight is asked for.
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            path = self.running[-1][1] if self.running else ""
-            for leaf in tree_leaves((args, kwargs)):
-                layers = self.owners.get(id(leaf), [])
-                if not any(module in layers for module, _ in self.running):
-                    self.found.update((layer, path) for layer in layers if layer not in self.found)
+        if held and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            for leaf in held:
+                self._note(self.owners[id(leaf)])
         return result
+
+    def _note(self, layers: list[nn.Module]) -> None:
+        if any(module in layers for module, _ in self.running):
+            return
+        module, path = self.running[-1] if self.running else (None, "")
+        if isinstance(module, Quantizer):  # that of a function, which takes the weight next
+            self.quantized.update(layers)
+        else:
+            self.found.update((one, path) for one in layers if one not in self.found and one not in self.quantized)
+
+
+def _values(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments of a torch function whose values it may use: `zeros_like` and `to` ask for a shape or a dtype."""
+    name = getattr(func, "__name__", "")
+    if name.endswith("_like") or name.startswith("new_"):
+        return []
+    return tree_leaves(args[:1] if name == "to" or name.endswith("_as") else (args, kwargs))
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from fakequant.calibration import Calibrator, check_mergeable
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning, nearest, warn_user
-from fakequant.model.calls import weight_readers
 from fakequant.model.paths import layer_of
 from fakequant.nn.adapters import copies_called
 from fakequant.nn.integer import Execution
@@ -37,8 +36,9 @@ class Unseen:
     """Layers that need no data, and that no batch called."""
     called: set[str]
     """Layers that a batch called, if only with empty tensors."""
-    run: Callable[[], object] | None
-    """Runs one of the batches again; None if there was none."""
+    batches: int
+    read: dict[str, str]
+    """Layers whose weight a module used in a batch without calling the layer, and the path of that module."""
     make: Callable[[str], Calibrator]
     """A fresh calibrator for the quantizer of a path."""
 
@@ -51,14 +51,14 @@ class Unseen:
         self._ask_copies()
         served = self._ask_siblings() if unseen == "siblings" else {}
         starved = [name for name, quantizer in self.inputs.items() if not observed(quantizer)]
-        if starved and self.run is None:
+        if starved and not self.batches:
             raise CalibrationError(
                 f"{len(starved)} of {len(self.inputs)} input quantizers saw no data, because there were no batches; "
                 f"the first is {starved[0]}. Give batches; a generator that was read before has none left"
             )
         idle = [name for name in self.idle if not copies_called(self.model, name)]
         layers = list(dict.fromkeys([*map(layer_of, starved), *idle]))
-        read = self._read_by_others(layers)
+        read = {name: self.read[name] for name in layers if name in self.read}
         if unseen == "float" and layers:
             warn_user(f"{_count(layers)} left in float: {self._reasons(layers, read)}", CalibrationWarning)
             return layers
@@ -76,6 +76,20 @@ class Unseen:
             text = f"{_count([*read])} left in float: {self._reasons([*read], read)}"
             warn_user(f"{text}. Rules say that it is meant: {_rules([*read])}", CoverageWarning)
         return [*read]
+
+    def say_read(self, left: list[str]) -> None:
+        """Warn of layers that are called, and whose weight another module uses in float, too; not of those `left`."""
+        holds = {name: self.model.get_submodule(path)._parameters.values() for name, path in self.read.items()}
+        read = {
+            name: path
+            for name, path in self.read.items()
+            # `prepare` speaks of a layer in float that shares the weight.
+            if name not in left and not _has_one_of(self.model.get_submodule(name), holds[name])
+        }
+        if read:
+            text = f"{self._reasons([*read], read)}; this use is in float, and calls of the layer are quantized"
+            cure = f"Call the layer there, too, or leave it in float everywhere by the rules {_rules([*read])}"
+            warn_user(f"{text}. {cure}", CoverageWarning)
 
     def settle_zeros(self, unseen: str, ranges: dict[str, Range]) -> list[str]:
         """Decide what becomes of inputs that were zero in every batch, and take those without a range out of `ranges`.
@@ -110,13 +124,6 @@ class Unseen:
                 merged.merge(calibrator)
         self.inputs[name].calibrator = merged
         return merged.compute_range()
-
-    def _read_by_others(self, layers: list[str]) -> dict[str, str]:
-        """The layers whose weight a module uses without calling the layer, and the path of that module."""
-        if self.run is None or not layers:
-            return {}
-        readers = weight_readers(self.model, self.run)
-        return {name: readers[layer] for name in layers if (layer := self.model.get_submodule(name)) in readers}
 
     def _reasons(self, layers: list[str], read: dict[str, str]) -> str:
         empty = [name for name in layers if name not in read and name in self.called]
@@ -188,6 +195,11 @@ def leave_in_float(modules: list[nn.Module]) -> None:
 def observed(quantizer: Quantizer) -> bool:
     """Whether the calibrator of a quantizer has seen any element."""
     return quantizer.calibrator is not None and quantizer.calibrator.observed
+
+
+def _has_one_of(layer: nn.Module, parameters: Iterable[nn.Parameter | None]) -> bool:
+    held = {weight.parameter for weight in layer.weights()} if isinstance(layer, QuantizedLayer) else set()
+    return any(parameter is not None and parameter in held for parameter in parameters)
 
 
 def _count(layers: list[str]) -> str:
