@@ -66,6 +66,28 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         verify_onnx(tmp_path / "none.onnx")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(".", "is a folder or a device"), ("/dev/null", "is a folder or a device"), ("a\0b", "embedded null byte")],
+)
+def test_what_is_no_file_is_an_error(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(VerificationError, match=text):
+        verify_onnx(tmp_path / name)
+
+
+def test_damaged_bytes_are_one_line_or_no_fault(path: Path) -> None:
+    """Every 23rd byte, so that names in nodes, constants and the record are hit, becomes one that UTF-8 lacks."""
+    data, messages = path.read_bytes(), set()
+    for place in range(0, len(data), 23):
+        path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
+        try:
+            verify_onnx(path)
+        except VerificationError as error:
+            messages.add(str(error).removeprefix(f"{path}: "))
+    assert "is damaged: a name in it is not UTF-8; export it again" in messages
+    assert not [message for message in messages if "\n" in message]
+
+
 def test_a_missing_constant_is_an_error(path: Path) -> None:
     model = onnx.load(path)
     tensor = constant(model, f"{INPUT}/scale")

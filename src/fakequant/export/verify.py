@@ -149,9 +149,11 @@ def load_exported(path: Path) -> ModelProto:
     from google.protobuf.message import DecodeError
 
     try:
+        if path.exists() and not path.is_file():  # of a device, reading may not end
+            raise VerificationError("is a folder or a device, not a file; pass the path of an ONNX file")
         model = onnx.load_model_from_string(path.read_bytes())
-    except OSError as error:
-        raise VerificationError(f"cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: no name of a file
+        raise VerificationError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except DecodeError as error:
         raise VerificationError("is not an ONNX file, or is truncated; export it again") from error
     record = read(model)
@@ -164,8 +166,10 @@ def load_exported(path: Path) -> ModelProto:
         )
     try:
         onnx.checker.check_model(model)
+    except UnicodeDecodeError as error:  # the checker's message quotes a damaged name
+        raise VerificationError("is damaged: a name in it is not UTF-8; export it again") from error
     except onnx.checker.ValidationError as error:
-        raise VerificationError(f"is damaged: {error}; export it again") from error
+        raise VerificationError(f"is damaged: {' '.join(str(error).split())}; export it again") from error
     return model
 
 
