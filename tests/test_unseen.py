@@ -338,3 +338,34 @@ def test_a_read_that_a_function_quantizes_is_not_told(target):
         fq.calibrate(model, [X[:1]])
     assert "kv" not in {one.module for one in fq.unquantized(model, X[:1], products_only=True)}
     assert not any(one.name == "linear" for one in fq.unquantized(model, X[:1]))
+
+
+class TrainingOnly(nn.Module):
+    """Calls a part in training alone, as the posterior encoder of VITS; one layer of another, and parts of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.posterior = nn.Sequential(nn.Linear(8, 8), *[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
+        self.neck = nn.ModuleList([nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]) for _ in range(3)])
+        self.pair = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.posterior_head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pair(self.posterior(x)) if self.training else x
+        return self.posterior_head(self.neck[2][1](self.neck[1](x)))
+
+
+@pytest.mark.parametrize("preset", ["int8", "int8_affine"])
+def test_the_rules_of_parts_that_no_batch_reaches_are_few_and_can_be_pasted(preset):
+    model = fq.prepare(TrainingOnly(), preset)
+    with pytest.raises(CalibrationError, match="to leave the layers in float, as those that training alone calls") as e:
+        fq.calibrate(model, [X])
+    rules = str(e.value)[str(e.value).index("Rule(") :]
+    names = ["posterior.*", "neck.0.*", "neck.2.0", "neck.2.2", "pair.0", "pair.1"]
+    assert sorted(rules.split(", ")) == sorted(f'Rule("{name}")' for name in names)
+    config = getattr(fq.presets, preset.upper()).with_rule(*eval(f"[{rules}]", {"Rule": fq.Rule}))
+    model = fq.prepare(TrainingOnly(), config)
+    fq.calibrate(model, [X])
+    kept = {name.rpartition(".")[0] for name in quantizers(model)}
+    assert kept == {"neck.1.0", "neck.1.1", "neck.1.2", "neck.2.1", "posterior_head"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from fakequant.model.paths import layer_of
 from fakequant.nn.adapters import copies_called
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import Range
 
 UNSEEN = ("error", "float", "siblings")
@@ -74,7 +75,7 @@ class Unseen:
             warn_user(text, CalibrationWarning)
         if read:
             text = f"{_count([*read])} left in float: {self._reasons([*read], read)}"
-            warn_user(f"{text}. Rules say that it is meant: {_rules([*read])}", CoverageWarning)
+            warn_user(f"{text}. Rules say that it is meant: {self._rules([*read])}", CoverageWarning)
         return [*read]
 
     def say_read(self, left: list[str]) -> None:
@@ -88,7 +89,7 @@ class Unseen:
         }
         if read:
             text = f"{self._reasons([*read], read)}; this use is in float, and calls of the layer are quantized"
-            cure = f"Call the layer there, too, or leave it in float everywhere by the rules {_rules([*read])}"
+            cure = f"Call the layer there, too, or leave it in float everywhere by the rules {self._rules([*read])}"
             warn_user(f"{text}. {cure}", CoverageWarning)
 
     def settle_zeros(self, unseen: str, ranges: dict[str, Range]) -> list[str]:
@@ -140,14 +141,23 @@ class Unseen:
         return "; ".join(reasons)
 
     def _advice(self, layers: list[str], starved: list[str]) -> str:
-        ways = ['call fakequant.calibrate(model, batches, unseen="float") to leave the layers in float']
+        cure = 'call fakequant.calibrate(model, batches, unseen="float") to leave the layers in float'
+        ways = [f"{cure}, as those that training alone calls"]
         donors = [donor for name in starved for donor in self._siblings(name)]
         if donors:
             ways.append(f'pass unseen="siblings" for the ranges of the layers beside them, such as {donors[0]}')
         return (
             "Give batches that reach the layers, and let the model call a layer where it uses its weight. Or "
-            f"{', or '.join(ways)}, or prepare the model with the rules {_rules(layers)}"
+            f"{', or '.join(ways)}, or prepare the model with the rules {self._rules(layers)}"
         )
+
+    def _rules(self, layers: list[str]) -> str:
+        """Rules that leave layers in float, as they are written; one for a module with three of them and no other."""
+        total, under = _counts(map(layer_of, quantizers(self.model))), _counts(layers)
+        whole = {path for path, count in under.items() if count >= 3 and count == total[path]}
+        parts = {name: (path for path in _around(name) if path in whole) for name in layers}
+        written = dict.fromkeys(f"{path}.*" if (path := next(found, "")) else name for name, found in parts.items())
+        return ", ".join(f'Rule("{pattern}")' for pattern in written)
 
     def _ask_copies(self) -> None:
         """Give quantizers that saw nothing what a trained copy saw that peft calls instead: it gets the same inputs."""
@@ -197,6 +207,17 @@ def observed(quantizer: Quantizer) -> bool:
     return quantizer.calibrator is not None and quantizer.calibrator.observed
 
 
+def _around(path: str) -> list[str]:
+    """The modules around one, the outermost first, without the model."""
+    parts = path.split(".")
+    return [".".join(parts[:place]) for place in range(1, len(parts))]
+
+
+def _counts(layers: Iterable[str]) -> Counter[str]:
+    """How many layers each module holds."""
+    return Counter(path for name in dict.fromkeys(layers) for path in _around(name))
+
+
 def _has_one_of(layer: nn.Module, parameters: Iterable[nn.Parameter | None]) -> bool:
     held = {weight.parameter for weight in layer.weights()} if isinstance(layer, QuantizedLayer) else set()
     return any(parameter is not None and parameter in held for parameter in parameters)
@@ -208,8 +229,3 @@ def _count(layers: list[str]) -> str:
 
 def _shown(path: str) -> str:
     return path or "the model"
-
-
-def _rules(layers: list[str]) -> str:
-    """Rules that leave layers in float, as they are written."""
-    return ", ".join(f'Rule("{name}")' for name in layers)
