@@ -13,7 +13,7 @@ import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.sites import site_plan
 from fakequant.model.targets import targets
-from fakequant.nn import QuantizedLayer
+from fakequant.nn import QuantizedLayer, quantizers
 from fakequant.nn.site_functions import einsum_operand
 from tests.support.bits import assert_same_bits
 
@@ -187,3 +187,25 @@ def test_a_layer_whose_weight_a_function_quantizes_has_no_quantizers(target: str
     assert not isinstance(model.read, QuantizedLayer)
     fq.calibrate(model, [x])  # which would miss data for the layer
     assert fq.unquantized(model, x, products_only=True) == []
+
+
+@pytest.mark.parametrize("function", ["matmul", "einsum", "linear", "bmm"])
+def test_a_rule_for_weights_alone_takes_the_weight_of_any_product(function: str) -> None:
+    calls = {
+        "matmul": lambda x, w: x @ w,
+        "einsum": lambda x, w: torch.einsum("bi,io->bo", x, w),
+        "linear": lambda x, w: nn.functional.linear(x, w.T),
+        "bmm": lambda x, w: torch.bmm(x[None], w[None])[0],
+    }
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return calls[function](x, self.w)
+
+    config = fq.Config("", (fq.Rule("*", weight="int8 per_tensor", ops=(function,)),))
+    model = fq.prepare(Net(), config, example=torch.ones(2, 8))
+    assert [quantizer.kind.name for quantizer in quantizers(model).values()] == ["WEIGHT"]
