@@ -291,7 +291,7 @@ def _set_ranges(
             if name not in weights:
                 quantizer.set_range(range)
             elif not holds_codes(weights[name]):
-                give_range(weights[name], range, searched=used[name].method != "max")
+                give_range(weights[name], range)
             quantizer.collected = used[name] if quantizer.kind is Kind.INPUT else None
         for name, calibrator in used.items():
             if found[name].kind is Kind.INPUT and name not in ranges and layer_of(name) not in left:

@@ -176,21 +176,14 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     return found
 
 
-def give_range(weight: LayerWeight, range: Range, *, searched: bool = False) -> None:
-    """Set the range of a weight's quantizer. A weight that is zero, in part or whole, gets none: it follows the weight.
+def give_range(weight: LayerWeight, range: Range) -> None:
+    """Set the range of a weight's quantizer. A weight that is zero as a whole gets none: its scale follows it.
 
-    By a fixed scale training cannot move what is zero. Without a search the range that is given up is that of the next
-    call. Ranges that were searched stay, as do those of pruned weights, whose zeros are meant: the groups of zeros have
-    the range of the others, see `lend`.
-
-    Args:
-        weight: with a quantizer.
-        range: of the weight.
-        searched: whether the range is another one than that of the values.
+    By a fixed scale training cannot move what is zero. Channels and groups of zeros have the range of the others, see
+    `lend`: the row of a table for padding, pruned channels, a part that starts at zero.
     """
-    quantizer, empty = weight.quantizer, range.amax == 0
-    kept = searched or any(isinstance(hook, BasePruningMethod) for hook in _weight_hooks(weight))
-    if quantizer.learned is None and bool(empty.any()) and (bool(empty.all()) or not kept):
+    quantizer = weight.quantizer
+    if quantizer.learned is None and range.amax.numel() and not bool(range.amax.any()):
         quantizer.reset()
         quantizer.follows = True
     else:
@@ -198,7 +191,7 @@ def give_range(weight: LayerWeight, range: Range, *, searched: bool = False) -> 
 
 
 def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
-    """Say, in one line, which weights are zero in part or whole, so that their scales follow them.
+    """Say, in one line, which weights are zero, so that their scales follow them.
 
     Args:
         model: with ranges.
@@ -209,7 +202,7 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
     waiting = {n: q for n, q in weights.items() if not q.dynamic and not q.calibrated}
     if zeros := list(dict.fromkeys(layer_of(name) or "(model)" for name in waiting)):
         warn_user(
-            "weights that are zero, in part or whole, get no range; their scales follow them at each call: "
+            "weights that are zero get no range; their scales follow them at each call: "
             f"{listed(zeros, _NAMED)}. Once training has moved them, "
             'fakequant.calibrate(model, pattern="*_weight_quantizer") fixes their scales',
             CalibrationWarning,

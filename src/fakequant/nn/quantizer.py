@@ -76,7 +76,7 @@ class Quantizer(QuantizerPart):
     pinned: bool
     """Whether calibration and training leave the parameters as they are: those that an engine gives a function."""
     follows: bool | None = None
-    """Whether a weight was zero, in part or whole, when its range was looked for, and goes on without one."""
+    """Whether a weight was zero when its range was looked for, and goes on without one."""
     fitted_to: Tensor | None = None
     """The largest magnitude per group of the weight for which the parameters were set; see `fitted.py`."""
     seen: Any = None
