@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.paths import layer_of
-from fakequant.model.site_weights import site_weights
-from fakequant.model.weights import quantized_weights, warn_stale_scales
+from fakequant.model.weights import all_weights, warn_stale_scales
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode
@@ -40,7 +39,7 @@ def bake_weights(model: Model) -> Model:
     True
     """
     refuse_sharded(model, "bake the weights of")
-    weights = {**quantized_weights(model), **site_weights(model)}
+    weights = all_weights(model)
     for name, weight in weights.items():
         _check(layer_of(name), weight)
     groups = _by_tensor(model, weights)

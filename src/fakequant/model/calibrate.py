@@ -20,13 +20,12 @@ from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import say
 from fakequant.model.scale_floor import raise_scales
-from fakequant.model.site_weights import site_weights
 from fakequant.model.unseen import check_unseen, leave_in_float, observed
 from fakequant.model.weights import (
+    all_weights,
     give_range,
     holds_codes,
     note_weight,
-    quantized_weights,
     scaled_weights,
     warn_of_zeros,
 )
@@ -283,7 +282,7 @@ def _set_ranges(
         leave_in_float(modules)
         for name, layer in owners.items():
             setattr(layer, name.rpartition(".")[2], None)
-        weights = {**quantized_weights(model), **site_weights(model)}
+        weights = all_weights(model)
         for name, range in ranges.items():
             quantizer = found[name]
             if quantizer.needs_calibration and quantizer.collected is not None:  # it was zero before

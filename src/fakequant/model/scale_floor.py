@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, StaleScaleWarning, warn_user
-from fakequant.model.site_weights import site_weights
-from fakequant.model.weights import fresh_weight, holds_codes, note_weight, quantized_weights
+from fakequant.model.weights import all_weights, fresh_weight, holds_codes, note_weight
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight, Role
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
@@ -34,7 +33,7 @@ def raise_scales(model: nn.Module) -> list[str]:
         The paths of the quantizers that got other scales.
     """
     raised = []
-    for path, weight in {**quantized_weights(model), **site_weights(model)}.items():
+    for path, weight in all_weights(model).items():
         quantizer, inputs = weight.quantizer, _input_scales(weight)
         plain = quantizer.spec.format.has_zero_point and quantizer.spec.arithmetic is not Arithmetic.MULTIPLIER
         if not inputs or not plain or quantizer.mode is not Mode.QUANTIZE:

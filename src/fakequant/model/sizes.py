@@ -9,8 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fakequant.model.paths import layer_of
-from fakequant.model.site_weights import site_weights
-from fakequant.model.weights import quantized_weights
+from fakequant.model.weights import all_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.numerics.spec import QuantSpec
@@ -92,7 +91,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str]) -> list[str]:
         too_small: layers whose weights stay in float therefore.
     """
     found: dict[nn.Parameter, tuple[str, WeightBits]] = {}
-    for path, weight in (quantized_weights(model) | site_weights(model)).items():
+    for path, weight in all_weights(model).items():
         alone = all(own.kind is Kind.WEIGHT for own in weight.layer.children() if isinstance(own, Quantizer))
         if alone and weight.parameter is not None and (bits := weight_bits(weight)) is not None:
             found[weight.parameter] = layer_of(path), bits

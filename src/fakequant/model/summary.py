@@ -16,9 +16,8 @@ from fakequant.model.functions import Operation
 from fakequant.model.html import html_result
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.operations import unquantized
-from fakequant.model.site_weights import site_weights
 from fakequant.model.sizes import WeightBits, weight_bits
-from fakequant.model.weights import quantized_weights, warn_stale_scales
+from fakequant.model.weights import all_weights, warn_stale_scales
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, QuantLinear
@@ -183,7 +182,7 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
     """
     bits = {
         parameter: found
-        for weight in (*quantized_weights(model).values(), *site_weights(model).values())
+        for weight in all_weights(model).values()
         if weight.layer not in unused
         and weight.quantizer.mode is Mode.QUANTIZE
         # Not its value: a computed one is no parameter, and may change when it is read.

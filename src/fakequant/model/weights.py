@@ -56,6 +56,11 @@ def quantized_weights(model: nn.Module) -> dict[str, LayerWeight]:
     }
 
 
+def all_weights(model: nn.Module) -> dict[str, LayerWeight]:
+    """The weights of layers and of functions that have a quantizer, by the path of the quantizer."""
+    return {**quantized_weights(model), **site_weights(model)}
+
+
 def fresh_weight(weight: LayerWeight, name: str) -> Tensor:
     """The weight that the layer's next call uses.
 
@@ -115,8 +120,7 @@ def holds_codes(weight: LayerWeight) -> bool:
 
 def scaled_weights(model: nn.Module) -> dict[str, LayerWeight]:
     """The weights of layers and of functions whose quantizer has parameters, by the path of the quantizer."""
-    weights = {**quantized_weights(model), **site_weights(model)}
-    return {name: weight for name, weight in weights.items() if weight.quantizer.calibrated}
+    return {name: weight for name, weight in all_weights(model).items() if weight.quantizer.calibrated}
 
 
 def note_weight(weight: LayerWeight) -> None:
@@ -197,8 +201,7 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
         model: with ranges.
         names: the paths of the quantizers to look at.
     """
-    found = {**quantized_weights(model), **site_weights(model)}
-    weights = {name: weight.quantizer for name, weight in found.items() if name in names}
+    weights = {name: weight.quantizer for name, weight in all_weights(model).items() if name in names}
     waiting = {n: q for n, q in weights.items() if not q.dynamic and not q.calibrated}
     if zeros := list(dict.fromkeys(layer_of(name) or "(model)" for name in waiting)):
         warn_user(
