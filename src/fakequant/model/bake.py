@@ -57,7 +57,7 @@ def fold(model: Model) -> Model:
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as said:
     ...     warnings.simplefilter("always")
-    ...     model = fold(prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY))
+    ...     model = fold(prepare(nn.Sequential(nn.Linear(64, 4)), presets.INT8_WEIGHT_ONLY))
     >>> print(said[0].message)
     fakequant.fold is now called fakequant.bake_weights, and the old name goes with the next release
     """
