@@ -198,6 +198,19 @@ def test_chosen_codes_stay_codes():
     assert_same_bits(layer.weight_quantizer(layer.weight), layer.weight)
 
 
+@pytest.mark.parametrize("kind", ["convolution", "transposed_grouped", "linear", "lstm", "gru"])
+@pytest.mark.filterwarnings("ignore")
+def test_offloaded_biases_raise_the_scales_that_plain_ones_raise(kind):
+    accelerate = pytest.importorskip("accelerate")
+    (plain, x), scales = made(kind, 1e-9), []
+    for model in (plain, accelerate.cpu_offload(copy.deepcopy(plain), torch.device("cpu"))):
+        fq.calibrate(prepared := fq.prepare(model, "int8", x), [x])
+        scales.append({name: q.scale for name, q in quantizers(prepared).items() if q.scale is not None})
+    assert scales[0].keys() == scales[1].keys()
+    for name, scale in scales[0].items():
+        assert_same_bits(scales[1][name], scale)
+
+
 @pytest.mark.parametrize("preset", ["int8_weight_only", "int4_group32", "fp8", "int8_per_token"])
 def test_scales_that_meet_no_int32_bias_stay(preset):
     model, x = made("linear", 1e-9)

@@ -13,6 +13,7 @@ from fakequant.nn.operands import LayerWeight, Role
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic
+from fakequant.offload import fetched
 from fakequant.ops import library
 
 _BIAS = 2.0**30
@@ -78,9 +79,11 @@ def _input_scales(weight: LayerWeight) -> list[Tensor]:
 
 def _biases(owner: nn.Module, weight: Tensor) -> list[Tensor]:
     """Tensors that may be added to the products of a weight: smaller parameters of its owner, and a computed bias."""
-    found: list[Tensor] = [p for p in owner.parameters(recurse=False) if p.dim() < weight.dim()]
+    found: dict[str, Tensor] = {n: p for n, p in owner.named_parameters(recurse=False) if p.dim() < weight.dim()}
     bias = getattr(owner, "bias", None)
-    return [*found, bias] if isinstance(bias, Tensor) and all(bias is not p for p in found) else found
+    if isinstance(bias, Tensor) and all(bias is not p for p in found.values()):
+        found["bias"] = bias
+    return [fetched(owner, name, tensor) for name, tensor in found.items()]
 
 
 def _floor(scale: Tensor, biases: list[Tensor], input_scale: float) -> Tensor:
@@ -103,5 +106,5 @@ def _set(weight: LayerWeight, tensor: Tensor, floor: Tensor, zero: Tensor) -> No
     scale = torch.maximum(params.scale, floor)
     quantizer.set_qparams(QParams(torch.where(zero & (params.scale < floor), scale.max(), scale), params.zero_point))
     if chosen and weight.parameter is not None:
-        weight.parameter.copy_(quantizer(weight.parameter))
+        weight.parameter.copy_(quantizer(tensor))
     note_weight(weight)
