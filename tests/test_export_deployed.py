@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import fakequant as fq
 from fakequant.cli.commands import app
+from fakequant.export import exporter
 from fakequant.nn import quantizers
 from fakequant.report.collect import verification
 
@@ -95,9 +96,15 @@ CASES = {name: (*case, False) for name, case in LOST.items()} | {name: (*case, T
 
 @pytest.mark.parametrize(("make", "restored_by", "as_deployed"), CASES.values(), ids=CASES)
 def test_what_the_default_session_loses_beside_quantization(
-    make: Callable[[], Made], restored_by: str | None, as_deployed: bool, tmp_path: Path
+    make: Callable[[], Made],
+    restored_by: str | None,
+    as_deployed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, x = make()
+    if restored_by == BIAS:  # a file of before the export raised scales under which the int32 bias overflows
+        monkeypatch.setattr(exporter, "raise_scales", lambda _: [])
     path = fq.export_onnx(model, x, tmp_path / "model.onnx").path
     for given in (fq.verify_onnx(path, model, [x]), fq.verify_onnx(path, model), fq.verify_onnx(path)):
         assert given.exact
