@@ -70,7 +70,7 @@ def merges(rank: int, folder: Path) -> None:
         found = fq.calibrate(wrapped, of_rank(rank), method)
         assert same(alone, wrapped), method
         for name, calibrator in expected.items():
-            state = found[f"module.{name}"].state_dict()
+            state = found[name].state_dict()
             assert all(torch.equal(value, state[key]) for key, value in calibrator.state_dict().items()), name
     given = fq.prepare(net(), "int8")
     fq.calibrate(given, of_rank(rank), group=dist.group.WORLD)

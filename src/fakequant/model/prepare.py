@@ -167,7 +167,7 @@ def _foreign_codes(module: nn.Module) -> str | None:
         if tensor.dtype not in (torch.int8, torch.uint8, torch.int32):  # int64 are indices
             continue
         scaled = any("scale" in other for other in tensors) and sum(size > 1 for size in tensor.shape) > 1
-        if scaled or isinstance(tensor, nn.Parameter):
+        if scaled or (isinstance(tensor, nn.Parameter) and name.endswith("weight")):
             return f"{name} holds {str(tensor.dtype).removeprefix('torch.')} codes"
     return None
 
