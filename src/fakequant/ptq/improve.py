@@ -158,7 +158,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         result.layers += [
             LayerResult(row_name(path, layer), note=_MISSED[path in recorded.order]) for path, layer in missed.items()
         ]
-    raise_scales(model)
+        raise_scales(model)
     return result
 
 
