@@ -11,12 +11,15 @@ from torch import nn
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.restore import attributes_of, restore_after
 
+_KEPT = "mode", "seen"
+"""What comes back of a quantizer: its mode, and the mark of the weight of its last call, which calls in between set."""
+
 
 @contextmanager
 def modes(model: nn.Module, choose: Callable[[str, Quantizer], Mode]) -> Iterator[None]:
     """Set the mode of every quantizer by its name for a while."""
     found = quantizers(model)
-    with restore_after(attributes_of(found.values(), "mode")):
+    with restore_after(attributes_of(found.values(), *_KEPT)):
         for name, quantizer in found.items():
             quantizer.mode = choose(name, quantizer)
         yield
@@ -35,7 +38,7 @@ def disabled(model: nn.Module) -> Any:
 @contextmanager
 def off(found: Collection[Quantizer]) -> Iterator[None]:
     """A context in which quantizers are off, for functions that enter it often: they list them once."""
-    with restore_after(attributes_of(found, "mode")):
+    with restore_after(attributes_of(found, *_KEPT)):
         for quantizer in found:
             quantizer.mode = Mode.OFF
         yield
