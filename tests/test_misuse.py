@@ -71,7 +71,11 @@ QUANTIZE: dict[str, tuple[str, list[str], str]] = {
         [],
         r"returned a dict, .* return a list of batches: \[dict\]",
     ),
-    "batch of text": (batches("['text']"), [], r"batch 1 of .*, a str, failed in .*: batch must be"),
+    "batch of text": (
+        batches("['text']"),
+        [],
+        r"batch 1 of .*, a str, failed in Linear 8 -> 2: .* must be Tensor, not str",
+    ),
     "batch of another width": (
         batches("[torch.ones(4, 9)]"),
         [],
