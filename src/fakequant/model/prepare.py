@@ -164,10 +164,10 @@ def _foreign_codes(module: nn.Module) -> str | None:
     for name, tensor in tensors.items():
         if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
             return f"{name} is a {type(tensor).__module__.partition('.')[0]}.{type(tensor).__name__}"
-        if tensor.dtype not in (torch.int8, torch.uint8, torch.int32):  # int64 are indices
+        if tensor.dtype not in (torch.int8, torch.uint8, torch.int32) or "weight" not in name:  # int64 are indices
             continue
         scaled = any("scale" in other for other in tensors) and sum(size > 1 for size in tensor.shape) > 1
-        if scaled or (isinstance(tensor, nn.Parameter) and name.endswith("weight")):
+        if scaled or isinstance(tensor, nn.Parameter):
             return f"{name} holds {str(tensor.dtype).removeprefix('torch.')} codes"
     return None
 
