@@ -77,7 +77,9 @@ def test_quantize_tells_every_step(recipe, tmp_path: Path) -> None:
     assert [what for _, what in told][:4] == ["measuring float32", "calibrating", "choosing weights", "fine-tuning"]
     assert "nearest  " in result.stdout, "the table of layers"
     page = (tmp_path / "out" / "report.html").read_text()
-    assert re.search(r"Weights chosen by fast steps: error of the model.* is left; layers: \d+% of the error of", page)
+    assert re.search(
+        r"Weights chosen by fast steps: \d+% of the error of rounding to nearest is left; error of the", page
+    )
     assert "mse, then improved" in page
     assert "Weights chosen by their error" in page, "layer by layer"
     assert "keep the chosen values" in page

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +14,6 @@ import fakequant as fq
 from fakequant.model.qat import Scales, set_scales
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq import InputSums, adaround
-from fakequant.ptq.effect import Effect
 from fakequant.ptq.grid import Grid
 from fakequant.ptq.kinds import rows_of
 from tests.support.matrix import full, sweep
@@ -152,10 +150,7 @@ QUICK = [
 
 
 @sweep("solver, name, granularity", EVERY, QUICK)
-def test_chosen_codes_survive(
-    solver: str, name: str, granularity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Effect, "keep_what_helps", lambda *_: set())  # what is chosen, whatever it does to the output
+def test_chosen_codes_survive(solver: str, name: str, granularity: str, tmp_path: Path) -> None:
     model = fq.prepare(net(), fq.Config("test", (fq.Rule(weight=fq.TensorConfig(spec_of(name, granularity))),)))
     fq.calibrate(model, batches(), progress=False)
     before = codes_of(model, ["3", "5"])

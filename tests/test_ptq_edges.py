@@ -152,7 +152,7 @@ class Reused(nn.Module):
 def test_layers_used_twice_and_weights_shared() -> None:
     model = fq.prepare(Reused(), INT3)
     shared = model.left.weight.detach().clone()
-    found = fq.ptq.improve(model, batches("as it is", 64)[:1], progress=False)  # the batch that judges chooses, too
+    found = fq.ptq.improve(model, batches("as it is"), progress=False)
     assert {layer.layer: layer.note for layer in found.layers} == {
         "left": "nearest: layers share its weight",
         "right": "nearest: layers share its weight",
@@ -198,7 +198,7 @@ class WithPassingColumns(nn.Module):
 
 
 def test_a_quantizer_that_calibration_turned_off_needs_no_range() -> None:
-    given = batches("usual", 256)
+    given = batches("usual")
     model = fq.prepare(WithPassingColumns(), "INT8", given[0], target="onnxruntime")
     fq.calibrate(model, given, progress=False, unseen="float")
     assert fq.ptq.improve(model, given, "fast", progress=False).left < 1

@@ -38,7 +38,7 @@ def padded(count: int = 6) -> list[dict[str, Tensor]]:
 
 def test_padding_is_no_error_of_the_output() -> None:
     model = fq.prepare(Tagger(), "INT4_WEIGHT_ONLY")
-    error = OutputDistance(Tagger(), padded()[1::4], lambda model, batch: model(batch["tokens"])[batch["mask"]])
+    error = OutputDistance(Tagger(), padded()[:4], lambda model, batch: model(batch["tokens"])[batch["mask"]])
     before = error.of(model).mean
     found = fq.ptq.improve(model, padded(), "fast", inputs=lambda batch: batch["tokens"], mask="mask", progress=False)
     assert (found.before, found.after) == (before, error.of(model).mean)
@@ -84,49 +84,6 @@ def test_an_error_that_was_infinite_before_is_said() -> None:
     assert "the error of the model's output was not measured: it was NaN or infinite before" in found.notes
 
 
-@pytest.mark.parametrize("preset", ["INT8", "INT4"])
-@pytest.mark.parametrize("kind", ["tanh", "two outputs", "lstm"])
-def test_what_does_not_help_on_batches_held_back_goes_back(kind: str, preset: str) -> None:
-    """With so few rows, 14 of 24 networks lost on new rows, up to a third."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(24, 24), nn.Linear(24, 3)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.two(self.one(x).relu()), 1e3 * self.one(x)
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(24, 16, batch_first=True), nn.Linear(16, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.lstm(x[:, None].expand(-1, 3, -1))[0][:, -1])
-
-    lost = 0
-    for seed in range(6):
-        torch.manual_seed(seed)
-        layers = nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24), nn.LayerNorm(24), nn.Linear(24, 5)
-        net = {"tanh": nn.Sequential(*layers), "two outputs": Two(), "lstm": Recurrent()}[kind]
-        given, model = [torch.randn(8, 24) for _ in range(3)], fq.prepare(copy.deepcopy(net), preset)
-        fq.calibrate(model, given, progress=False)
-        new = OutputDistance(net, [torch.randn(512, 24)], lambda model, batch: model(batch))
-        held = OutputDistance(net, given[1:2], lambda model, batch: model(batch))
-        before, state = new.of(model).mean, copy.deepcopy(model.state_dict())
-        found = fq.ptq.improve(model, given, "fast", progress=False)
-        lost += new.of(model).mean > 1.05 * before
-        assert found.after == held.of(model).mean <= found.before
-        assert str(found).startswith("error of the model's output on 1 held-back batch: ")
-        for row in found.layers:
-            if row.note.startswith("nearest: its choice does not help"):
-                name = f"{row.layer}.weight"
-                assert torch.equal(model.get_parameter(name), state[name])
-                assert row.after == row.before
-    assert lost <= 1
-
-
 @pytest.mark.parametrize("rows", [8, 64])
 def test_layers_with_fewer_rows_than_columns_are_named(rows: int) -> None:
     model = fq.prepare(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), "INT4_WEIGHT_ONLY")
@@ -166,7 +123,7 @@ def test_autocast_in_forward(preset: str, work: Any) -> None:
     model = fq.prepare(copy.deepcopy(net), preset)
     fq.calibrate(model, batches(), forward=in_bfloat16, progress=False)
     found = work(model, batches(), forward=in_bfloat16, progress=False)
-    assert found.left < 1 or (preset == "INT8" and found.left == 1)  # the rounding of bfloat16 hides what 8 bits gain
+    assert found.left < 1
 
 
 def test_casts_of_weights_that_have_changed_are_made_anew() -> None:

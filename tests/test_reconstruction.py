@@ -209,7 +209,7 @@ def test_a_weight_that_a_float_layer_shares_stays() -> None:
         ({"batches": torch.ones(3, 3)}, ConfigError, r"give a list: \[tensor\]"),
         ({"model": Net()}, ConfigError, "call fakequant.prepare"),
         ({"model": fq.prepare(Net(), "int8")}, CalibrationError, "call fakequant.calibrate"),
-        ({"iterations": 0}, ConfigError, "3 inputs, 3 targets and 0 iterations"),
+        ({"iterations": 0}, ConfigError, "4 inputs, 4 targets and 0 iterations"),
         (
             {"batches": [*batches(), batches()[0] * torch.nan]},
             CalibrationError,

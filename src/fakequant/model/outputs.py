@@ -204,26 +204,6 @@ class OutputDistance:
                 found.add(wanted, outputs)
         return found
 
-    def by_row(self, model: nn.Module) -> Tensor:
-        """The distance in parts that add up to the mean: one for each row of the outputs, float64 on the CPU.
-
-        A row is an example, or with `counts` a token. Rows say whether a difference of two models may be chance.
-        """
-        total, rows = Distance(), list[tuple[Place, Tensor]]()
-        with cached_weights(model):
-            for wanted, outputs in zip(self._wanted, self._outputs(model), strict=True):
-                total.add(wanted, outputs)
-                for place, y in wanted.items():
-                    if y.numel() and place in outputs and outputs[place].shape == y.shape:
-                        error = torch.where(y == outputs[place], 0.0, outputs[place].double() - y.double())
-                        rows.append((place, error.square().reshape(len(y) if y.dim() else 1, -1).sum(1).cpu()))
-        shares, sums = total.shares, dict[Place, float]()
-        for place, own in rows:
-            sums[place] = sums.get(place, 0.0) + float(own.sum())
-        parts = [own * (shares[place] / sums[place] / len(shares)) for place, own in rows if sums[place]]
-        lost = [math.inf for share in shares.values() if not math.isfinite(share)]
-        return torch.cat([*parts, torch.tensor(lost, dtype=torch.float64)])
-
     def _outputs(self, model: nn.Module) -> Iterator[dict[Place, Tensor]]:
         for batch, counts in zip(self._batches, self._counts, strict=True):
             with evaluating(model), torch.no_grad():

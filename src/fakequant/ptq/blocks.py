@@ -24,14 +24,14 @@ from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.call import Call
-from fakequant.ptq.effect import Batches, Effect, states_of
+from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.reconstruction import Preset, preset_of, reconstruct_block
 from fakequant.ptq.results import Improvement, LayerResult, remarks_of
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import MOST_DRIFT
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
-from fakequant.restore import restore_on_error
+from fakequant.restore import restore_on_error, state_of
 from fakequant.text import listed
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -68,10 +68,8 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The error of the model's output on batches that were held back, before and after, and those of the blocks. Of
-        two batches or more, the second of every four teaches nothing and judges: if that error does not fall by more
-        than chance explains, what was learned goes back, except for the blocks that lower it. Weights that something
-        else reads too stay as they are; a line names them.
+        The errors of the blocks before and after. Weights that something else reads too stay as they are; a line names
+        them. A warning says if the error of the model's output on the first batches became more than 1 % larger.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
@@ -93,26 +91,23 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     run, result, reached = naming(runner(inputs, forward), given), Improvement(), set[str]()
     fixed = fixed_parameters(model, lambda: run(model, given[0]))
     learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
-    split, (before, state) = Batches.of(given), states_of(model, found.values())
+    state = state_of([model])
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
         recorded = record(model, found, run, given)
-        alone = Together(None)
-        effect = Effect(model, split, run, recorded, alone)
+        effect, alone = Effect(model, given, run, recorded), Together(None)
         _, late = recorded.parts(alone)
-        own, floats = (Stream(model, found, run, split.fit, recorded) for _ in range(2))
-        with own, floats:
+        with Stream(model, found, run, given, recorded) as own, Stream(model, found, run, given, recorded) as floats:
             float_model = _FloatModel(model, found, floats, late)
             for stage in track(own, "learning blocks", len(recorded.order), progress):
                 learned = _learned(found[stage.name], stage, float_model.targets(stage), learn)
                 if learned is not None:
                     reached.add(stage.name)
                     result.layers.append(learned)
-        undone = effect.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
-        result.take_back(name for name, block in found.items() if block in undone)
-        effect.put_into(result)
+        effect.put_into(result, alone)
         missed = [name for name in found if name not in reached]
         result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]
         result.notes += _notes(float_model, recorded, late) + _notes_of_fixed(weights, fixed)
+        warn_if_worse(result, "reconstruct")
     return result
 
 

@@ -28,7 +28,7 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.call import Call
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.digest import digest
-from fakequant.ptq.effect import Batches, Effect, states_of
+from fakequant.ptq.effect import Effect, warn_if_worse
 from fakequant.ptq.finished import Finished, run_of
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.kinds import computes_product, has_own_forward, has_rows
@@ -37,7 +37,7 @@ from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
 from fakequant.ptq.results import Improvement, LayerResult, remarks_of
 from fakequant.ptq.stream import NOT_REPEATED, Record, Stage, Stream, record, watched
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
-from fakequant.restore import restore_on_error
+from fakequant.restore import restore_on_error, state_of_parts
 from fakequant.text import listed
 
 STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
@@ -46,7 +46,6 @@ _NAMED_STEPS = {
     "best": ("input", "smooth", "ranges", "gptq", "descend", "drift", "bias"),
     "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
 }
-_MISSED = ("no batch reaches it", "only batches that are held back reach it")
 _OF_A_FUNCTION = "nearest: improve has no steps for a parameter that a function takes"
 _OTHER_FORWARD = "nearest: its own forward computes something else than one product of its weight"
 _SHARED_BIAS = 'the step "bias" was left out: layers share its bias'
@@ -77,9 +76,6 @@ def improve(  # noqa: PLR0913  all but the first three by name
     The batches run side by side, three times in all, however many layers there are: see `fakequant.ptq.stream`. A layer
     that a batch calls several times, and those after it, get no `drift`.
 
-    Of two batches or more, the second of every four chooses nothing and judges: if the error of the model's output on
-    these does not fall by more than chance explains, what was chosen goes back, except for the layers that lower it.
-
     Args:
         model: prepared, and calibrated if its inputs are quantized.
         batches: what a data loader gives; a few hundred examples. They are kept as a list.
@@ -95,8 +91,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The error of the model's output on batches that were held back, before and after, and those of all layers.
-        Layers without a weight matrix, that share their weight, or whose choice went back, are listed with the reason.
+        The errors of all layers before and after. Layers without a weight matrix, or that share their weight, are
+        listed with the reason. A warning says if the error of the model's output on the first batches became more
+        than 1 % larger.
 
     Raises:
         ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
@@ -133,31 +130,27 @@ def improve(  # noqa: PLR0913  all but the first three by name
     layers = {path: view for path, view in views.items() if notes[path] is None}
     result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
     result.layers += [LayerResult(layer_of(path), note=_OF_A_FUNCTION) for path in site_weights(model)]
-    split, (before, state) = Batches.of(given), states_of(model, map(whole_layer, layers.values()))
+    state = state_of_parts(model, map(whole_layer, layers.values()))
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
         for path in _with_other_forward(layers, lambda: run(model, given[0])):
             result.layers.append(LayerResult(row_name(path, layers.pop(path)), note=_OTHER_FORWARD))
         recorded = record(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
-        effect = Effect(model, split, run, recorded, processes, counts)
+        effect = Effect(model, given, run, recorded, counts)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
         collector = Collector(layers, counts, masked, recorded, processes)
         choices = _Choices(weights, layers, chosen_steps, collector, finished, fixed)
-        with _Pass(model, layers, run, split.fit, recorded, with_drift) as stages:
+        with _Pass(model, layers, run, given, recorded, with_drift) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
                 choices.add(stage, wanted, stages.keep)
-            result.layers += choices.results.values()
+            found = list(choices.results.values())
+            result.notes += [*stages.notes, *remarks_of(found), *_chosen_by_part(stages.chosen_by_part)]
         masked.say_whole()
         _check_same(processes, _digests(weights, processes), "computed other weights; their processors round otherwise")
-        chosen = dict.fromkeys(whole_layer(layers[path]) for path in choices.results)
-        undone = effect.keep_what_helps({whole: before[whole] for whole in chosen})
-        result.take_back(row_name(path, own) for path, own in layers.items() if whole_layer(own) in undone)
-        effect.put_into(result)
-        result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
-        missed = {path: layer for path, layer in layers.items() if path not in choices.results}
-        result.layers += [
-            LayerResult(row_name(path, layer), note=_MISSED[path in recorded.order]) for path, layer in missed.items()
-        ]
+        effect.put_into(result, processes)
+        missed = [row_name(path, layer) for path, layer in layers.items() if path not in choices.results]
+        result.layers += [*found, *(LayerResult(name, note="no batch reaches it") for name in missed)]
+        warn_if_worse(result, "improve")
         raise_scales(model)
     return result
 
@@ -302,7 +295,7 @@ class _Pass:
         model: nn.Module,
         layers: Mapping[str, Any],
         run: Forward,
-        batches: Mapping[int, Any],
+        batches: Sequence[Any],
         recorded: Record,
         with_drift: Sequence[str],
     ) -> None:
