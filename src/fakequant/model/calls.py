@@ -78,6 +78,8 @@ def watch_readers(model: nn.Module, others: Iterable[nn.Module] = ()) -> Iterato
     readers = _Readers(owners, running)
     with not_compiled(), _hooks() as handles, restore_after(stack_without(readers)), readers:
         for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks of Python
+                continue
             handles.append(module.register_forward_pre_hook(lambda own, _, path=path: running.append((own, path))))
             handles.append(module.register_forward_hook(leave, always_call=True))
         yield readers.found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType
 
-from fakequant.nn.site_functions import CALLED_AS
+from fakequant.nn.site_functions import SITE_FUNCTIONS
 
 WITHOUT_FLOATS, OF_A_CACHE = " without floats", " of a cache"
 """Suffixes of the names of functions whose calls cannot be sites for this reason."""
@@ -15,7 +15,6 @@ QUANTIZED = "fake_quantize"
 """The function of the calls of quantizers, where a prepared model runs."""
 EXTREME = 1e4
 """The size of numbers from which on they may be those of a mask: older models of transformers add -10000."""
-_SITES = frozenset(called.function.name for called in CALLED_AS.values())
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,6 @@ class Recording:
         """The calls of functions that can be quantized, for every visit of an owner."""
         visits: list[list[Call]] = [[] for _ in range(self.visits[owner])]
         for call in self.calls_of.get(owner, []):
-            if call.function in _SITES:
+            if call.function in SITE_FUNCTIONS:
                 visits[call.visit].append(call)
         return visits

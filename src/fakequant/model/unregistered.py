@@ -24,6 +24,7 @@ def warn_unregistered(model: nn.Module) -> None:
     ...         self.blocks = [nn.Linear(2, 2)]
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
     ...     warn_unregistered(Held())
     >>> str(caught[0].message)[:52]
     'modules in plain containers are not part of a model:'

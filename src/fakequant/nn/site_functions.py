@@ -220,7 +220,7 @@ def einsum_operand(equation: str, name: str) -> Operand:
     """The axes of an operand of an `einsum`: of its outputs, which no other operand has, and of the sum.
 
     >>> einsum_operand("bsd,dhk->bshk", "input_1")
-    Operand(name='input_1', position=2, keywords=(), channels=1, reduction=0)
+    Operand(name='input_1', position=2, keywords=(), channels=1, reduction=0, positions=0)
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms, place = left.split(","), int(name.rpartition("_")[2])
