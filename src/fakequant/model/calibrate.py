@@ -151,7 +151,6 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
     used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
     _set_ranges(model, ranges, calibrators, left, idle)
-    raise_scales(model)
     warn_of_zeros(model, ranges)
     warn_of_masks(model, ranges)
     return used
@@ -299,6 +298,7 @@ def _set_ranges(
         for name, weight in scaled_weights(model).items():
             if name in ranges:
                 note_weight(weight)
+        raise_scales(model)
 
 
 def _calibrate_by_choice(
