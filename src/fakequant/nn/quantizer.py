@@ -93,7 +93,7 @@ class Quantizer(QuantizerPart):
         self.calibrator: Calibrator | None = None
         self._method = ""
         self._cache: WeightCache | None = None
-        self.fitted_to = None
+        self.fitted_to = self.seen = self.follows = None
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
 
