@@ -173,7 +173,8 @@ def test_what_is_refused(found: Scores) -> None:
         found.allocate()
     with pytest.raises(ConfigError, match="give one budget"):
         found.allocate(bits=4, size=100)
-    with pytest.raises(ConfigError, match=r"mix has (4\.\d+) bits per weight, scales included: 4.\d+ in \S+ as \S+"):
+    smallest = r"mix has (4\.\d+) bits per weight, scales included: 4.\d+ in \S+ as NVFP4_WEIGHT_ONLY"
+    with pytest.raises(ConfigError, match=smallest):
         found.allocate(bits=2)
     in_float = r"864 stay in float \(256 in left, 256 in right, 256 in twice and the others in 2 more modules\)"
     with pytest.raises(ConfigError, match=f"smallest mix has 8,\\d+ bytes, of which {in_float}; give other"):

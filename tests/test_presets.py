@@ -185,9 +185,10 @@ def test_axes_are_resolved_per_layer(layer: str, text: str) -> None:
     assert found == wanted
 
 
-def test_other_axes_are_literal() -> None:
-    model = prepare(nn.Sequential(nn.Conv2d(4, 6, 3)), Config("x", (Rule(weight=TensorConfig("int8 per_block(3:3)")),)))
-    assert str(model[0]._weight_quantizer.spec) == "int8 per_block(3:3)"
+@pytest.mark.parametrize("text", ["int8 per_block(3:3)", "int8 per_block(1:2)", "int8 per_block(1:4,0:2)"])
+def test_other_axes_are_literal(text: str) -> None:
+    model = prepare(nn.Sequential(nn.Conv2d(4, 6, 3)), Config("x", (Rule(weight=TensorConfig(text)),)))
+    assert str(model[0]._weight_quantizer.spec) == text
 
 
 def test_a_layer_must_name_the_axes_of_all_its_inputs() -> None:

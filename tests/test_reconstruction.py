@@ -20,7 +20,7 @@ from tests.support.bits import assert_same_bits
 WEIGHTS = {
     "int4 channel": "int4 per_channel(0)",
     "int3 group": "int3 per_block(-1:8,pad)",
-    "uint4 asymmetric": fq.QuantSpec("uint4", fq.PerBlock({-1: 32}, pad=True), symmetric=False),
+    "uint4 asymmetric": fq.QuantSpec("uint4", fq.PerBlock({1: 8}, pad=True), symmetric=False),
     "fp8": "float8_e4m3fn per_channel(0)",
     "mxfp4": "float4_e2m1fn per_block(-1:32,pad) scale=float8_e8m0fnu:floor",
     "nvfp4": "float4_e2m1fn per_block(-1:16,pad) scale=float8_e4m3fn@per_tensor",

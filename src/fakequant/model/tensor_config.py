@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from fakequant.nn.operands import NO_KERNEL, Kernel
 from fakequant.numerics.spec import QuantSpec, as_spec
 
+_NO_AXIS = 1 << 30  # of no tensor
+
 
 @dataclass(frozen=True)
 class TensorConfig:
@@ -36,8 +38,9 @@ class TensorConfig:
             axes: of the tensor, by those that a rule names.
             kernel: that the product sums over, too.
         """
-        granularity = self.spec.granularity.remap_axes(axes)
-        if kernel.window:
+        given = self.spec.granularity
+        granularity = given.remap_axes(axes)
+        if kernel.window and given.remap_axes({-1: _NO_AXIS}) != given:  # other axes than -1 are meant literally
             granularity = granularity.over_window(axes[-1], kernel.window, kernel.length)
         spec = self.spec.replace(granularity=granularity)
         if spec.scale.granularity is not None:  # that of the tensor of scales, which has the axes of the tensor
