@@ -141,7 +141,7 @@ def test_what_a_recipe_reads_decides_whether_a_job_goes_on(recipe, tmp_path: Pat
 @pytest.mark.parametrize("name", ["thesis.txt", "report.html", "job.json", "checkpoint/notes.safetensors", ""])
 @pytest.mark.parametrize("options", [(), ("--overwrite",)], ids=["", "overwrite"])
 def test_a_folder_of_the_user_stays(recipe, tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
-    """Of the name that an unfinished job takes, whatever is in it; "" for a file in place of the folder."""
+    """The folder has the name of an unfinished job; the name "" stands for a file in its place."""
     out = tmp_path / "out"
     mine = out / "unfinished" / name
     mine.parent.mkdir(parents=True)

@@ -51,7 +51,7 @@ def spec_bits(spec: QuantSpec, shape: tuple[int, ...]) -> WeightBits:
 
 
 def exceeds_float(spec: QuantSpec, shape: tuple[int, ...], bits: int = 32) -> bool:
-    """Whether a tensor of a shape takes more room by a specification than as floats of so many bits.
+    """Whether codes and scales of a tensor take more room than its floats.
 
     >>> exceeds_float(QuantSpec.parse("int4 per_channel(0)"), (64, 1))
     True
