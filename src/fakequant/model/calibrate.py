@@ -205,10 +205,10 @@ def recalibrate(
                     f"{name}: {error}. Run fakequant.calibrate(model, batches, {method!r}) to collect what it needs"
                 ) from error
     ranges = {name: _range_for(found[name], calibrator) for name, calibrator in adopted.items()}
-    with restore_on_error(ranges_of(found[name] for name in ranges)):
+    with restore_on_error(ranges_of(found.values())):
         for name, range in ranges.items():
             found[name].set_range(range)
-    raise_scales(model)
+        raise_scales(model)
     return adopted
 
 
