@@ -19,7 +19,7 @@ EPOCHS, STEPS, BITS = 6, 400, 5.0
 def cnn(folder: Path) -> Path:
     """The network of the demo in INT8, exported and verified."""
     training, held_out = digits.load_digits()
-    model = fq.prepare(digits.train(training, EPOCHS), fq.presets.INT8)
+    model = fq.prepare(fq.fuse_batch_norm(digits.train(training, EPOCHS), training.images[:2]), fq.presets.INT8)
     batches = list(training.images.split(128))
     fq.calibrate(model, batches, method="mse", progress=False)
     file = folder / "cnn.onnx"

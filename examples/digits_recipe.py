@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from fakequant.demo import digits
 from fakequant.model import qat
+from fakequant.model.fuse import fuse_batch_norm
 
 EPOCHS = 20
 training, held_out = digits.load_digits()
 
 
 def model() -> nn.Module:
-    """A float network; a real recipe would load trained weights here."""
-    return digits.train(training, EPOCHS)
+    """A float network without batch normalisations; a real recipe would load trained weights here."""
+    return fuse_batch_norm(digits.train(training, EPOCHS), training.images[:2])
 
 
 def calibration_batches() -> Iterator[Tensor]:

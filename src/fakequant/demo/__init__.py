@@ -39,6 +39,7 @@ from fakequant.model import presets, qat
 from fakequant.model.calibrate import calibrate
 from fakequant.model.checkpoint import save
 from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.fuse import fuse_batch_norm
 from fakequant.model.prepare import prepare
 from fakequant.ptq import improve
 from fakequant.report import (
@@ -178,7 +179,7 @@ def run(out: str | os.PathLike[str], *, epochs: int = 40, console: Console | Non
     training, held_out = load_digits()
     measured = Measurements(held_out, console)
     console.print(f"Training on {len(training.digits)} digits for {epochs} epochs; {len(held_out.digits)} are held out")
-    model = train(training, epochs)
+    model = fuse_batch_norm(train(training, epochs), training.images[:2])  # engines do it when they load a file
     measured.add(model, "float32", "")
     console.print("INT8 by every calibrator, FP8; INT4 and INT2 calibrated, improved without training, and fine-tuned")
     int8 = int8_by_every_calibrator(model, training, measured)

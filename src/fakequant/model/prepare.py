@@ -70,7 +70,8 @@ def prepare(
 
     Args:
         model: any module; it is changed and returned.
-        config: a preset such as `presets.INT8`, its name, or your own rules.
+        config: a preset such as `presets.INT8`, its name, or your own rules. Where an engine does not ask for fixed
+            ranges, "int8_per_token" loses less than "int8" in transformers, see docs/methods.md.
         example: an input, a tuple or a dict of inputs; with it the model runs once, and the warning also says which
             products stay in float (if the configuration quantizes inputs), as a share of all multiply-accumulates.
         inputs: which part of the example the model gets, as for `calibrate`.
