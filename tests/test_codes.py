@@ -51,12 +51,12 @@ def batches() -> list[Tensor]:
 
 
 def improved(steps: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: fq.ptq.improve(model, batches(), steps, progress=False)
+    return lambda model: fq.ptq.improve(model, batches(), steps, judge=[], progress=False)
 
 
 def learned(preset: str) -> Callable[[nn.Module], Any]:
     return lambda model: fq.ptq.reconstruct(
-        model, batches(), blocks=["3", "5"], preset=preset, iterations=20, progress=False
+        model, batches(), blocks=["3", "5"], preset=preset, iterations=20, judge=[], progress=False
     )
 
 

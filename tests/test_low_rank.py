@@ -71,9 +71,9 @@ def test_more_rank_loses_less_and_steps_go_on_from_it() -> None:
         errors.append(error(model))
     assert errors == sorted(errors, reverse=True)
     improved = prepared()
-    fq.ptq.improve(improved, batches(), "fast", progress=False)
+    fq.ptq.improve(improved, batches(), "fast", judge=[], progress=False)
     low_rank(model := prepared(), batches(), 12, progress=False)
-    fq.ptq.improve(model, batches(), "fast", progress=False)
+    fq.ptq.improve(model, batches(), "fast", judge=[], progress=False)
     assert error(model) < error(improved)
     for layer in (model[0], model[2], model[4]):
         assert_same_bits(layer.weight_quantizer(layer.weight), layer.weight)
@@ -156,7 +156,7 @@ def test_what_stays_is_listed_with_the_reason() -> None:
         "second": "layers share its weight",
         "third": "rank 4 would take as many bits as the weight in float16",
         "conv": "a QuantConv1d is no linear layer",
-        "idle": "no batch reaches it",
+        "idle": "no batch that chooses weights reaches it",
     }
     model = prepared()
     fq.ptq.improve(model, batches(), "fast", progress=False)

@@ -73,7 +73,9 @@ def test_hostile_padding_moves_no_weight_of_an_encoder() -> None:
     models = []
     for padding in (1.0, 1000.0):
         model = calibrated(padding, "max", "attention_mask")
-        found = fq.ptq.improve(model, texts(), mask=lambda batch: batch["attention_mask"].bool(), progress=False)
+        found = fq.ptq.improve(
+            model, texts(), mask=lambda batch: batch["attention_mask"].bool(), judge=[], progress=False
+        )
         assert sum(not layer.note for layer in found.layers) == 12
         models.append(model)
     assert differing(*models) == [EMBEDDING]

@@ -83,7 +83,7 @@ def test_four_bits_lose_a_quarter_of_what_nearest_loses() -> None:
     model = prepared("int4 per_block(1:8,pad)")
     nearest = error(model)
     without_drift = [step for step in fq.ptq.STEPS if step != "drift"]
-    assert fq.ptq.improve(model, batches(), without_drift, progress=False).left < 0.25
+    assert fq.ptq.improve(model, batches(), without_drift, judge=[], progress=False).left_of_layers < 0.25
     assert error(model) < 0.5 * nearest
 
 
@@ -95,15 +95,15 @@ def test_every_step_for_weights_loses_less(step: str) -> None:
     steps = ["gptq", step] if step == "drift" else [step]
     model = prepared("int3 per_channel(0)")
     nearest = error(model)
-    found = fq.ptq.improve(model, batches(), steps, progress=False)
+    found = fq.ptq.improve(model, batches(), steps, judge=[], progress=False)
     assert error(model) < nearest
-    assert found.left < 0.99
+    assert found.left_of_layers < 0.99
 
 
 @pytest.mark.parametrize("step", ["smooth", "input"])  # rotations: tests/test_transforms.py
 def test_every_step_for_inputs_loses_less(step: str) -> None:
     model = prepared("int8 per_channel(0)", input="int4")
-    found = fq.ptq.improve(model, batches(), [step], progress=False)
+    found = fq.ptq.improve(model, batches(), [step], judge=[], progress=False)
     shares = [layer.steps[step] for layer in found.layers]
     assert all(share <= 1 for share in shares)
     assert min(shares) < 0.9
@@ -111,7 +111,7 @@ def test_every_step_for_inputs_loses_less(step: str) -> None:
 
 def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
     model = prepared("int3 per_channel(0)", input="int4")
-    found = fq.ptq.improve(model, batches(), progress=False)
+    found = fq.ptq.improve(model, batches(), judge=[], progress=False)
     steps = ["input", "smooth", "bias", "ranges", "gptq", "descend"]
     for row in found.layers:
         assert [*row.steps] == [step for step in steps if row.layer != "2" or step != "bias"]  # 2 has none
@@ -120,13 +120,18 @@ def test_the_result_shows_the_error_of_a_layer_after_each_step() -> None:
     for shown in (str(found), found._repr_html_()):
         for row in found.layers:
             assert all(f"{number:.2e}" in shown for number in (row.before, *row.steps.values(), row.after))
-    assert str(found).split()[:9] == ["layer", "nearest", *steps, "chosen"]
+    headline, header, *_ = str(found).splitlines()
+    share = f"{found.after / found.before:.0%} is left"  # type: ignore[operator]
+    assert headline == (
+        f"error of the model's output on 4 batches that chose, too: {found.before:.2e} -> {found.after:.2e}, {share}"
+    )
+    assert header.split()[:9] == ["layer", "nearest", *steps, "chosen"]
 
 
 def test_adaround_goes_on_from_the_steps_before_it() -> None:
     model = prepared("int3 per_channel(0)")
     # For few rows, solvers lower the error to expect of new rows, and not that of these.
-    found = fq.ptq.improve(model, batches(16), ["gptq", "descend", "adaround"], progress=False)
+    found = fq.ptq.improve(model, batches(16), ["gptq", "descend", "adaround"], judge=[], progress=False)
     assert all(row.steps["adaround"] <= row.steps["descend"] <= row.steps["gptq"] for row in found.layers)
     assert any(row.steps["adaround"] < row.steps["descend"] for row in found.layers)
 
@@ -134,7 +139,7 @@ def test_adaround_goes_on_from_the_steps_before_it() -> None:
 def test_the_bias_makes_good_the_mean_of_the_output() -> None:
     def means(steps: list[str]) -> tuple[Tensor, Tensor]:
         model = prepared("int3 per_channel(0)", input="int4")
-        fq.ptq.improve(model, batches(), steps, progress=False)
+        fq.ptq.improve(model, batches(), steps, judge=[], progress=False)
         x = torch.cat(batches())
         with torch.no_grad():
             return model(x).mean(0), net()(x).mean(0)
@@ -293,14 +298,14 @@ class Tied(nn.Module):
 
 def test_what_is_left_at_nearest_is_listed_with_the_reason() -> None:
     model = fq.prepare(Tied(), "INT4_WEIGHT_ONLY")
-    found = fq.ptq.improve(model, [torch.tensor([[1, 2, 3]])], progress=False)
+    found = fq.ptq.improve(model, [torch.tensor([[1, 2, 3]])], judge=[], progress=False)
     assert {layer.layer: layer.note for layer in found.layers} == {
         "table": "nearest: improve has no steps for a QuantEmbedding",
         "up": "nearest: improve has no steps for a QuantConvTranspose1d with groups",
         "head": "nearest: layers share its weight",
-        "idle": "no batch reaches it",
+        "idle": "no batch that chooses weights reaches it",
     }
-    assert "; nothing was chosen for 4 of 4: table, head, up, idle\n" in str(found)
+    assert "; nothing was chosen for 4 of 4: table, head, up, idle" in str(found)
 
 
 def test_a_weight_that_a_float_layer_shares_stays() -> None:

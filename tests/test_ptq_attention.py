@@ -96,7 +96,7 @@ def test_an_attention_loses_less(case: str, values: Any) -> None:
 @pytest.mark.parametrize("case", ["self", "key is value", "widths differ"])
 def test_an_attention_keeps_its_codes(case: str, weight: str, tmp_path: Path) -> None:
     model = prepared(case, WEIGHTS[weight])
-    found = fq.ptq.improve(model, batches(), "fast", progress=False)
+    found = fq.ptq.improve(model, batches(), "fast", judge=[], progress=False)
     assert all(row.after <= row.before for row in found.layers)
     for held in quantized_weights(model).values():
         assert_same_bits(held.quantizer(held.tensor), held.tensor)
@@ -202,7 +202,7 @@ def test_the_drift_of_a_projection_is_that_of_the_float_model(case: str, steps: 
     with fq.disabled(float_model):
         wanted = _last_inputs(float_model)
     weight = float_model.attention.out_proj.weight
-    found = fq.ptq.improve(model, batches(), steps, progress=False)
+    found = fq.ptq.improve(model, batches(), steps, judge=[], progress=False)
     outputs = [x @ weight.T for x in wanted]
     chosen = [x @ model.attention.out_proj.weight.T for x in _last_inputs(model)]
     errors = torch.cat([(y - z).flatten(0, -2) for y, z in zip(chosen, outputs, strict=True)]).double()

@@ -171,9 +171,9 @@ def test_the_error_of_the_output_is_measured_before_and_after() -> None:
     model = fq.prepare(Loop(1), "INT4_WEIGHT_ONLY")
     error = OutputDistance(Loop(1), batches()[:4], lambda model, batch: model(batch))
     before = error.of(model).mean
-    found = fq.ptq.improve(model, batches(), "fast", progress=False)
+    found = fq.ptq.improve(model, batches(), "fast", judge=[], progress=False)
     assert (found.before, found.after) == (before, error.of(model).mean)
-    assert f"error of the model's output: {before:.2e} -> {found.after:.2e}" in str(found)
+    assert f"error of the model's output on 4 batches that chose, too: {before:.2e} -> {found.after:.2e}" in str(found)
 
 
 def test_layers_that_share_an_input_in_the_first_batch_alone_choose_by_themselves() -> None:
@@ -229,7 +229,7 @@ def test_drift_is_measured_by_float_weights_where_batches_take_other_orders(monk
         return own(self, stage, wanted, *args)
 
     monkeypatch.setattr(Collector, "choose", choose)
-    fq.ptq.improve(fq.prepare(Orders(), "INT4_WEIGHT_ONLY"), given, "fast", progress=False)
+    fq.ptq.improve(fq.prepare(Orders(), "INT4_WEIGHT_ONLY"), given, "fast", judge=[], progress=False)
     model, inputs = Orders(), []
     model.last.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
     for x in given:
@@ -256,7 +256,7 @@ def test_blocks_learn_the_outputs_of_float_weights_where_batches_take_other_orde
     monkeypatch.setattr(blocks, "reconstruct_block", learn)
     names, model, outputs = ["one", "other", "last"], Orders(), list[Tensor]()
     quantized = fq.prepare(copy.deepcopy(model), "INT4_WEIGHT_ONLY")
-    fq.ptq.reconstruct(quantized, in_two_orders(), names, "omniquant", iterations=100, progress=False)
+    fq.ptq.reconstruct(quantized, in_two_orders(), names, "omniquant", iterations=100, judge=[], progress=False)
     model.last.register_forward_hook(lambda *call: outputs.append(call[2].detach()))
     for x in in_two_orders():
         model(x)
@@ -277,7 +277,7 @@ def test_an_output_that_gets_another_shape_is_said() -> None:
     model = fq.prepare(Chosen(), "INT4_WEIGHT_ONLY")
     model.first = model.layer.weight.detach().clone()
     with pytest.warns(CalibrationWarning, match="error of the model's output larger, .* -> inf"):
-        fq.ptq.improve(model, batches(), "fast", progress=False)
+        fq.ptq.improve(model, batches(), "fast", judge=[], progress=False)
 
 
 def test_a_single_batch_is_judged_in_parts() -> None:
@@ -324,7 +324,7 @@ def test_inputs_of_all_numbers_of_axes_are_chosen(
     batches = [torch.randn(shape) for _ in range(4)]
     model = fq.prepare(Film(copy.deepcopy(layer), one_by_one), preset)
     fq.calibrate(model, [*batches, torch.randn(3, *shape[1:])] if 0 not in shape else [torch.randn(2, 3, 16)], "max")
-    found = fq.ptq.improve(model, batches)
+    found = fq.ptq.improve(model, batches, judge=[])
     if 0 not in shape:
         assert found.layers[0].after <= found.layers[0].before
         assert found.layers[0].note == ""
@@ -359,7 +359,7 @@ def test_registered_convolutions_with_a_forward_of_their_own(cls: type[Any], gro
         torch.manual_seed(0)
         batches = [torch.randn(4, 4, 6, 6) for _ in range(4)]
         model = fq.prepare(nn.Sequential(cls(4, 4, 3, groups=groups)), "INT4_WEIGHT_ONLY")
-        (row,) = fq.ptq.improve(model, batches).layers
+        (row,) = fq.ptq.improve(model, batches, judge=[]).layers
         if cls is Twice:
             assert row.note == "nearest: its own forward computes something else than one product of its weight"
         else:

@@ -152,7 +152,7 @@ class Reused(nn.Module):
 def test_layers_used_twice_and_weights_shared() -> None:
     model = fq.prepare(Reused(), INT3)
     shared = model.left.weight.detach().clone()
-    found = fq.ptq.improve(model, batches("as it is"), progress=False)
+    found = fq.ptq.improve(model, batches("as it is"), judge=[], progress=False)
     assert {layer.layer: layer.note for layer in found.layers} == {
         "left": "nearest: layers share its weight",
         "right": "nearest: layers share its weight",
@@ -201,7 +201,7 @@ def test_a_quantizer_that_calibration_turned_off_needs_no_range() -> None:
     given = batches("usual")
     model = fq.prepare(WithPassingColumns(), "INT8", given[0], target="onnxruntime")
     fq.calibrate(model, given, progress=False, unseen="float")
-    assert fq.ptq.improve(model, given, "fast", progress=False).left < 1
+    assert fq.ptq.improve(model, given, "fast", judge=[], progress=False).left_of_layers < 1
 
 
 def test_groups_of_whole_kernels_are_improved_and_exported_to_the_bit(tmp_path: Path) -> None:

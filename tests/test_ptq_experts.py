@@ -88,7 +88,7 @@ def test_experts_learn_by_their_own_inputs(size: int, calls_all: bool) -> None:
     given = [x[:size] for x in batches(32)]
     error = OutputDistance(Experts(), given, lambda model, batch: model(batch))
     before = error.of(model).mean
-    found = fq.ptq.reconstruct(model, given, iterations=60, progress=False)
+    found = fq.ptq.reconstruct(model, given, iterations=60, judge=[], progress=False)
     assert error.of(model).mean < before
     assert any("learn what they give in float for their quantized inputs" in note for note in found.notes)
     assert all(math.isfinite(layer.after) for layer in found.layers)
@@ -103,9 +103,11 @@ def test_a_layer_that_gets_empty_inputs_alone_stays_as_it_is(preset: str, work: 
     if work == "low_rank":
         found = fq.ptq.low_rank(model, given, rank=2, progress=False)
     elif work == "reconstruct":
-        found = fq.ptq.reconstruct(model, given, iterations=20, progress=False)
+        found = fq.ptq.reconstruct(model, given, iterations=20, judge=[], progress=False)
     else:
-        found = fq.ptq.improve(model, given, work, progress=False)
+        found = fq.ptq.improve(model, given, work, judge=[], progress=False)
     if preset == "INT4_WEIGHT_ONLY":  # with an input that was not seen, the layer is in float
-        assert {layer.layer: layer.note for layer in found.layers}["experts.3"] == "no batch reaches it"
+        assert {layer.layer: layer.note for layer in found.layers}[
+            "experts.3"
+        ] == "no batch that chooses weights reaches it"
     assert torch.equal(weight, model.experts[-1].weight)

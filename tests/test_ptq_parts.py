@@ -97,6 +97,6 @@ def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kinds, "_MOST", 3 * 16 * 81 * 9)
     monkeypatch.setattr(InputSums, "add", see)
-    fq.ptq.improve(net("int4 per_channel(0)"), [torch.randn(8, 16, 9, 9) for _ in range(2)], "fast")
+    fq.ptq.improve(net("int4 per_channel(0)"), [torch.randn(8, 16, 9, 9) for _ in range(2)], "fast", judge=[])
     assert max(sizes) <= 3 * 16 * 81 * 9
     assert sum(sizes) == 16 * (49 * 144 + 25 * 72)

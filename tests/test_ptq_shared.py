@@ -137,7 +137,7 @@ def test_a_weight_that_something_else_reads_too_stays(kind: type[nn.Module], pre
 
 def test_what_has_no_values_is_no_reading_of_a_weight() -> None:
     torch.manual_seed(0)
-    found = fq.ptq.improve(quantized(AsksForDtype(), "INT8", batches()), batches(), "fast", progress=False)
+    found = fq.ptq.improve(quantized(AsksForDtype(), "INT8", batches()), batches(), "fast", judge=[], progress=False)
     assert [layer.note for layer in found.layers] == ["", ""]
 
 
@@ -190,8 +190,8 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(work: str, monkey
     model = quantized(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), "INT4", batches())
     before = copy.deepcopy(model.state_dict())
     call = {
-        "improve": lambda: fq.ptq.improve(model, batches(), "fast", progress=False),
-        "reconstruct": lambda: fq.ptq.reconstruct(model, batches(), iterations=10, progress=False),
+        "improve": lambda: fq.ptq.improve(model, batches(), "fast", judge=[], progress=False),
+        "reconstruct": lambda: fq.ptq.reconstruct(model, batches(), iterations=10, judge=[], progress=False),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")

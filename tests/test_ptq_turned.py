@@ -46,7 +46,7 @@ def improved(kind: str, weight: object, steps: str) -> tuple[nn.Sequential, fq.p
     fq.calibrate(model, batches(kind), progress=False)
     with torch.no_grad():
         nearest = model(batches(kind)[0])
-    return model, fq.ptq.improve(model, batches(kind), steps, progress=False), nearest
+    return model, fq.ptq.improve(model, batches(kind), steps, judge=[], progress=False), nearest
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -101,7 +101,7 @@ def test_layers_that_pad_themselves(preset: str) -> None:
     for steps in ("fast", "best"):
         model = fq.prepare(copy.deepcopy(net), preset)
         fq.calibrate(model, given, progress=False)
-        found = fq.ptq.improve(model, given, steps, progress=False)
+        found = fq.ptq.improve(model, given, steps, judge=[], progress=False)
         assert found.after < found.before
     assert set(fq.ptq.scores(net, given, [preset], progress=False).layers) == {"0", "2", "3"}
     assert not any(row.failed for row in fq.compare(net, given, [preset]).rows)

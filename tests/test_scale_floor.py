@@ -110,7 +110,7 @@ def ready(kind: str, share: float, preset: str = "int8", history: str = "calibra
             model(x).square().mean().backward()
             optimizer.step()
     if history == "improved":
-        fq.ptq.improve(model, [x, x * 0.9], "fast", progress=False)
+        fq.ptq.improve(model, [x, x * 0.9], "fast", judge=[], progress=False)
     if history == "again":
         fq.recalibrate(model, method="max")
     return model.eval(), x

@@ -162,11 +162,19 @@ def state_of_parts(model: nn.Module, touched: Iterable[nn.Module | nn.Parameter]
     structure, values = structure_of([model]), state_of(one for one in touched if isinstance(one, nn.Module))
     parameters = [(one, one.detach().clone()) for one in touched if isinstance(one, nn.Parameter)]
 
-    def restore() -> None:
-        structure()
-        values()
+    def restore_parameters() -> None:
         for parameter, value in parameters:
             parameter.data.copy_(value)
+
+    return in_order(structure, values, restore_parameters)
+
+
+def in_order(*restores: Restore) -> Restore:
+    """Return a function that restores what several functions restore, one after the other."""
+
+    def restore() -> None:
+        for one in restores:
+            one()
 
     return restore
 

@@ -204,6 +204,29 @@ class OutputDistance:
                 found.add(wanted, outputs)
         return found
 
+    def by_row(self, model: nn.Module) -> Tensor:
+        """The error of each row of each output as a share of this output's energy, float64 on the CPU.
+
+        A row is an example, or with `counts` a token. An output of another shape has one row, which is infinite.
+        """
+        energy: dict[Place, float] = {}
+        for wanted in self._wanted:
+            for place, y in wanted.items():
+                energy[place] = energy.get(place, 0.0) + _energy(y.nan_to_num(0.0, 0.0, 0.0))
+        rows = [torch.zeros(0, dtype=torch.float64)]
+        with cached_weights(model):
+            for wanted, outputs in zip(self._wanted, self._outputs(model), strict=True):
+                for place, y in wanted.items():
+                    other = outputs.get(place)
+                    if other is None or other.shape != y.shape:
+                        rows.append(torch.full((1,), math.inf, dtype=torch.float64))
+                    elif y.numel():
+                        same = (y == other) | (y.isnan() & other.isnan())
+                        error = torch.where(same, 0.0, other.double() - y.double()).square()
+                        share = error.reshape(len(y) if y.dim() else 1, -1).sum(1).cpu() / (energy[place] or 1.0)
+                        rows.append(share.nan_to_num(math.inf))
+        return torch.cat(rows)
+
     def _outputs(self, model: nn.Module) -> Iterator[dict[Place, Tensor]]:
         for batch, counts in zip(self._batches, self._counts, strict=True):
             with evaluating(model), torch.no_grad():

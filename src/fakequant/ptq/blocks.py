@@ -13,25 +13,26 @@ from torch import Tensor, nn
 
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationError, ConfigError, nearest
-from fakequant.model.batches import Forward, Inputs, batch_list, runner
+from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating, off
 from fakequant.model.outputs import float_tensors
 from fakequant.model.paths import layer_of
+from fakequant.model.positions import Positions
 from fakequant.model.progress import track
 from fakequant.model.weights import quantized_weights
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.call import Call
-from fakequant.ptq.effect import Effect, warn_if_worse
+from fakequant.ptq.effect import Batches, Effect
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.reconstruction import Preset, preset_of, reconstruct_block
-from fakequant.ptq.results import Improvement, LayerResult, remarks_of
+from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.stream import Record, Stage, Stream, record
 from fakequant.ptq.sums import MOST_DRIFT
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
-from fakequant.restore import restore_on_error, state_of
+from fakequant.restore import in_order, restore_on_error, state_of, structure_of
 from fakequant.text import listed
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -47,6 +48,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     iterations: int = 200,
     inputs: Inputs | None = None,
     forward: Forward | None = None,
+    judge: Iterable[Any] | None = None,
     seed: int = 0,
     progress: bool | None = None,
 ) -> Improvement:
@@ -64,12 +66,14 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         iterations: for each block; one takes one batch.
         inputs: which part of a batch the model gets, as for `calibrate`.
         forward: called as forward(model, batch) instead of the model.
+        judge: batches that teach nothing and judge, as for `improve`.
         seed: of the order of batches.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The errors of the blocks before and after. Weights that something else reads too stay as they are; a line names
-        them. A warning says if the error of the model's output on the first batches became more than 1 % larger.
+        The error of the model's output before and after, and those of the blocks. What was learned goes back where the
+        error on the batches that judge does not fall, as by `improve`. Weights that something else reads too stay as
+        they are; a line names them.
 
     Raises:
         ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
@@ -86,28 +90,33 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     (['0', '1'], True)
     """
     weights = calibrated_weights(model, "reconstruct")
-    given, preset = batch_list(batches, "reconstruct"), preset_of(preset)
+    split, preset = Batches.of(batches, judge, "reconstruct"), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
-    run, result, reached = naming(runner(inputs, forward), given), Improvement(), set[str]()
+    given, result, reached = split.all, Improvement(), set[str]()
+    run = naming(runner(inputs, forward), given)
     fixed = fixed_parameters(model, lambda: run(model, given[0]))
     learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
-    state = state_of([model])
+    before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
+    state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
         recorded = record(model, found, run, given)
-        effect, alone = Effect(model, given, run, recorded), Together(None)
+        alone = Together(None)
+        effect = Effect(model, split, run, recorded, alone, Positions(None))
         _, late = recorded.parts(alone)
-        with Stream(model, found, run, given, recorded) as own, Stream(model, found, run, given, recorded) as floats:
+        own, floats = (Stream(model, found, run, split.fit, recorded) for _ in range(2))
+        with own, floats:
             float_model = _FloatModel(model, found, floats, late)
             for stage in track(own, "learning blocks", len(recorded.order), progress):
                 learned = _learned(found[stage.name], stage, float_model.targets(stage), learn)
                 if learned is not None:
                     reached.add(stage.name)
                     result.layers.append(learned)
-        effect.put_into(result, alone)
+        undone = effect.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
+        result.take_back(name for name, block in found.items() if block in undone)
+        effect.put_into(result, "reconstruct")
         missed = [name for name in found if name not in reached]
-        result.layers += [LayerResult(name, note="no batch reaches it") for name in missed]
+        result.layers += [LayerResult(name, note=MISSED) for name in missed]
         result.notes += _notes(float_model, recorded, late) + _notes_of_fixed(weights, fixed)
-        warn_if_worse(result, "reconstruct")
     return result
 
 

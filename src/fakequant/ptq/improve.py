@@ -14,7 +14,7 @@ from torch import nn
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.arguments import check_model
-from fakequant.model.batches import Forward, Inputs, batch_list, runner
+from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating, off
 from fakequant.model.paths import layer_of
@@ -28,16 +28,16 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.call import Call
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.digest import digest
-from fakequant.ptq.effect import Effect, warn_if_worse
+from fakequant.ptq.effect import Batches, Effect
 from fakequant.ptq.finished import Finished, run_of
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.kinds import computes_product, has_own_forward, has_rows
 from fakequant.ptq.layer import SOLVERS, write
 from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
-from fakequant.ptq.results import Improvement, LayerResult, remarks_of
+from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.stream import NOT_REPEATED, Record, Stage, Stream, record, watched
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
-from fakequant.restore import restore_on_error, state_of_parts
+from fakequant.restore import in_order, restore_on_error, state_of, structure_of
 from fakequant.text import listed
 
 STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
@@ -61,6 +61,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     forward: Forward | None = None,
     mask: Mask | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    judge: Iterable[Any] | None = None,
     group: Any = None,
     progress: bool | None = None,
 ) -> Improvement:
@@ -76,6 +77,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
     The batches run side by side, three times in all, however many layers there are: see `fakequant.ptq.stream`. A layer
     that a batch calls several times, and those after it, get no `drift`.
 
+    Of two batches or more, the second of every eight chooses nothing and judges: if the error of the model's output on
+    these does not fall by more than chance explains, the choices go back, except for the layers that lower it.
+
     Args:
         model: prepared, and calibrated if its inputs are quantized.
         batches: what a data loader gives; a few hundred examples. They are kept as a list.
@@ -85,15 +89,16 @@ def improve(  # noqa: PLR0913  all but the first three by name
         mask: which tokens count, where batches have padding, as for `calibrate`.
         checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
             so that only the other layers are chosen; the result is the same to the bit.
+        judge: batches that choose nothing and judge, in place of those that are held back. `[]`: none judges, and
+            nothing goes back.
         group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
             The sums are those of all batches, and all processes get the same weights. The first process chooses for
             the inputs (`smooth`, `rotate`, `input`), by its own batches.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
 
     Returns:
-        The errors of all layers before and after. Layers without a weight matrix, or that share their weight, are
-        listed with the reason. A warning says if the error of the model's output on the first batches became more
-        than 1 % larger.
+        The error of the model's output on batches that were held back, before and after, and those of all layers.
+        Layers without a weight matrix, that share their weight, or whose choice went back, are listed with the reason.
 
     Raises:
         ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
@@ -120,37 +125,41 @@ def improve(  # noqa: PLR0913  all but the first three by name
         _check_same(
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
-        given, masked = batch_list(batches, "improve"), Positions(mask)
+        split, masked = Batches.of(batches, judge, "improve"), Positions(mask)
+        given, fit = split.all, [*split.fit.values()]
         run, counts = naming(runner(inputs, forward), given), [masked.of(batch) for batch in given]
-        masks = [own for own in counts if own is not None]
-        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, given, run, chosen_steps, masks))
+        masks = [own for own in map(masked.of, fit) if own is not None]
+        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, fit, run, chosen_steps, masks))
         fixed = fixed_parameters(model, lambda: run(model, given[0]))
     views = {path: as_layer(weight) for path, weight in weights.items()}
     notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
     layers = {path: view for path, view in views.items() if notes[path] is None}
     result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
     result.layers += [LayerResult(layer_of(path), note=_OF_A_FUNCTION) for path in site_weights(model)]
-    state = state_of_parts(model, map(whole_layer, layers.values()))
+    before = {whole: state_of([whole]) for whole in dict.fromkeys(map(whole_layer, layers.values()))}
+    state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
         for path in _with_other_forward(layers, lambda: run(model, given[0])):
             result.layers.append(LayerResult(row_name(path, layers.pop(path)), note=_OTHER_FORWARD))
         recorded = record(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
-        effect = Effect(model, given, run, recorded, counts)
+        effect = Effect(model, split, run, recorded, processes, masked)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
         collector = Collector(layers, counts, masked, recorded, processes)
         choices = _Choices(weights, layers, chosen_steps, collector, finished, fixed)
-        with _Pass(model, layers, run, given, recorded, with_drift) as stages:
+        with _Pass(model, layers, run, split.fit, recorded, with_drift) as stages:
             for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
                 choices.add(stage, wanted, stages.keep)
-            found = list(choices.results.values())
-            result.notes += [*stages.notes, *remarks_of(found), *_chosen_by_part(stages.chosen_by_part)]
+            result.layers += choices.results.values()
         masked.say_whole()
         _check_same(processes, _digests(weights, processes), "computed other weights; their processors round otherwise")
-        effect.put_into(result, processes)
+        chosen = dict.fromkeys(whole_layer(layers[path]) for path in choices.results)
+        undone = effect.keep_what_helps({whole: before[whole] for whole in chosen})
+        result.take_back(row_name(path, own) for path, own in layers.items() if whole_layer(own) in undone)
+        effect.put_into(result, "improve")
+        result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
         missed = [row_name(path, layer) for path, layer in layers.items() if path not in choices.results]
-        result.layers += [*found, *(LayerResult(name, note="no batch reaches it") for name in missed)]
-        warn_if_worse(result, "improve")
+        result.layers += [LayerResult(name, note=MISSED) for name in missed]
         raise_scales(model)
     return result
 
@@ -295,7 +304,7 @@ class _Pass:
         model: nn.Module,
         layers: Mapping[str, Any],
         run: Forward,
-        batches: Sequence[Any],
+        batches: Mapping[int, Any],
         recorded: Record,
         with_drift: Sequence[str],
     ) -> None:

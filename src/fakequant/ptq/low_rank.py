@@ -26,7 +26,7 @@ from fakequant.ops import library
 from fakequant.ptq.kinds import rows_of
 from fakequant.ptq.problem import Problem, damped_factor
 from fakequant.ptq.projections import row_name
-from fakequant.ptq.results import Improvement, LayerResult
+from fakequant.ptq.results import MISSED, Improvement, LayerResult
 from fakequant.ptq.stream import Stage, Stream, record
 from fakequant.ptq.sums import InputSums
 from fakequant.ptq.weights import fixed_parameters, prepared_weights
@@ -100,7 +100,7 @@ def low_rank(
                         result.layers.append(_split(names[stage.name], weights[stage.name], sums, rank))
         positions.say_whole()
     missed = [path for path in layers if path not in reached]
-    result.layers += [LayerResult(names[path], note="no batch reaches it") for path in missed]
+    result.layers += [LayerResult(names[path], note=MISSED) for path in missed]
     return result
 
 

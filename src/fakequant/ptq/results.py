@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fakequant.model.html import html_result
 from fakequant.text import listed, table
+
+MISSED = "no batch that chooses weights reaches it"
+TAKEN_BACK = "nearest: its choice does not lower the error of the output on the batches that judge"
 
 
 @dataclass(frozen=True)
@@ -52,29 +55,41 @@ class Improvement:
 
     Attributes:
         layers: what was chosen for each.
-        before: the error of the model's output on the first batches, as a share of its energy; None where it was not
-            measured.
+        before: the error of the model's output on the batches that judge, as a share of its energy, of several outputs
+            the mean share; None where it was not measured.
         after: the same with what was chosen.
         notes: what else was decided, as sentences.
+        judged: on what the error of the model's output was measured.
+        worst: of several outputs the one with the largest error, as text.
     """
 
     layers: list[LayerResult] = field(default_factory=list)
     before: float | None = None
     after: float | None = None
     notes: list[str] = field(default_factory=list)
+    judged: str = ""
+    worst: str = ""
 
     @property
     def left(self) -> float:
+        """The share of the error of the model's output that is left; of the layers where it was not measured."""
+        if not self.before or self.after is None:
+            return self.left_of_layers
+        return self.after / self.before
+
+    @property
+    def left_of_layers(self) -> float:
         """The share of the errors of rounding weights to nearest that is left, summed over the layers.
 
-        It is 1 where only inputs were chosen. Errors of layers are no error of the model: see `before` and `after`.
+        It is 1 where only inputs were chosen, or where nothing was. Errors of layers are no error of the model.
         """
         before = sum(found.before for found in self.layers)
         return sum(found.after for found in self.layers) / before if before else 1.0
 
     def __str__(self) -> str:
         rows = self._rows()
-        return table(rows, self.conclusions, numbers=range(1, len(rows[0]) - 1))
+        parts = self.conclusions[bool(self._headline) :]
+        return f"{self._headline}\n{table(rows, parts, numbers=range(1, len(rows[0]) - 1))}".lstrip("\n")
 
     __repr__ = __str__  # what notebooks and consoles show
 
@@ -84,15 +99,28 @@ class Improvement:
 
     @property
     def conclusions(self) -> list[str]:
-        """What is left of the errors of layers and of the model's output, and the notes, a sentence each."""
-        line = f"{self.left:.0%} of the error of rounding to nearest is left"
+        """The error of the model's output, what is left of the errors of layers, and the notes, a sentence each."""
+        line = f"layers: {self.left_of_layers:.0%} of the error of rounding to nearest is left"
         stay = [found.layer or "(model)" for found in self.layers if found.note]
         if stay:
             line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {listed(stay)}"
-        lines = [line]
-        if self.before is not None and self.after is not None:
-            lines.append(f"error of the model's output: {self.before:.2e} -> {self.after:.2e}")
-        return [*lines, *self.notes]
+        return [*filter(None, [self._headline, self.worst]), line, *self.notes]
+
+    @property
+    def _headline(self) -> str:
+        """The error of the model's output; "" where it was not measured."""
+        if self.before is None or self.after is None:
+            return ""
+        share = f", {self.left:.0%} is left" if self.before else ""
+        return f"error of the model's output {self.judged}: {self.before:.2e} -> {self.after:.2e}{share}"
+
+    def take_back(self, names: Iterable[str]) -> None:
+        """Say of layers that their choice did not stay."""
+        undone = set(names)
+        self.layers = [
+            replace(row, after=row.before, steps={}, remarks=[], note=TAKEN_BACK) if row.layer in undone else row
+            for row in self.layers
+        ]
 
     def _rows(self) -> list[list[str]]:
         """The header and the rows of the table, the largest remaining error first."""

@@ -165,7 +165,8 @@ class Stream:
         model: what runs; in the mode and with the quantizers that it has at the time.
         layers: where to stop, by name.
         run: run(model, batch).
-        batches: all of them stay in memory, with what their forward pass needs at a stage.
+        batches: all of them stay in memory, with what their forward pass needs at a stage; some of those that were
+            recorded by their numbers.
         recorded: of the same model and batches.
 
     >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
@@ -184,15 +185,14 @@ class Stream:
         model: nn.Module,
         layers: Mapping[str, nn.Module],
         run: Forward,
-        batches: Sequence[Any],
+        batches: Sequence[Any] | Mapping[int, Any],
         recorded: Record,
     ) -> None:
         self._rank = {name: place for place, name in enumerate(recorded.order)}
         self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()
-        counts = recorded.counts[: len(batches)]
+        numbered = batches.items() if isinstance(batches, Mapping) else enumerate(batches)
         self.lanes = [
-            _Lane(number, counted, lambda batch=batch: run(model, batch))
-            for number, (batch, counted) in enumerate(zip(batches, counts, strict=True))
+            _Lane(number, recorded.counts[number], lambda batch=batch: run(model, batch)) for number, batch in numbered
         ]
 
     def __enter__(self) -> Stream:
