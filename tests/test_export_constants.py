@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 import fakequant as fq
 from fakequant.errors import VerificationError
 from fakequant.export.constants import fold_constants
+from fakequant.export.trace import trace
 from fakequant.nn.layers import QuantLinear
 from tests.support.matrix import full, sweep
 
@@ -214,3 +215,24 @@ def test_buffers_that_the_model_writes_are_not_written() -> None:
     before = program.state_dict["places"].clone()
     first_arguments(program)
     assert torch.equal(program.state_dict["places"], before)
+
+
+def test_a_mask_made_by_vmap_beside_a_computed_weight() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+            self.out = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.arange(x.shape[-2])
+            mask = torch.vmap(lambda i: torch.vmap(lambda j: i >= j)(places))(places)
+            return self.out(self.project(x) * mask.sum(-1, keepdim=True))
+
+    x = torch.randn(2, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    model = fq.prepare(Masked(), "INT8", x).eval()
+    fq.calibrate(model, [x])
+    program = trace(model, (x,), {}, None)
+    assert not torch._C._are_functorch_transforms_active()
+    with torch.no_grad():
+        assert torch.equal(program.run_decompositions().module()(x), model(x))

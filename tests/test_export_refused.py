@@ -132,6 +132,17 @@ def test_control_flow_is_refused(tmp_path: Path) -> None:
         export_onnx(Branch(), torch.ones(2, 8), tmp_path / "m.onnx")
 
 
+def test_quantizers_within_vmap_are_refused(tmp_path: Path) -> None:
+    class Mapped(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(self[0])(x)
+
+    model = prepare(Mapped(nn.Linear(8, 8)), presets.INT8)
+    fq.calibrate(model, [torch.ones(2, 8)])
+    with pytest.raises(ExportError, match=r"0\._input_quantizer: lies inside torch\.vmap, .*; call the layer on"):
+        export_onnx(model, torch.ones(2, 8), tmp_path / "m.onnx")
+
+
 def test_a_file_beyond_two_gigabytes_is_refused_before_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "MAX_BYTES", 1000)
     model = linear(presets.INT8, features=4096)

@@ -36,7 +36,7 @@ def fold_constants(program: ExportedProgram, targets: Container[Any]) -> None:
     constants = {key: _add(program, f"fakequant_constant_{i}", values[key], key[0]) for i, key in enumerate(values)}
     for reader, key in read.items():
         reader.update_arg(0, constants[key])
-    program.graph.eliminate_dead_code()
+    program.graph.eliminate_dead_code(lambda node: node.is_impure() or _is_of_transform(node))
     program.graph_module.recompile()
 
 
@@ -73,6 +73,8 @@ class _Known:
 
     def _compute(self, node: fx.Node) -> bool:
         """Compute a node if its inputs are known; returns False if no later value can be known."""
+        if _is_of_transform(node):
+            return True
         known = all(source in self._values for source in node.all_input_nodes)
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
@@ -103,6 +105,11 @@ class _Known:
         for node in list(self._values):
             if any(value.untyped_storage().data_ptr() in memory for value in _tensors({node: self._values[node]})):
                 del self._values[node]
+
+
+def _is_of_transform(node: fx.Node) -> bool:
+    """Whether a node begins or ends a `torch.vmap`, or wraps a tensor for it."""
+    return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def _tensors(values: dict[fx.Node, Any]) -> Iterator[Tensor]:

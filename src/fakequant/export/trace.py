@@ -42,6 +42,8 @@ _SCALE_TARGET = torch.ops.fakequant.choose_scale.default
 _BITS = (torch.ops.aten.frexp.Tensor, torch.ops.aten.view.dtype)
 _SLICE = re.compile(r"slice(\([^)]*\))\.")
 _SLICED = re.compile(r"(?:(?P<list>.*?)\.)?(?P<cuts>(?:slice\([^)]*\)\.)+)(?P<at>\d+)(?P<rest>.*)")
+_NESTING = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}  # the nodes between which torch.vmap maps
+_NO_FLEX = "flex_attention has no form there; let the model that is exported call scaled_dot_product_attention"
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -119,12 +121,18 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
     for module in program.graph_module.modules():
         if not isinstance(module, fx.GraphModule):
             continue
+        nesting = 0
         for node in module.graph.nodes:
+            nesting += _NESTING.get(getattr(node.target, "__name__", ""), 0)
+            if node.target is torch.ops.higher_order.flex_attention:
+                refused.append(f"{_path(node) or 'the model'}: {_NO_FLEX}")
             if node.target is not _TARGET:
                 continue
             try:
                 if module is not program.graph_module:
                     raise ExportError("lies inside control flow (torch.cond or a loop), which cannot be exported")
+                if nesting:
+                    raise ExportError("lies inside torch.vmap, which cannot be exported; call the layer on the batch")
                 quantizers.append(_site(node, inputs, style))
             except ExportError as error:
                 refused.append(f"{_path(node) or 'the model'}: {error}")
