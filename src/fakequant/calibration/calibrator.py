@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
+import torch
+from torch import Tensor
+
 from fakequant.errors import ConfigError, nearest
 from fakequant.numerics.qparams import Range
 from fakequant.numerics.spec import QuantSpec, as_spec
 
 from .counts import Histogram
 from .observer import Observer
+from .transformed import outside_of_transforms
 
 NOTHING_OBSERVED = (
     "no data was observed (empty batches do not count), so there is no range; run calibration batches that reach "
@@ -34,6 +38,24 @@ class Calibrator(Observer):
     def __init__(self, spec: QuantSpec | str) -> None:
         super().__init__()
         self.spec = as_spec(spec)
+
+    def observe(self, x: Tensor) -> None:
+        """As `Observer.observe`; of a tensor that `torch.vmap` wraps, the values of all members are seen."""
+        if not torch._C._are_functorch_transforms_active():
+            super().observe(x)
+            return
+        with outside_of_transforms(x) as (plain,):
+            for one in [plain] if plain.shape == x.shape else self._joined(plain):
+                super().observe(one)
+
+    def _joined(self, members: Tensor) -> list[Tensor]:
+        """Members [number, *shape] joined along an axis that has one group; one each if there is none."""
+        shape, groups = members.shape[1:], self.spec.granularity.group_shape
+        for axis in range(len(shape)):
+            joined = members.movedim(0, axis).flatten(axis, axis + 1)
+            if groups(joined.shape) == groups(shape):
+                return [joined]
+        return [*members]
 
     def load_from(self, other: Calibrator) -> None:
         """Replace all that was seen by what a calibrator of any method has seen, bit for bit as if seen by this one.

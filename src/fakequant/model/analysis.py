@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant.calibration.transformed import outside_of_transforms
 from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_metric, check_model, measured
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
@@ -69,7 +70,8 @@ def layer_sqnr(
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            distances[name].add({calls[name]: inputs[0]}, {calls[name]: output})
+            with outside_of_transforms(inputs[0], output) as (x, y):
+                distances[name].add({calls[name]: x}, {calls[name]: y})
             calls[name] += 1
 
         return see

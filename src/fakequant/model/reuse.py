@@ -72,6 +72,7 @@ class ReusedOutputs:
         @wraps(forward)
         def run(*inputs: Any, **options: Any) -> Any:
             plain = not options and all(isinstance(x, Tensor) and not x.is_inference() for x in inputs)
+            plain = plain and not torch._C._are_functorch_transforms_active()  # whose values cannot be compared
             if not plain or any(quantizer.mode is not Mode.OFF for quantizer in own):
                 return forward(*inputs, **options)
             if not self._recording:

@@ -22,7 +22,7 @@ from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
 from fakequant.nn.precise import QuantizerPart
 from fakequant.nn.weight_cache import WeightCache
-from fakequant.numerics.qparams import QParams, Range, lend, shape_of
+from fakequant.numerics.qparams import QParams, Range, is_concrete, lend, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.spec import QuantSpec, as_spec
 from fakequant.ops import library
@@ -380,6 +380,8 @@ class Quantizer(QuantizerPart):
 
     def _scale_words(self) -> list[str]:
         scale = self._current().scale.detach()
+        if not is_concrete(scale):  # an exporter's, or a transform's: `torch.vmap` asks for the name of what it calls
+            return ["calibrated"]
         lowest, highest = scale.min().item(), scale.max().item()
         many = f"scale {lowest:.4g} to {highest:.4g} [{scale.numel()}]"
         words = [f"scale {lowest:.4g}" if scale.numel() == 1 else many]

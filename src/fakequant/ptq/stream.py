@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from fakequant.distributed import Together
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward
+from fakequant.model.paths import layer_of
 from fakequant.ptq.call import Call
 from fakequant.restore import restore_after, surely
 
@@ -346,13 +347,24 @@ def watched(layers: Mapping[str, nn.Module], see: Any) -> Iterator[None]:
         for name, layer in layers.items():
             hooks.append(
                 layer.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: see(name, Call.of(args, kwargs)), with_kwargs=True
+                    lambda _, args, kwargs, name=name: see(name, _call_of(name, args, kwargs)), with_kwargs=True
                 )
             )
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _call_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if torch._C._are_functorch_transforms_active():
+        name = layer_of(name) if name.endswith("_quantizer") else name
+        raise ConfigError(
+            f"the model calls {name or 'itself'} within torch.vmap or another transform of torch.func, out of which no "
+            "input can be kept. Let it call the layer on the whole batch, or prepare the model with "
+            f"skip=({name!r},)"
+        )
+    return Call.of(args, kwargs)
 
 
 def _equal(one: Any, other: Any) -> bool:

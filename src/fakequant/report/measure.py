@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, make_calibrator
+from fakequant.calibration.transformed import outside_of_transforms
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.analysis import run_all, sensitivity
 from fakequant.model.batches import Forward, refuse_tensor, runner
@@ -53,7 +54,10 @@ class _Watched:
     weight: Tensor | None = None
 
     def see(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        x = args[0].detach()
+        with outside_of_transforms(args[0].detach(), output) as (x, y):
+            self._see(x, y)
+
+    def _see(self, x: Tensor, output: Tensor) -> None:
         if self.quantizer.kind is Kind.WEIGHT:
             if self.weight is None:  # it is the same for all batches
                 self.weight = x
