@@ -28,7 +28,7 @@ from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Inputs, example_arguments, select_inputs
 from fakequant.model.failures import described, example_named
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import in_eval_mode
 from fakequant.model.scale_floor import raise_scales, warn_raised
 from fakequant.model.weights import warn_stale_scales
 from fakequant.model.wrappers import unwraps
@@ -219,7 +219,7 @@ def traced(
     args, kwargs = example_arguments(example)
     _check_example(model, example, args, kwargs)
     with (
-        evaluating(model),
+        in_eval_mode(model),
         fixed_ranges(model),
         weights_fixed(model, args, kwargs),
         example_named(model, args, kwargs),

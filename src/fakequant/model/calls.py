@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fakequant.model.modes import not_compiled
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.restore import restore_after, stack_without
@@ -127,13 +127,3 @@ def _hooks() -> Iterator[list[RemovableHandle]]:
     handles: list[RemovableHandle] = []
     with restore_after(lambda: [handle.remove() for handle in handles]):
         yield handles
-
-
-@contextmanager
-def not_compiled() -> Iterator[None]:
-    """A context in which compiled models run as written: a graph that was compiled before does not call new hooks."""
-    with ExitStack() as stack:
-        # Where torch's compiler was never imported nothing is compiled; importing it takes 2 s.
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield

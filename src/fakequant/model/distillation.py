@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError, nearest
-from fakequant.model.modes import disabled, evaluating
+from fakequant.model.modes import disabled, in_eval_mode
 from fakequant.model.outputs import float_tensors
 from fakequant.model.positions import Mask, Positions
 from fakequant.restore import restore_after
@@ -111,7 +111,7 @@ class Distillation:
         teacher = self._teacher_of(model)
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
-            contexts.enter_context(evaluating(teacher))
+            contexts.enter_context(in_eval_mode(teacher))
             if teacher is model:
                 contexts.enter_context(disabled(model))
             _, wanted = self._run(teacher, forward)

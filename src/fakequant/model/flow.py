@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fakequant.errors import ConfigError
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import evaluating, in_eval_mode
 from fakequant.model.outputs import float_tensors
 from fakequant.restore import restore_after, stack_without, structure_of
 
@@ -56,7 +56,7 @@ def data_flow(
         ConfigError: torch.fx cannot trace the model, and there are no arguments.
     """
     try:
-        with restore_after(structure_of([model])), evaluating(model):  # a model may store what it sees: proxies
+        with restore_after(structure_of([model])), in_eval_mode(model):  # a model may store what it sees: proxies
             graph = _Tracer({*layers, *readers}).trace(model, concrete_args=_defaults(model))
     except Exception as error:  # tracing runs the model's own code, with values for which it was not written
         if arguments is None:

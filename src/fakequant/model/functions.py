@@ -27,6 +27,7 @@ _PRODUCTS = frozenset(
 _ATTENTION = ("scaled_dot_product", "flash_attention")
 _PRODUCT_FAMILIES = (*_ATTENTION, "grouped_mm", "scaled_mm", "scaled_grouped_mm")
 _PRODUCT_ENDINGS = ("mm", "matmul")
+_UNCOUNTED = frozenset({"flex_attention"})  # fails under torch's counter
 _LOOKUPS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
 # Where a product's factors are among its tensors; the rest is a bias. All of them where nothing is said.
 _FACTORS = {
@@ -55,6 +56,7 @@ def _recurrent(_: int, x: torch.Tensor, *others: torch.Tensor) -> int:
 _COUNTS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("outer", "ger", "kron", "addr"), lambda outputs, *_: outputs),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    "flex_attention": _attention,
     "addmv": lambda outputs, _, matrix, *__: outputs * matrix.shape[-1],
     "addbmm": lambda outputs, _, first, *__: outputs * first.shape[0] * first.shape[-1],
     "bilinear": lambda outputs, _, __, weight, *___: outputs * weight[0].numel(),
@@ -133,10 +135,13 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
         run: computes it.
         factors: its tensors.
     """
-    with FlopCounterMode(display=False) as counter:
+    if name in _UNCOUNTED:
         output = run()
-    if operations := counter.get_total_flops():
-        return output, operations // 2
+    else:
+        with FlopCounterMode(display=False) as counter:
+            output = run()
+        if operations := counter.get_total_flops():
+            return output, operations // 2
     first = output[0] if isinstance(output, (tuple, list)) else output
     attends = name.removeprefix("_").startswith(_ATTENTION)
     count = _attention if attends else _COUNTS.get(name, _along_last_axis)

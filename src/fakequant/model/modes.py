@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
@@ -45,7 +46,25 @@ def off(found: Collection[Quantizer]) -> Iterator[None]:
 
 
 @contextmanager
+def not_compiled() -> Iterator[None]:
+    """A context in which models run as written.
+
+    A compiled graph calls no new hooks, and `torch.cond`, loops, `torch.map` and `flex_attention`, which compile what
+    they call, fail with hooks and calibrators. Torch's compiler is imported here (2 s), because they import it later.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context for runs of a model: as written, in eval mode; each module's own mode comes back."""
+    with not_compiled(), in_eval_mode(model):
+        yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """A context in which every module is in eval mode; each module's own mode comes back."""
     # Not those in eval mode: an interrupt may end this after an outer context, see `restore_on_error`.
     training = [module for module in model.modules() if module.training]

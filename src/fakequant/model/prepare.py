@@ -21,7 +21,7 @@ from fakequant.model.calls import Run
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float, scripted
 from fakequant.model.failures import example_failure_named
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import in_eval_mode
 from fakequant.model.operations import operations_of, quantized_parameters
 from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
@@ -328,7 +328,7 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
 
 
 def _check_weight(weight: LayerWeight, config: TensorConfig) -> None:
-    with evaluating(weight.layer):  # a spectral norm makes a step whenever its weight is read in training
+    with in_eval_mode(weight.layer):  # a spectral norm makes a step whenever its weight is read in training
         if not isinstance(value := getattr(weight.owner, weight.name, None), Tensor):
             raise ConfigError("its weight is computed in the first call; run the model once first")
         config.spec.granularity.group_shape(value.shape)

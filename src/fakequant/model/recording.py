@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fakequant.model.calls import not_compiled
 from fakequant.model.functions import counted, factors_of, is_product
 from fakequant.model.memory import Memory, largest, version_of
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import evaluating, not_compiled
 from fakequant.model.outputs import float_tensors
 from fakequant.model.recorded import EXTREME, OF_A_CACHE, QUANTIZED, WITHOUT_FLOATS, Call, Recording, Value
 from fakequant.nn.quantizer import Kind, Quantizer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, QParamsError, ShapeError
 from fakequant.model.manifest import LayerEntry, QuantizerEntry
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import in_eval_mode
 from fakequant.model.paths import join
 from fakequant.nn.forms import quantized_class
 from fakequant.nn.layers import QuantizedLayer
@@ -56,7 +56,7 @@ def check_ranges(
                 weight = tensors.get(join(name, place))
                 if weight is None:  # a parametrization computes it; a spectral norm makes a step when read in training
                     held = LayerWeight.of(modules[name], attribute, place)
-                    with evaluating(held.owner):
+                    with in_eval_mode(held.owner):
                         weight = getattr(held.owner, held.name, None)
             _check_named(path, entry, by_quantizer.get(path, {}), weight, wide)
     for path, entry in (others or {}).items():

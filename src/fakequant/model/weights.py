@@ -14,7 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ShapeError, StaleScaleWarning, warn_user
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import in_eval_mode
 from fakequant.model.paths import join, layer_of
 from fakequant.model.site_weights import site_weights
 from fakequant.nn.fitted import is_stale, magnitudes, mark
@@ -81,7 +81,7 @@ def fresh_weight(weight: LayerWeight, name: str) -> Tensor:
             f"the weight of {path or 'the model'} is computed when the layer is called, and no call has shown it; give "
             "batches that reach the layer"
         )
-    with evaluating(weight.owner), torch.no_grad():  # spectral_norm changes its vectors in training mode
+    with in_eval_mode(weight.owner), torch.no_grad():  # spectral_norm changes its vectors in training mode
         for hook in hooks:
             hook(weight.owner, None)
         return weight.tensor
@@ -128,7 +128,7 @@ def note_weight(weight: LayerWeight) -> None:
     quantizer = weight.quantizer
     if quantizer is None or not quantizer.calibrated:
         return
-    with evaluating(weight.owner), torch.no_grad():
+    with in_eval_mode(weight.owner), torch.no_grad():
         tensor = weight.tensor
     if not is_sharded(tensor):
         quantizer.fitted_to, quantizer.seen = magnitudes(quantizer.spec, tensor), None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fakequant.errors import CalibrationError, ConfigError, nearest
-from fakequant.model.modes import evaluating
+from fakequant.model.modes import in_eval_mode
 from fakequant.model.outputs import float_tensors
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.layer import Choice, write
@@ -135,7 +135,7 @@ def reconstruct_block(
     weights = learnable_weights(block, fixed) if chosen.rounding or chosen.ranges else {}
     steps = _learnable_inputs(block) if chosen.inputs else []
     saved = state_of([block])
-    with restore_on_error(saved), evaluating(block):
+    with restore_on_error(saved), in_eval_mode(block):
         found = _Learning(block, list(zip(inputs, targets, strict=True)), chosen, weights, steps)
         if not weights and not steps:
             before = found.loss() / found.energy
