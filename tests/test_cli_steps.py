@@ -78,7 +78,7 @@ def test_quantize_tells_every_step(recipe, tmp_path: Path) -> None:
     assert "nearest  " in result.stdout, "the table of layers"
     page = (tmp_path / "out" / "report.html").read_text()
     assert re.search(
-        r"Weights chosen by fast steps: error of the model.{1,5}s output on \d+ batch(es)? that chose nothing: .+?% is "
+        r"Weights chosen by fast steps: error of the model.{1,6}s output on \d+ batch(es)? that chose nothing: .+?% is "
         r"left; layers: \d+% of the error of rounding to nearest is left",
         page,
     )
