@@ -38,7 +38,7 @@ _GROUPS = 16
 class Batches(NamedTuple):
     """Batches by their number: those that choose, and those that judge and choose nothing.
 
-    >>> Batches.of("abcd", None, "improve")
+    >>> Batches.of(list("abcd"), None, "improve")
     Batches(fit={0: 'a', 2: 'c', 3: 'd'}, held={1: 'b'})
     """
 
