@@ -233,7 +233,11 @@ def test_a_report_of_a_model_is_one_call(tmp_path: Path) -> None:
     batches[0][0, 0] = 40.0
     fq.calibrate(model, batches, method="percentile", percentile=99.0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    path = fq.report(model, iter(batches), tmp_path / "r.html", lambda net: float(net(batches[1]).sum()))
+    with fq.disabled(model):
+        exact = model(batches[0]).detach()
+    path = fq.report(
+        model, iter(batches), tmp_path / "r.html", lambda net: 9.0 - float((net(batches[0]) - exact).norm())
+    )
     found = from_json((tmp_path / "r.json").read_text())
     assert path == tmp_path / "r.html"
     assert [layer.name for layer in found.layers] == ["stem", "head"], "in the order in which they run"
@@ -249,7 +253,8 @@ def test_a_report_of_a_model_is_one_call(tmp_path: Path) -> None:
     assert 0.0 < clip.share < 0.02
     assert clip.sqnr == pytest.approx(ratios["stem._input_quantizer"], abs=0.3), "by the histogram alone"
     assert found.distributions[0].whole > clip.sqnr + 1
-    assert found.next.startswith("The range of stem, input")
+    assert found.next.startswith("Take the preset int8_per_token, which takes ranges at run time: the error")
+    assert "on 1 batch held back, with 2 batches to make it" in found.next
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

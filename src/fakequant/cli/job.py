@@ -41,13 +41,13 @@ from fakequant.report import (
     Improved,
     ReportData,
     Section,
+    advised,
     environment,
     improved,
     layers_left,
     measure,
     sizes,
     verification,
-    with_advice,
     with_ranges,
     write_report,
     write_results,
@@ -216,7 +216,8 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
             left=left,
             verifications=[] if check is None else [verification(ONNX, check)],
         )
-        data = with_advice(data, job.preset)
+        metric = progress.recipe.evaluate if progress.recipe.offers("evaluate") else None
+        data = advised(model, data, measured, metric)
         write_report(folder / REPORT, data)
         write_results(folder / RESULTS, data)
     print_report(steps.console, data)

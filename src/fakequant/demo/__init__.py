@@ -46,12 +46,12 @@ from fakequant.report import (
     Accuracy,
     ReportData,
     accuracy_cells,
+    advised,
     environment,
     layers_left,
     measure,
     sizes,
     verification,
-    with_advice,
     with_ranges,
     write_report,
 )
@@ -212,32 +212,31 @@ def report_data(
     batches = training.images.split(128)
     example = training.images[:2]
     exported = measure(models["int8"], batches, progress=False)
-    return with_advice(
-        ReportData(
-            "Handwritten digits, quantized",
-            summary=(
-                f"A small residual network, trained on {len(training.digits)} of scikit-learn's handwritten digits, "
-                f"and measured on {len(measured.held_out.digits)} held-out ones, each of them in {VERSIONS} distorted "
-                "versions. ± is half the 95 % interval of a change.",
-                "Ranges, fine-tuning and the choice of the exported INT8 model come from training images alone: of the "
-                f"calibrators, {int8.exported} has the smallest loss there.",
-                "Layers, distributions and the next step are those of the exported INT8 model.",
-            ),
-            metric="held-out digits right, %",
-            accuracy=measured.rows,
-            reported=_row_of(measured.rows, int8.exported),
-            layers=exported.layers,
-            distributions=with_ranges(exported.distributions, int8.calibrators),
-            channels=exported.channels,
-            sizes=sizes(
-                {f"{name}.onnx": model.path for name, model in published.items()},
-                {f"{name}.onnx": model.export.float_bytes for name, model in published.items()},
-            ),
-            left=layers_left(models, example),
-            verifications=[verification(f"{name}.onnx", model.check) for name, model in published.items()],
-            environment=environment(),
-        )
+    data = ReportData(
+        "Handwritten digits, quantized",
+        summary=(
+            f"A small residual network, trained on {len(training.digits)} of scikit-learn's handwritten digits, "
+            f"and measured on {len(measured.held_out.digits)} held-out ones, each of them in {VERSIONS} distorted "
+            "versions. ± is half the 95 % interval of a change.",
+            "Ranges, fine-tuning and the choice of the exported INT8 model come from training images alone: of the "
+            f"calibrators, {int8.exported} has the smallest loss there.",
+            "Layers, distributions and the next step are those of the exported INT8 model.",
+        ),
+        metric="held-out digits right, %",
+        accuracy=measured.rows,
+        reported=_row_of(measured.rows, int8.exported),
+        layers=exported.layers,
+        distributions=with_ranges(exported.distributions, int8.calibrators),
+        channels=exported.channels,
+        sizes=sizes(
+            {f"{name}.onnx": model.path for name, model in published.items()},
+            {f"{name}.onnx": model.export.float_bytes for name, model in published.items()},
+        ),
+        left=layers_left(models, example),
+        verifications=[verification(f"{name}.onnx", model.check) for name, model in published.items()],
+        environment=environment(),
     )
+    return advised(models["int8"], data, exported)
 
 
 def _row_of(rows: list[Accuracy], method: str) -> int:

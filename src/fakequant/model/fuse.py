@@ -16,12 +16,13 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.arguments import refuse_prepared
 from fakequant.model.batches import Inputs, example_arguments
-from fakequant.model.flow import Flow, data_flow
+from fakequant.model.flow import Arguments, Flow, data_flow
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import Distance, Place, named_tensors
 from fakequant.model.own_products import ends_in_product
 from fakequant.nn.forms import computed_class
 from fakequant.nn.hooks import is_as_made
+from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.leaf import as_leaf
 from fakequant.restore import restore_on_error, state_of, structure_of
 from fakequant.text import listed, visible
@@ -117,26 +118,32 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     """
     found = find_fusions(model, example, inputs=inputs)
     modules = dict(model.named_modules())
-    pairs = {norm: modules[layer] for norm, layer in found.fused.items()}
+    layers = [modules[layer] for layer in found.fused.values()]
     run = None if example is None else _run_of(model, example, inputs)
     before = None if run is None else {name: tensor.clone() for name, tensor in run().items()}
-    values, structure = state_of(pairs.values()), structure_of([model])
+    values, structure = state_of(layers), structure_of([model])
 
     def restore() -> None:
         structure()
         values()
 
     with restore_on_error(restore):
-        fused: dict[nn.Module, nn.Module] = {}
-        for norm, layer in pairs.items():
-            _fuse(layer, modules[norm])
-            fused[modules[norm]] = FusedBatchNorm(found.fused[norm], _axes(layer))
-        replace_modules(model, fused)
+        fuse_found(model, found)
         if run is not None and before is not None:
             _check_outputs(before, run())
     if found.left:
         warn_user(left_text(found, "fused"), FusionWarning)
     return model
+
+
+def fuse_found(model: nn.Module, found: Fusions) -> None:
+    """Fold the batch normalisations that `fusions_of` found, in place."""
+    modules = dict(model.named_modules())
+    fused: dict[nn.Module, nn.Module] = {}
+    for norm, layer in found.fused.items():
+        _fuse(modules[layer], modules[norm])
+        fused[modules[norm]] = FusedBatchNorm(layer, _axes(modules[layer]))
+    replace_modules(model, fused)
 
 
 def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Fusions:
@@ -152,6 +159,16 @@ def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None
     """
     refuse_prepared(model, "fuse_batch_norm")
     refuse_sharded(model, "fuse the batch normalisations of")
+    return fusions_of(model, None if example is None else example_arguments(example, inputs))
+
+
+def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
+    """What `find_fusions` finds, in a float model or a prepared one.
+
+    Args:
+        model: in eval mode.
+        arguments: positional and keyword arguments of a run; None where torch.fx can trace the model.
+    """
     norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     if training := [name or "(model)" for name, norm in norms.items() if norm.training]:
         raise ConfigError(
@@ -160,12 +177,11 @@ def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None
         )
     if not norms:
         return Fusions({}, {})
-    layers = {m: name for name, m in model.named_modules() if computed_class(m) in _LAYERS}
+    layers = {m: name for name, m in model.named_modules() if _float_class(m) in _LAYERS}
     others = {
         m: name for name, m in model.named_modules() if m not in layers and m._parameters.get("weight") is not None
     }
     own = {m: name for m, name in others.items() if isinstance(m, _LAYERS)}
-    arguments = None if example is None else example_arguments(example, inputs)
     if arguments is not None and own:
         products = ends_in_product(model, own, arguments)
         layers |= {layer: name for layer, name in own.items() if layer in products}
@@ -181,6 +197,12 @@ def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None
         else:
             fused[name] = layers[layer]
     return Fusions(fused, left)
+
+
+def _float_class(module: nn.Module) -> type[nn.Module]:
+    """The class whose `forward` a float layer has, or had before `prepare`."""
+    cls = computed_class(module)
+    return next((one for one in cls.__mro__ if one in _LAYERS), cls) if issubclass(cls, QuantizedLayer) else cls
 
 
 def _why_norm_stays(norm: nn.Module, flow: Flow) -> str | None:

@@ -115,7 +115,7 @@ def prepare(
         modules = dict(model.named_modules())
         for name, rule in held.items():
             _check_layer(modules[name], rule, name)
-        small = [name for name, rule in held.items() if _too_small(modules[name], rule)]
+        small = [name for name, rule in held.items() if _too_small(_quantized(modules[name]), modules[name], rule)]
         for name, rule in held.items():
             quantize_layer(modules[name], rule, name)
         if sites is not None:
@@ -265,7 +265,7 @@ def _quantizes_inputs(config: Config) -> bool:
 
 def quantize_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     """Turn one float layer into its quantized form as a rule says; nothing happens if the rule leaves it in float."""
-    attach(layer, _configs(layer, rule), name)
+    attach(layer, configs_of(_quantized(layer), layer, rule), name)
     if isinstance(layer, QuantizedLayer):
         layer.execution = rule.execution
 
@@ -276,20 +276,25 @@ def _quantized(layer: nn.Module) -> type[QuantizedLayer]:
     return quantized
 
 
-def _configs(layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
-    """The configurations of a float layer's quantizers by attribute, with a rule's axes where the layer has them."""
-    operands = _quantized(layer).operands(layer).items()
-    configs = {attribute: _placed(rule, operand) for attribute, operand in operands}
-    left = _too_small(layer, rule)
+def configs_of(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> dict[str, TensorConfig]:
+    """The configurations of a layer's quantizers by attribute, with a rule's axes where the layer has them.
+
+    Args:
+        quantized: the layer's quantized form.
+        layer: in float or quantized.
+        rule: of a configuration.
+    """
+    configs = {attribute: _placed(rule, operand) for attribute, operand in quantized.operands(layer).items()}
+    left = _too_small(quantized, layer, rule)
     return {name: config for name, config in configs.items() if config is not None and name not in left}
 
 
-def _too_small(layer: nn.Module, rule: Rule) -> list[str]:
+def _too_small(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) -> list[str]:
     """The quantizers of weights that a rule for weights alone leaves in float: their scales take more than it saves."""
     if rule.input is not None:
         return []
     found = []
-    for attribute, operand in _quantized(layer).factors(layer).items():
+    for attribute, operand in quantized.factors(layer).items():
         parameter = LayerWeight.of(layer, attribute, operand.weight).parameter if operand.weight else None
         config = _placed(rule, operand)
         if config is None or parameter is None or isinstance(parameter, UninitializedParameter):
@@ -307,7 +312,7 @@ def _placed(rule: Rule, operand: Operand) -> TensorConfig | None:
 def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
     quantized = _quantized(layer)
     try:
-        configs = _configs(layer, rule)
+        configs = configs_of(quantized, layer, rule)
         if not configs:
             return
         if isinstance(layer, LazyModuleMixin):
@@ -349,6 +354,13 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
     if not configs:
         return
     quantized = _quantized(layer)
+    become(layer, quantized, quantizers_of(quantized, layer, configs, name))
+
+
+def quantizers_of(
+    quantized: type[QuantizedLayer], layer: nn.Module, configs: dict[str, TensorConfig], name: str
+) -> dict[str, Quantizer | None]:
+    """New quantizers of a layer by attribute; None where there is no configuration."""
     operands = quantized.operands(layer)
     made: dict[str, Quantizer | None] = dict.fromkeys(operands)
     for attribute, config in configs.items():
@@ -357,4 +369,4 @@ def attach(layer: nn.Module, configs: dict[str, TensorConfig], name: str) -> Non
         quantizer.name = join(name, attribute)
         quantizer.train(layer.training)
         made[attribute] = quantizer
-    become(layer, quantized, made)
+    return made

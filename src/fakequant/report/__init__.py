@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from fakequant.report.advice import with_advice
+from fakequant.report.advice import advised, with_advice
 from fakequant.report.collect import environment, improved, layers_left, sizes, verification
 from fakequant.report.curve import curve_of
 from fakequant.report.data import (
@@ -47,6 +47,7 @@ __all__ = [
     "Size",
     "Verification",
     "accuracy_cells",
+    "advised",
     "curve_of",
     "distributions",
     "environment",

@@ -1,33 +1,72 @@
-"""What to do next, from the measurements of a report, with the code to paste."""
+"""What to do next, from the measurements of a report, with the code to paste; what it says was tried."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+from torch import nn
+
+from fakequant.model.analysis import Metric
+from fakequant.model.batches import Forward, Inputs, example_arguments, runner
+from fakequant.model.flow import Arguments
+from fakequant.ptq.advice import Known, advise
+from fakequant.ptq.trial import Advice, Tried
 from fakequant.report.data import Distribution, Layer, ReportData
 from fakequant.report.histograms import CHOSEN
 from fakequant.report.layers import FAIR
-from fakequant.text import listed
+from fakequant.report.measure import Measured
 
-_GAP = 6.0
-"""A layer stands out whose ratio is this many dB below the next: half the amplitude."""
 FAIR_LOSS, BAD_LOSS = 0.01, 0.05
 """Shares of the float model's metric: up to the first a loss is small, above the second it is large."""
 _WORTH = 1.0
-"""Decibels that another range must gain before it is recommended."""
+"""Decibels by which the whole range must be better than the chosen one before that is said."""
 
 
-def with_advice(data: ReportData, preset: str = "int8") -> ReportData:
-    """The report with the next step, unless it has one.
+def advised(
+    model: nn.Module,
+    data: ReportData,
+    measured: Measured,
+    metric: Metric | None = None,
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+) -> ReportData:
+    """The report of a model with the next step, which is tried on the model first; see `fakequant.ptq.advice.advise`.
 
     Args:
+        model: calibrated; it is as it was afterwards.
         data: the measurements.
-        preset: the name of the preset, for the code.
+        measured: those of its layers.
+        metric: of the last row of `data.accuracy`, called as metric(model).
+        inputs, forward: as for `calibrate`.
     """
+    if data.next or not all(check.passed for check in data.verifications):
+        return with_advice(data)
+    given = {name: value for name, value in (("inputs", inputs), ("forward", forward)) if value is not None}
+    known = Known(
+        data.lost if len(data.accuracy) > 1 else None,
+        measured.worst,
+        metric,
+        data.accuracy[data.reported].value if metric is not None and data.accuracy else None,
+        bool(data.improvement),
+        "".join(f", {name}={value if isinstance(value, int) else name}" for name, value in given.items()),
+        _call(measured.parts.made[0], inputs) if forward is None else None,
+    )
+    return with_advice(replace(data, advice=advise(model, measured.parts, runner(inputs, forward), known)))
+
+
+def _call(batch: Any, inputs: Inputs | None) -> Arguments | None:
+    """The arguments of a call of the model; None where only the model says which items of a tuple it takes."""
+    return None if inputs is None and isinstance(batch, (tuple, list)) else example_arguments(batch, inputs)
+
+
+def with_advice(data: ReportData) -> ReportData:
+    """The report with the next step, unless it has one; what was tried is in its `advice`."""
     if data.next:
         return data
-    text, code = _advice(data, preset)
+    text, code = _advice(data)
     return replace(data, next=text, code=code)
 
 
@@ -42,42 +81,41 @@ def ranked(data: ReportData) -> list[Layer]:
     return sorted((layer for layer in data.layers if math.isfinite(layer.worst)), key=lambda layer: layer.worst)
 
 
-def _advice(data: ReportData, preset: str) -> tuple[str, str]:
+def _advice(data: ReportData) -> tuple[str, str]:
     inexact = [check.title for check in data.verifications if not check.exact]
     if inexact:
         return f"{inexact[0]} differs from the model: export it again, and verify it before you deploy it.", _EXPORT
     if lossy := [check.title for check in data.verifications if not check.passed]:
         return f"ONNX Runtime loses too much of {lossy[0]} by default: see Verification for the setting.", _EXPORT
-    clipped = [shown.name for shown in data.distributions if cut(shown) and shown.clips[CHOSEN].sqnr < FAIR]
-    if clipped:
-        return (
-            f"The range of {listed(clipped, 1)} cuts off values that matter: the whole range has less noise.",
-            'used = fq.recalibrate(model, method="max")  # needs no second pass over the data',
-        )
+    if data.advice is not None:
+        if data.advice.best is not None:
+            best = data.advice.tried[data.advice.best]
+            return f"{best.what}: {effect(data.advice, best)}.", best.code
+        if not data.advice.little:
+            return (
+                f"The error of the output is {data.advice.error:.2e} of its energy, and no change that was tried "
+                "lowers it clearly. What is left, and was not tried, is training, or more bits.",
+                "",
+            )
     worst = ranked(data)
-    if worst and (worst[0].worst < FAIR or data.lost > BAD_LOSS):
-        standing = len(worst) < 2 or worst[1].worst - worst[0].worst >= _GAP
-        several = f"Several layers hurt, first {worst[0].name}"
-        if worst[0].worst >= FAIR:
-            several = f"The metric lost {data.lost:.1%}, though no layer alone hurts much"
-        elif standing:
-            return (
-                f"{worst[0].name} hurts most, by far: leave it in float, and measure again.",
-                f'model = fq.prepare(float_model, "{preset}", skip=["{worst[0].name}"])\n'
-                "used = fq.calibrate(model, batches)",
-            )
-        if not data.improvement and any(layer.weight for layer in worst[:5]):
-            return (
-                f"{several}: choose the weights by the error of their layers.",
-                "print(fq.ptq.improve(model, batches))",
-            )
+    if data.advice is None and worst and (worst[0].worst < FAIR or data.lost > BAD_LOSS):
         return (
-            f"{several}: fine-tune, or fine-tune longer, or take a preset with more bits or finer scales.",
-            "history = fq.qat.finetune(model, batches, loss, fq.qat.Schedule(original_lr=0.1, original_epochs=90))",
+            f"{worst[0].name} hurts most. What helps was not tried: by advise=False, or without floats to compare.",
+            "",
         )
     if not data.verifications:
         return "Nothing stands out: export the model and verify the file.", _EXPORT
     return "Nothing stands out: the file is ready to be deployed.", ""
+
+
+def effect(advice: Advice, one: Tried) -> str:
+    """What a change does to the error of the output, to the bytes and to the metric, and how that is known."""
+    found = [f"the error of the output goes from {advice.error:.2e} to {one.after:.2e} of its energy"]
+    if one.bytes != advice.bytes:
+        found.append(f"the weights from {advice.bytes:,} to {one.bytes:,} bytes")
+    if one.metric is not None and advice.metric is not None:
+        found.append(f"the metric from {advice.metric:.6g} to {one.metric:.6g}")
+    return f"{', '.join(found)}, {advice.judged}"
 
 
 _EXPORT = 'fq.export_onnx(model, example, "model.onnx")\nprint(fq.verify_onnx("model.onnx", model, batches))'

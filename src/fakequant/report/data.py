@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from fakequant.ptq.trial import Advice
+
 
 class Section(Enum):
     """The sections of a report, in order; the value is the heading."""
@@ -258,6 +260,7 @@ class ReportData:
         left: operations that compute in float, by model; an empty list means none.
         verifications: the comparisons of the exported models.
         environment: versions and machine.
+        advice: what was tried on the model; None where nothing was.
         next: what to do next, in one sentence.
         code: the lines of code for it.
         unfinished: the step that a running or interrupted job has reached; "" for a complete report.
@@ -281,6 +284,7 @@ class ReportData:
     left: Mapping[str, Sequence[str]] = field(default_factory=dict)
     verifications: Sequence[Verification] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    advice: Advice | None = None
     next: str = ""
     code: str = ""
     unfinished: str = ""

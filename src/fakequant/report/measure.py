@@ -23,6 +23,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams
+from fakequant.ptq.trial import Parts
 from fakequant.report.data import Channels, Distribution, Layer
 from fakequant.report.examples import first_examples
 from fakequant.report.histograms import distribution_of, readable
@@ -41,6 +42,13 @@ class Measured:
     channels: list[Channels] = field(default_factory=list)
     alone_on: str = ""
     """On what the layers were measured alone, as a sentence; "" where they were not."""
+    parts: Parts = field(default_factory=Parts)
+    """Some of the batches, to try changes on."""
+
+    @property
+    def worst(self) -> list[str]:
+        """The paths of the layers, the one first with which the output is worst, and then those not measured so."""
+        return [layer.name for layer in sorted(self.layers, key=lambda layer: layer.worst)]
 
 
 @dataclass
@@ -104,11 +112,13 @@ def measure(
             one.quantizer.register_forward_hook(one.see)
             one.quantizer.register_forward_pre_hook(_notes(order, layer_of(name)))
         first: list[Any] = []
+        parts = Parts()
 
         def after(number: int, batch: Any, output: Any) -> None:
             for one in watched.values():
                 one.calls = 0
             first.extend([] if number else [batch, output])
+            parts.see(number, batch)
 
         run_all(model, batches, run, progress, after)
     ordered = [*order, *(name for name in described if name not in order)]
@@ -134,6 +144,7 @@ def measure(
             if one.weight is not None and one.weight.dim() >= 2
         ],
         alone_on,
+        parts,
     )
 
 

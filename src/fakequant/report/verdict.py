@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from fakequant.model.html import breakable
+from fakequant.model.html import breakable, html_table
 from fakequant.report.advice import BAD_LOSS, FAIR_LOSS, ranked
 from fakequant.report.data import ReportData, accuracy_cells
 from fakequant.report.layers import decibels, grade
@@ -16,8 +16,23 @@ def verdict(data: ReportData) -> str:
     following = ""
     if data.next:
         code = f"<pre><code>{escape(data.code)}</code></pre>" if data.code else ""
-        following = f'<div class="next"><p><strong>Next:</strong> {breakable(data.next)}</p>{code}</div>'
+        following = f'<div class="next"><p><strong>Next:</strong> {breakable(data.next)}</p>{code}{_tried(data)}</div>'
     return f'<div class="tiles">{"".join(tiles)}</div>{following}'
+
+
+def _tried(data: ReportData) -> str:
+    """What was tried, in a table that is folded."""
+    advice = data.advice
+    if advice is None or not advice.tried:
+        return ""
+    header = ("what was tried", "error of the output", "bytes of weights", "")
+    rows = [("as it is", f"{advice.error:.2e}", f"{advice.bytes:,}", "")]
+    for number, one in enumerate(advice.tried):
+        error, size = ("", "") if one.failed else (f"{one.after:.2e}", f"{one.bytes:,}")
+        rows.append((one.what, error, size, one.failed or ("best" if number == advice.best else "")))
+    head = f"Tried: {len(advice.tried)}, {advice.judged}"
+    shown = html_table(header, rows, numbers=(1, 2))
+    return f'<details><summary>{escape(head)}</summary><div class="wide">{shown}</div></details>'
 
 
 def _tile(what: str, figure: str, note: str, kind: str = "") -> str:

@@ -1,0 +1,88 @@
+"""The preset that made a model, found by its quantizers, and what takes the place of the preset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fakequant.model.config import Config, Rule
+from fakequant.model.prepare import configs_of, quantizers_of
+from fakequant.model.presets import presets
+from fakequant.model.tensor_config import TensorConfig
+from fakequant.nn.forms import quantized_class
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.sites import SITES
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """The preset that made all layers of a model, and the layers that it would take and that are in float."""
+
+    preset: Config
+    skip: tuple[str, ...] = ()
+
+    @property
+    def relatives(self) -> list[Config]:
+        """The presets that quantize weights alike, and inputs by as many bits in another way."""
+        own, found = _general(self.preset), []
+        for preset in presets().values():
+            rule = _general(preset)
+            if None in (own.input, rule.input) or rule.weight != own.weight or rule.input == own.input:
+                continue
+            assert own.input is not None
+            assert rule.input is not None
+            if rule.input.spec.format.bits == own.input.spec.format.bits:
+                found.append(preset)
+        return found
+
+    def code(self, preset: Config | None = None, skip: tuple[str, ...] = ()) -> str:
+        """The call of `prepare`, by this preset or another, with more layers in float."""
+        name, left = (preset or self.preset).name.lower(), [*self.skip, *skip]
+        return f'model = fq.prepare(float_model, "{name}"{f", skip={left}" if left else ""})'
+
+
+def _general(preset: Config) -> Rule:
+    return preset.layer_rules[0]
+
+
+def made_by(model: nn.Module) -> MadeBy | None:
+    """The preset by which every layer of a model is quantized; None where it is none, or functions are quantized.
+
+    >>> found = made_by(prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "int8", skip=["1"]))
+    >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
+    ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN'])
+    """
+    if any(name.rpartition(".")[2] == SITES for name, _ in model.named_modules()):
+        return None
+    held = {layer: _held(layer) for layer in quantized_layers(model).values()}
+    floats = {path: layer for path, layer in model.named_modules() if quantized_class(layer) is not None}
+    for preset in presets().values():
+        if all(configs_of(type(layer), layer, rule_of(preset, layer)) == own for layer, own in held.items()):
+            return MadeBy(preset, tuple(p for p, layer in floats.items() if not rule_of(preset, layer).leaves_in_float))
+    return None
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """The quantized layers of a model by path."""
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+
+
+def rule_of(preset: Config, layer: nn.Module) -> Rule:
+    """The rule of a preset for a float or quantized layer."""
+    classes = {base.__name__ for base in getattr(type(layer), "float_class", type(layer)).__mro__}
+    rules = [rule for rule in preset.layer_rules if not rule.layers or not classes.isdisjoint(rule.layers)]
+    return rules[-1]
+
+
+def _held(layer: QuantizedLayer) -> dict[str, TensorConfig]:
+    held = {attribute: getattr(layer, attribute) for attribute in layer.operands(layer)}
+    return {name: TensorConfig(q.spec, q.dynamic) for name, q in held.items() if q is not None}
+
+
+def requantize(model: nn.Module, preset: Config) -> None:
+    """Give all quantized layers of a model the quantizers of a preset, without ranges, in place."""
+    for path, layer in quantized_layers(model).items():
+        configs = configs_of(type(layer), layer, rule_of(preset, layer))
+        for attribute, quantizer in quantizers_of(type(layer), layer, configs, path).items():
+            setattr(layer, attribute, quantizer)

@@ -1,0 +1,283 @@
+"""What a report advises was tried: it lowers the error on other data, and the model is as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from fakequant.model.outputs import OutputDistance
+from fakequant.ptq.advice import Known, advise
+from fakequant.ptq.made_by import made_by
+from fakequant.ptq.trial import Change, Parts, Trial
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    return model(batch)
+
+
+class Recurrent(nn.Module):
+    """An LSTM whose inputs are loud in some steps and quiet in others, as of a voice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 32, 2, batch_first=True), nn.Linear(32, 16)
+        with torch.no_grad():
+            for parameter in self.lstm.parameters():
+                parameter.mul_(4)  # as training does, so that quiet steps move it, too
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0].mean(1))
+
+
+class Encoder(nn.Module):
+    """Tokens of which the first is far larger than the others, as in trained transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.layer_norm(x + self.down(torch.relu(self.up(x))), (16,)))
+
+
+class Words(nn.Module):
+    """A table with nearly all weights, before a small head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(512, 32), nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(ids).mean(1)))
+
+
+def steps(seed: int) -> Tensor:
+    x = torch.randn(8, 12, 8, generator=torch.Generator().manual_seed(seed))
+    return x * torch.where(torch.arange(12) % 6 == 0, 300.0, 1.0).view(1, 12, 1)
+
+
+def tokens(seed: int) -> Tensor:
+    x = torch.randn(8, 12, 16, generator=torch.Generator().manual_seed(seed))
+    return x * torch.where(torch.arange(12) == 0, 200.0, 1.0).view(1, 12, 1)
+
+
+def rows(seed: int) -> Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(seed)) @ torch.diag(torch.logspace(-1, 1, 16))
+
+
+def images(seed: int) -> Tensor:
+    return torch.randn(8, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def words(seed: int) -> Tensor:
+    return torch.randint(512, (64, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 8)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str, str]] = {
+    "recurrent, int8": (Recurrent, steps, "int8", "Take the preset int8_per_token"),
+    "encoder, int8": (Encoder, tokens, "int8", "Take the preset int8_per_token"),
+    "perceptron, int4": (perceptron, rows, "int4_group32", "Choose the weights by the error of their layers"),
+    "perceptron, int4 inputs": (perceptron, rows, "int4", ""),
+    "convolutions, int4": (convolutions, images, "int4_weight_only", "Choose the weights by the error"),
+}
+
+
+def deep(blocks: int) -> nn.Module:
+    layers = [nn.Linear(16, 16) for _ in range(blocks)]
+    for layer in layers:
+        nn.init.kaiming_normal_(layer.weight)
+    return nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers))
+
+
+def error(model: nn.Module, exact: nn.Module, batches: list[Tensor]) -> float:
+    return OutputDistance(exact, batches, run).of(model).mean
+
+
+def reported(model: nn.Module, batches: list[Any], folder: Path, **how: Any) -> dict[str, Any]:
+    return json.loads(fq.report(model, batches, folder / "r.html", **how).with_suffix(".json").read_text())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_advised_lowers_the_error_on_other_data(name: str, tmp_path: Path) -> None:
+    make, batch, preset, said = MODELS[name]
+    torch.manual_seed(0)
+    exact, batches, others = make().eval(), [batch(seed) for seed in range(4)], [batch(seed) for seed in range(50, 54)]
+    model = fq.prepare(copy.deepcopy(exact), preset)
+    fq.calibrate(model, batches, progress=False)
+    found = reported(model, batches, tmp_path)
+    assert found["next"].startswith(said)
+    best = found["advice"]["tried"][found["advice"]["best"]]
+    assert f"from {found['advice']['error']:.2e} to {best['after']:.2e} of its energy" in found["next"]
+    assert "on 2 batches held back, with 2 batches to make it" in found["next"]
+    before, scope = error(model, exact, others), {"fq": fq, "model": model, "batches": batches}
+    exec(found["code"], scope | {"float_model": copy.deepcopy(exact)}, scope)
+    assert error(scope["model"], exact, others) < 0.95 * before
+
+
+def encoder(preset: str = "int8", batches: int = 4, **how: Any) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    model, given = fq.prepare(Encoder().eval(), preset, **how), [tokens(seed) for seed in range(batches)]
+    fq.calibrate(model, given, progress=False)
+    return model, given
+
+
+def test_a_large_layer_is_made_smaller_before_a_layer_is_left_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    exact, batches = Words().eval(), [words(seed) for seed in range(4)]
+    model = fq.prepare(copy.deepcopy(exact), "int4_group32", skip=["table"])
+    found = reported(model, batches, tmp_path)
+    assert found["next"].startswith(
+        "Give table, which has 98% of the bytes of all layers, the weights int8 per_channel(0)"
+    )
+    scope: dict[str, Any] = {"fq": fq, "batches": batches, "float_model": copy.deepcopy(exact)}
+    exec(found["code"], scope)
+    assert fq.summary(scope["model"]).bytes_quantized < 0.5 * fq.summary(model).bytes_quantized
+    assert error(scope["model"], exact, batches) <= 1.02 * error(model, exact, batches)
+
+
+def test_where_the_metric_lost_nothing_the_error_is_not_touched(tmp_path: Path) -> None:
+    model, batches = encoder()
+    found = reported(model, batches, tmp_path, metric=lambda _: 90.0)
+    assert found["next"] == "Nothing stands out: export the model and verify the file."
+    assert found["advice"]["tried"] == []
+    lost = reported(model, batches, tmp_path, metric=lambda net: float(net(batches[0]).abs().sum()))
+    assert lost["advice"]["little"] or lost["advice"]["tried"]
+
+
+def test_a_change_that_costs_the_metric_is_not_advised() -> None:
+    model, batches = encoder()
+    plain = Change("halve", "", lambda _: fq.recalibrate(model, method="max"), lambda *_: True)
+    assert Trial(model, Parts(batches), run, lambda _: 1.0, 1.0).of(plain).helps
+    worse = Trial(model, Parts(batches), run, lambda _: 0.9, 1.0).of(plain)
+    assert (worse.helps, worse.metric) == (False, 0.9)
+
+
+def test_a_single_batch_judges_what_it_made_and_the_page_says_so(tmp_path: Path) -> None:
+    model, batches = encoder(batches=1)
+    assert "on the one batch there is, which also made it." in reported(model, batches, tmp_path)["next"]
+    assert "on 1 batch held back, with 1 batch to make it." in reported(model, [*batches, tokens(9)], tmp_path)["next"]
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4_group32"])
+@pytest.mark.filterwarnings("error::fakequant.errors.StaleScaleWarning")
+def test_the_model_is_as_it_was(preset: str, tmp_path: Path) -> None:
+    model, batches = encoder(preset)
+    model.head.train()
+    held = [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    before, random = model(batches[0]), torch.random.get_rng_state()
+    assert advise(model, Parts(batches), run).tried
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert held == [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
+    assert values.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(batches[0]), before)
+    assert torch.equal(model.eval()(batches[0]), before)
+
+
+def test_the_number_of_runs_does_not_grow_with_the_layers() -> None:
+    def runs(blocks: int) -> int:
+        torch.manual_seed(0)
+        model, batches = fq.prepare(deep(blocks), "int4"), [rows(seed) for seed in range(4)]
+        fq.calibrate(model, batches, progress=False)
+        worst = [found.layer for found in fq.sensitivity(model, batches[:1], progress=False)]
+        calls = []
+        model[0].register_forward_pre_hook(lambda *_: calls.append(1))
+        assert len(advise(model, Parts(batches), run, Known(worst=worst)).tried) == 7
+        return len(calls)
+
+    assert runs(3) == runs(9) < 60
+
+
+def test_what_fails_is_a_row_with_the_reason() -> None:
+    model, batches = encoder()
+
+    def fail(_: list[Any]) -> None:
+        fq.recalibrate(model, method="nothing")
+
+    found = Trial(model, Parts(batches), run).of(Change("try", "", fail))
+    assert not found.helps
+    assert "unknown calibrator 'nothing'" in found.failed
+
+
+def test_weights_that_were_chosen_are_not_thrown_away() -> None:
+    model, batches = encoder()
+    fq.ptq.improve(model, batches, "fast", progress=False)
+    assert {one.what for one in advise(model, Parts(batches), run).tried} == {
+        f"Calibrate the inputs by '{name}'" for name in ("mse", "max", "percentile", "entropy")
+    }
+
+
+@pytest.mark.parametrize("name", ["INT8", "FP8", "MXFP4", "INT4_GROUP32", "NVFP4", "INT8_WEIGHT_ONLY"])
+def test_the_preset_of_a_model_is_found_by_its_quantizers(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Conv1d(3, 8, 3), nn.MaxPool1d(2), nn.Linear(31, 4))
+    found = made_by(fq.prepare(model, name, skip=["4"]))
+    assert found is not None
+    assert (found.preset.name, found.skip) == (name, ("4",))
+
+
+def test_own_rules_are_of_no_preset() -> None:
+    rules = fq.Config("own", (fq.Rule("*", "int8"), fq.Rule("1.0", weight="int2 per_channel(0)")))
+    model = fq.prepare(deep(4), rules)
+    assert made_by(model) is None
+    fq.calibrate(model, [rows(0)], progress=False)
+    tried = advise(model, Parts([rows(0), rows(1)]), run, Known(worst=["1.0"])).tried
+    assert 'config, skip=["1.0"])' in tried[-1].code
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+def test_batch_normalisations_that_engines_fold_are_no_ready_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    exact, batches = Normed().eval(), [images(seed) for seed in range(4)]
+    nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
+    model = fq.prepare(copy.deepcopy(exact), "int8")
+    fq.calibrate(model, batches, progress=False)
+    found = reported(model, batches, tmp_path)
+    assert found["next"].startswith("Fold 1 batch normalisation into the layers before, as engines do: the error")
+    scope = {"fq": fq, "batches": batches, "example": batches[0], "float_model": copy.deepcopy(exact)}
+    exec(found["code"], scope)
+    assert isinstance(scope["model"].norm, nn.Identity)
+    assert reported(scope["model"], batches, tmp_path)["next"].startswith("Nothing stands out: export")
+    assert isinstance(model.norm, nn.BatchNorm2d)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [({"inputs": 0}, "inputs=0"), ({"forward": lambda net, pair: net(pair[0])}, "forward=forward")]
+)
+def test_the_code_calls_the_model_as_the_report_did(how: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model, batches = encoder()
+    found = reported(model, [(batch, torch.ones(8)) for batch in batches], tmp_path, **how)
+    assert f"fq.calibrate(model, batches, {said})" in found["code"]
+
+
+def test_nothing_is_tried_where_it_is_not_wanted(tmp_path: Path) -> None:
+    model, batches = encoder()
+    found = reported(model, batches, tmp_path, advise=False)
+    assert (found["advice"], found["code"]) == (None, "")
+    assert "was not tried" in found["next"]
