@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
+from fakequant.model import progress
 from fakequant.ptq import kinds, parts
 from fakequant.ptq.kinds import rows_of
 from fakequant.ptq.parts import Parts
@@ -100,3 +101,28 @@ def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.Monkey
     fq.ptq.improve(net("int4 per_channel(0)"), [torch.randn(8, 16, 9, 9) for _ in range(2)], "fast", judge=[])
     assert max(sizes) <= 3 * 16 * 81 * 9
     assert sum(sizes) == 16 * (49 * 144 + 25 * 72)
+
+
+@pytest.mark.parametrize(
+    ("layer", "columns"),
+    [
+        (nn.Linear(64, 8), [64]),
+        (nn.Conv2d(8, 16, 3), [72]),
+        (nn.Conv2d(8, 16, 3, groups=4), [18] * 4),
+        (nn.ConvTranspose2d(8, 4, 2), [32]),
+        (nn.Conv1d(64, 2, 96), [384] * 16),
+    ],
+    ids=str,
+)
+def test_the_memory_of_sums_is_that_of_the_widest_layer(layer: nn.Module, columns: list[int]) -> None:
+    model = fq.prepare(nn.Sequential(layer), "int8_weight_only")
+    assert parts.memory([model[0]]) == 14 * 8 * sum(count**2 for count in columns)
+
+
+def test_the_memory_of_sums_is_said_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(progress, "COUNT_EVERY", 0.0)
+    model = fq.prepare(nn.Sequential(nn.Linear(1024, 4), nn.Linear(4, 4)), "int8_weight_only")
+    with progress.counting(told.append, bars=False):
+        fq.ptq.improve(model, [torch.randn(8, 1024)], "fast")
+    assert told == ["choosing weights, in up to 0.1 GB: 1 of 2"]

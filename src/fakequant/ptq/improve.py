@@ -33,6 +33,7 @@ from fakequant.ptq.finished import Finished, run_of
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.kinds import computes_product, has_own_forward, has_rows
 from fakequant.ptq.layer import SOLVERS, write
+from fakequant.ptq.parts import memory
 from fakequant.ptq.projections import as_layer, bias_of, row_name, whole_layer
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.stream import NOT_REPEATED, Record, Stage, Stream, record, watched
@@ -147,8 +148,9 @@ def improve(  # noqa: PLR0913  all but the first three by name
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
         collector = Collector(layers, counts, masked, recorded, processes)
         choices = _Choices(weights, layers, chosen_steps, collector, finished, fixed)
+        sums = f"in up to {memory(layers[path] for path in recorded.order) / 1e9:.1f} GB"
         with _Pass(model, layers, run, split.fit, recorded, with_drift) as stages:
-            for stage, wanted in track(stages, "choosing weights", len(recorded.order), progress):
+            for stage, wanted in track(stages, f"choosing weights, {sums}", len(recorded.order), progress):
                 choices.add(stage, wanted, stages.keep)
             result.layers += choices.results.values()
         masked.say_whole()
