@@ -267,6 +267,15 @@ def test_batch_normalisations_that_engines_fold_are_no_ready_file(tmp_path: Path
     assert isinstance(model.norm, nn.BatchNorm2d)
 
 
+def test_batch_normalisations_after_layers_in_float_stay() -> None:
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(Normed(), nn.Flatten(), nn.Linear(288, 4)).eval(), "int8", skip=["0.conv"])
+    fq.calibrate(model, [images(0)], progress=False)
+    advice = advise(model, Parts([images(0), images(1)]), run)
+    assert advice is not None
+    assert not any("normalisation" in one.what for one in advice.tried)
+
+
 @pytest.mark.parametrize(
     ("how", "said"), [({"inputs": 0}, "inputs=0"), ({"forward": lambda net, pair: net(pair[0])}, "forward=forward")]
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -177,12 +177,15 @@ class _Changes:
             yield Change(what, self._anew(own.code(preset)), make)
 
     def of_fusions(self) -> Iterator[Change]:
-        """Batch normalisations in the layers before them, where engines put them."""
+        """Batch normalisations in the quantized layers before them, where engines put them."""
         try:
             with evaluating(self.model):
                 found = fusions_of(self.model, self.known.call)
         except ConfigError:  # torch.fx cannot trace the model, and there is no call of it
             return
+
+        layers = quantized_layers(self.model)
+        found = replace(found, fused={norm: layer for norm, layer in found.fused.items() if layer in layers})
 
         def make(batches: list[Any]) -> None:
             fuse_found(self.model, found)
