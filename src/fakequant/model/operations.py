@@ -12,7 +12,7 @@ from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.coverage import scripted
 from fakequant.model.failures import example_failure_named
 from fakequant.model.functions import Operation, is_product, keeps_quantized
-from fakequant.model.recorded import OF_A_CACHE, QUANTIZED, Call, Recording
+from fakequant.model.recorded import IN_A_BRANCH, OF_A_CACHE, QUANTIZED, Call, Recording
 from fakequant.model.recording import record
 from fakequant.model.wrappers import unwraps
 
@@ -44,7 +44,7 @@ def operations_of(recording: Recording) -> list[Operation]:
     fixed.update(number for number, value in enumerate(recording.values) if value.constant)
     found = []
     for call in recording.calls:
-        name = call.function.removesuffix(OF_A_CACHE)
+        name = call.function.removesuffix(OF_A_CACHE).removesuffix(IN_A_BRANCH)
         floats = list(dict.fromkeys(value for value in call.inputs if recording.values[value].is_float))
         read = _moved(name, floats)
         if call.inputs and fixed.issuperset(call.inputs):

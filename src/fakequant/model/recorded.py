@@ -9,7 +9,7 @@ from types import CodeType
 
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 
-WITHOUT_FLOATS, OF_A_CACHE = " without floats", " of a cache"
+WITHOUT_FLOATS, OF_A_CACHE, IN_A_BRANCH = " without floats", " of a cache", " in a branch"
 """Suffixes of the names of functions whose calls cannot be sites for this reason."""
 QUANTIZED = "fake_quantize"
 """The function of the calls of quantizers, where a prepared model runs."""

@@ -12,20 +12,21 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from types import CodeType, FrameType
+from functools import partial, wraps
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fakequant.model.functions import counted, factors_of, is_product
 from fakequant.model.memory import Memory, largest, version_of
 from fakequant.model.modes import evaluating, not_compiled
 from fakequant.model.outputs import float_tensors
-from fakequant.model.recorded import EXTREME, OF_A_CACHE, QUANTIZED, WITHOUT_FLOATS, Call, Recording, Value
+from fakequant.model.recorded import EXTREME, IN_A_BRANCH, OF_A_CACHE, QUANTIZED, WITHOUT_FLOATS, Call, Recording, Value
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_functions import CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
@@ -107,6 +108,8 @@ class _Recorder(TorchFunctionMode):
         self.alive: list[Tensor] = []
         self.memory = Memory()
         self.running: list[tuple[str | None, int]] = []
+        self.branching: list[tuple[str | None, int]] | None = None
+        """The owner that calls control flow of torch, which calls what runs now."""
         self.followed: CodeType | None = None
         self.counts: Counter[tuple[str | None, int, str]] = Counter()
         for parameter in model.parameters():
@@ -130,15 +133,20 @@ class _Recorder(TorchFunctionMode):
             name = _name_of(func) + OF_A_CACHE
         else:
             name = _name_of(func) if called is None else called.function.name
+        product = name if is_product(name) else ""
+        if called is not None and self.running[-1:] == self.branching:
+            called, name = None, name + IN_A_BRANCH  # which a prepared model does not count either
+        if isinstance(func, HigherOrderOperator) and not product:
+            args = tree_map_only((FunctionType, partial, nn.Module), self._branch, args)
         arguments = _tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
         detail, count = _PLAIN if called is None else self._detail(called, args, kwargs), 0
         versions = [version_of(tensor) for tensor in arguments]
-        if is_product(name):
+        if product:
             if called is None:
-                detail = _PLAIN._replace(factors=tuple(map(self.value_of, factors_of(name, args, kwargs))))
+                detail = _PLAIN._replace(factors=tuple(map(self.value_of, factors_of(product, args, kwargs))))
             result, count = counted(
-                name, lambda: func(*args, **kwargs), [x for x in arguments if x.is_floating_point()]
+                product, lambda: func(*args, **kwargs), [x for x in arguments if x.is_floating_point()]
             )
         else:
             result = func(*args, **kwargs)
@@ -150,6 +158,20 @@ class _Recorder(TorchFunctionMode):
             for one in (*written, *_tensors(kwargs.get("out"))):
                 self._note_shared(made, one)
         return result
+
+    def _branch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What `torch.cond` or a loop of torch calls, recorded; calls of the owner itself cannot be sites."""
+        branching = self.running[-1:]
+
+        def run(*args: Any) -> Any:
+            outer, self.branching = self.branching, branching
+            try:
+                with self:
+                    return function(*args)
+            finally:
+                self.branching = outer
+
+        return run
 
     def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> _Detail:
         operands = operands_of(called, args, kwargs)
