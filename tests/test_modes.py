@@ -14,6 +14,7 @@ from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
 from tests.support.bits import assert_same_bits
@@ -81,6 +82,80 @@ def test_float_models_with_control_flow_are_followed(way: str, transform: Callab
     before = model(BATCHES[0])
     transform(model, BATCHES[0])
     torch.testing.assert_close(model(BATCHES[0]), before)
+
+
+class Residual(nn.Module):
+    """A layer, and functions that can be sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.w = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.w
+
+
+class Branching(nn.Module):
+    """Calls a module that owns sites, and a product of its own, in control flow of torch."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.block, self.other, self.w = Residual(), nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        def both(y: Tensor) -> Tensor:
+            return self.block(y) @ self.w
+
+        mapped: Any = both
+        if self.way == "cond":
+            return self.other(x + torch.cond(x.sum() > 0, both, lambda y: y * 2, (x,)))
+        if self.way == "map":
+            return self.other(x + map_rows(mapped, x))
+        return self.other(x + while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, both(y)), (torch.tensor(0), x))[1])
+
+
+@pytest.mark.parametrize("way", ["cond", "map", "while_loop"])
+def test_modules_in_control_flow_own_sites_and_its_own_products_are_named(way: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    rules = fq.presets.INT8.with_rule(fq.Rule("*", fq.presets.INT8, ops=("matmul", "add")))
+    model = fq.prepare(Branching(way), rules, BATCHES[0])
+    found = [site.path for site in fq.site_plan(model).sites]
+    assert found == ["_sites.add_0", "block._sites.matmul_0", "block._sites.add_0"]
+    fq.calibrate(model, BATCHES if way == "cond" else BATCHES[:1])
+    left = [(one.module, one.name) for one in fq.unquantized(model, BATCHES[0], products_only=True)]
+    assert set(left) == {("", "matmul")}
+    for x in BATCHES[:2] if way == "cond" else BATCHES[:1]:
+        y = model(x)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            assert_same_bits(model(x), y.detach())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_checkpointed_owners_of_sites_are_compiled_whole(backend: str, use_reentrant: bool) -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            for block in self:
+                input = checkpoint(block, input, use_reentrant=use_reentrant)
+            return input
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    rules = fq.presets.INT8.with_rule(fq.Rule("*", fq.presets.INT8, ops=("matmul", "add")))
+    model: Any = fq.prepare(Checkpointed(Residual(), nn.Sequential(Residual(), nn.ReLU())), rules, BATCHES[0])
+    fq.calibrate(model, BATCHES)
+    outputs, gradients = [], []
+    for run in (model, torch.compile(model, backend=backend, fullgraph=True)):
+        x = BATCHES[0].clone().requires_grad_()
+        outputs.append(run(x))
+        outputs[-1].square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+        model.zero_grad()
+    assert_same_bits(*outputs)
+    for one, other in zip(*gradients, strict=True):
+        assert_same_bits(one, other)
 
 
 NEW_PROCESS = """

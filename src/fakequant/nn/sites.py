@@ -243,8 +243,14 @@ class SiteMode(TorchFunctionMode):
             self._refuse_recomputed()
         return site.call(self, called, func, args, kwargs)
 
+    def __enter__(self) -> SiteMode:
+        resume(self)
+        return self
+
     def __exit__(self, *_: object) -> None:
-        stack_without(self)()  # torch's own takes off what is on top, also where an interrupt came after `pause`
+        _unchecked(
+            stack_without(self)
+        )  # torch's own takes off what is on top, also where an interrupt came after `pause`
 
     def finish(self) -> None:
         """Raise if `forward` returned before all planned calls came."""
@@ -271,17 +277,27 @@ def _context() -> tuple[bool, Any]:
     return torch.is_grad_enabled(), _autograd._top_saved_tensors_default_hooks(False)
 
 
+def _unchecked(change: Callable[..., Any], *args: Any) -> Any:
+    """A change of the stack of modes, which is undone before the call that makes it ends.
+
+    torch's compiler refuses changes of what is outside of a checkpointed block, where it is not told to let them be.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(change, *args)
+    return change(*args)
+
+
 def pause() -> SiteMode | None:
     """Take away the mode of the owner that calls this, if there is one."""
     depth = torch._C._len_torch_function_stack()
     if depth and isinstance(torch._C._get_function_stack_at(depth - 1), SiteMode):
-        return torch._C._pop_torch_function_stack()
+        return _unchecked(torch._C._pop_torch_function_stack)
     return None
 
 
 def resume(mode: SiteMode) -> None:
     """Give an owner its mode back."""
-    torch._C._push_on_torch_function_stack(mode)
+    _unchecked(torch._C._push_on_torch_function_stack, mode)
 
 
 def attention_function(query: Tensor, key: Tensor, value: Tensor, run: Callable[..., Any]) -> Any:
