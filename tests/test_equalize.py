@@ -304,3 +304,15 @@ def test_layers_stay_where_the_batch_does_not_reach_another_reader() -> None:
         model.first.weight[1] *= 100
     found = equalize(model, torch.randn(2, 3, 5, 5), fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),)))
     assert ["this batch does not reach other.weight" in row.note for row in found.pairs] == [True]
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 8))])
+@pytest.mark.parametrize("transform", [fq.ptq.rotate, lambda model, x: equalize(model, x, "INT8")])
+def test_modules_of_jit_beside_the_layers_are_left(make: Any, transform: Any) -> None:
+    torch.manual_seed(0)
+    x, part = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(nn.Linear(8, 8), make(part), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    before, inner = model(x), [p.clone() for p in part.parameters()]
+    transform(model, x)
+    torch.testing.assert_close(model(x), before)
+    assert all(torch.equal(one, other) for one, other in zip(inner, part.parameters(), strict=True))

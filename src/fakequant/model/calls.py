@@ -28,7 +28,7 @@ def layers_called(model: nn.Module, run: Run, kind: type[nn.Module] = QuantizedL
     True
     """
     called: set[nn.Module] = set()
-    layers = [module for module in model.modules() if isinstance(module, kind)]
+    layers = [one for one in model.modules() if isinstance(one, kind) and not isinstance(one, torch.jit.ScriptModule)]
     with not_compiled(), _hooks() as handles:
         for layer in layers:
             handles.append(layer.register_forward_pre_hook(lambda module, _: called.add(module)))

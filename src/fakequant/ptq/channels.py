@@ -13,8 +13,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 def has_matrix(module: nn.Module) -> bool:
     """Whether a module multiplies channels with a weight [out, in / groups, ...] that is a parameter of its own."""
+    if computed_class(module) not in (nn.Linear, *CONVOLUTIONS):
+        return False
     weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() > 1 and computed_class(module) in (nn.Linear, *CONVOLUTIONS)
+    return weight is not None and weight.dim() > 1
 
 
 def input_channels(layer: nn.Module) -> int:
