@@ -226,15 +226,15 @@ def test_tracing_leaves_quantizers_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "size", "shape", "op"),
+    ("base", "size", "shape", "ops"),
     [
-        (nn.Conv2d, (3, 4, 3), (1, 3, 8, 8), "conv"),
-        (nn.ConvTranspose1d, (3, 4, 3), (1, 3, 8), "conv_transpose"),
-        (nn.Linear, (3, 4), (2, 3), "linear"),
+        (nn.Conv2d, (3, 4, 3), (1, 3, 8, 8), ("conv",)),
+        (nn.ConvTranspose1d, (3, 4, 3), (1, 3, 8), ("conv_transpose",)),
+        (nn.Linear, (3, 4), (2, 3), ("linear", "matmul")),
     ],
 )
 def test_the_warning_names_the_rule_for_products_in_own_forwards(
-    base: Any, size: tuple[int, ...], shape: tuple[int, ...], op: str
+    base: Any, size: tuple[int, ...], shape: tuple[int, ...], ops: tuple[str, ...]
 ) -> None:
     class Own(base):
         def forward(self, x: Tensor) -> Tensor:
@@ -242,8 +242,8 @@ def test_the_warning_names_the_rule_for_products_in_own_forwards(
 
     model, x = nn.Sequential(Own(*size), nn.Flatten(), nn.LazyLinear(2)), torch.ones(shape)
     model(x)
-    with pytest.warns(CoverageWarning, match=re.escape(f"; Rule('*', preset, ops=('{op}',)) quantizes such products")):
-        fq.prepare(copy.deepcopy(model), "INT4_WEIGHT_ONLY", x)
-    rule = fq.Rule("*", "INT4_WEIGHT_ONLY", ops=(op,))
+    with pytest.warns(CoverageWarning, match=re.escape(f"or Rule('*', preset, ops={ops}) quantizes such products")):
+        fq.prepare(copy.deepcopy(model), "INT4_WEIGHT_ONLY")
+    rule = fq.Rule("*", "INT4_WEIGHT_ONLY", ops=ops)
     (path,) = quantizers(fq.prepare(model, fq.Config("own", (rule,)), x))
-    assert path.startswith(f"0._sites.{op}")
+    assert path.startswith(f"0._sites.{ops[0]}")

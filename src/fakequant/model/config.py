@@ -271,11 +271,14 @@ class Config:
                     found[name] = leaders[parameter]
         return found
 
+    def last_rules(self, model: nn.Module) -> dict[nn.Module, Rule]:
+        """The last rule for layers that matches each module."""
+        matched = _matched(self.layer_rules, all_names(model))
+        return {module: rule for rule, modules in matched for module in modules}
+
     def left_on_purpose(self, model: nn.Module) -> set[nn.Module]:
         """The modules of which the last rule that matches says that they stay in float."""
-        matched = _matched(self.layer_rules, all_names(model))
-        last = {module: rule for rule, modules in matched for module in modules}
-        return {module for module, rule in last.items() if rule.leaves_in_float}
+        return {module for module, rule in self.last_rules(model).items() if rule.leaves_in_float}
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""

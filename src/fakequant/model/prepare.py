@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from glob import escape
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,8 +19,8 @@ from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.calls import Run
-from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.coverage import left_in_float, scripted
+from fakequant.model.config import Config, Rule, TensorConfig, all_names
+from fakequant.model.coverage import left_in_float, own_product, scripted
 from fakequant.model.failures import example_failure_named
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.operations import operations_of, quantized_parameters
@@ -37,7 +38,7 @@ from fakequant.model.ties import untied
 from fakequant.model.unregistered import warn_unregistered
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.fast_paths import leave_fast_paths
-from fakequant.nn.forms import become, bypasses_class, quantized_class
+from fakequant.nn.forms import become, bypasses_class, own_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight, Operand, Role
@@ -62,8 +63,8 @@ def prepare(
 
     Layers change their class to a subclass (`nn.Linear` to `QuantLinear`): parameters, hooks, `state_dict` keys and
     `isinstance` stay. Layers of the classes in `fakequant.nn.layers()` are taken, and of subclasses that inherit all
-    that computes. Other subclasses, which may compute anything, stay in float until `fakequant.nn.quantizes` names
-    their quantized form.
+    that computes. Other subclasses may compute anything: with an example, the function that multiplies by their weight
+    gets the quantizers; else they stay in float until `fakequant.nn.quantizes` names their quantized form.
 
     Where weights stay in float for lack of a quantized form, a `CoverageWarning` says which and how many, in one line.
     Rules that leave a layer in float end the warning for it.
@@ -78,7 +79,8 @@ def prepare(
         target: the engine that will run the model: "onnxruntime", "tensorrt", "openvino", "qnn" or "xnnpack", or a
             table of your own, see `fakequant.Target`. Functions in the model's own `forward` get quantizers where it
             wants them, and layers have none where it does not; the specifications are those of the configuration. Needs
-            an example. None quantizes layers, and the functions that rules name.
+            an example. None quantizes layers, the functions that rules name, and with an example the product of a
+            layer whose class has a `forward` of its own.
         skip: patterns of layers that stay in float, as ["head"] or ["*.norm"].
         rules: other presets for some layers, by pattern, as {"body.*": "int4"}; they hold against `skip`.
 
@@ -108,6 +110,8 @@ def prepare(
     restore = structure_of([model])
     try:
         table = None if target is None else find_target(target)
+        if table is None and example is not None:
+            config = _with_own_forwards(config, model)
         purposely = config.left_on_purpose(model)
         _refuse_quantized(model, purposely)
         run = _run_of(model, config, table, example, inputs)
@@ -196,6 +200,18 @@ def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Con
             replace(rule, pattern=pattern, optional=True) for rule in kinds if rule.layers and rule.pattern == "*"
         ]
     return config.with_rule(*added) if added else config
+
+
+def _with_own_forwards(config: Config, model: nn.Module) -> Config:
+    """The configuration with rules for the products of layers whose class has a `forward` of its own."""
+    names = all_names(model)
+    return config.with_rule(
+        *(
+            replace(rule, pattern=escape(names[layer][0]), layers=(), ops=ops, optional=True)
+            for layer, rule in config.last_rules(model).items()
+            if (ops := tuple(own_product(own_class(layer)))) and not rule.leaves_in_float
+        )
+    )
 
 
 _LAZY = "its parameters get their shapes in the first call; run the model once first"
