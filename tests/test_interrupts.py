@@ -49,7 +49,8 @@ QUICK = [
 def test_an_interrupt_leaves_the_model_as_it_was(name):
     case = CASES[name]
     chosen = moments(lines_of(case), each=2)
-    assert failures(case, chosen[:: max(1, len(chosen) // 20)]) == []
+    # Not the last one, at which all work is done: `improve` has left its block, and keeps what it chose.
+    assert failures(case, chosen[: -1 : max(1, len(chosen) // 20)]) == []
 
 
 def test_an_interrupt_at_every_line_of_a_call_leaves_no_mode():
