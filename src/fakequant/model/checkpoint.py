@@ -45,7 +45,7 @@ from fakequant.nn.low_rank import LowRank
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.offload import fetched_state
-from fakequant.restore import attributes_of, restore_after, state_of
+from fakequant.restore import state_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -88,9 +88,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
         raise CheckpointError("the model has no quantizers; prepare it first, or save a float model with torch.save")
     stale = warn_stale_scales(model)
     folder = writable_folder(directory)
-    with restore_after(attributes_of(quantizers(model).values(), "__class__")):  # peft's own is for its files alone
-        shared = _shared(model)
-        tensors, codes = pack(model, _tensors(model), shared) if packed else (_tensors(model), {})
+    shared = _shared(model)
+    tensors, codes = pack(model, _tensors(model), shared) if packed else (_tensors(model), {})
     data = safetensors.torch.save({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()})
     digest = hashlib.sha256(data).hexdigest()
     file = tensor_file_name(digest)
