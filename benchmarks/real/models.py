@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.record import ROOT
+from tests.support.vision import import_torchvision
 
 RATE = 16_000
 """Samples of sound in a second."""
@@ -37,6 +38,7 @@ def _imported(name: str) -> ModuleType:
         stand_in = ModuleType("torchaudio")
         stand_in.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
         sys.modules["torchaudio"] = stand_in
+    import_torchvision()  # transformers imports it, and its operators may be of another torch, too
     return importlib.import_module(name)
 
 
