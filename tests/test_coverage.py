@@ -247,3 +247,44 @@ def test_the_warning_names_the_rule_for_products_in_own_forwards(
     rule = fq.Rule("*", "INT4_WEIGHT_ONLY", ops=ops)
     (path,) = quantizers(fq.prepare(model, fq.Config("own", (rule,)), x))
     assert path.startswith(f"0._sites.{ops[0]}")
+
+
+class Tabled(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(rows, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.table(x))
+
+
+@pytest.mark.parametrize(
+    ("rows", "preset", "options", "said"),
+    [
+        (
+            1000,
+            "int4_group32",
+            {},
+            r"8\.\d+ bits per weight with scales, because table \(8.50 bits\) has more than 4-bit",
+        ),
+        (
+            1000,
+            "nvfp4_weight_only",
+            {},
+            r"bits per weight with scales, because table \(8.50 bits\) has more than 4-bit",
+        ),
+        (8, "int4_group32", {}, ""),  # so few that the mean has no bit more
+        (1000, "int8_weight_only", {}, ""),
+        (1000, "int4_group32", {"rules": {"table": "int8_weight_only"}}, ""),  # said by the user
+        (1000, "int4_group32", {"skip": ["table"]}, ""),
+    ],
+)
+def test_a_preset_whose_name_promises_fewer_bits_says_so(
+    rows: int, preset: str, options: dict[str, Any], said: str
+) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fq.prepare(Tabled(rows), preset, **options)
+    texts = [str(warning.message) for warning in found if "because" in str(warning.message)]
+    assert len(texts) == bool(said)
+    assert all(said in text for text in texts)

@@ -155,7 +155,7 @@ def missed(rows: dict[str, Row]) -> list[str]:
         found += [f"{name}, {step}: {own['failed']}" for step, own in row.items() if "failed" in own]
         for preset in PRESETS:
             own, most = row.get(preset, {}), int(re.findall(r"\d+", preset)[0]) + MOST_MORE_BITS
-            if own.get("bits", 0) > most and not any("bits per weight" in text for text in own["said"]):
+            if round(own.get("bits", 0), 1) > most and not any("bits per weight" in text for text in own["said"]):
                 found.append(f"{name}, {preset}: {own['bits']:.1f} bits per weight, and prepare says nothing of it")
             advice = row.get(f"{preset}, report", {})
             if "after" in advice and advice["after"] < advice["before"]:

@@ -105,6 +105,7 @@ def prepare(
             f"the model is already prepared: it has {len(found)} quantizers, the first is {next(iter(found))}"
         )
     refuse_exported(model)
+    by_name = isinstance(config, str) and not rules
     preset: Config = config if isinstance(config, Config) else find_preset(config)
     config = with_exceptions(preset, skip, rules or {})
     restore = structure_of([model])
@@ -131,7 +132,7 @@ def prepare(
         left = left_in_float(model, purposely, counted, computed)
         hidden = None if recording is None else scripted(model, purposely)
         notes += [str(note) for note in (left, hidden, untied(model, purposely)) if note is not None]
-        for note in (*notes, *note_on_scales(model, small)):
+        for note in (*notes, *note_on_scales(model, small, by_name=by_name)):
             warn_user(note, CoverageWarning)
         warn_unregistered(model)
         return model

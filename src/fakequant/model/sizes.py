@@ -16,6 +16,8 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed
 
 _NAMED = 3
+_MORE = 1.05
+"""Bits per weight beyond the narrowest codes that are worth a word: groups of 32 with a float32 scale take 1."""
 
 
 class WeightBits(NamedTuple):
@@ -83,12 +85,36 @@ def scales_text(weights: Mapping[str, WeightBits]) -> str | None:
     )
 
 
-def note_on_scales(model: nn.Module, too_small: Sequence[str]) -> list[str]:
-    """Lines on a prepared model whose scales are large for the weights that they serve, where inputs are in float.
+def wide_text(weights: Mapping[str, WeightBits]) -> str | None:
+    """A text that names layers of more bits than the narrowest, where all take over one bit more than these; else None.
+
+    Args:
+        weights: the sizes of quantized weights, by the path of the layer.
+
+    >>> print(wide_text({"head": WeightBits(100, 400, 50), "table": WeightBits(300, 2400, 24)}))
+    7.18 bits per weight with scales, because table (8.08 bits) has more than 4-bit codes
+    """
+    total = WeightBits(0, 0, 0)
+    for own in weights.values():
+        total = total.plus(own)
+    narrowest = min((own.codes / own.elements for own in weights.values()), default=0.0)
+    wide = {path: own for path, own in weights.items() if own.codes > narrowest * own.elements}
+    if not wide or total.per_weight <= narrowest + _MORE:
+        return None
+    named = sorted(wide, key=lambda path: -wide[path].codes)
+    shown = listed([f"{path or '(model)'} ({wide[path].per_weight:.2f} bits)" for path in named], _NAMED)
+    verb = "has" if len(wide) == 1 else "have"
+    said = f"{shown} {verb} more than {narrowest:g}-bit codes"
+    return f"{total.per_weight:.2f} bits per weight with scales, because {said}"
+
+
+def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool) -> list[str]:
+    """Lines on a prepared model whose weights take many more bits than one expects, where inputs are in float.
 
     Args:
         model: prepared.
-        too_small: layers whose weights stay in float therefore.
+        too_small: layers whose weights stay in float because of their scales.
+        by_name: whether a preset by its name chose all layers.
     """
     found: dict[nn.Parameter, tuple[str, WeightBits]] = {}
     for path, weight in all_weights(model).items():
@@ -102,6 +128,8 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str]) -> list[str]:
             f"weights stay in float where their scales would take more room than floats: {shown}; one scale for "
             "all of a layer's weights takes less: Rule(name, weight='int8')"
         )
+    if by_name and (text := wide_text(dict(found.values()))) is not None:
+        notes.append(f"{text}; rules={{name: preset}} gives them another preset")
     if (text := scales_text(dict(found.values()))) is not None:
         notes.append(f"{text}. skip=[...] leaves such layers in float, rules={{name: 'int8_weight_only'}} is finer")
     return notes
