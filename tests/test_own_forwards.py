@@ -89,5 +89,51 @@ def test_without_an_example_the_message_names_it() -> None:
     net, _ = made("same padding")
     with pytest.raises(ConfigError, match=r"prepare\(model, config, example"):
         fq.prepare(net, "int8")
-    with pytest.warns(CoverageWarning, match=r"prepare\(\.\.\., example=\) or Rule"):
+    with pytest.warns(CoverageWarning, match=r"SamePadding \(1: its own forward\)"):
         fq.prepare(nn.Sequential(net, nn.Conv2d(8, 2, 1)), "int8")
+
+
+class Sliced(nn.Linear):
+    """A product for each part of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([F.linear(part, self.weight, self.bias) for part in input.split(2)])
+
+
+class Masked(nn.Linear):
+    """Its weight is computed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight * (self.weight > 0), self.bias)
+
+
+class Attends(nn.Linear):
+    """Another product beside that of its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = F.linear(input, self.weight, self.bias)
+        return y @ y.mT
+
+
+class Other(nn.Linear):
+    """A product of another weight than its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, torch.eye(8), self.bias) + self.weight.sum()
+
+
+@pytest.mark.parametrize("cls", [Sliced, Masked, Attends, Other])
+def test_a_forward_of_more_than_one_product_of_its_weight_stays_in_float(cls: type[nn.Module]) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), cls(8, 8))
+    with pytest.warns(CoverageWarning, match=f"{cls.__name__} \\(1: its own forward\\)"):
+        model = fq.prepare(net, "int8", torch.randn(4, 8))
+    assert {path.split(".")[0] for path in quantizers(model)} == {"0"}
+    fq.calibrate(model, [torch.randn(4, 8)], progress=False)
+    assert model(torch.randn(3, 8)).shape[0] == 3  # another batch size calls other products
+
+
+@pytest.mark.parametrize("rule", [fq.Rule("0", "int4_weight_only", ops=("linear",)), fq.Rule("*", ops=("linear",))])
+def test_rules_of_functions_hold_against_it(rule: fq.Rule) -> None:
+    model = fq.prepare(nn.Sequential(Scaled(8, 8), nn.Linear(8, 4)), fq.presets.INT8.with_rule(rule), torch.randn(4, 8))
+    own = [str(q.spec) for path, q in quantizers(model).items() if path.startswith("0")]
+    assert own == [] if rule.leaves_in_float else [spec[:4] for spec in own] == ["int4"]

@@ -44,12 +44,9 @@ class Left(NamedTuple):
         if self.modules:
             names = tuple(dict.fromkeys(cls.__name__ for cls in self.modules))
             rule = f"Rule('*', layers={(names[0] if len(names) == 1 else names)!r})"
-            ops = sorted({op for cls in self.modules for op in own_product(cls)})
+            ops = sorted({op for cls in self.modules for op in _functions(cls)})
             if ops:
-                advice += (
-                    f"; prepare(..., example=) or Rule('*', preset, ops={tuple(ops)!r}) quantizes such products in "
-                )
-                advice += "their own forwards"
+                advice += f"; Rule('*', preset, ops={tuple(ops)!r}) quantizes such products in their own forwards"
             advice += f"; fakequant.nn.quantizes registers a quantized form, and {rule} says that float is meant"
         return f"{'; '.join(parts)} ({advice})"
 
@@ -133,14 +130,14 @@ def _products_left(model: nn.Module, meant: set[nn.Module], found: Sequence[Oper
     return {name: count / total for name, count in left.most_common()}
 
 
-def own_product(cls: type[nn.Module]) -> list[str]:
-    """The names for rules of the product in the own forward of a subclass of a layer; none for other classes."""
+def _functions(cls: type[nn.Module]) -> list[str]:
+    """The name for rules of the product in the own forward of a subclass of a layer."""
     bases = (
-        (nn.modules.conv._ConvTransposeNd, ["conv_transpose"]),
-        (nn.modules.conv._ConvNd, ["conv"]),
-        (nn.Linear, ["linear", "matmul"]),
+        (nn.modules.conv._ConvTransposeNd, "conv_transpose"),
+        (nn.modules.conv._ConvNd, "conv"),
+        (nn.Linear, "linear"),
     )
-    return next((ops for base, ops in bases if issubclass(cls, base) and why_changed(cls) is not None), [])
+    return [op for base, op in bases if issubclass(cls, base) and why_changed(cls) is not None][:1]
 
 
 def _why_float(cls: type[nn.Module]) -> str:

@@ -1,17 +1,23 @@
-"""Layers with a forward of their own that ends in one product of their weight, by what a recorded run shows."""
+"""Layers with a forward of their own that computes one product of their weight, by what a recorded run shows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from glob import escape
 from typing import Any
 
 import torch
 from torch import nn
 
+from fakequant.model.config import Config, Rule, all_names
 from fakequant.model.flow import Arguments
+from fakequant.model.functions import keeps_quantized
 from fakequant.model.modes import evaluating
 from fakequant.model.recorded import Recording
 from fakequant.model.recording import record
+from fakequant.nn.forms import own_class, why_changed
+from fakequant.nn.integer import Execution
 from fakequant.restore import restore_after, structure_of
 
 
@@ -31,6 +37,58 @@ def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Argu
         recording = record(model, lambda: model(*arguments[0], **arguments[1]))
         numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
         return {layer for layer, path in layers.items() if _ends(layer, path, recording, numbers)}
+
+
+def own_forwards(config: Config, model: nn.Module) -> dict[str, Rule]:
+    """The rules for layers whose class changes the `forward` of one with a quantized form, by path."""
+    names = all_names(model)
+    return {
+        names[layer][0]: rule
+        for layer, rule in config.last_rules(model).items()
+        if not rule.leaves_in_float
+        and rule.execution is Execution.SIMULATE
+        and why_changed(own_class(layer)) is not None
+        and layer._parameters.get("weight") is not None
+    }
+
+
+def with_own_products(config: Config, own: Mapping[str, Rule], model: nn.Module, recording: Recording) -> Config:
+    """The configuration with rules for the products of layers with a `forward` of their own, before all others."""
+    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    added = []
+    for path, rule in own.items():
+        function = _own_product(path, numbers[model.get_parameter(f"{path}.weight".lstrip("."))], recording)
+        if function is not None:
+            added.append(replace(rule, pattern=escape(path), layers=(), ops=(function,), optional=True))
+    return Config(config.name, (*added, *config.rules))
+
+
+def _own_product(path: str, weight: int, recording: Recording) -> str | None:
+    """The function by which a layer multiplies with its weight, if its forward computes this one product in each call.
+
+    Args:
+        path: of the layer.
+        weight: the number of the value of its weight.
+        recording: of a run of the model in float.
+    """
+    products = [call for call in recording.calls_of.get(path, ()) if call.multiplications]
+    if not len({call.visit for call in products}) == len(products) == recording.visits[path] > 0:
+        return None
+    function = products[0].function
+    for call in products:
+        read = {_moved_from(value, recording) for value in call.factors}
+        if not call.operands or call.function != function or weight not in read:
+            return None
+    return function
+
+
+def _moved_from(value: int, recording: Recording) -> int:
+    """The value of which functions that only move values made another, such as a transposed weight."""
+    producer = recording.values[value].producer
+    while producer is not None and keeps_quantized(recording.calls[producer].function):
+        value = recording.calls[producer].inputs[0]
+        producer = recording.values[value].producer
+    return value
 
 
 def _ends(layer: nn.Module, path: str, recording: Recording, numbers: Mapping[nn.Parameter, int]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from glob import escape
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,11 +18,12 @@ from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.calls import Run
-from fakequant.model.config import Config, Rule, TensorConfig, all_names
-from fakequant.model.coverage import left_in_float, own_product, scripted
+from fakequant.model.config import Config, Rule, TensorConfig
+from fakequant.model.coverage import left_in_float, scripted
 from fakequant.model.failures import example_failure_named
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.operations import operations_of, quantized_parameters
+from fakequant.model.own_products import own_forwards, with_own_products
 from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
 from fakequant.model.planned import SitePlan
@@ -38,7 +38,7 @@ from fakequant.model.ties import untied
 from fakequant.model.unregistered import warn_unregistered
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.fast_paths import leave_fast_paths
-from fakequant.nn.forms import become, bypasses_class, own_class, quantized_class
+from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight, Operand, Role
@@ -111,8 +111,6 @@ def prepare(
     restore = structure_of([model])
     try:
         table = None if target is None else find_target(target)
-        if table is None and example is not None:
-            config = _with_own_forwards(config, model)
         purposely = config.left_on_purpose(model)
         _refuse_quantized(model, purposely)
         run = _run_of(model, config, table, example, inputs)
@@ -203,18 +201,6 @@ def with_exceptions(config: Config, skip: Sequence[str], rules: Mapping[str, Con
     return config.with_rule(*added) if added else config
 
 
-def _with_own_forwards(config: Config, model: nn.Module) -> Config:
-    """The configuration with rules for the products of layers whose class has a `forward` of its own."""
-    names = all_names(model)
-    return config.with_rule(
-        *(
-            replace(rule, pattern=escape(names[layer][0]), layers=(), ops=ops, optional=True)
-            for layer, rule in config.last_rules(model).items()
-            if (ops := tuple(own_product(own_class(layer)))) and not rule.leaves_in_float
-        )
-    )
-
-
 _LAZY = "its parameters get their shapes in the first call; run the model once first"
 
 
@@ -226,10 +212,12 @@ class _Planned(NamedTuple):
 
 
 def _planned(model: nn.Module, config: Config, target: Target | None, run: Run | None) -> _Planned:
-    held = config.resolve(model, any_module=target is not None or bool(config.site_rules))
-    if run is None or not (config.site_rules or target is not None):
+    own = {} if run is None or target is not None else own_forwards(config, model)
+    held = config.resolve(model, any_module=target is not None or bool(config.site_rules or own))
+    if run is None or not (config.site_rules or target is not None or own):
         return _Planned(held, None, [])
     recording = record(model, run)
+    config = with_own_products(config, own, model, recording)
     placement = Placement({}, held) if target is None else place(model, config, recording, target, held)
     sites = plan_sites(model, config, recording, placement.sites)
     sites, note = with_training(model, sites, recording, run)
@@ -250,7 +238,7 @@ def _run_of(model: nn.Module, config: Config, target: Target | None, example: An
             f"{why}, and the functions of a model are found by a run of it; give prepare(..., example=) an input, a "
             "tuple or a dict of inputs"
         )
-    if example is None or not (places or _quantizes_inputs(config)):
+    if example is None or not (places or _quantizes_inputs(config) or own_forwards(config, model)):
         return None
     refuse_sharded(model, "look into", offloading=False)
     lazy = [path for path, module in model.named_modules() if isinstance(module, LazyModuleMixin)]
