@@ -162,7 +162,7 @@ def test_a_shared_bias_stays(shared: bool) -> None:
         net[2].bias = net[0].bias
     model: Any = quantized(net, "INT4_WEIGHT_ONLY", batches())
     bias = model[0].bias.detach().clone()
-    found = fq.ptq.improve(model, batches(), ["bias"], progress=False)
+    found = fq.ptq.improve(model, batches(), ["bias"], judge=[], progress=False)
     assert torch.equal(bias, model[0].bias) == shared
     assert any("layers share its bias" in note for note in found.notes) == shared
 

@@ -177,7 +177,7 @@ def sensitivity(
     refuse_tensor(batches, "sensitivity")
     warn_stale_scales(model)
     held = {
-        name: [quantizer for quantizer in layer.children() if isinstance(quantizer, Quantizer)]
+        name: [one for one in layer.children() if isinstance(one, Quantizer) and not _is_left_off(one)]
         for name, layer in model.named_modules()
         if isinstance(layer, (QuantizedLayer, Site))
     }
@@ -240,6 +240,11 @@ def _output_distances(
             "detector may; give other batches, or metric="
         )
     return distances
+
+
+def _is_left_off(quantizer: Quantizer) -> bool:
+    """Whether calibration found no range and switched a quantizer off, as for inputs that are always zero."""
+    return quantizer.mode is Mode.OFF and quantizer.needs_calibration
 
 
 def _set(own: list[Quantizer], mode: Mode) -> None:

@@ -14,6 +14,7 @@ from fakequant.distributed import Together
 from fakequant.model.failures import input_named
 from fakequant.model.positions import Positions
 from fakequant.nn.operands import LayerWeight
+from fakequant.nn.quantizer import Mode
 from fakequant.ptq.call import Call
 from fakequant.ptq.finished import InputChoice
 from fakequant.ptq.kinds import blocks_of, makes_same_rows, rows_of, with_axis
@@ -140,7 +141,7 @@ class Collector:
         ]
         self._with_input |= {stage.name, *alike}
         own = layer.input_quantizer
-        if own is None or own.pinned or own.learned is not None:
+        if own is None or own.pinned or own.learned is not None or own.mode is Mode.OFF:
             return []
         return [self._layers[name] for name in alike]
 

@@ -86,7 +86,7 @@ class Effect:
         self._judges = all(processes.all(bool(batches.held)))
         judged = list(batches.held.values()) if self._judges else list(batches.fit.values())[:_MEASURED]
         self._where = f"on {len(judged)} {'batch' if len(judged) == 1 else 'batches'} that "
-        self._where += "chose nothing" if self._judges else "chose, too"
+        self._where += "chose nothing" if self._judges else "chose, too, and new data may lose more"
         why_not = None if recorded.outputs_repeat else NOT_REPEATED
         self._before, self._rows_before = math.nan, torch.zeros(0)
         if why_not is None:
@@ -137,7 +137,7 @@ class Effect:
         now = self._outputs.of(self._model)
         before, after = zip(*self._processes.all((self._before, now.mean)), strict=True)
         result.before, result.after = sum(before) / len(before), sum(after) / len(after)
-        result.judged, result.worst = self._where, now.shown_worst
+        result.judged, result.is_judged, result.worst = self._where, self._judges, now.shown_worst
         if not self._judges and result.after > _WORSE * result.before:
             warn_user(
                 f"{caller} made the error of the model's output larger, {result.before:.2e} -> {result.after:.2e}, "
@@ -156,9 +156,7 @@ def _helps(before: Tensor, after: Tensor, sure: float) -> bool:
     if before.shape != after.shape or not bool(after.isfinite().all()):
         return False
     changed = before != after
-    if not bool(changed.any()):
-        return True
-    if float(after.sum()) > float(before.sum()):
+    if not bool(changed.any()) or float(after.sum()) > float(before.sum()):
         return False
     floor = _FLOOR * float(before.mean())
     ratios = ((after[changed] + floor) / (before[changed] + floor)).log()

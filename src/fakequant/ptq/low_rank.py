@@ -138,6 +138,8 @@ def _split(name: str, weight: LayerWeight, sums: InputSums, rank: int) -> LayerR
     assert parameter is not None
     whole, problem = parameter.detach().clone(), Problem(parameter.detach(), sums)
     energy = problem.energy()
+    if not bool(sums.moments.any()) or not bool(whole.any()):
+        return LayerResult(name, note="its inputs or its weights are all zero")
     before = problem.loss(_nearest(whole, spec)) / energy
     factor = damped_factor(sums.moments[0], _DAMPING)
     branch, best, chosen = LowRank.of(weight.layer, rank), before, None

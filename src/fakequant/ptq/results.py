@@ -59,7 +59,8 @@ class Improvement:
             the mean share; None where it was not measured.
         after: the same with what was chosen.
         notes: what else was decided, as sentences.
-        judged: on what the error of the model's output was measured.
+        judged: on which batches the error of the model's output was measured, as text.
+        is_judged: whether these chose nothing.
         worst: of several outputs the one with the largest error, as text.
     """
 
@@ -68,6 +69,7 @@ class Improvement:
     after: float | None = None
     notes: list[str] = field(default_factory=list)
     judged: str = ""
+    is_judged: bool = False
     worst: str = ""
 
     @property
@@ -111,7 +113,7 @@ class Improvement:
         """The error of the model's output; "" where it was not measured."""
         if self.before is None or self.after is None:
             return ""
-        share = f", {self.left:.0%} is left" if self.before else ""
+        share = f", {self.left:.0%} is left" if self.before and self.is_judged else ""
         return f"error of the model's output {self.judged}: {self.before:.2e} -> {self.after:.2e}{share}"
 
     def take_back(self, names: Iterable[str]) -> None:
