@@ -1,10 +1,17 @@
 """What holds for every test: fixed seeds, and one thread per process (tests of threads ask for more themselves)."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.vision import import_torchvision
+
+# transformers and peft import it. Where that fails, as beside another torch, `importorskip` skips their tests silently.
+if find_spec("torchvision") is not None:
+    import_torchvision()
 
 # Scripts of users, scripts to run by hand, and the tests in triton's interpreter, which tests start as programs.
 collect_ignore = ["scripts", "hostile"]

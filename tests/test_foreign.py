@@ -84,6 +84,32 @@ def geometric() -> tuple[nn.Module, tuple[Any, ...], dict[str, str]]:
     return module.Linear(4, 6), (data(2, 3, 4),), {"weight": "int8 per_channel(0)"}
 
 
+SCALED = [
+    "transformers.models.bart.modeling_bart.BartScaledWordEmbedding",
+    "transformers.models.bigbird_pegasus.modeling_bigbird_pegasus.BigBirdPegasusScaledWordEmbedding",
+    "transformers.models.biogpt.modeling_biogpt.BioGptScaledWordEmbedding",
+    "transformers.models.blenderbot.modeling_blenderbot.BlenderbotScaledWordEmbedding",
+    "transformers.models.m2m_100.modeling_m2m_100.M2M100ScaledWordEmbedding",
+    "transformers.models.mbart.modeling_mbart.MBartScaledWordEmbedding",
+    "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeScaledWordEmbedding",
+    "transformers.models.pegasus_x.modeling_pegasus_x.PegasusXScaledWordEmbedding",
+    "transformers.models.plbart.modeling_plbart.PLBartScaledWordEmbedding",
+    "transformers.models.pp_formulanet.modeling_pp_formulanet.PPFormulaNetScaledWordEmbedding",
+    "transformers.models.seamless_m4t.modeling_seamless_m4t.SeamlessM4TScaledWordEmbedding",
+    "transformers.models.seamless_m4t_v2.modeling_seamless_m4t_v2.SeamlessM4Tv2ScaledWordEmbedding",
+    "transformers.models.trocr.modeling_trocr.TrOCRScaledWordEmbedding",
+    "transformers.models.xglm.modeling_xglm.XGLMScaledWordEmbedding",
+    "transformers.models.minicpm3.modeling_minicpm3.MiniCPM3ScaledWordEmbedding",
+    "transformers.models.diffusion_gemma.modeling_diffusion_gemma.DiffusionGemmaTextScaledWordEmbedding",
+    "transformers.models.embedding_gemma2.modeling_embedding_gemma2.EmbeddingGemma2TextScaledWordEmbedding",
+    "transformers.models.gemma.modeling_gemma.GemmaTextScaledWordEmbedding",
+    "transformers.models.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding",
+    "transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding",
+    "transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextScaledWordEmbedding",
+    "transformers.models.gemma4.modeling_gemma4.Gemma4TextScaledWordEmbedding",
+    "transformers.models.gemma4_unified.modeling_gemma4_unified.Gemma4UnifiedTextScaledWordEmbedding",
+    "transformers.models.vaultgemma.modeling_vaultgemma.VaultGemmaTextScaledWordEmbedding",
+]
 LLAMA4 = {"num_local_experts": 2, "intermediate_size": 3, "hidden_size": 4, "hidden_act": "silu"}
 OTHERS: dict[str, Callable[[str], tuple[nn.Module, tuple[Any, ...], dict[str, str]]]] = {
     **{
@@ -92,8 +118,7 @@ OTHERS: dict[str, Callable[[str], tuple[nn.Module, tuple[Any, ...], dict[str, st
             (torch.tensor([[1, 4], [0, 2]]),),
             {"weight": "int8 per_channel(0)"},
         )
-        for name in _named_layers
-        if name.endswith("ScaledWordEmbedding")
+        for name in SCALED
     },
     "transformers.models.falcon.modeling_falcon.FalconLinear": lambda name: (
         of_transformers(name, 4, 6),

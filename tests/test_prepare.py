@@ -368,7 +368,9 @@ def test_what_another_library_quantized_is_refused(make, held):
 
 def test_integers_that_are_no_codes_are_not_taken_for_some():
     model = nn.Sequential(nn.Linear(4, 4))
-    model.register_buffer("relative_position_index", torch.ones(4, 4, dtype=torch.int64))
-    model.register_buffer("order", torch.ones(4, 4, dtype=torch.int32))
+    model.register_buffer("logit_scale", torch.ones(1))  # scales beside integers make them codes, if the rest fits
+    model.register_buffer("relative_position_index", torch.ones(4, 4, dtype=torch.int32))  # no weight by its name
+    model.register_buffer("weight_index", torch.ones(4, 4, dtype=torch.int64))  # indices
     model[0].register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+    model[0].register_buffer("weight_order", torch.ones(4, 4, dtype=torch.int32))  # no scales beside it
     fq.prepare(model, "int8")

@@ -39,6 +39,9 @@ class Unreached:
             called = layers_called(model, run, nn.Module)
         leaves = [module for module in called if next(module.children(), None) is None]
         reached = reads.seen | {id(p) for module in leaves for p in module.parameters()}
+        hidden = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+        scripted = {id(parameter) for module in hidden for parameter in module.parameters()}
+        self._scripted = {name for name, parameter in model.named_parameters() if id(parameter) in scripted}
         self._shapes = {
             name: tuple(parameter.shape)
             for name, parameter in model.named_parameters()
@@ -50,6 +53,11 @@ class Unreached:
         name = next((name for name, shape in self._shapes.items() if width in shape), None)
         if name is None:
             return None
+        if name in self._scripted:
+            return (
+                f"{name} may belong to the same values, and torch.jit does not show whether a run reads it; change the "
+                "weights first, and script the module afterwards"
+            )
         return (
             f"this batch does not reach {name}, which may belong to the same values; give a batch that does, or remove "
             "it"
