@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fakequant.calibration import Calibrator
+from fakequant.calibration import DEFAULT_METHOD, Calibrator
 from fakequant.errors import ConfigError
 from fakequant.model.analysis import Metric
 from fakequant.model.batches import Forward
@@ -29,8 +29,9 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.improve import improve
-from fakequant.ptq.made_by import MadeBy, made_by, quantized_layers, requantize
-from fakequant.ptq.trial import CLEARLY, Advice, Change, Parts, Trial, Tried, keeps_error, makes_smaller
+from fakequant.ptq.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize
+from fakequant.ptq.method import keeps_enough, methods_of, static_inputs, weight_method_of
+from fakequant.ptq.trial import CLEARLY, Advice, Aim, Change, Parts, Trial, Tried
 from fakequant.restore import restore_after
 
 NO_SIGNAL = 0.5
@@ -41,7 +42,12 @@ LOST_LITTLE = 0.01
 """The share of the float model's metric below which little is lost; with a metric it decides, and not the error."""
 _LARGE, _WIDER = 1 / 3, 1.5
 """A layer may become smaller that has this share of all bytes of weights, and so many times the bits of the others."""
-_FOLD = "Fold"
+_NAMES = {
+    "float_model": "the model before prepare",
+    "config": "what prepare got",
+    "example": "one input of the model, or a tuple or dict of inputs",
+}
+"""What the names in code are that the user has."""
 _MUCH = 0.5
 """The share of the error below which what takes longer is not tried any more."""
 _WORST = 2
@@ -79,9 +85,12 @@ def advise(model: nn.Module, parts: Parts, run: Forward, known: Known = USUAL) -
 
     Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
     the methods of calibration and presets of the same bits; where the error is not halved by then, `improve` by "fast"
-    and the worst layers in float. One calibration serves all methods. Each change costs one run of the batches that
-    judge, at most four; each preset one more of those that make it, at most four, and `improve` what it takes for
-    these. There are at most ten changes, however many layers there are.
+    and the worst layers in float; where nothing helps, batch normalisations that engines fold. Each is compared with
+    the model calibrated, by its own method, on the batches that make the changes, so that the data are the same. One
+    calibration serves all methods. Each change costs one run of the batches that judge, at most four; each preset one
+    more of those that make it, at most four, and `improve` what it takes for these. A change that lowers the error is
+    made again with the two parts exchanged, and helps if it does so there, too. With the presets of the package there
+    are at most eleven changes, however many layers there are.
 
     Args:
         model: calibrated.
@@ -104,19 +113,26 @@ def advise(model: nn.Module, parts: Parts, run: Forward, known: Known = USUAL) -
     has_signal = trial.error < NO_SIGNAL
     little = trial.error < LITTLE if known.lost is None else known.lost <= LOST_LITTLE
     tried, best = list[Tried](), None
-    stages = [changes.of_size] if has_signal or little else []
-    stages += [] if little else [changes.of_ranges, changes.of_layers]
-    for stage in stages:
-        for change in stage():
-            tried.append(trial.of(change))
-            if tried[-1].helps and (best is None or tried[-1].after < CLEARLY * tried[best].after):
-                best = len(tried) - 1  # a later one costs more, so that it must be clearly better
-        if best is not None and (stage == changes.of_size or tried[best].after < _MUCH * trial.error):
-            break
+    if changes.method is not None and not little:
+        trial.take_ranges_by(changes.take_ranges)
+    if has_signal or little:
+        best = _best_of(trial, changes.of_size(), tried)
+    if best is None and not little:
+        best = _best_of(trial, changes.of_ranges(), tried)
+        if best is None or tried[best].after >= _MUCH * trial.error:
+            best = _best_of(trial, changes.of_layers(), tried, best)
     if best is None:
-        tried += map(trial.of, changes.of_fusions())
-        best = len(tried) - 1 if tried and tried[-1].what.startswith(_FOLD) and tried[-1].helps else None
-    return Advice(trial.error, trial.bytes, str(parts), little, tried, best, known.score)
+        best = _best_of(trial, changes.of_fusions(), tried)
+    return Advice(trial.error, trial.bytes, str(parts), little, tried, best, trial.score)
+
+
+def _best_of(trial: Trial, changes: Iterable[Change], tried: list[Tried], best: int | None = None) -> int | None:
+    """Try changes; the number of the best, which is clearly better than an earlier one, as later ones cost more."""
+    for change in changes:
+        tried.append(trial.of(change))
+        if tried[-1].helps and (best is None or tried[-1].after < CLEARLY * tried[best].after):
+            best = len(tried) - 1
+    return best
 
 
 @dataclass
@@ -129,12 +145,27 @@ class _Changes:
     made_by: MadeBy | None = field(init=False)
     fresh: bool = field(init=False)
     """Whether the model is what `prepare` and `calibrate` made, so that other calls of these make it anew."""
+    method: str | None = field(init=False)
+    """By which `calibrate` found the ranges of the inputs; None where there are none, or it is not known."""
+    has_example: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.made_by = made_by(self.model)
+        self.has_example = has_sites(self.model)
         learned = any(one.learned is not None for one in quantizers(self.model).values())
         chosen = self.known.improved or any(map(holds_codes, quantized_weights(self.model).values()))
-        self.fresh = not (learned or chosen)
+        self._inputs = {} if learned else static_inputs(self.model)
+        self._methods = methods_of(self._inputs.values()) if self._inputs else []
+        self.method = next(iter(self._methods), None)
+        weights = None if learned or chosen else weight_method_of(self.model)
+        self.fresh, self._weights = weights is not None, weights or "max"
+        self._seen = dict[int, dict[str, Calibrator]]()  # by the list of batches
+
+    def take_ranges(self, batches: list[Any], method: str | None = None) -> None:
+        """Give the inputs the ranges that a method finds for batches, by default the one that made the model."""
+        if (key := id(batches)) not in self._seen:
+            self._seen[key] = self._collected(batches)
+        recalibrate(self.model, self._seen[key], method or self.method or DEFAULT_METHOD)
 
     def of_ranges(self) -> Iterator[Change]:
         """Those that change ranges of inputs alone: they cost no bytes, and little time."""
@@ -142,25 +173,19 @@ class _Changes:
         yield from self.of_presets()
 
     def of_methods(self) -> Iterator[Change]:
-        """Other methods of calibration for inputs."""
-        held = [one for one in quantizers(self.model).values() if one.kind is Kind.INPUT and not one.dynamic]
-        if not held or any(one.learned is not None for one in held):
+        """Other methods of calibration for inputs than the one that the model has."""
+        if self._inputs and self.method is None:
+            yield Change("Calibrate the inputs by another method", "", _refuse_unknown)
             return
-        kept = all(one.collected is not None or one.mode is Mode.OFF for one in held)
-        seen = dict[str, Calibrator]()
-
-        def make(method: str, batches: list[Any]) -> None:
-            if not seen:
-                seen.update(self._collected(batches))
-            recalibrate(self.model, seen, method)
-
-        for method in METHODS:
-            call = "recalibrate(model" if kept else f"calibrate(model, batches{self.known.arguments}"
-            yield Change(
-                f"Calibrate the inputs by {method!r}",
-                f"used = fq.{call}, method={method!r})".replace("'", '"'),
-                lambda batches, method=method: make(method, batches),
-            )
+        for method in METHODS if self._inputs else ():
+            if method not in self._methods:
+                anew = f', method="{method}"'
+                kept = all(keeps_enough(one, method) for one in self._inputs.values())
+                yield Change(
+                    f"Calibrate the inputs by {method!r}",
+                    f"used = fq.recalibrate(model{anew})" if kept else self._calibrated(anew),
+                    partial(self.take_ranges, method=method),
+                )
 
     def of_presets(self) -> Iterator[Change]:
         """Presets with as many bits, and other ranges of inputs."""
@@ -171,10 +196,11 @@ class _Changes:
                 requantize(self.model, preset)
                 self._calibrate(batches)
 
-            assert own is not None
             dynamic = any(rule.input is not None and rule.input.dynamic for rule in preset.rules)
+            if own is None or not (dynamic or self.method or not self._inputs):
+                continue
             what = f"Take the preset {preset.name.lower()}{', which takes ranges at run time' if dynamic else ''}"
-            yield Change(what, self._anew(own.code(preset)), make)
+            yield Change(what, self._anew(own.code(preset), dynamic=dynamic), make)
 
     def of_fusions(self) -> Iterator[Change]:
         """Batch normalisations in the quantized layers before them, where engines put them."""
@@ -187,17 +213,18 @@ class _Changes:
         layers = quantized_layers(self.model)
         found = replace(found, fused={norm: layer for norm, layer in found.fused.items() if layer in layers})
 
-        def make(batches: list[Any]) -> None:
+        def make(_: list[Any]) -> None:
             fuse_found(self.model, found)
-            self._calibrate(batches)
+            for layer in {self.model.get_submodule(path) for path in found.fused.values()}:
+                for one in layer.children():
+                    if isinstance(one, Quantizer) and one.kind is Kind.WEIGHT:
+                        one.reset()  # the range follows the weight
 
         if found.fused and self.fresh and self.made_by is not None:
-            code = self.made_by.code().replace("float_model", "fq.fuse_batch_norm(float_model, example)")
+            code = self.made_by.code(model="fq.fuse_batch_norm(float_model, example)")
             count = len(found.fused)
-            what = (
-                f"{_FOLD} {count} batch normalisation{'s' if count > 1 else ''} into the layers before, as engines do"
-            )
-            yield Change(what, self._anew(code), make, keeps_error)
+            what = f"Fold {count} batch normalisation{'s' if count > 1 else ''} into the layers before, as engines do"
+            yield Change(what, self._anew(code), make, Aim.ENGINE)
 
     def of_layers(self) -> Iterator[Change]:
         """Weights chosen by the error of their layers; then the worst layers in float, but none with most weights."""
@@ -212,7 +239,8 @@ class _Changes:
         layers, total = quantized_layers(self.model), sum(p.numel() for p in self.model.parameters())
         for path in [path for path in self.known.worst if path in layers][:_WORST]:
             if 2 * sum(p.numel() for p in layers[path].parameters()) < total:  # else it is the model that is in float
-                call = f'model = fq.prepare(float_model, config, skip=["{path}"])  # and what config left in float'
+                example = ", example" if self.has_example else ""
+                call = f'model = fq.prepare(float_model, config{example}, skip=["{path}"])  # and what was in skip'
                 code = self.made_by.code(skip=(path,)) if self.made_by else call
                 held = [one for one in layers[path].modules() if isinstance(one, Quantizer)]
                 yield Change(f"Leave {path} in float", self._anew(code), lambda _, held=held: _set_off(held))
@@ -238,7 +266,7 @@ class _Changes:
                 f"Give {largest}, which has {size / bits:.0%} of the bytes of all layers, the weights {weight}",
                 self._anew(f"model = fq.prepare(float_model, {config}{f', skip={left}' if left else ''})"),
                 partial(self._narrow, largest, Rule(largest, weight=weight)),
-                makes_smaller,
+                Aim.SIZE,
             )
 
     def _narrow(self, path: str, rule: Rule, _: list[Any]) -> None:
@@ -251,19 +279,38 @@ class _Changes:
         for name, one in quantizers_of(type(layer), layer, configs, path).items():
             setattr(layer, name, one)
 
-    def _anew(self, code: str) -> str:
-        return f"{code}\nused = fq.calibrate(model, batches{self.known.arguments})"
+    def _anew(self, code: str, *, dynamic: bool = False) -> str:
+        """Code that makes the model anew, and says what its names are."""
+        said = "; ".join(f"{name}: {what}" for name, what in _NAMES.items() if name in code)
+        method = "" if dynamic or self.method in (None, DEFAULT_METHOD) else f', method="{self.method}"'
+        unknown = self._inputs and self.method is None and not dynamic
+        own = "  # with the method that the model was calibrated by" if unknown else ""
+        return f"# {said}\n{code}\n{self._calibrated(method)}{own}"
 
-    def _calibrate(self, batches: list[Any]) -> dict[str, Calibrator]:
-        return calibrate(self.model, batches, forward=self.run, progress=False, unseen="float")
+    def _calibrated(self, method: str) -> str:
+        weights = "" if self._weights == "max" else f', weight_method="{self._weights}"'
+        return f"used = fq.calibrate(model, batches{self.known.arguments}{method}{weights})"
+
+    def _calibrate(self, batches: list[Any], method: str | None = None) -> dict[str, Calibrator]:
+        how: dict[str, Any] = {"forward": self.run, "progress": False, "unseen": "float"}
+        return calibrate(
+            self.model, batches, method or self.method or DEFAULT_METHOD, weight_method=self._weights, **how
+        )
 
     def _collected(self, batches: list[Any]) -> dict[str, Calibrator]:
         """What a calibration on batches collects of the inputs; the ranges stay."""
         found = quantizers(self.model)
         owners = [self.model.get_submodule(layer_of(name)) for name in found]
         with restore_after(ranges_of(found.values(), owners)):
-            used = self._calibrate(batches)
+            used = self._calibrate(batches, DEFAULT_METHOD)  # which collects enough for all
         return {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
+
+
+def _refuse_unknown(_: list[Any]) -> None:
+    raise ConfigError(
+        "not tried: the ranges are not those of one method, by what the model keeps of its calibration, so that "
+        "methods cannot be compared; call fq.calibrate(model, batches, method), and report again"
+    )
 
 
 def _set_off(held: Sequence[Quantizer]) -> None:

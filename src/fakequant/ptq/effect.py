@@ -17,6 +17,7 @@ from fakequant.model.modes import disabled
 from fakequant.model.outputs import OutputDistance
 from fakequant.model.positions import Positions
 from fakequant.ptq.results import Improvement
+from fakequant.ptq.rows import SURE, SURE_OF_PART, helps
 from fakequant.ptq.stream import NOT_REPEATED, Record
 from fakequant.restore import Restore, state_of
 
@@ -26,11 +27,6 @@ _MEASURED = 4
 """Batches on which the error of the output is measured where those that choose are all that there are."""
 _WORSE = 1.01
 """How much larger the error may become on these without a warning."""
-_SURE, _SURE_OF_PART = 1.0, 2.0
-"""How many standard errors of the mean log ratio of rows a gain must be: of all changes, and of one of many parts. Of
-24 small networks with 24 rows, 14 lost on new rows without a judge, and 1 with these."""
-_FLOOR = 0.1
-"""Rows of less error than this share of the mean count as that much: a ratio of two small errors is chance."""
 _GROUPS = 16
 """Parts of the layers, in order, that are judged each where all together do not help."""
 
@@ -110,7 +106,7 @@ class Effect:
         Returns:
             The modules that are as they were before.
         """
-        if self._why_not or not self._judges or _helps(self._rows_before, self._rows(), _SURE):
+        if self._why_not or not self._judges or helps(self._rows_before, self._rows(), SURE):
             return set()
         redo = {module: state_of([module]) for module in changed}
         for undo in changed.values():
@@ -121,7 +117,7 @@ class Effect:
             group = modules[start : start + size]
             for module in group:
                 redo[module]()
-            if _helps(best, now := self._rows(), _SURE_OF_PART):
+            if helps(best, now := self._rows(), SURE_OF_PART):
                 best = now
                 continue
             undone |= set(group)
@@ -149,16 +145,3 @@ class Effect:
     def _rows(self) -> Tensor:
         """The error of each row of the outputs, over all processes."""
         return torch.cat(self._processes.all(self._outputs.by_row(self._model)))
-
-
-def _helps(before: Tensor, after: Tensor, sure: float) -> bool:
-    """Whether the error of rows falls, in sum and by the mean of their ratios more than chance explains."""
-    if before.shape != after.shape or not bool(after.isfinite().all()):
-        return False
-    changed = before != after
-    if not bool(changed.any()) or float(after.sum()) > float(before.sum()):
-        return False
-    floor = _FLOOR * float(before.mean())
-    ratios = ((after[changed] + floor) / (before[changed] + floor)).log()
-    chance = float(ratios.std()) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
-    return float(ratios.mean()) < -sure * chance

@@ -25,25 +25,22 @@ class MadeBy:
     @property
     def relatives(self) -> list[Config]:
         """The presets that quantize weights alike, and inputs by as many bits in another way."""
-        own, found = _general(self.preset), []
+        own = self.preset.layer_rules[0]
+        if own.input is None:
+            return []
+        found, bits = [], own.input.spec.format.bits
         for preset in presets().values():
-            rule = _general(preset)
-            if None in (own.input, rule.input) or rule.weight != own.weight or rule.input == own.input:
+            rule = preset.layer_rules[0]
+            if rule.input is None or rule.weight != own.weight or rule.input == own.input:
                 continue
-            assert own.input is not None
-            assert rule.input is not None
-            if rule.input.spec.format.bits == own.input.spec.format.bits:
+            if rule.input.spec.format.bits == bits:
                 found.append(preset)
         return found
 
-    def code(self, preset: Config | None = None, skip: tuple[str, ...] = ()) -> str:
-        """The call of `prepare`, by this preset or another, with more layers in float."""
+    def code(self, preset: Config | None = None, skip: tuple[str, ...] = (), model: str = "float_model") -> str:
+        """The call of `prepare` for a model, by this preset or another, with more layers in float."""
         name, left = (preset or self.preset).name.lower(), [*self.skip, *skip]
-        return f'model = fq.prepare(float_model, "{name}"{f", skip={left}" if left else ""})'
-
-
-def _general(preset: Config) -> Rule:
-    return preset.layer_rules[0]
+        return f'model = fq.prepare({model}, "{name}"{f", skip={left}" if left else ""})'
 
 
 def made_by(model: nn.Module) -> MadeBy | None:
@@ -53,7 +50,7 @@ def made_by(model: nn.Module) -> MadeBy | None:
     >>> found.preset.name, found.skip, [preset.name for preset in found.relatives]
     ('INT8', ('1',), ['INT8_AFFINE', 'INT8_PER_TOKEN'])
     """
-    if any(name.rpartition(".")[2] == SITES for name, _ in model.named_modules()):
+    if has_sites(model):
         return None
     held = {layer: _held(layer) for layer in quantized_layers(model).values()}
     floats = {path: layer for path, layer in model.named_modules() if quantized_class(layer) is not None}
@@ -61,6 +58,11 @@ def made_by(model: nn.Module) -> MadeBy | None:
         if all(configs_of(type(layer), layer, rule_of(preset, layer)) == own for layer, own in held.items()):
             return MadeBy(preset, tuple(p for p, layer in floats.items() if not rule_of(preset, layer).leaves_in_float))
     return None
+
+
+def has_sites(model: nn.Module) -> bool:
+    """Whether functions are quantized, which `prepare` finds by an example."""
+    return any(name.rpartition(".")[2] == SITES for name, _ in model.named_modules())
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:

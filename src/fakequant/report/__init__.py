@@ -3,6 +3,7 @@
 The package can be called: `fakequant.report(model, batches, path)` is `of_model.report`, whose name it shares.
 """
 
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -71,6 +72,8 @@ __all__ = [
 
 class _Callable(ModuleType):
     """A module that is called as its function `report`: import binds `fakequant.report` to the module."""
+
+    __signature__ = inspect.signature(report)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return report(*args, **kwargs)

@@ -50,9 +50,11 @@ def report(  # noqa: PLR0913  all but the first four by name
     the first batch as give 65,536 values of the output, if the batch can be cut. The page says how many.
 
     What the page advises next was tried: changed by every second of the first eight batches, and judged by the error of
-    the output on the others, of a single batch on that one. It is said with the figures before and after, and only
-    where it helps; see `fakequant.ptq.advice.advise`. Where little is lost that takes a run or two of these batches,
-    else about a dozen, and where ranges and presets do not halve the error the time of `improve(..., "fast")`.
+    the output on the others, of a single batch on that one. What lowers the error there must do so with the two parts
+    exchanged. It is compared with the model calibrated by its own method on the same batches, and is said with the
+    figures before and after, only where it helps; see `fakequant.ptq.advice.advise`. Where little is lost that takes a
+    run or two of these batches, else about two dozen, and where ranges and presets do not halve the error once or twice
+    the time of `improve(..., "fast")`.
 
     Args:
         model: a calibrated model.

@@ -26,7 +26,7 @@ def _tried(data: ReportData) -> str:
     if advice is None or not advice.tried:
         return ""
     header = ("what was tried", "error of the output", "bytes of weights", "")
-    rows = [("as it is", f"{advice.error:.2e}", f"{advice.bytes:,}", "")]
+    rows = [("before each change", f"{advice.error:.2e}", f"{advice.bytes:,}", "")]
     for number, one in enumerate(advice.tried):
         error, size = ("", "") if one.failed else (f"{one.after:.2e}", f"{one.bytes:,}")
         rows.append((one.what, error, size, one.failed or ("best" if number == advice.best else "")))
