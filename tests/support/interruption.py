@@ -122,7 +122,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 def lines_of(case: Case) -> list[tuple[str, int]]:
     """The lines of the package that an uninterrupted call passes."""
-    model, lines = copy.deepcopy(_made(case)), Lines()
+    model, lines = copy.deepcopy(case.make()), Lines()
     case.call(copy.deepcopy(model))  # the first call fills caches
     with lines.watched():
         case.call(model)
@@ -141,16 +141,9 @@ def moments(passed: list[tuple[str, int]], each: int, seed: int = 0) -> list[int
     return sorted(chosen)
 
 
-def _made(case: Case) -> nn.Module:
-    """A case's model, whose state was asked for once: that gives quantizers their class where peft is imported."""
-    model = case.make()
-    model.state_dict()
-    return model
-
-
 def failures(case: Case, stops: list[int]) -> list[str]:
     """What is wrong after an interrupt at each moment: nothing if the model is unchanged, or changed completely."""
-    made = _made(case)
+    made = case.make()
     wanted = _wanted(case, made)
     found = []
     for stop in stops:
@@ -167,7 +160,7 @@ def failures(case: Case, stops: list[int]) -> list[str]:
 
 def failures_by_signals(case: Case, count: int, seed: int = 0) -> tuple[int, list[str]]:
     """How many of so many signals at random times interrupted the function, and what is wrong after them."""
-    made, chance = _made(case), random.Random(seed)
+    made, chance = case.make(), random.Random(seed)
     wanted = _wanted(case, made)
     model = copy.deepcopy(made)
     start = time.perf_counter()

@@ -96,6 +96,7 @@ class Quantizer(QuantizerPart):
         self.fitted_to = self.seen = self.follows = None
         self.register_buffer("scale", None)
         self.register_buffer("zero_point", None)
+        join_adapters(self)
 
     @property
     def learned(self) -> LearnedRange | None:
