@@ -18,7 +18,7 @@ from fakequant.model.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.advice import Known, advise
 from fakequant.ptq.made_by import made_by
-from fakequant.ptq.trial import Advice, Aim, Change, Parts, Trial
+from fakequant.ptq.trial import Advice, Aim, Change, Halves, Trial
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -167,8 +167,8 @@ def test_where_the_metric_lost_nothing_the_error_is_not_touched(tmp_path: Path) 
 def test_a_change_that_costs_the_metric_is_not_advised() -> None:
     model, batches = encoder()
     plain = Change("halve", "", lambda _: fq.recalibrate(model, method="max"), Aim.ENGINE)
-    assert Trial(model, Parts(batches), run, lambda _: 1.0, 1.0).of(plain).helps
-    worse = Trial(model, Parts(batches), run, lambda _: 0.9, 1.0).of(plain)
+    assert Trial(model, Halves(batches), run, lambda _: 1.0, 1.0).of(plain).helps
+    worse = Trial(model, Halves(batches), run, lambda _: 0.9, 1.0).of(plain)
     assert (worse.helps, worse.metric) == (False, 0.9)
 
 
@@ -186,7 +186,7 @@ def test_the_model_is_as_it_was(preset: str, tmp_path: Path) -> None:
     held = [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
     values = {name: value.clone() for name, value in model.state_dict().items()}
     before, random = model(batches[0]), torch.random.get_rng_state()
-    assert advise(model, Parts(batches), run).tried
+    assert advise(model, Halves(batches), run).tried
     assert torch.equal(torch.random.get_rng_state(), random)
     assert held == [(name, type(m), m.training, set(vars(m))) for name, m in model.named_modules()]
     assert values.keys() == model.state_dict().keys()
@@ -203,7 +203,7 @@ def test_the_number_of_runs_does_not_grow_with_the_layers() -> None:
         worst = [found.layer for found in fq.sensitivity(model, batches[:1], progress=False)]
         calls = []
         model[0].register_forward_pre_hook(lambda *_: calls.append(1))
-        assert len(advise(model, Parts(batches), run, Known(worst=worst)).tried) == 6
+        assert len(advise(model, Halves(batches), run, Known(worst=worst)).tried) == 6
         return len(calls)
 
     assert runs(3) == runs(9) < 60
@@ -215,7 +215,7 @@ def test_what_fails_is_a_row_with_the_reason() -> None:
     def fail(_: list[Any]) -> None:
         fq.recalibrate(model, method="nothing")
 
-    found = Trial(model, Parts(batches), run).of(Change("try", "", fail))
+    found = Trial(model, Halves(batches), run).of(Change("try", "", fail))
     assert not found.helps
     assert "unknown calibrator 'nothing'" in found.failed
 
@@ -223,7 +223,7 @@ def test_what_fails_is_a_row_with_the_reason() -> None:
 def test_weights_that_were_chosen_are_not_thrown_away() -> None:
     model, batches = encoder()
     fq.ptq.improve(model, batches, "fast", progress=False)
-    assert {one.what for one in advise(model, Parts(batches), run).tried} == {
+    assert {one.what for one in advise(model, Halves(batches), run).tried} == {
         f"Calibrate the inputs by '{name}'" for name in ("max", "percentile", "entropy")
     }
 
@@ -241,7 +241,7 @@ def test_own_rules_are_of_no_preset() -> None:
     model = fq.prepare(deep(4), rules)
     assert made_by(model) is None
     fq.calibrate(model, [rows(0)], progress=False)
-    tried = advise(model, Parts([rows(0), rows(1)]), run, Known(worst=["1.0"])).tried
+    tried = advise(model, Halves([rows(0), rows(1)]), run, Known(worst=["1.0"])).tried
     assert 'config, skip=["1.0"])' in tried[-1].code
 
 
@@ -273,7 +273,7 @@ def test_batch_normalisations_after_layers_in_float_stay() -> None:
     torch.manual_seed(0)
     model = fq.prepare(nn.Sequential(Normed(), nn.Flatten(), nn.Linear(288, 4)).eval(), "int8", skip=["0.conv"])
     fq.calibrate(model, [images(0)], progress=False)
-    advice = advise(model, Parts([images(0), images(1)]), run)
+    advice = advise(model, Halves([images(0), images(1)]), run)
     assert advice is not None
     assert not any("normalisation" in one.what for one in advice.tried)
 
@@ -302,7 +302,7 @@ class Own(nn.Linear):
 
 
 def tried_on(model: nn.Module, batches: list[Tensor], *worst: str) -> Advice:
-    advice = advise(model, Parts(batches), run, Known(worst=worst))
+    advice = advise(model, Halves(batches), run, Known(worst=worst))
     assert advice is not None
     return advice
 
@@ -371,7 +371,7 @@ def test_folded_batch_normalisations_have_the_error_of_the_model(count: int) -> 
     nn.init.uniform_(exact.norm.weight, 0.5, 2.0)
     model = fq.prepare(exact, "int8")
     fq.calibrate(model, batches, "max", progress=False)
-    advice = advise(model, Parts(batches), run, Known(lost=0.0))
+    advice = advise(model, Halves(batches), run, Known(lost=0.0))
     assert advice is not None
     (fold,) = [one for one in advice.tried if one.what.startswith("Fold")]
     assert fold.code.splitlines()[-1] == 'used = fq.calibrate(model, batches, method="max")'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import fakequant as fq
+from fakequant.model.modes import evaluating, not_compiled
 from tests.support.bits import assert_same_bits
 
 BATCHES = [sign * torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).abs() for sign in (1, -1, 1)]
@@ -203,3 +205,41 @@ def test_flex_attention_of_a_model_itself(biased: bool, masked: bool, tmp_path: 
     with pytest.raises(fq.FakeQuantError, match="flex_attention has no form there; let the model"):
         fq.export_onnx(model, x, tmp_path / "model.onnx")
     assert not torch._C._are_functorch_transforms_active()
+
+
+def stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
+def test_contexts_that_end_in_any_order_leave_the_stance_of_the_compiler() -> None:
+    """As those of several threads, and that of a call which an interrupt ended after its caller's."""
+    for before in ("default", "eager_on_recompile"):
+        torch.compiler.set_stance(before)
+        try:
+            one, other, third = not_compiled(), not_compiled(), not_compiled()
+            one.__enter__()
+            other.__enter__()
+            one.__exit__(None, None, None)
+            assert stance() == "force_eager"
+            third.__enter__()
+            other.__exit__(None, None, None)
+            assert stance() == "force_eager"
+            third.__exit__(None, None, None)
+            assert stance() == before
+        finally:
+            torch.compiler.set_stance("default")
+
+
+def test_threads_leave_the_stance_of_the_compiler() -> None:
+    model, x = fq.prepare(nn.Sequential(nn.Linear(4, 4)), "int8"), torch.randn(8, 4)
+
+    def work(_: int) -> None:
+        for _ in range(20):
+            with evaluating(model):
+                model[0].weight.sum()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    assert stance() == "default"
+    fq.calibrate(model, [x], progress=False)
+    assert stance() == "default"

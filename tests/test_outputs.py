@@ -188,3 +188,29 @@ def test_outputs_that_come_or_go_are_infinitely_far() -> None:
 def test_keys_that_print_alike_stay_apart() -> None:
     found = named_tensors({1: torch.ones(1), "1": torch.zeros(1), "x": {"y": [torch.ones(2), torch.arange(2)]}})
     assert [shown_place(place) for place in found] == ["[1]", "1", "x.y[0]"]
+
+
+@pytest.mark.parametrize(
+    "outputs", [lambda y: y.cfloat(), lambda y: torch.fft.rfft(y), lambda y: torch.fft.fft(y).conj()]
+)
+def test_a_complex_output_has_an_error(outputs: Any) -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.own = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return outputs(self.own(x))
+
+    batches = [torch.randn(64, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    model, exact = fq.prepare(Spectrum(), "int8"), Spectrum()
+    fq.calibrate(model, batches, progress=False)
+    with torch.no_grad():
+        y, found = exact(batches[1]), model(batches[1])
+        share = float((y - found).abs().double().square().sum() / y.abs().double().square().sum())
+    assert OutputDistance(exact, batches[1:2], lambda model, batch: model(batch)).of(model).mean == pytest.approx(
+        share, rel=1e-5
+    )
+    assert 20 < fq.sensitivity(model, batches, progress=False)[0].value < 80
+    assert fq.ptq.improve(model, batches, "fast", progress=False).before == pytest.approx(share, rel=1e-5)

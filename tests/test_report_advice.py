@@ -92,6 +92,13 @@ def test_the_next_step_follows_from_what_was_tried(values: dict, said: str) -> N
     assert with_advice(ReportData("x", **values)).next.startswith(said)
 
 
+def test_the_page_says_why_a_change_is_not_advised() -> None:
+    lucky = replace(NOTHING, tried=[*NOTHING.tried, Tried("Do it by luck", "", 0.2, 1000, by_chance=True)])
+    words = Page(render(with_advice(ReportData("x", layers=SOME, advice=lucky)))).words
+    assert "Do it by luck 2.00e-01 1,000 by chance: not on other batches" in words
+    assert "Do that ConfigError: why" in words
+
+
 @pytest.mark.parametrize(("ratio", "said"), [(math.inf, True), (40.0, False)])
 def test_a_weight_on_its_codes_is_not_taken_for_free(ratio: float, said: bool) -> None:
     words = Page(render(ReportData("x", layers=[replace(GOOD, weight_sqnr=ratio)]))).words

@@ -89,7 +89,6 @@ class Breaking(nn.Module):
 
 def test_a_graph_break_within_an_owner_is_refused() -> None:
     torch.compiler.reset()
-    torch.compiler.set_stance("default")  # whatever tests before it left
     x = torch.randn(2, 4)
     model = fq.prepare(Breaking(), fq.Config("some", (fq.Rule("*", input="int8", ops=("add", "mul")),)), example=x)
     fq.calibrate(model, [x], progress=False)

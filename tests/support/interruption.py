@@ -90,7 +90,10 @@ def state(model: nn.Module, *, identities: bool = True, values: bool = True) -> 
 
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        found[name] = (type(module), of(dict(vars(module))))
+        own = dict(vars(module))
+        if not identities and isinstance(own.get("seen"), tuple):  # version, address, first bytes
+            own["seen"] = own["seen"][0], own["seen"][2]
+        found[name] = (type(module), of(own))
     # Not whether gradients are on: the first line of `torch.no_grad().__exit__` is a window of torch's own.
     found["the process"] = (
         len(torch_optimizer._global_optimizer_post_hooks),
@@ -98,6 +101,7 @@ def state(model: nn.Module, *, identities: bool = True, values: bool = True) -> 
         len(torch_module._global_forward_pre_hooks),
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
+        torch._dynamo.eval_frame._stance,
         [logging.getLogger(log).level for log in ("torch.export", "torch.onnx", "onnxscript")],
     )
     return found

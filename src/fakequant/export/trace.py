@@ -137,7 +137,7 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
             except ExportError as error:
                 refused.append(f"{_path(node) or 'the model'}: {error}")
     if refused:
-        raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(refused))
+        raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(dict.fromkeys(refused)))
     return quantizers
 
 

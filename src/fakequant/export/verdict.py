@@ -185,8 +185,7 @@ class VerifyReport:
     def as_deployed(self) -> bool | None:
         """Whether no output loses more in ONNX Runtime's default session than quantization itself costs.
 
-        None where this session is not how the file is deployed (the styles "standard" and "trt"), or no output is a
-        float.
+        None for the styles "standard" and "trt", which other engines run, and where no output is a float.
         """
         if self.style != "portable":
             return None

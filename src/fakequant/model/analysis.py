@@ -155,7 +155,7 @@ def sensitivity(
         batches, inputs, forward: as for `calibrate`, passed over once. May be empty with a metric, which does not see
             them.
         metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
-            of the model's outputs, against those of the float model. Several outputs have the same weight.
+            of the model's outputs, against the float model's. All outputs count alike.
 
     Returns:
         A list that prints as a table: for every quantized layer the metric with only that layer quantized (`value`),

@@ -25,11 +25,11 @@ on the four trained models of `benchmarks.accuracy.methods` the mean error is 1.
 the best; with 0.95 here it was 1.021 and 1.050."""
 
 _EVERY, _AT_MOST = 4, 8
-"""The second of every four batches is held back, up to eight: they stay in memory."""
+"""The second of every four batches is held back by default, up to eight: they stay in memory."""
 
 
 class HeldBack:
-    """Batches for calibration, some of which are held back to choose by.
+    """Batches for calibration, of which the second of `every` few is held back to choose by.
 
     Attributes:
         held: the batches held back; of a single batch that batch itself.
@@ -39,8 +39,8 @@ class HeldBack:
     ([0, 2, 3, 4, 6], [1, 5])
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterable[Any], every: int = _EVERY) -> None:
+        self._batches, self._every = batches, every
         self.held: list[Any] = []
         self.count = 0
         """The number of all batches."""
@@ -51,7 +51,7 @@ class HeldBack:
             self.count = number + 1
             if number == 0:
                 only = [batch]
-            if number % _EVERY == 1 and len(self.held) < _AT_MOST:
+            if number % self._every == 1 and len(self.held) < _AT_MOST:
                 self.held.append(batch)
             else:
                 yield batch

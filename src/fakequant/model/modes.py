@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -45,14 +46,33 @@ def off(found: Collection[Quantizer]) -> Iterator[None]:
         yield
 
 
+_EAGER: dict[object, Any] = {}
+"""By each running `not_compiled`, torch's stance before the first of them: it is one for all threads."""
+_EAGER_LOCK = RLock()  # one that an interrupted thread may take again
+
+
 @contextmanager
 def not_compiled() -> Iterator[None]:
     """A context in which models run as written.
 
     A compiled graph calls no new hooks, and `torch.cond`, loops, `torch.map` and `flex_attention`, which compile what
     they call, fail with hooks and calibrators. Torch's compiler is imported here (2 s), because they import it later.
+    Contexts of several threads may overlap, and an interrupt may end an inner one after an outer one.
     """
-    with torch.compiler.set_stance("force_eager"):
+    from torch._dynamo import eval_frame
+
+    def restore() -> None:
+        with _EAGER_LOCK:
+            before = _EAGER.get(this)
+            if before is not None and len(_EAGER) == 1:
+                eval_frame._set_stance(before)
+            _EAGER.pop(this, None)
+
+    this = object()
+    with restore_after(restore):
+        with _EAGER_LOCK:
+            _EAGER[this] = next(iter(_EAGER.values()), eval_frame._stance)
+            torch.compiler.set_stance("force_eager")
         yield
 
 

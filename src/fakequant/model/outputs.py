@@ -22,10 +22,13 @@ Place = tuple[Any, ...]
 def named_tensors(output: Any, place: Place = ()) -> dict[Place, Tensor]:
     """All float tensors in a model's output by their place: in tuples, lists, mappings and dataclasses, however nested.
 
+    Of a complex tensor, both parts along a last axis.
+
     >>> named_tensors({"logits": torch.ones(1), "ids": torch.arange(2)})
     {('logits',): tensor([1.])}
     """
     if isinstance(output, Tensor):
+        output = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
         return {place: output} if output.is_floating_point() else {}
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(output, Mapping):

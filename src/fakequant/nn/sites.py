@@ -248,9 +248,7 @@ class SiteMode(TorchFunctionMode):
         return self
 
     def __exit__(self, *_: object) -> None:
-        _unchecked(
-            stack_without(self)
-        )  # torch's own takes off what is on top, also where an interrupt came after `pause`
+        _unchecked(stack_without(self))  # torch's own takes off the top, also where an interrupt came after `pause`
 
     def finish(self) -> None:
         """Raise if `forward` returned before all planned calls came."""

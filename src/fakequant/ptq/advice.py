@@ -31,7 +31,7 @@ from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.improve import improve
 from fakequant.ptq.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize
 from fakequant.ptq.method import keeps_enough, methods_of, static_inputs, weight_method_of
-from fakequant.ptq.trial import CLEARLY, Advice, Aim, Change, Parts, Trial, Tried
+from fakequant.ptq.trial import CLEARLY, Advice, Aim, Change, Halves, Trial, Tried
 from fakequant.restore import restore_after
 
 NO_SIGNAL = 0.5
@@ -41,7 +41,7 @@ LITTLE = 1e-3
 LOST_LITTLE = 0.01
 """The share of the float model's metric below which little is lost; with a metric it decides, and not the error."""
 _LARGE, _WIDER = 1 / 3, 1.5
-"""A layer may become smaller that has this share of all bytes of weights, and so many times the bits of the others."""
+"""A layer is tried with fewer bits if it takes this share of the bytes, at this multiple of the bits of the others."""
 _NAMES = {
     "float_model": "the model before prepare",
     "config": "what prepare got",
@@ -80,7 +80,7 @@ class Known:
 USUAL = Known()
 
 
-def advise(model: nn.Module, parts: Parts, run: Forward, known: Known = USUAL) -> Advice | None:
+def advise(model: nn.Module, parts: Halves, run: Forward, known: Known = USUAL) -> Advice | None:
     """Try what may lower the error of a model's output, or make it smaller; the model is as it was afterwards.
 
     Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
@@ -103,7 +103,7 @@ def advise(model: nn.Module, parts: Parts, run: Forward, known: Known = USUAL) -
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(1, 4)])
-    >>> advise(model, Parts([torch.ones(1, 4)]), lambda model, x: model(x)).judged
+    >>> advise(model, Halves([torch.ones(1, 4)]), lambda model, x: model(x)).judged
     'on the one batch there is, which also made it'
     """
     trial = Trial(model, parts, run, known.metric, known.score)

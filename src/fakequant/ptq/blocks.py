@@ -25,7 +25,7 @@ from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.call import Call
-from fakequant.ptq.effect import Batches, Effect
+from fakequant.ptq.effect import Effect, Split
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.reconstruction import Preset, preset_of, reconstruct_block
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
@@ -90,7 +90,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     (['0', '1'], True)
     """
     weights = calibrated_weights(model, "reconstruct")
-    split, preset = Batches.of(batches, judge, "reconstruct"), preset_of(preset)
+    split, preset = Split.of(batches, judge, "reconstruct"), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
     given, result, reached = split.all, Improvement(), set[str]()
     run = naming(runner(inputs, forward), given)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.model.batches import Forward, batch_list, refuse_tensor
+from fakequant.model.choice import HeldBack
 from fakequant.model.modes import disabled
 from fakequant.model.outputs import OutputDistance
 from fakequant.model.positions import Positions
@@ -21,8 +22,8 @@ from fakequant.ptq.rows import SURE, SURE_OF_PART, helps
 from fakequant.ptq.stream import NOT_REPEATED, Record
 from fakequant.restore import Restore, state_of
 
-_EVERY, _AT_MOST = 8, 8
-"""The second of every eight batches judges, up to eight: they stay in memory, and what chooses wants many."""
+_EVERY = 8
+"""The second of every eight batches judges: what chooses wants many."""
 _MEASURED = 4
 """Batches on which the error of the output is measured where those that choose are all that there are."""
 _WORSE = 1.01
@@ -31,25 +32,26 @@ _GROUPS = 16
 """Parts of the layers, in order, that are judged each where all together do not help."""
 
 
-class Batches(NamedTuple):
+class Split(NamedTuple):
     """Batches by their number: those that choose, and those that judge and choose nothing.
 
-    >>> Batches.of(list("abcd"), None, "improve")
-    Batches(fit={0: 'a', 2: 'c', 3: 'd'}, held={1: 'b'})
+    >>> Split.of(list("abcd"), None, "improve")
+    Split(fit={0: 'a', 2: 'c', 3: 'd'}, held={1: 'b'})
     """
 
     fit: dict[int, Any]
     held: dict[int, Any]
 
     @classmethod
-    def of(cls, batches: Iterable[Any], judge: Iterable[Any] | None, caller: str) -> Batches:
+    def of(cls, batches: Iterable[Any], judge: Iterable[Any] | None, caller: str) -> Split:
         """Hold batches back to judge, unless they are given; `[]`: none judges. Errors are those of `batch_list`."""
         given = dict(enumerate(batch_list(batches, caller)))
         if judge is not None:
             refuse_tensor(judge, caller)
             return cls(given, dict(enumerate(chain(judge), len(given))))
-        held = {number: given.pop(number) for number in [*given][1::_EVERY][:_AT_MOST]}
-        return cls(given, held)
+        numbers = HeldBack(given, _EVERY)
+        fit = {number: given[number] for number in numbers}
+        return cls(fit, {number: given[number] for number in numbers.held if number not in fit})
 
     @property
     def all(self) -> list[Any]:
@@ -72,7 +74,7 @@ class Effect:
     def __init__(
         self,
         model: nn.Module,
-        batches: Batches,
+        batches: Split,
         run: Forward,
         recorded: Record,
         processes: Together,

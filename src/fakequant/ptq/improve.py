@@ -28,7 +28,7 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.call import Call
 from fakequant.ptq.collector import Collector
 from fakequant.ptq.digest import digest
-from fakequant.ptq.effect import Batches, Effect
+from fakequant.ptq.effect import Effect, Split
 from fakequant.ptq.finished import Finished, run_of
 from fakequant.ptq.float_values import FloatValues
 from fakequant.ptq.kinds import computes_product, has_own_forward, has_rows
@@ -126,7 +126,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         _check_same(
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
-        split, masked = Batches.of(batches, judge, "improve"), Positions(mask)
+        split, masked = Split.of(batches, judge, "improve"), Positions(mask)
         given, fit = split.all, [*split.fit.values()]
         run, counts = naming(runner(inputs, forward), given), [masked.of(batch) for batch in given]
         masks = [own for own in map(masked.of, fit) if own is not None]

@@ -26,7 +26,7 @@ from fakequant.ptq.rows import SURE_OF_PART, helps
 from fakequant.restore import Restore, in_order, restore_after, state_of
 
 KEPT = 4
-"""Batches that make a change, and batches that judge it: at most so many of each."""
+"""The most batches that make a change; as many more judge it."""
 CLEARLY = 0.9
 """The share of the error below which a change helps: on few batches a smaller difference is chance."""
 
@@ -37,13 +37,13 @@ _LARGER = 1.25
 """The share of the bytes up to which less error is worth them: a quantized model ought to be small."""
 
 
-class Parts:
-    """Of the batches that pass by, those that make changes and those that judge them, which make none.
+class Halves:
+    """Every second batch makes changes, and the others judge them.
 
-    >>> parts = Parts(range(5))
-    >>> parts.made, parts.judged
+    >>> halves = Halves(range(5))
+    >>> halves.made, halves.judged
     ([0, 2, 4], [1, 3])
-    >>> Parts(["one"]).judged
+    >>> Halves(["one"]).judged
     ['one']
     """
 
@@ -53,7 +53,7 @@ class Parts:
             self.see(number, batch)
 
     def see(self, number: int, batch: Any) -> None:
-        """Keep a batch, if there are not enough; the first has number 0."""
+        """Keep one of the batches, which are numbered from 0, if its half is not full."""
         if len(kept := self._kept[number % 2]) < KEPT:
             kept.append(batch)
 
@@ -108,6 +108,7 @@ class Tried:
         metric: what the user's metric gives, where the change helps by the error; None without one.
         failed: why there are no figures; "" where there are.
         helps: whether the change does what it is for, and the metric is no less.
+        by_chance: whether it lowers the error, but not with the halves exchanged, or on no more rows than chance.
     """
 
     what: str
@@ -117,6 +118,7 @@ class Tried:
     metric: float | None = None
     failed: str = ""
     helps: bool = False
+    by_chance: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, parts: Parts, run: Forward, metric: Metric | None = None, score: float | None = None
+        self, model: nn.Module, parts: Halves, run: Forward, metric: Metric | None = None, score: float | None = None
     ) -> None:
         self._model, self._parts, self._run, self._metric = model, parts, run, metric
         self._ranges: Callable[[list[Any]], object] | None = None
@@ -209,7 +211,8 @@ class Trial:
                 share = after / self.error if self.error else math.inf if after else 1.0
                 found = change.aim.allows(share, size / max(self.bytes, 1))
                 score = self._measured() if found else None
-                found = found and (change.aim is not Aim.ERROR or self._is_sure(change, side))
+                by_chance = found and change.aim is Aim.ERROR and not self._is_sure(change, side)
+                found = found and not by_chance
                 if found and score is not None and self.score is None:
                     side.before()
                     self.score = self._measured()
@@ -217,7 +220,7 @@ class Trial:
                 return Tried(what, code, failed=f"{type(error).__name__}: {error}")
         if score is not None and self.score is not None:
             found = found and score >= self.score
-        return Tried(what, code, after, size, score, helps=found)
+        return Tried(what, code, after, size, score, helps=found, by_chance=by_chance)
 
     def _started(self) -> _Side:
         if self._first is None:

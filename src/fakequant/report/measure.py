@@ -23,7 +23,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams
-from fakequant.ptq.trial import Parts
+from fakequant.ptq.trial import Halves
 from fakequant.report.data import Channels, Distribution, Layer
 from fakequant.report.examples import first_examples
 from fakequant.report.histograms import distribution_of, readable
@@ -42,7 +42,7 @@ class Measured:
     channels: list[Channels] = field(default_factory=list)
     alone_on: str = ""
     """On what the layers were measured alone, as a sentence; "" where they were not."""
-    parts: Parts = field(default_factory=Parts)
+    parts: Halves = field(default_factory=Halves)
     """Some of the batches, to try changes on."""
 
     @property
@@ -112,7 +112,7 @@ def measure(
             one.quantizer.register_forward_hook(one.see)
             one.quantizer.register_forward_pre_hook(_notes(order, layer_of(name)))
         first: list[Any] = []
-        parts = Parts()
+        parts = Halves()
 
         def after(number: int, batch: Any, output: Any) -> None:
             for one in watched.values():

@@ -29,7 +29,8 @@ def _tried(data: ReportData) -> str:
     rows = [("before each change", f"{advice.error:.2e}", f"{advice.bytes:,}", "")]
     for number, one in enumerate(advice.tried):
         error, size = ("", "") if one.failed else (f"{one.after:.2e}", f"{one.bytes:,}")
-        rows.append((one.what, error, size, one.failed or ("best" if number == advice.best else "")))
+        chance = "by chance: not on other batches" if one.by_chance else ""
+        rows.append((one.what, error, size, one.failed or ("best" if number == advice.best else chance)))
     head = f"Tried: {len(advice.tried)}, {advice.judged}"
     shown = html_table(header, rows, numbers=(1, 2))
     return f'<details><summary>{escape(head)}</summary><div class="wide">{shown}</div></details>'
