@@ -24,7 +24,7 @@ from fakequant.nn.forms import computed_class
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.leaf import as_leaf
-from fakequant.restore import restore_on_error, state_of, structure_of
+from fakequant.restore import in_order, restore_on_error, state_of, structure_of
 from fakequant.text import listed, visible
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -121,13 +121,7 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     layers = [modules[layer] for layer in found.fused.values()]
     run = None if example is None else _run_of(model, example, inputs)
     before = None if run is None else {name: tensor.clone() for name, tensor in run().items()}
-    values, structure = state_of(layers), structure_of([model])
-
-    def restore() -> None:
-        structure()
-        values()
-
-    with restore_on_error(restore):
+    with restore_on_error(in_order(structure_of([model]), state_of(layers))):
         fuse_found(model, found)
         if run is not None and before is not None:
             _check_outputs(before, run())

@@ -113,8 +113,9 @@ def prepare(
         table = None if target is None else find_target(target)
         purposely = config.left_on_purpose(model)
         _refuse_quantized(model, purposely)
-        run = _run_of(model, config, table, example, inputs)
-        held, sites, notes = _planned(model, config, table, run)
+        own = {} if example is None or table is not None else own_forwards(config, model)
+        run = _run_of(model, config, table, example, inputs, needed=bool(own))
+        held, sites, notes = _planned(model, config, table, run, own)
         modules = dict(model.named_modules())
         for name, rule in held.items():
             _check_layer(modules[name], rule, name)
@@ -211,8 +212,9 @@ class _Planned(NamedTuple):
     notes: list[str]
 
 
-def _planned(model: nn.Module, config: Config, target: Target | None, run: Run | None) -> _Planned:
-    own = {} if run is None or target is not None else own_forwards(config, model)
+def _planned(
+    model: nn.Module, config: Config, target: Target | None, run: Run | None, own: Mapping[str, Rule]
+) -> _Planned:
     held = config.resolve(model, any_module=target is not None or bool(config.site_rules or own))
     if run is None or not (config.site_rules or target is not None or own):
         return _Planned(held, None, [])
@@ -224,8 +226,10 @@ def _planned(model: nn.Module, config: Config, target: Target | None, run: Run |
     return _Planned(_without_read(model, placement.layers, recording), sites, [*placement.notes, *note])
 
 
-def _run_of(model: nn.Module, config: Config, target: Target | None, example: Any, inputs: Inputs | None) -> Run | None:
-    """A call of a model with the example; None where nothing of it needs to be known.
+def _run_of(
+    model: nn.Module, config: Config, target: Target | None, example: Any, inputs: Inputs | None, *, needed: bool
+) -> Run | None:
+    """A call of a model with the example; None where nothing of it needs to be known: `needed` says that something is.
 
     Raises:
         ConfigError: there is no example, and it is needed, or the model cannot run yet.
@@ -238,7 +242,7 @@ def _run_of(model: nn.Module, config: Config, target: Target | None, example: An
             f"{why}, and the functions of a model are found by a run of it; give prepare(..., example=) an input, a "
             "tuple or a dict of inputs"
         )
-    if example is None or not (places or _quantizes_inputs(config) or own_forwards(config, model)):
+    if example is None or not (needed or places or _quantizes_inputs(config)):
         return None
     refuse_sharded(model, "look into", offloading=False)
     lazy = [path for path, module in model.named_modules() if isinstance(module, LazyModuleMixin)]

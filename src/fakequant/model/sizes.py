@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -38,6 +38,14 @@ class WeightBits(NamedTuple):
         return WeightBits(self.elements + other.elements, self.codes + other.codes, self.scales + other.scales)
 
 
+def bits_of_all(sizes: Iterable[WeightBits]) -> WeightBits:
+    """The bits of several weights."""
+    total = WeightBits(0, 0, 0)
+    for own in sizes:
+        total = total.plus(own)
+    return total
+
+
 def spec_bits(spec: QuantSpec, shape: tuple[int, ...]) -> WeightBits:
     """The bits of a tensor of a shape by a specification.
 
@@ -71,9 +79,7 @@ def scales_text(weights: Mapping[str, WeightBits]) -> str | None:
     >>> print(scales_text({"head": WeightBits(100, 400, 50), "stem": WeightBits(100, 400, 300)}))
     5.75 bits per weight with scales, where the codes have 4.00; the scales of stem (7.00 bits) take most of them
     """
-    total = WeightBits(0, 0, 0)
-    for own in weights.values():
-        total = total.plus(own)
+    total = bits_of_all(weights.values())
     if total.scales <= total.elements:
         return None
     large = {path: own for path, own in weights.items() if own.scales > own.elements}
@@ -94,9 +100,7 @@ def wide_text(weights: Mapping[str, WeightBits]) -> str | None:
     >>> print(wide_text({"head": WeightBits(100, 400, 50), "table": WeightBits(300, 2400, 24)}))
     7.18 bits per weight with scales, because table (8.08 bits) has more than 4-bit codes
     """
-    total = WeightBits(0, 0, 0)
-    for own in weights.values():
-        total = total.plus(own)
+    total = bits_of_all(weights.values())
     narrowest = min((own.codes / own.elements for own in weights.values()), default=0.0)
     wide = {path: own for path, own in weights.items() if own.codes > narrowest * own.elements}
     if not wide or total.per_weight <= narrowest + _MORE:

@@ -16,7 +16,7 @@ from fakequant.model.functions import Operation
 from fakequant.model.html import html_result
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.operations import unquantized
-from fakequant.model.sizes import WeightBits, weight_bits
+from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
 from fakequant.model.weights import all_weights, warn_stale_scales
 from fakequant.model.wrappers import unwraps
 from fakequant.nn.integer import Execution
@@ -193,10 +193,7 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
     branches = [layer.low_rank for layer in model.modules() if isinstance(layer, QuantLinear) and layer.low_rank]
     beside = {parameter for branch in branches for parameter in branch.parameters()}
     left = sum(p.numel() * p.element_size() for p in model.parameters() if p not in bits and p not in beside)
-    together = WeightBits(0, 0, 0)
-    for found in bits.values():
-        together = together.plus(found)
-    together = together.plus(WeightBits(0, 0, sum(branch.bits for branch in branches)))
+    together = bits_of_all([*bits.values(), WeightBits(0, 0, sum(branch.bits for branch in branches))])
     return now, left + -(-(together.codes + together.scales) // 8), together.per_weight
 
 

@@ -20,7 +20,7 @@ from fakequant.model.flow import Arguments
 from fakequant.model.fuse import fuse_found, fusions_of
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import layer_of
-from fakequant.model.prepare import configs_of, quantize_layer, quantizers_of
+from fakequant.model.prepare import quantize_layer
 from fakequant.model.sizes import weight_bits
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.model.weights import holds_codes, quantized_weights
@@ -29,7 +29,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.improve import improve
-from fakequant.ptq.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize
+from fakequant.ptq.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
 from fakequant.ptq.method import keeps_enough, methods_of, static_inputs, weight_method_of
 from fakequant.ptq.trial import CLEARLY, Advice, Aim, Change, Halves, Trial, Tried
 from fakequant.restore import restore_after
@@ -272,12 +272,10 @@ class _Changes:
     def _narrow(self, path: str, rule: Rule, _: list[Any]) -> None:
         """Quantize a layer by a rule, which may be quantized already."""
         layer = self.model.get_submodule(path)
-        if not isinstance(layer, QuantizedLayer):
+        if isinstance(layer, QuantizedLayer):
+            requantize_layer(layer, rule, path)
+        else:
             quantize_layer(layer, rule, path)
-            return
-        configs = configs_of(type(layer), layer, rule)
-        for name, one in quantizers_of(type(layer), layer, configs, path).items():
-            setattr(layer, name, one)
 
     def _anew(self, code: str, *, dynamic: bool = False) -> str:
         """Code that makes the model anew, and says what its names are."""

@@ -31,7 +31,7 @@ from fakequant.model.outputs import OutputDistance
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.progress import track
-from fakequant.model.sizes import WeightBits, weight_bits
+from fakequant.model.sizes import bits_of_all, weight_bits
 from fakequant.model.weights import quantized_weights
 from fakequant.model.wrappers import unwraps
 from fakequant.nn import cached_weights
@@ -169,9 +169,7 @@ class _Task:
             return Compared(*way, failed=f"{type(reason).__name__}: {reason}")
         if found is not None and math.isnan(found):
             return Compared(*way, failed="the metric is NaN")
-        total = WeightBits(0, 0, 0)
-        for weight in quantized_weights(twin).values():
-            total = total.plus(weight_bits(weight) or WeightBits(0, 0, 0))
+        total = bits_of_all(filter(None, map(weight_bits, quantized_weights(twin).values())))
         size = (total.codes + total.scales) / 8
         speed = self.milliseconds(set_execution(twin, "auto"))
         figures = (error, found, total.per_weight, size, speed, round(seconds, 2))

@@ -129,7 +129,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         split, masked = Split.of(batches, judge, "improve"), Positions(mask)
         given, fit = split.all, [*split.fit.values()]
         run, counts = naming(runner(inputs, forward), given), [masked.of(batch) for batch in given]
-        masks = [own for own in map(masked.of, fit) if own is not None]
+        masks = [own for number in split.fit if (own := counts[number]) is not None]
         finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, fit, run, chosen_steps, masks))
         fixed = fixed_parameters(model, lambda: run(model, given[0]))
     views = {path: as_layer(weight) for path, weight in weights.items()}

@@ -85,6 +85,11 @@ def _held(layer: QuantizedLayer) -> dict[str, TensorConfig]:
 def requantize(model: nn.Module, preset: Config) -> None:
     """Give all quantized layers of a model the quantizers of a preset, without ranges, in place."""
     for path, layer in quantized_layers(model).items():
-        configs = configs_of(type(layer), layer, rule_of(preset, layer))
-        for attribute, quantizer in quantizers_of(type(layer), layer, configs, path).items():
-            setattr(layer, attribute, quantizer)
+        requantize_layer(layer, rule_of(preset, layer), path)
+
+
+def requantize_layer(layer: QuantizedLayer, rule: Rule, path: str) -> None:
+    """Give a quantized layer the quantizers of a rule, without ranges, in place."""
+    configs = configs_of(type(layer), layer, rule)
+    for attribute, quantizer in quantizers_of(type(layer), layer, configs, path).items():
+        setattr(layer, attribute, quantizer)
