@@ -29,7 +29,7 @@ def test_layers_that_are_never_called_are_marked_and_not_counted() -> None:
     text = str(found)
     assert (
         "read is never called with this example: the model uses its weight in float\n"
-        "idle is never called with this example: nothing uses it\n"
+        "idle is never called with this example: no function of this run reads its weight either\n"
     ) in text
     assert text.count("never called\n") == 2
     assert "(model): linear, 2 of 2 inputs in float" in text

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationWarning, StaleScaleWarning
+from fakequant.model.weights import quantized_weights
 from fakequant.nn import Kind, quantizers
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, sweep
@@ -197,8 +198,12 @@ def test_a_calibration_fixes_what_was_trained(preset):
     with warnings.catch_warnings():
         warnings.simplefilter("error", CalibrationWarning)
         fq.calibrate(model, pattern="*_weight_quantizer")
-    weights = [q for q in quantizers(model).values() if q.kind is Kind.WEIGHT]
-    assert all(q.calibrated and not q.follows for q in weights)
+    held = list(quantized_weights(model).values())
+    assert all(weight.quantizer.calibrated and not weight.quantizer.follows for weight in held)
+    for weight in held:
+        largest = weight.quantizer(weight.tensor).abs().max()
+        assert weight.tensor.any()
+        assert abs(largest - weight.tensor.abs().max()) <= 0.25 * weight.tensor.abs().max()
 
 
 def test_a_searched_range_stays_and_zeros_get_that_of_the_others():

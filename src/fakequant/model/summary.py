@@ -131,6 +131,9 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle))
 
 
+_UNREAD = "no function of this run reads its weight either"
+
+
 def _never_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[nn.Module, str]:
     """The quantized layers that a run of the example does not call, and why."""
     layers = {layer for layer in model.modules() if isinstance(layer, QuantizedLayer)}
@@ -138,7 +141,7 @@ def _never_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         idle = layers - layers_called(model, lambda: model(*args, **kwargs))
         readers = weight_readers(model, lambda: model(*args, **kwargs)) if idle else {}
     return {
-        layer: f"{readers[layer] or 'the model'} uses its weight in float" if layer in readers else "nothing uses it"
+        layer: f"{readers[layer] or 'the model'} uses its weight in float" if layer in readers else _UNREAD
         for layer in idle
     }
 
