@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -270,28 +269,3 @@ def test_code_in_a_folder_of_hugging_face_runs_if_it_is_trusted_alone(
     assert ran.exists() == bool(option)
     said = "ValueError: ran" if option else "is computed by Python files of that folder (auto_map), which do not run"
     assert said in result.stderr
-
-
-def test_completion_in_bash(tmp_path: Path) -> None:
-    script = invoke("completion", "bash").stdout
-    file = tmp_path / "completion.bash"
-    file.write_text(script + '\nCOMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _fakequant; echo "${COMPREPLY[@]}"\n')
-
-    def completed(*words: str) -> list[str]:
-        done = subprocess.run(["bash", file, *words], capture_output=True, text=True, check=True)
-        return done.stdout.split()
-
-    assert completed("fakequant", "ver") == ["verify"]
-    assert completed("fakequant", "quantize", "recipe.py", "--preset", "nv") == ["nvfp4", "nvfp4_weight_only"]
-    assert completed("fakequant", "quantize", "recipe.py", "--me") == ["--method"]
-    assert completed("fakequant", "quantize", "rec") == []  # bash goes on with files
-
-
-def test_completion_in_other_shells() -> None:
-    bash, zsh, fish = (invoke("completion", shell).stdout for shell in ("bash", "zsh", "fish"))
-    assert zsh == f"autoload -U +X bashcompinit && bashcompinit\n{bash}"
-    assert "complete -c fakequant -n __fish_use_subcommand -a search -d 'Find a preset for each layer" in fish
-    assert "complete -c fakequant -n '__fish_seen_subcommand_from quantize' -l method -x -a 'entropy max" in fish
-    refused = invoke("completion", "bsh")
-    assert refused.exit_code == 1
-    assert "unknown shell 'bsh'; did you mean bash" in refused.stderr

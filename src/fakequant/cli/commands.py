@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from fakequant.calibration import DEFAULT_METHOD
+from fakequant.calibration import DEFAULT_METHOD, calibrators
 from fakequant.errors import FakeQuantError
+from fakequant.model.choice import AUTO
+from fakequant.model.presets import presets as named_presets
 
 
 class _Commands(TyperGroup):
@@ -60,7 +62,6 @@ def _print_error(text: str) -> None:
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     # Any exception that arises outside of the recipe is a bug here: the full traceback helps to find it.
     pretty_exceptions_enable=False,
     help="Fake quantization for PyTorch: calibrate, fine-tune, export to ONNX, verify, report.",
@@ -75,6 +76,14 @@ RecipeFile = Annotated[
 ]
 TextFile = Annotated[Path | None, typer.Option(help="lines of text for calibration, for a folder of Hugging Face")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run Python files of a folder of Hugging Face")]
+
+_PRESETS, _METHODS = tuple(name.lower() for name in named_presets()), (*calibrators(), AUTO)
+
+
+def _one_of(help: str, *words: str) -> Any:
+    """An option with words that the shell completes; the function that takes its value checks it."""
+    return typer.Option(help=help, autocompletion=lambda incomplete: [w for w in words if w.startswith(incomplete)])
+
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback if the model fails on a batch")]
 
@@ -110,22 +119,27 @@ def demo(
 def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
-    preset: Annotated[str, typer.Option(help="configuration, such as int8, fp8 or int4_weight_only")] = "int8",
+    preset: Annotated[str, _one_of("configuration, such as int8, fp8 or int4_weight_only", *_PRESETS)] = "int8",
     method: Annotated[
-        str, typer.Option(help="calibrator of the activations, or auto: the best of four")
+        str, _one_of("calibrator of the activations, or auto: the best of four", *_METHODS)
     ] = DEFAULT_METHOD,
     train: Annotated[bool, typer.Option(help="fine-tune with the recipe's train(model), if it is defined")] = True,
     compare: Annotated[bool, typer.Option(help="calibrate with the other methods too, for the report")] = False,
     static: Annotated[bool, typer.Option(help="export for the size of the first batch only")] = False,
-    style: Annotated[str, typer.Option(help="dialect of the ONNX file: portable, standard or trt")] = "portable",
+    style: Annotated[
+        str, _one_of("dialect of the ONNX file: portable, standard or trt", "portable", "standard", "trt")
+    ] = "portable",
     execution: Annotated[
-        str, typer.Option(help="how layers compute while they are measured: simulate, auto or integer")
+        str,
+        _one_of("how layers compute while they are measured: simulate, auto or integer", "simulate", "auto", "integer"),
     ] = "simulate",
     unseen: Annotated[
-        str, typer.Option(help="how to treat layers that no batch reaches: error, float or siblings")
+        str,
+        _one_of("how to treat layers that no batch reaches: error, float or siblings", "error", "float", "siblings"),
     ] = "error",
     improve: Annotated[
-        str | None, typer.Option(help="choose weights by the error of their layers: best, or fast, which takes less")
+        str | None,
+        _one_of("choose weights by the error of their layers: best, or fast, which takes less", "best", "fast"),
     ] = None,
     floats: Annotated[
         list[str] | None, typer.Option("--float", help="a pattern of layers that stay in float; repeat for several")
@@ -185,16 +199,6 @@ def presets() -> None:
     console = Console(soft_wrap=True)
     console.print(Text("\n".join(preset_lines())))
     console.print(Text("Bits per weight count the scales of a layer of 4,096 by 4,096."))
-
-
-@app.command()
-def completion(
-    shell: Annotated[str, typer.Argument(help="bash, zsh or fish")],
-) -> None:
-    """Print a script that completes commands, options and presets: eval "$(fakequant completion bash)"."""
-    from fakequant.cli.completion import completion_script
-
-    typer.echo(completion_script(shell, typer.main.get_command(app)), nl=False)
 
 
 @app.command()
@@ -263,12 +267,14 @@ def verify(
 @app.command()
 def compare(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
-    preset: Annotated[list[str] | None, typer.Option(help="a preset; repeat the option for several")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="a method of calibration; repeat for several")] = None,
-    improve: Annotated[list[str] | None, typer.Option(help="none, fast or best; repeat for several")] = None,
+    preset: Annotated[list[str] | None, _one_of("a preset; repeat the option for several", *_PRESETS)] = None,
+    method: Annotated[list[str] | None, _one_of("a method of calibration; repeat for several", *_METHODS)] = None,
+    improve: Annotated[
+        list[str] | None, _one_of("none, fast or best; repeat for several", "none", "fast", "best")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="a file of JSON lines; rows that it holds are not run again")] = None,
     plot: Annotated[Path | None, typer.Option(help="an image of the metric over bits per weight")] = None,
-    over: Annotated[str, typer.Option(help="what --plot draws it over: bits or milliseconds")] = "bits",
+    over: Annotated[str, _one_of("what --plot draws it over: bits or milliseconds", "bits", "milliseconds")] = "bits",
     text: TextFile = None,
     trust: Trust = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the table alone, not rows as they come")] = False,
@@ -306,7 +312,7 @@ def search(  # noqa: PLR0913  the command's options
         float | None, typer.Option(help="the largest number of bytes of all parameters, also of those in float")
     ] = None,
     floor: Annotated[float | None, typer.Option(help="the smallest mix with at least this evaluate(model)")] = None,
-    preset: Annotated[list[str] | None, typer.Option(help="a preset to choose from; repeat for several")] = None,
+    preset: Annotated[list[str] | None, _one_of("a preset to choose from; repeat for several", *_PRESETS)] = None,
     text: TextFile = None,
     trust: Trust = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone, no counts")] = False,
