@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from fakequant import cli
@@ -261,15 +260,11 @@ def test_inspect_shows_every_quantizer(done: tuple[Path, Path, Result], what: st
 
 @pytest.mark.parametrize("what", ["", "checkpoint"])
 def test_inspect_shows_the_graph(done: tuple[Path, Path, Result], what: str) -> None:
-    from fakequant import ir
-
     _, out, _ = done
     result = invoke("inspect", out / what, "--graph")
     assert result.exit_code == 0, result.output
     assert result.stdout == (out / "graph.txt").read_text()
     assert '{spec="int8 per_channel(0)"} : Float32 [3, 5]  # 2._weight_quantizer' in result.stdout
-    tensors = load_file(next((out / "checkpoint").glob("*.safetensors")))
-    assert ir.load(out / "graph.txt", tensors).validate()
 
 
 @pytest.mark.parametrize("what", ["", "model.onnx"])

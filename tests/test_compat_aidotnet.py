@@ -42,7 +42,7 @@ def test_it_is_one_of_our_operations():
     graph.add_input("x", IRType.Float32, (2,))
     graph.ops, graph.outputs = [op], [1]
     assert graph.validate()
-    assert fq.ir.parse(str(graph)) == graph
+    assert f"    {op.detailed()}" in str(graph)
 
 
 def test_an_unknown_interface():

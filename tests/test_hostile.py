@@ -14,7 +14,7 @@ HOSTILE = Path(__file__).parent / "hostile"
     ("script", "arguments"),
     [
         ("saves.py", "--saves 5"),
-        pytest.param("kills.py", "--kills 7 --kind checkpoint graph run", marks=pytest.mark.exhaustive),
+        pytest.param("kills.py", "--kills 7 --kind checkpoint run", marks=pytest.mark.exhaustive),
         ("mutations.py", "--count 100 --kind manifest header"),
     ],
 )

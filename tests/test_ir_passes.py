@@ -293,7 +293,6 @@ def test_products_are_fused_with_what_follows():
     x = torch.randn(4, 3)
     for got, wanted in zip(found.run(x), graph.run(x), strict=True):
         assert_same_bits(got, wanted)
-    assert ir.parse(str(found), {c.name: c.tensor for c in found.constants.values()}) == found
 
 
 @pytest.mark.parametrize(("op_type", "fused"), [("Sigmoid", True), ("Softmax", False), ("Exp", False)])

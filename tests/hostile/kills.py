@@ -1,6 +1,6 @@
 """Kill processes that write files, at random moments; run by hand.
 
-    python tests/hostile/kills.py [--kills 200] [--kind checkpoint graph onnx run quantize] [--seed 0]
+    python tests/hostile/kills.py [--kills 200] [--kind checkpoint onnx run quantize] [--seed 0]
 
 After every SIGKILL what is there must be one whole generation of files, old or new. Prints one line, and what went
 wrong; exits 1 if anything did.

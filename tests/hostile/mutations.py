@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fakequant as fq
 from fakequant.errors import FakeQuantError
+from tests.hostile.record_mutations import record_mutations
 from tests.support.checkpoints import assert_as_before, put_tensors, state_of
 
-HERE = Path(__file__).parent
 Case = tuple[int, Callable[[], object]]
 """The size of the files in bytes, and what loads them."""
 
@@ -127,29 +127,15 @@ def headers(folder: Path, seed: int) -> Iterator[Case]:
         yield size_of(folder), lambda: load_and_run(folder)
 
 
-def graphs(folder: Path, seed: int) -> Iterator[Case]:
-    """Texts of graphs."""
-    from tests.hostile.graph_mutations import graph_mutations
-
-    for text, tensors in graph_mutations(seed):
-        (folder / "graph.txt").write_bytes(text.encode("utf-8", "backslashreplace"))
-        size = len(text) + sum(tensor.nbytes for tensor in tensors.values())
-        yield size, lambda tensors=tensors: fq.ir.load(folder / "graph.txt", tensors)
-
-
 def records(folder: Path, seed: int) -> Iterator[Case]:
     """ONNX files with other records of their quantizers."""
-    from tests.hostile.record_mutations import record_mutations
-
     for data in record_mutations(seed):
         (folder / "model.onnx").write_bytes(data)
         yield len(data), lambda: fq.verify_onnx(folder / "model.onnx")
 
 
-KINDS: dict[str, Callable[[Path, int], Iterator[Case]]] = {"manifest": manifests, "header": headers}
-for kind, cases, needed in (("graph", graphs, "graph_mutations"), ("record", records, "record_mutations")):
-    if (HERE / f"{needed}.py").is_file():
-        KINDS[kind] = cases
+KINDS: dict[str, Callable[[Path, int], Iterator[Case]]]
+KINDS = {"manifest": manifests, "header": headers, "record": records}
 
 
 def load_and_run(folder: Path) -> None:

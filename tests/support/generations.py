@@ -11,7 +11,6 @@ from rich.console import Console
 from torch import nn
 
 import fakequant as fq
-from fakequant import ir
 from fakequant.cli.generation import GRAPH, ONNX, REPORT, publish, staged
 from fakequant.cli.job import Job, run
 from fakequant.report import RESULTS
@@ -59,18 +58,6 @@ def values_in(out: Path) -> Values:
     if not (out / "checkpoint" / "fakequant.json").exists():
         return found | {None}
     return found | {value_of(out / "checkpoint")}
-
-
-def save_graph(folder: Path, value: float) -> None:
-    """Saves a graph whose constant and name hold one value."""
-    graph = ir.Graph(str(value))
-    graph.outputs = [graph.add_constant("w", torch.full((8,), value))]
-    ir.save(graph, folder / "graph.txt")
-
-
-def graph_values(folder: Path) -> Values:
-    graph = ir.load(folder / "graph.txt")
-    return {float(graph.name), graph.run()[0].item()}
 
 
 def export(folder: Path, value: float) -> None:
@@ -122,7 +109,6 @@ def quantized_values(folder: Path) -> Values:
 
 WRITERS = {
     "checkpoint": Writer(lambda folder, value: fq.save(model_of(value), folder), lambda folder: {value_of(folder)}),
-    "graph": Writer(save_graph, graph_values),
     "onnx": Writer(export, onnx_values),
     "run": Writer(make_run, values_in),
     "quantize": Writer(quantize, quantized_values),

@@ -12,7 +12,6 @@ from fakequant.ir.gradient import backward
 from fakequant.ir.graph import Graph
 from fakequant.ir.onnx import export_onnx
 from fakequant.ir.op import IROp
-from fakequant.ir.parse import parse, parse_op
 from fakequant.ir.passes import (
     ALL,
     EXACT,
@@ -29,9 +28,6 @@ from fakequant.ir.passes import (
     optimize,
 )
 from fakequant.ir.passes.duplicate_fake_quantize import values_of
-from fakequant.ir.permitted import allow_operator
-from fakequant.ir.picture import to_dot, to_svg
-from fakequant.ir.storage import load, save
 from fakequant.ir.structure import Constant, Input
 from fakequant.ir.text import to_text
 from fakequant.ir.types import IRType, TensorShape, TensorType
@@ -60,20 +56,13 @@ __all__ = [
     "TensorShape",
     "TensorType",
     "Validity",
-    "allow_operator",
     "backward",
     "cache_info",
     "capture",
     "clear_cache",
     "compile",
     "export_onnx",
-    "load",
     "optimize",
-    "parse",
-    "parse_op",
-    "save",
-    "to_dot",
-    "to_svg",
     "to_text",
     "values_of",
 ]

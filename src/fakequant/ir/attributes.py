@@ -1,4 +1,4 @@
-"""Values of attributes and their text, which is read back as the same value."""
+"""Values of attributes and their text, which differs where values differ."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Quoted:
     """A value whose own text an attribute holds in quotes: an operation in the body of another one."""
 
     def detailed(self) -> str:
-        """The text, which `fakequant.ir.parse.parse_op` reads."""
+        """The text."""
         raise NotImplementedError
 
 
-MAX_DEPTH = 32
+_MAX_DEPTH = 32
 """The deepest nesting of lists."""
 
 _MAX_DIGITS = 1000
@@ -69,12 +69,12 @@ def to_text(value: Any, depth: int = 0) -> str:
         return IRType.of(value).value
     if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
         return f"{type(value).__name__}({str(value).removeprefix('torch.')})"
-    if isinstance(value, (list, tuple)) and depth < MAX_DEPTH:
+    if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
         return f"[{', '.join(to_text(item, depth + 1) for item in value)}]"
     shown = "a list so deep" if isinstance(value, (list, tuple)) else "that integer" if isinstance(value, int) else None
     raise GraphError(
         f"an attribute cannot be {shown or repr(value)}; it is a number of at most {_MAX_DIGITS} digits, text, "
-        f"dtype, device or a list of these, at most {MAX_DEPTH} deep"
+        f"dtype, device or a list of these, at most {_MAX_DEPTH} deep"
     )
 
 
@@ -87,142 +87,6 @@ def items_to_text(attributes: dict[str, Any]) -> str:
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_SPACES = re.compile(r"\s*")
-_TOKEN = re.compile(
-    r"""\s*(?:(?P<string>"(?:[^"\\]|\\.)*") | (?P<call>(?:device|layout|memory_format)\([\w:]+\)) | %(?P<ref>\d+)
-    | (?P<number>-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b) | (?P<word>[A-Za-z_]\w*) | (?P<sign>[\[\]{},=]))""",
-    re.VERBOSE | re.ASCII,
-)
-
-
-class Reader:
-    """Reads attributes from the front of a text, from place to place: a long line takes as long as its characters."""
-
-    def __init__(self, text: str) -> None:
-        self._text, self._at = text, 0
-        self._depth = 0
-
-    @property
-    def rest(self) -> str:
-        """The text that is not read yet."""
-        return self._text[self._at :]
-
-    def attributes(self) -> dict[str, Any]:
-        """The attributes that `items_to_text` wrote; empty if the text does not begin with them.
-
-        Raises:
-            GraphError: the text begins like attributes but is not such.
-        """
-        found: dict[str, Any] = {}
-        if not self._next_is("{"):
-            return found
-        self._expect("{")
-        while not self._next_is("}"):
-            if found:
-                self._expect(",")
-            # Not a token: "inf" is a number there.
-            name = _NAME.match(self._text, self._after_spaces())
-            if name is None or name[0] in found:
-                raise GraphError(f"expected the name of an attribute, each once, at {self._shown()}")
-            self._at = name.end()
-            self._expect("=")
-            found[name[0]] = self.value()
-        self._expect("}")
-        return found
-
-    def value(self) -> Any:
-        """The value that `to_text` wrote; lists come back as lists."""
-        token = self._token()
-        if token["sign"] == "[":
-            return self._items()
-        if token["string"]:
-            return read_string(token["string"])
-        if token["call"]:
-            return _called(token["call"])
-        if token["ref"]:
-            return Ref(read_integer(token["ref"]))
-        if token["number"]:
-            number = token["number"]
-            return read_integer(number) if re.fullmatch(r"-?\d+", number) else float(number)
-        words = {"true": True, "false": False, "none": None}
-        if token["word"] in words:
-            return words[token["word"]]
-        if token["word"] in IRType.__members__:
-            return IRType[token["word"]].dtype
-        raise GraphError(f"cannot read the value of an attribute at {self._shown(token.start())}")
-
-    def _items(self) -> list[Any]:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise GraphError(f"lists are more than {MAX_DEPTH} deep")
-        items: list[Any] = []
-        while not self._next_is("]"):
-            if items:
-                self._expect(",")
-            items.append(self.value())
-        self._expect("]")
-        self._depth -= 1
-        return items
-
-    def _after_spaces(self) -> int:
-        found = _SPACES.match(self._text, self._at)
-        assert found is not None
-        return found.end()
-
-    def _shown(self, place: int | None = None) -> str:
-        place = self._at if place is None else place
-        return repr(self._text[place : place + 20].strip())
-
-    def _next_is(self, sign: str) -> bool:
-        return self._text.startswith(sign, self._after_spaces())
-
-    def _expect(self, sign: str) -> None:
-        if not self._next_is(sign):
-            raise GraphError(f"expected {sign!r} at {self._shown()}")
-        self._at = self._after_spaces() + len(sign)
-
-    def _token(self) -> re.Match[str]:
-        token = _TOKEN.match(self._text, self._at)
-        if token is None:
-            raise GraphError(f"cannot read {self._shown()}")
-        self._at = token.end()
-        return token
-
-
-def read_integer(digits: str) -> int:
-    """The integer that some digits are.
-
-    Raises:
-        GraphError: there are too many.
-    """
-    if len(digits) > _MAX_DIGITS:
-        raise GraphError(f"a number has {len(digits)} digits, more than {_MAX_DIGITS}: {digits[:20]}...")
-    return int(digits)
-
-
-def read_string(text: str) -> str:
-    """The text in quotes, written by the rules of JSON.
-
-    Raises:
-        GraphError: it is none.
-    """
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise GraphError(f"cannot read the text {text}: {error}") from error
-
-
-def _called(text: str) -> Any:
-    kind, name = text[:-1].split("(")
-    if kind == "device":
-        try:
-            return torch.device(name)
-        except RuntimeError as error:
-            raise GraphError(f"unknown device {name!r}: {error}") from error
-    value = getattr(torch, name, None)
-    if type(value).__name__ != kind:
-        raise GraphError(f"unknown {kind} {name!r}")
-    return value
 
 
 def same(a: Any, b: Any) -> bool:

@@ -157,7 +157,7 @@ def _operation(node: fx.Node) -> tuple[IROp, list[fx.Node]]:
     inputs: list[fx.Node] = []
     bound = {key: _with_refs(value, inputs) for key, value in arguments.items()}
     types = [type_of(source.meta["val"]) for source in inputs]
-    # As little as is needed to read the same arguments back: no tensor, the lists of tensors, or all by name.
+    # As little as says the same arguments: no tensor, the lists of tensors, or all by name.
     for named in ((), (Kind.TENSORS,), (Kind.TENSORS, Kind.TENSOR)):
         op = make_op(name, range(len(inputs)), _attributes(signature, bound, named))
         if _means(op, signature, bound, types):
@@ -200,7 +200,7 @@ def _attributes(signature: Signature, bound: dict[str, Any], named: Sequence[Kin
 
 
 def _means(op: IROp, signature: Signature, bound: dict[str, Any], types: Sequence[TensorType]) -> bool:
-    """Whether an operation is read back with some arguments, apart from those that are their defaults."""
+    """Whether an operation has some arguments, apart from those that are their defaults."""
     try:
         found = bind(op, (signature,), types).arguments
     except GraphError:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 
 from fakequant.errors import GraphError
 from fakequant.ir.attributes import Ref
@@ -16,30 +15,29 @@ from fakequant.ir.check import check
 from fakequant.ir.fused import NAME, body_of
 from fakequant.ir.op import IROp
 from fakequant.ir.structure import Constant, GraphStructure, read_frozen
-from fakequant.ir.table import bound, results_of
+from fakequant.ir.table import bound
 from fakequant.ir.types import IRType, TensorShape, TensorType
 
 
-def run(graph: GraphStructure, inputs: Sequence[Tensor], limit: int) -> Any:
+def run(graph: GraphStructure, inputs: Sequence[Tensor]) -> Any:
     """See `Graph.run`."""
     module = to_torch(graph)
     check_inputs(graph, inputs)
-    return _Checked(module, limit).run(*inputs)
+    return _Checked(module).run(*inputs)
 
 
 class _Checked(fx.Interpreter):
     """Runs a module node by node, and says which operation fails or makes another type than it declares."""
 
-    def __init__(self, module: fx.GraphModule, limit: int) -> None:
+    def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback, self.limit = False, limit
+        self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
         op = n.meta.get("op")
         if op is None:
             return super().run_node(n)
         try:
-            self._check_before(n, op)
             result = super().run_node(n)
             _check_results(op, result)
         except Exception as error:  # whatever an operation raises; what the reader needs is which it was
@@ -47,20 +45,6 @@ class _Checked(fx.Interpreter):
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise GraphError(f"{what}: {reason}") from error
         return result
-
-    def _check_before(self, n: fx.Node, op: IROp) -> None:
-        """Check sizes before memory is touched: those that were not known when the graph was checked, and the limit.
-
-        Raises:
-            GraphError: they do not fit, or a result is larger than the limit.
-        """
-        types: Sequence[TensorType] | None = op.outputs
-        if n.meta["dynamic"] and isinstance(n.target, OpOverload):
-            types = results_of(n.target, *self.fetch_args_kwargs_from_env(n))
-        for type in types or ():
-            size = 0 if type.type in (IRType.Index, IRType.Missing) else type.type.dtype.itemsize
-            if type.shape.element_count * size > self.limit:
-                raise GraphError(f"would make {type}, more than the limit of {self.limit} bytes; give run a larger one")
 
 
 def _check_results(op: IROp, result: Any) -> None:
@@ -156,7 +140,6 @@ class _Builder:
                 assert call.signature.target is not None
                 args, kwargs = call.filled(values)
                 node = self.fx.call_function(call.signature.target, args, kwargs)
-            node.meta["dynamic"] = any(t.type is IRType.Index or t.shape.dynamic for t in inputs)
             self._name(op, node)
 
     def _body(self, fused: IROp) -> list[IROp]:

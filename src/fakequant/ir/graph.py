@@ -10,7 +10,6 @@ from fakequant.ir.check import Validity, check, faults_of, validate
 from fakequant.ir.compiler import CompiledGraph, compile
 from fakequant.ir.execute import run, to_torch
 from fakequant.ir.gradient import backward
-from fakequant.ir.picture import to_dot
 from fakequant.ir.structure import GraphStructure
 from fakequant.ir.text import to_text
 
@@ -75,21 +74,19 @@ class Graph(GraphStructure):
         check(self)
         return self
 
-    def run(self, *inputs: Tensor, limit: int = 2**33) -> Any:
+    def run(self, *inputs: Tensor) -> Any:
         """The outputs for some inputs: a tensor, or a tuple if there are several.
 
-        For many calls take `to_torch` or `compile` once: this checks the graph every time, and sizes that only a run
-        can tell before each operation.
+        For many calls take `to_torch` or `compile` once: this checks the graph every time, and each result.
 
         Args:
             inputs: in the order of the graph's inputs.
-            limit: bytes that one result may have; give a small one to run a text that you do not know.
 
         Raises:
-            GraphError: the graph is not valid, an input is not of the declared type, a result has more bytes than the
-                limit, or an operation fails or makes another type than it declares; names it.
+            GraphError: the graph is not valid, an input is not of the declared type, or an operation fails or makes
+                another type than it declares; names it.
         """
-        return run(self, inputs, limit)
+        return run(self, inputs)
 
     def to_torch(self) -> fx.GraphModule:
         """The graph as a module of torch, with the constants as its parameters and buffers (the same tensors).
@@ -106,10 +103,6 @@ class Graph(GraphStructure):
     def backward(self) -> Graph:
         """The graph of the gradients, see `fakequant.ir.gradient.backward`."""
         return backward(self)
-
-    def to_dot(self) -> str:
-        """The graph in the language of Graphviz."""
-        return to_dot(self)
 
     def __str__(self) -> str:
         return to_text(self).rstrip("\n")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -58,8 +57,6 @@ class Row:
 
 # Divisible by what sizes are commonly divided by.
 _SOME = 840
-
-_MAX_RESULTS = 2**16
 
 # Libraries of kernels that backends call with arguments that they have checked.
 _PRIVATE = "fakequant_"
@@ -107,12 +104,8 @@ def _put(row: Row) -> None:
             _captured_from.setdefault(signature.target, row.name)
 
 
-def find_overload(name: str, *, suggest: bool = False) -> OpOverload:
+def find_overload(name: str) -> OpOverload:
     """The operator of torch of a name such as "aten.add.Tensor".
-
-    Args:
-        name: its namespace, name and overload.
-        suggest: whether the error names the nearest operators; to look them up takes 0.1 s.
 
     Raises:
         GraphError: torch has none.
@@ -125,14 +118,7 @@ def find_overload(name: str, *, suggest: bool = False) -> OpOverload:
         overload = None if packet is None else getattr(packet, parts[2], None)
         if isinstance(overload, OpOverload):
             return overload
-    near = get_close_matches(name[:100], _operator_names(), n=3) if suggest else []
-    hint = f"did you mean {' or '.join(near)}?" if near else "its names are such as aten.add.Tensor"
-    raise GraphError(f"torch has no operator {name!r}; {hint}")
-
-
-def _operator_names() -> list[str]:
-    names = torch._C._dispatch_get_all_op_names()
-    return [name.replace("::", ".") + ("" if "." in name else ".default") for name in names]
+    raise GraphError(f"torch has no operator {name!r}; its names are such as aten.add.Tensor")
 
 
 def name_of(target: object) -> str:
@@ -215,62 +201,15 @@ def _by_fake_tensors(call: Call) -> list[TensorType]:
     """The types that torch finds for fake tensors; it knows each restriction of an operator and computes nothing."""
     assert call.signature.target is not None
     args, kwargs = call.filled(call.inputs)
-    found = results_of(call.signature.target, args, kwargs)
-    return list(call.op.outputs) if found is None else found
-
-
-def results_of(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[TensorType] | None:
-    """The types of an operator's results; None if only a run can tell them. Nothing is computed.
-
-    Args:
-        target: the operator.
-        args: its arguments; a type, or a tensor, stands for any tensor of that type.
-        kwargs: those by name.
-
-    Raises:
-        GraphError: the operator does not take them.
-    """
-    if isinstance(target, OpOverload):
-        named = dict(zip((a.name for a in target._schema.arguments), args, strict=False))
-        _check_parts(target, named | kwargs)
     with _without_memory():
         args, kwargs = _as_fake(args), {name: _as_fake(value) for name, value in kwargs.items()}
         try:
-            made = target(*args, **kwargs)
+            made = call.signature.target(*args, **kwargs)
         except _UNTOLD:
-            return None
+            return list(call.op.outputs)
         except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError) as error:
             raise GraphError(f"torch refuses it: {str(error).splitlines()[0]}") from error
-    results = made if isinstance(made, (tuple, list)) else [made]
-    return [_type_of(result) for result in results]
-
-
-def check_count(count: int) -> None:
-    """Check how many values one operation makes, before they are made.
-
-    Raises:
-        GraphError: too many.
-    """
-    if count > _MAX_RESULTS:
-        raise GraphError(f"makes {count} values; an operation makes at most {_MAX_RESULTS}")
-
-
-def _check_parts(target: OpOverload, arguments: dict[str, Any]) -> None:
-    """Check into how many parts an operator cuts a tensor, by the names of its parameters."""
-    x = arguments.get("self")
-    if "List[Tensor]" not in str(target._schema.returns[0].type) or not isinstance(x, (torch.Tensor, TensorType)):
-        return
-    dim = arguments.get("dim", 0)
-    length = x.shape[dim] if -len(x.shape) <= dim < len(x.shape) else 1
-    known = {name: n for name, n in arguments.items() if isinstance(n, int)}
-    if "sections" in known:
-        check_count(known["sections"])
-    elif "chunks" in known:
-        check_count(min(known["chunks"], length))
-    elif "split_size" in known:
-        check_count(length // max(known["split_size"], 1))
-    elif target._schema.name.startswith("aten::unbind"):
-        check_count(length)
+    return [_type_of(result) for result in (made if isinstance(made, (tuple, list)) else [made])]
 
 
 @contextmanager
@@ -291,9 +230,7 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not 
 
 
 def _as_fake(value: Any) -> Any:
-    """A fake tensor for a type or a tensor; devices as the CPU, so that all machines say the same."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    """A fake tensor for a type; devices as the CPU, so that all machines say the same."""
     if isinstance(value, TensorType):
         missing = value.type is IRType.Missing
         return None if missing else torch.empty(value.shape, dtype=value.type.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Graphs as text that people read; see `parse.py` for the way back and `storage.py` for files.
+"""Graphs as text that people read.
 
 The text has every attribute, the digest of each constant, and the numbers of those with few elements, so that two
 graphs with the same text compute the same.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fakequant.ir.attributes import Reader
 from fakequant.ir.attributes import to_text as value_to_text
 from fakequant.ir.structure import Constant, GraphStructure
 
@@ -21,7 +19,7 @@ _INLINE = 4
 
 
 def to_text(graph: GraphStructure) -> str:
-    """The text of a graph; `parse` reads it."""
+    """The text of a graph."""
     lines = [f"IR Graph: {_one_line(graph.name)}", "  Inputs:"]
     lines += [f"    t{id} = {json.dumps(value.name)} : {value.type}" for id, value in graph.inputs.items()]
     lines.append(f"  Constants ({len(graph.constants)}):")
@@ -38,16 +36,15 @@ def _one_line(text: str) -> str:
 
 
 def _constant_text(id: int, constant: Constant) -> str:
-    values = inline(constant.tensor)
+    values = _inline(constant.tensor)
     held = f"sha256:{constant.digest()[:32]}" if values is None else value_to_text(values)
     return f"t{id} = {constant.kind} {json.dumps(constant.name)} : {constant.type} = {held}"
 
 
-def inline(tensor: Tensor) -> list[Any] | None:
+def _inline(tensor: Tensor) -> list[Any] | None:
     """The numbers of a small tensor, row by row; None if it is large or its numbers do not determine every bit."""
     if tensor.numel() > _INLINE or tensor.is_complex():
         return None
     values = tensor.detach().cpu().reshape(-1).tolist()
     # A NaN has bits that its text does not tell.
-    again = torch.tensor(Reader(value_to_text(values)).value(), dtype=tensor.dtype).reshape(tensor.shape)
-    return values if Constant("", again).digest() == Constant("", tensor).digest() else None
+    return None if any(value != value for value in values) else values

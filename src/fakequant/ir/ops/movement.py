@@ -10,7 +10,7 @@ from fakequant.ir.attributes import references
 from fakequant.ir.ops.elementwise import axis
 from fakequant.ir.ops.products import differ
 from fakequant.ir.signature import Call
-from fakequant.ir.table import add_row, check_count
+from fakequant.ir.table import add_row
 from fakequant.ir.types import DYNAMIC, IRType, TensorShape, TensorType
 
 
@@ -153,7 +153,6 @@ def split(call: Call) -> list[TensorType]:
         if shape[dim] == DYNAMIC or sizes < 1:
             raise GraphError(f"cannot tell into how many parts of {sizes} it splits dimension {dim} of {shape}")
         whole, rest = divmod(shape[dim], sizes)
-        check_count(whole)
         sizes = [sizes] * whole + [rest] * bool(rest)
     if any(n < 1 and n != DYNAMIC for n in sizes) or not sizes:
         raise GraphError(f"takes positive sizes, got {sizes}")
@@ -168,7 +167,6 @@ def unbound(call: Call) -> list[TensorType]:
     dim = axis(call.value("dim"), shape)
     if not shape or shape[dim] == DYNAMIC:
         raise GraphError(f"cannot tell into how many parts it splits dimension {dim} of shape {shape}")
-    check_count(shape[dim])
     return [TensorType(type, TensorShape((*shape[:dim], *shape[dim + 1 :])))] * shape[dim]
 
 
