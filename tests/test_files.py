@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fakequant.errors import OutputError
-from fakequant.files import abandoned, lock_file, locked, writable_file, writable_folder, write_in_order, write_whole
+from fakequant.files import abandoned, locked, writable_file, writable_folder, write_in_order, write_whole
 from tests.support.crashes import every_death
 
 needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
@@ -135,9 +135,6 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
         other.write_text("")
     assert subprocess.run([sys.executable, "-c", DIES, path], check=False).returncode == -9
     assert path.read_bytes() == b"old"
-    (left,) = set(tmp_path.iterdir()) - {path, *kept}
-    with lock_file(left.with_suffix(".lock")), abandoned(left.with_suffix(".lock")) as free:
-        assert not free
     write_whole(tmp_path / "another", b"new")
     assert set(tmp_path.iterdir()) == {path, tmp_path / "another", *kept}
 
@@ -163,6 +160,10 @@ def test_one_process_at_a_time_has_the_lock(tmp_path: Path) -> None:
         (lock,) = tmp_path.iterdir()
         with abandoned(lock) as free:
             assert not free
+        with pytest.raises(OutputError, match="another process writes to"), locked(tmp_path, wait=False):
+            raise AssertionError("two have it")
+        with locked(tmp_path, "another", wait=False) as alone:
+            assert alone
     assert list(tmp_path.iterdir()) == []
     lock.write_text("")  # of a process that died
     with locked(tmp_path) as alone:

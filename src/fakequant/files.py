@@ -101,37 +101,26 @@ def write_in_order(files: Mapping[Path, bytes]) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path, name: str = _LOCK, *, wait: bool = True) -> Iterator[bool]:
     """Lock a folder for one process at a time; yields whether the lock exists.
+
+    Args:
+        folder: it must exist.
+        name: of the lock's file.
+        wait: whether to wait for the process that has the lock.
 
     Windows and file systems without `flock` have no lock: there the caller must not delete files that another process
     may have written. The system releases the lock of a process that dies.
 
     Raises:
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or another process has it and `wait` is false.
     """
-    path = folder / _LOCK
+    path = folder / name
     opened: list[FileIO] = []
     try:
         with output_errors(folder, "to "):
-            _lock(path, opened)
+            _lock(path, opened, wait)
         yield bool(opened)
-    finally:
-        _unlock(path, opened)
-
-
-@contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Hold a lock on a new file, which shows `abandoned` that this process is alive; the file is removed on exit.
-
-    Raises:
-        OutputError: the file cannot be created.
-    """
-    opened: list[FileIO] = []
-    try:
-        with output_errors(path):
-            _lock(path, opened)
-        yield
     finally:
         _unlock(path, opened)
 
@@ -155,7 +144,7 @@ def abandoned(path: Path) -> Iterator[bool]:
             os.close(handle)
 
 
-def _lock(path: Path, opened: list[FileIO]) -> None:
+def _lock(path: Path, opened: list[FileIO], wait: bool) -> None:
     """Create a file, lock it and append it to a list, which stays empty on systems without locks.
 
     The caller owns the list and closes the file after any interrupt; an open file would block the next lock for ever.
@@ -163,7 +152,12 @@ def _lock(path: Path, opened: list[FileIO]) -> None:
     while fcntl is not None:
         opened.append(FileIO(path, "a"))
         try:
-            fcntl.flock(opened[-1], fcntl.LOCK_EX)
+            fcntl.flock(opened[-1], fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            opened.pop().close()
+            raise OutputError(
+                f"another process writes to {_shown(path.parent)}; wait until it has ended, or give another folder"
+            ) from None
         except OSError:  # a file system without locks
             opened.pop().close()
             with suppress(OSError):

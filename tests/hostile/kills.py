@@ -2,8 +2,8 @@
 
     python tests/hostile/kills.py [--kills 200] [--kind checkpoint onnx run quantize] [--seed 0]
 
-After every SIGKILL what is there must be one whole generation of files, old or new. Prints one line, and what went
-wrong; exits 1 if anything did.
+After every SIGKILL what is there must be one whole generation of files, old or new; a run may also say that it is not
+whole. Prints one line, and what went wrong; exits 1 if anything did.
 """
 
 from __future__ import annotations

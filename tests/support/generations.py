@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import nn
 
 import fakequant as fq
-from fakequant.cli.generation import GRAPH, ONNX, REPORT, publish, staged
 from fakequant.cli.job import Job, run
+from fakequant.cli.results import GRAPH, NOT_WHOLE, ONNX, REPORT, publish, results_folder, staged
 from fakequant.report import RESULTS
 
 Values = set[float | None]
@@ -43,8 +43,7 @@ def value_of(folder: Path) -> float:
 
 def make_run(out: Path, value: float, without: str = "") -> None:
     """Publishes a run whose files all hold one value."""
-    out.mkdir(exist_ok=True)
-    with staged(out) as folder:
+    with results_folder(out), staged(out) as folder:
         fq.save(model_of(value), folder / "checkpoint")
         for name in FILES:
             if name != without:
@@ -52,9 +51,14 @@ def make_run(out: Path, value: float, without: str = "") -> None:
         publish(folder, out)
 
 
-def values_in(out: Path) -> Values:
+def is_whole(out: Path) -> bool:
+    """Whether the figures of a run are there, as numbers or as JSON; they come last."""
+    return (out / RESULTS).exists() and (out / RESULTS).read_bytes() != NOT_WHOLE
+
+
+def values_in(out: Path, files: tuple[str, ...] = FILES) -> Values:
     """The values that the files of a run say, None for one that is not there."""
-    found: Values = {float((out / name).read_text()) if (out / name).exists() else None for name in FILES}
+    found: Values = {float((out / name).read_text()) if (out / name).exists() else None for name in files}
     if not (out / "checkpoint" / "fakequant.json").exists():
         return found | {None}
     return found | {value_of(out / "checkpoint")}
@@ -100,8 +104,11 @@ def quantize(folder: Path, value: float) -> None:
 
 def quantized_values(folder: Path) -> Values:
     out = folder / "out"
+    if not is_whole(out):
+        return {None}
     page = (out / REPORT).read_text()
-    said = float(page.split('<td>float32</td><td></td><td class="number">')[1].split("<")[0])
+    row = page.split("<td>float32</td><td></td><td", 1)[1]
+    said = float(row[row.index(">") + 1 : row.index("<")])
     # The graph says numbers as text, as those of the bias: [1.0, 1.0].
     (bias,) = [line for line in (out / GRAPH).read_text().splitlines() if ' = parameter "0.bias"' in line]
     return {value_of(out / "checkpoint"), *onnx_values(out), said, float(bias.rsplit("[", 1)[1].split(",")[0])}
@@ -110,6 +117,6 @@ def quantized_values(folder: Path) -> Values:
 WRITERS = {
     "checkpoint": Writer(lambda folder, value: fq.save(model_of(value), folder), lambda folder: {value_of(folder)}),
     "onnx": Writer(export, onnx_values),
-    "run": Writer(make_run, values_in),
+    "run": Writer(make_run, lambda folder: values_in(folder) if is_whole(folder) else {None}),
     "quantize": Writer(quantize, quantized_values),
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fakequant.cli.generation import ONNX
+from fakequant.cli.results import ONNX
 from fakequant.files import write_whole
 from fakequant.ir import capture, to_text
 from fakequant.model.batches import run_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fakequant.cli.generation import CHECKPOINT, GRAPH
+from fakequant.cli.results import CHECKPOINT, GRAPH
 from fakequant.errors import CheckpointError, VerificationError
 from fakequant.export.packages import require
 from fakequant.export.record import read

@@ -16,8 +16,8 @@ from torch import nn
 from fakequant.calibration import Calibrator, calibrators, find_method
 from fakequant.cli.batches import NamedBatches
 from fakequant.cli.examples import dynamic_batch, example_of, first_line, fitting, write_graph
-from fakequant.cli.generation import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.recipe import Recipe, load_recipe
+from fakequant.cli.results import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
 from fakequant.cli.settings import Job as Job
 from fakequant.cli.steps import Steps
 from fakequant.cli.unfinished import Unfinished, held_before, refuse_other_recipe
@@ -131,14 +131,14 @@ class _Written:
 def run(job: Job, console: Console) -> ReportData:
     """Run a job and return the content of its report.
 
-    The files of an earlier job are replaced in one step when all new files are written. If anything fails before, they
-    are unchanged; `unfinished` in their folder then holds a page of what was done, and the same job goes on from there.
+    The files of an earlier job are replaced when all new files are written. If anything fails before, they are
+    unchanged; `unfinished` in their folder then holds a page of what was done, and the same job goes on from there.
 
     Raises:
         ConfigError: an unknown preset, method or execution; or the execution is "integer" and a layer does not support
             it; or the folder holds the results of another recipe.
         ExportError: an unknown style; or ONNX cannot express the model: then checkpoint and report are written anyway.
-        OutputError: the folder cannot be written; raised before any work.
+        OutputError: the folder cannot be written, or another process writes to it; raised before any work.
         RecipeError: the recipe lacks a function; raised before any work.
         VerificationError: the exported file does not compute the same as the model; all files are written.
         KeyboardInterrupt: with a message that says which files the folder holds.
@@ -165,7 +165,7 @@ def run(job: Job, console: Console) -> ReportData:
             model = quantized_model(job, config, progress)
             with staged(out) as folder:
                 written = _write(job, config, progress, model, folder)
-                state = f"{out} holds the files of the previous run or of this run, not of both"
+                state = f"{out / RESULTS} says whether the files beside it are of one run"
                 publish(folder, out)
             kept.remove()
     except KeyboardInterrupt:

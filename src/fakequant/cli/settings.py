@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fakequant.cli.generation import CHECKPOINT
 from fakequant.cli.recipe import Recipe
+from fakequant.cli.results import CHECKPOINT
 from fakequant.errors import ConfigError
 from fakequant.model.batches import run_batch
 from fakequant.model.config import Config

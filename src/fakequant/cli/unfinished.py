@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.cli.generation import CHECKPOINT, PARTS, REPORT
+from fakequant.cli.results import CHECKPOINT, PARTS, REPORT
 from fakequant.errors import ConfigError, FakeQuantError
 from fakequant.files import remove_abandoned, writable_file, write_whole
 from fakequant.model.checkpoint import load, save

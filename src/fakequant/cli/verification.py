@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fakequant.cli.generation import CHECKPOINT
 from fakequant.cli.recipe import load_recipe
+from fakequant.cli.results import CHECKPOINT
 from fakequant.export import VerifyReport, verify_onnx
 from fakequant.model.checkpoint import load
 

@@ -57,6 +57,15 @@ def remove_checkpoint(folder: Path) -> None:
         folder.rmdir()
 
 
+def remove_unnamed(folder: Path) -> None:
+    """Remove the tensor files that the manifest of a checkpoint does not name, as of models that were there before."""
+    named = named_files(folder)
+    for path in list(folder.iterdir()):
+        if _OWN_NAME.fullmatch(path.name) and path.name not in named:
+            with suppress(OSError):
+                path.unlink()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """What a checkpoint says of itself, read whole.
 

@@ -1,21 +1,23 @@
-"""The files of a run take the place of those before in one step: whoever looks, and whenever a run dies."""
+"""The files of a run take the place of those before: whenever a run dies, a mix of two never reads as one."""
 
+import errno
 import os
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fakequant.cli import generation
+import fakequant as fq
+from fakequant.cli import results
 from fakequant.cli.commands import app
-from fakequant.cli.generation import GRAPH, ONNX, PARTS, REPORT, results_folder
 from fakequant.cli.job import Job, run
+from fakequant.cli.results import GRAPH, ONNX, PARTS, REPORT, results_folder
 from fakequant.errors import ExportError, OutputError
 from tests.support.crashes import Killed, every_death, killed_after
-from tests.support.generations import FILES, make_run, values_in
+from tests.support.generations import FILES, is_whole, make_run, model_of, values_in
 from tests.support.recipes import EVALUATE, RECIPE
 
 
@@ -54,73 +56,82 @@ def test_a_file_that_no_run_wrote_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / ONNX).write_text("mine")
     (tmp_path / "results.json").write_text("mine")
     (tmp_path / ".fakequant-run-notes").mkdir()
-    (tmp_path / ".fakequant-run-notes.lock").touch()
     (tmp_path / "checkpoint").mkdir()
-    with suppress(OutputError), patch("fakequant.cli.generation._exchange", side_effect=OutputError("full")):
-        make_run(tmp_path, 1.0, without=ONNX)
-    assert (tmp_path / "checkpoint").is_dir()
     make_run(tmp_path, 1.0, without=ONNX)
     assert (tmp_path / ONNX).read_text() == "mine"
     assert (tmp_path / ".fakequant-run-notes").is_dir()
-    assert (tmp_path / ".fakequant-run-notes.lock").exists()
-    make_run(tmp_path, 2.0, without=ONNX)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["the first run", "a later run"])
-def test_a_run_that_dies_anywhere_leaves_one_whole_run(tmp_path: Path, first: bool) -> None:
-    numbers = iter(range(1, 10_000))
-    now = {"old": None if first else 0.0, "new": 0.0}
+def test_a_run_that_dies_anywhere_leaves_one_run_or_says_that_it_does_not(tmp_path: Path, first: bool) -> None:
+    """The next run makes it whole, also one without a file that the dead one had."""
+    numbers, met = iter(range(1, 10_000)), set[str]()
+    before, now = None, 0.0
     out = tmp_path / "out0"
 
     def prepare() -> None:
-        nonlocal out
-        if first:
-            out = tmp_path / f"out{next(numbers)}"
-            out.mkdir()
-        elif not out.exists():
-            out.mkdir()
-            make_run(out, 0.0)
-        now["new"] = float(next(numbers))
+        nonlocal out, before, now
+        out, before, now = tmp_path / f"out{next(numbers)}", None, float(next(numbers))
+        if not first:
+            make_run(out, before := float(next(numbers)))
 
     def check() -> None:
-        (found,) = values_in(out)
-        assert found in (now["old"], now["new"])
-        now["old"] = None if first else found
+        if is_whole(out):
+            (found,) = values_in(out)
+            assert found in (before, now)
+            met.add("old" if found == before else "new")
+        else:
+            met.add("neither")
+            page = (out / REPORT).read_text() if (out / REPORT).exists() else ""
+            assert page in ("", results.NOT_WHOLE.decode()) or len(values_in(out, (ONNX, GRAPH, REPORT))) == 1
+        make_run(out, 0.5, without=ONNX)
+        assert values_in(out) == {0.5, None}
+        make_run(out, 0.5)
+        assert_plain(out)
+        assert {path.name for path in out.iterdir()} == {"checkpoint", *FILES}
 
-    assert every_death(prepare, lambda: make_run(out, now["new"] or 0.0), check) > 30
-    make_run(out, 0.5)
-    assert values_in(out) == {0.5}
-    assert_plain(out)
-    assert {path.name for path in out.iterdir()} == {"checkpoint", *FILES}
+    assert every_death(prepare, lambda: make_run(out, now), check) > 30
+    assert met == ({"neither", "new"} if first else {"old", "neither", "new"})
 
 
-def test_two_deaths_in_a_row_leave_one_whole_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("operations", range(20, 60, 4))
+def test_two_deaths_in_a_row_leave_no_mix(tmp_path: Path, operations: int) -> None:
+    for second in range(0, 24, 5):
+        make_run(tmp_path, 1.0)
+        for done, value in ((operations, 2.0), (second, 3.0)):
+            with suppress(Killed), killed_after(done):
+                make_run(tmp_path, value)
+            assert not is_whole(tmp_path) or len(values_in(tmp_path)) == 1
+
+
+def test_a_full_disk_leaves_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     make_run(tmp_path, 1.0)
-    before = 1.0
-    for first in range(20, 60, 4):
-        for second in range(0, 24, 5):
-            for operations, value in ((first, 2.0 + first), (second, 3.0 + first)):
-                with suppress(Killed), killed_after(operations):
-                    make_run(tmp_path, value)
-                (found,) = values_in(tmp_path)
-                assert found in (before, value)
-                before = found
-
-
-def test_an_interrupt_in_the_step_leaves_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_run(tmp_path, 1.0)
-    point = generation._point
-
-    def interrupted(path: Path, target: str, run: Path) -> None:
-        if path.name == REPORT:
-            raise KeyboardInterrupt
-        point(path, target, run)
-
-    monkeypatch.setattr(generation, "_point", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        make_run(tmp_path, 2.0)
-    assert values_in(tmp_path) == {1.0}
+    fsync = os.fsync
+    for fitting in range(4):  # of the checkpoint's two files, and of the two that say that no run is whole
+        calls = count()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda handle: (fsync if next(calls) < fitting else full)(handle))  # noqa: B023
+            with pytest.raises(OutputError, match="free space on the disk"):
+                make_run(tmp_path, 2.0)
+        assert values_in(tmp_path) == {1.0}
+    make_run(tmp_path, 3.0)
     assert_plain(tmp_path)
+
+
+def test_one_process_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    make_run(tmp_path, 1.0)
+    with results_folder(tmp_path):
+        with pytest.raises(
+            OutputError, match=r"another process writes to .*; wait until it has ended, or give another"
+        ):
+            make_run(tmp_path, 2.0)
+        fq.save(model_of(1.0), tmp_path / "checkpoint")  # as a recipe may do
+    assert values_in(tmp_path) == {1.0}
+    make_run(tmp_path, 3.0)
+    assert values_in(tmp_path) == {3.0}
 
 
 def test_links_to_other_places_are_written_through(tmp_path: Path) -> None:
@@ -143,16 +154,21 @@ def test_permissions_of_the_files_before_stay(tmp_path: Path) -> None:
     assert (tmp_path / ONNX).stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("missing", ["symlink", "link"])
-def test_file_systems_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("no such thing here")
+def test_a_link_to_another_file_system_is_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, real, replace = tmp_path / "out", tmp_path / "real.onnx", os.replace
+    out.mkdir()
+    (out / ONNX).symlink_to(real)
 
-    monkeypatch.setattr(os, missing, refuse)
+    def elsewhere(source: Path, target: Path) -> None:
+        if Path(source).parent != Path(target).parent and Path(target) == real:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", elsewhere)
     for value in (1.0, 2.0):
-        make_run(tmp_path, value)
-        assert values_in(tmp_path) == {value}
-        assert_plain(tmp_path)
+        make_run(out, value)
+        assert values_in(out) == {value}
+        assert real.read_text() == str(value)
 
 
 def test_the_folder_of_a_job_that_fails_is_not_left(tmp_path: Path) -> None:

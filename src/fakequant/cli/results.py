@@ -1,0 +1,113 @@
+"""The files of a run: written in a temporary folder, then moved to their places, the figures last.
+
+Before the first file is moved, figures and report say that the run is not whole, so that files of two runs, as a killed
+process leaves them, are never taken for those of one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fakequant.files import locked, output_errors, writable_file, writable_folder, write_in_order, write_whole
+from fakequant.model.manifest import MANIFEST
+from fakequant.model.manifest_reading import named_files, remove_unnamed
+from fakequant.report.saved import RESULTS
+
+CHECKPOINT, ONNX, REPORT, GRAPH = "checkpoint", "model.onnx", "report.html", "graph.txt"
+PARTS = (f"{CHECKPOINT}/{MANIFEST}", ONNX, GRAPH, REPORT, RESULTS)
+"""Paths in the folder of the files of one run, in the order in which they are moved there."""
+
+_LOCK, _RUN = ".fakequant-run.lock", ".fakequant-run-"
+NOT_WHOLE = b"This run ended while its files were moved here, and some are of the run before: give the command again.\n"
+
+
+@contextmanager
+def results_folder(directory: Path) -> Iterator[Path]:
+    """Create the folder of the results if it does not exist, and check before any work that it can be written.
+
+    One process at a time has it; temporary folders of processes that were killed are removed. If the work fails, new
+    folders that are still empty are removed.
+
+    Raises:
+        OutputError: the folder or one of its files cannot be written, or another process works in it.
+    """
+    made = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
+    try:
+        out = writable_folder(directory)
+        with locked(out, _LOCK, wait=False) as alone:
+            for part in PARTS:
+                if (out / part).parent.exists():
+                    writable_file(out / part)
+            for left in out.glob(f"{_RUN}{'[0-9a-f]' * 16}") if alone else ():
+                shutil.rmtree(left, ignore_errors=True)
+            yield out
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """Create a temporary folder for the files of a run inside the folder that `publish` writes.
+
+    Raises:
+        OutputError: the temporary folder cannot be created.
+    """
+    folder = out / f"{_RUN}{secrets.token_hex(8)}"
+    try:
+        with output_errors(folder, "to "):
+            folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(new: Path, out: Path) -> None:
+    """Replace the files of the previous run; other files stay.
+
+    A file of an earlier run that the new run does not have is removed. A symbolic link is followed: its target is
+    written. An existing file keeps its permissions.
+
+    Args:
+        new: the folder from `staged` with the new files.
+        out: the folder of the results.
+
+    Raises:
+        OutputError: a file cannot be written; where it is the disk that is full, the old files are unchanged.
+    """
+    checkpoint = out / CHECKPOINT
+    with output_errors(out, "to "):
+        checkpoint.mkdir(exist_ok=True)
+        with locked(checkpoint) as alone:
+            is_ours = (out / RESULTS).is_file() and named_files(checkpoint)
+            for name in set(named_files(new / CHECKPOINT)) - set(named_files(checkpoint)):
+                _move(new / CHECKPOINT / name, checkpoint / name)
+            write_in_order({out / RESULTS: NOT_WHOLE, out / REPORT: NOT_WHOLE})
+            for part in PARTS:
+                if (new / part).is_file():
+                    _move(new / part, out / part)
+                elif is_ours:  # what no run wrote is not removed
+                    (out / part).unlink(missing_ok=True)
+            if alone:
+                remove_unnamed(checkpoint)
+
+
+def _move(source: Path, path: Path) -> None:
+    """Move a file to a path, or to the target of a symbolic link; the file that is there gives the permissions."""
+    target = os.path.realpath(path)
+    with suppress(FileNotFoundError):
+        shutil.copymode(target, source)
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # the target of a link is on another file system
+            raise
+        write_whole(path, source.read_bytes())
