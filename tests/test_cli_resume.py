@@ -137,6 +137,20 @@ def test_what_a_recipe_reads_decides_whether_a_job_goes_on(recipe, tmp_path: Pat
     assert (settings() == before) == (name == "")
 
 
+def test_batches_that_cannot_be_compared_start_anew(stopped, tmp_path: Path) -> None:
+    path, out, _ = stopped
+    whole = path.read_text()
+    path.write_text(whole.replace("torch.zeros(4)", "{1}"))
+    (tmp_path / "stop").touch()
+    stopped_again = invoke("quantize", path, "--out", out)
+    assert "cannot go on after an interrupt: its batches hold more than tensors" in stopped_again.stdout
+    assert stopped_again.stderr.strip().endswith("report.html shows what was done")
+    (tmp_path / "stop").unlink()
+    again = invoke("quantize", path, "--out", out)
+    assert again.exit_code == 0, again.output
+    assert "done before" not in again.stdout
+
+
 @pytest.mark.parametrize("name", ["thesis.txt", "report.html", "job.json", "checkpoint/notes.safetensors", ""])
 @pytest.mark.parametrize("options", [(), ("--overwrite",)], ids=["", "overwrite"])
 def test_a_folder_of_the_user_stays(recipe, tmp_path: Path, name: str, options: tuple[str, ...]) -> None:

@@ -170,7 +170,8 @@ def run(job: Job, console: Console) -> ReportData:
             kept.remove()
     except KeyboardInterrupt:
         if kept is not None and kept.has_page:
-            state += f"; {kept.folder / REPORT} shows what was done, and the same command goes on from there"
+            goes_on = ", and the same command goes on from there" if kept.settings else ""
+            state += f"; {kept.folder / REPORT} shows what was done{goes_on}"
         raise KeyboardInterrupt(f"interrupted: {state}") from None
     progress.steps.note(f"Written: {', '.join(str(out / name) for name in written.names)}")
     if written.refusal is not None:
@@ -283,6 +284,10 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
     model = recipe.model()
     with progress.named(model):
         settings = job.settings(recipe, model, progress.batches())
+    if not settings:
+        steps.note(
+            "This run cannot go on after an interrupt: its batches hold more than tensors, arrays, numbers and texts."
+        )
     resumed = kept.resume(model, settings)
     if resumed is not None:
         model, progress.accuracy, progress.improvement = resumed, kept.accuracy, kept.improvement

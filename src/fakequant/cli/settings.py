@@ -17,7 +17,7 @@ from fakequant.model.batches import run_batch
 from fakequant.model.config import Config
 from fakequant.model.prepare import with_exceptions
 from fakequant.model.presets import find_preset
-from fakequant.ptq.digest import digest
+from fakequant.ptq.digest import NoDigestError, digest
 from fakequant.ptq.finished import run_of
 
 
@@ -67,7 +67,7 @@ class Job:
     trust: bool = False
 
     def settings(self, recipe: Recipe, model: nn.Module, batches: Iterable[Any]) -> str:
-        """All that decides the quantized model, as text.
+        """All that decides the quantized model, as text; "" where batches cannot be compared.
 
         Args:
             recipe: with the text of its files.
@@ -78,8 +78,11 @@ class Job:
         found: list[Any] = [*names, self.floats, self.rules, str(self.text), recipe.content]
         with torch.random.fork_rng([]):
             torch.manual_seed(0)  # a data loader that shuffles gives the same batches at the next call
-            for number, batch in enumerate(batches):
-                found += [digest(batch, or_class=True)] if number else run_of(model, [batch], run_batch).items()
+            try:
+                for number, batch in enumerate(batches):
+                    found += [digest(batch)] if number else run_of(model, [batch], run_batch).items()
+            except NoDigestError:
+                return ""
         return repr(found)
 
     def config(self) -> Config:

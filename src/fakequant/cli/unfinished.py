@@ -59,12 +59,12 @@ class Unfinished:
 
         Args:
             model: in float.
-            settings: all that decides the quantized model, as text; a state of other settings is not used.
+            settings: all that decides the quantized model, as text; a state of other settings is not used, nor of "".
         """
-        self.settings = hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
+        self.settings = settings and hashlib.sha256(settings.encode("utf-8", "backslashreplace")).hexdigest()
         try:
             state = json.loads((self.folder / _STATE).read_text())
-            if state["settings"] != self.settings:
+            if not settings or state["settings"] != self.settings:
                 return None
             accuracy = value_of(state["accuracy"], "accuracy", Sequence[Accuracy])
             improvement = value_of(state["improvement"], "improvement", Sequence[Improved])

@@ -19,9 +19,10 @@ from fakequant.files import writable_folder, write_whole
 from fakequant.model.batches import Forward
 from fakequant.model.json_values import value_of
 from fakequant.model.modes import disabled, evaluating
+from fakequant.model.outputs import named_tensors
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
-from fakequant.ptq.digest import digest
+from fakequant.ptq.digest import NoDigestError, digest
 from fakequant.ptq.layer import Choice
 from fakequant.ptq.projections import bias_of
 from fakequant.ptq.results import LayerResult
@@ -191,7 +192,7 @@ def run_of(
         masks: of the batches.
 
     Raises:
-        ConfigError: a batch holds an object that cannot be compared with that of another run.
+        NoDigestError: a batch holds an object that is not plain.
 
     >>> net = nn.Linear(2, 2)
     >>> one, other = (run_of(net, [x], lambda net, x: net(x)) for x in (torch.ones(2), torch.zeros(2)))
@@ -200,20 +201,25 @@ def run_of(
     """
     try:
         of_batches = digest(batches)
-    except ConfigError as error:
-        raise ConfigError(
-            f"a batch cannot be compared with those of another run: {error}; give batches of tensors, arrays, numbers "
-            "and texts, or leave out the folder or file"
-        ) from error
+    except NoDigestError as error:
+        raise NoDigestError(f"in a batch, {error}, or leave out the folder or file") from error
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices), evaluating(model), disabled(model), torch.no_grad():
         torch.manual_seed(0)
-        output = digest(run(model, batches[0]), or_class=True)
+        output = run(model, batches[0])
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return {
         "version of fakequant": __version__,
-        "model": digest([repr(model), *model.state_dict().items()], or_class=True),
+        "model": digest([repr(model), *state.items()]),
         "set of batches": of_batches,
         "list of steps": ", ".join(steps),
         "mask": digest(masks),
-        _OUTPUT: output,
+        _OUTPUT: _of_output(output),
     }
+
+
+def _of_output(output: Any) -> str:
+    try:
+        return digest(output)
+    except NoDigestError:  # such as a cache beside the logits
+        return digest(named_tensors(output))
