@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/fakequant/ops/c
 	touch $@
 
 demo: setup
-	$(BIN)/fakequant demo --out demo-output
+	$(BIN)/python -m examples.demo --out demo-output
 
 # pyright works on one core: the tests take the other one meanwhile.
 test: setup

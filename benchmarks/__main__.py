@@ -13,7 +13,7 @@ import argparse
 import time
 from pathlib import Path
 
-from fakequant.benchmark import Effort, Result
+from benchmarks.harness import Effort, Result
 
 from . import pages
 from .limits import missed

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import fakequant as fq
-from fakequant.benchmark import Result
+from benchmarks.harness import Result
 from tests.support import compat_exactness, exactness
 
 from . import compat, ir, pages

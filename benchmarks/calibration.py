@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.benchmark import CannotRunError, Prepared
+from benchmarks.harness import CannotRunError, Prepared
+from examples.demo import digits
 from fakequant.compat.pytorch_quantization.calib import HistogramCalibrator
-from fakequant.demo import digits
 from tests.support import compat_rules as rules
 from tests.support.exactness import by_the_reference, differing
 

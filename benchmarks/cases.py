@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, Timed
+from benchmarks.harness import ATEN, COMPILED, COPY, DOUBLED, Timed
 
 from . import kinds
 from .calibration import LOOPS, Search

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fakequant.benchmark import seconds
+from benchmarks.harness import seconds
 from fakequant.compat.pytorch_quantization import calib, tensor_quant
 from tests.support import compat_rules as rules
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from benchmarks.harness import CannotRunError, Effort, Prepared, measure, ratio
 from fakequant import ir
-from fakequant.benchmark import CannotRunError, Effort, Prepared, measure, ratio
 from tests.support.networks import NETWORKS, PRESETS, Cnn, quantized
 
 from .training import CNN, Step

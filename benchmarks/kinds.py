@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 import fakequant as fq
-from fakequant.benchmark import Case, square
+from benchmarks.harness import Case, square
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, Case, Prepared, Result, Timed, square
+from benchmarks.harness import ATEN, COMPILED, COPY, DOUBLED, Case, Prepared, Result, Timed, square
 
 from . import kinds
 from .calibration import BINS, FORWARD, LOOPS, METHODS, Search, WholeModel, fewer

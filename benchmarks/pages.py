@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED
+from benchmarks.harness import ATEN, COMPILED, COPY, DOUBLED, MEASURED
 from fakequant.files import write_whole
 
 from . import kinds

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fakequant.benchmark import Effort, Result, Timed, measure
+from benchmarks.harness import Effort, Result, Timed, measure
 from fakequant.files import write_whole
 
 from .cases import LISTS, chosen

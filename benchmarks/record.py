@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fakequant as fq
-from fakequant import benchmark
+from benchmarks import harness
 from fakequant.files import write_whole
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ _IDENTITY = ("case", "direction", "spec", "elements", "dtype", "against")
 @cache
 def machine() -> dict[str, str]:
     """Where the figures come from."""
-    return {**benchmark.machine(), "fakequant": fq.__version__, "commit": commit()}
+    return {**harness.machine(), "fakequant": fq.__version__, "commit": commit()}
 
 
 def commit(*paths: str) -> str:
@@ -45,7 +45,7 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     write_whole(path, (json.dumps(results, indent=2) + "\n").encode())
 
 
-def lines_of(results: Iterable[benchmark.Result], where: dict[str, str] | None = None) -> list[Line]:
+def lines_of(results: Iterable[harness.Result], where: dict[str, str] | None = None) -> list[Line]:
     """Results as lines: where they come from, what was compared with what, and percentiles of the ratio.
 
     Args:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.benchmark import CannotRunError, Prepared
-from fakequant.demo import digits
+from benchmarks.harness import CannotRunError, Prepared
+from examples.demo import digits
 from fakequant.model.outputs import Power, decibels
 from fakequant.nn import QuantizedLayer, Quantizer
 from tests.support.exactness import by_int64, by_the_reference

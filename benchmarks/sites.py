@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.demo.text import Block
+from examples.demo.text import Block
 
 _SIZES = ((64, 4, 96), (96, 4, 256), (192, 4, 512))
 """Features, heads and tokens of four texts for two blocks of a transformer; from about 6 to 120 ms on two cores."""

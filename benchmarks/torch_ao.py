@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.ao import quantization as ao
 
-from fakequant.benchmark import CannotRunError, Prepared
+from benchmarks.harness import CannotRunError, Prepared
 from fakequant.compat import aten
 from tests.support.exactness import differing
 

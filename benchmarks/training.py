@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.benchmark import ATEN, CannotRunError, Function, Prepared
+from benchmarks.harness import ATEN, CannotRunError, Function, Prepared
 from fakequant.ops import products
 from tests.support.exactness import by_int64, by_the_reference, differing
 

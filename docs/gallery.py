@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 import fakequant as fq
-from fakequant.demo import digits, text
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from examples.demo import digits, text
 
 EPOCHS, STEPS, BITS = 6, 400, 5.0
 

@@ -5,9 +5,9 @@ fakequant quantize examples/digits_recipe.py --preset int4 --out digits-int4
 
 from collections.abc import Iterator
 
+from demo import digits
 from torch import Tensor, nn
 
-from fakequant.demo import digits
 from fakequant.model import qat
 from fakequant.model.fuse import fuse_batch_norm
 

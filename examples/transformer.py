@@ -18,12 +18,12 @@ import time
 from typing import Any
 
 import torch
+from demo import text
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.demo import text
 from fakequant.files import writable_folder, write_whole
 
 EPOCHS = 10

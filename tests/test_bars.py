@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks import bars, compat, kinds, records
+from benchmarks.harness import COPY, MEASURED, Result
 from benchmarks.limits import FUSED, LIMITS, Limit
 from benchmarks.record import write_lines
-from fakequant.benchmark import COPY, MEASURED, Result
 from tests.support import compat_rules as rules
 
 

@@ -103,7 +103,7 @@ def test_doctor_runs_from_the_source_folder(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_command_shows_the_commands() -> None:
     result = invoke()
-    assert all(name in result.output for name in ("demo", "quantize", "inspect", "verify", "doctor"))
+    assert all(name in result.output for name in ("init", "quantize", "inspect", "verify", "doctor"))
 
 
 def test_python_m_fakequant_is_the_command() -> None:

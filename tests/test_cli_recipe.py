@@ -16,7 +16,8 @@ from fakequant.report import read_results
 from tests.support.pages import blocks
 from tests.support.recipes import EVALUATE, RECIPE
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
+ROOT = Path(__file__).parents[1]
+PAGE, EXAMPLES = ROOT / "docs" / "recipe.md", ROOT / "examples"
 PROJECT = """
 import torch
 from torch import nn
@@ -106,11 +107,12 @@ def test_recipe_that_returns_something_else(recipe, body: str, call, expected: s
 
 
 def test_the_example_recipe_offers_all_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fakequant.demo import digits
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from demo import digits  # pyright: ignore[reportMissingImports]  by the name that the recipe has for it
 
     monkeypatch.setattr(digits, "train", lambda split, epochs: digits.Net().eval())
     with digits.one_thread():
-        found = load_recipe(Path(__file__).parents[1] / "examples" / "digits_recipe.py")
+        found = load_recipe(EXAMPLES / "digits_recipe.py")
         assert all(found.offers(name) for name in ("model", "calibration_batches", "evaluate", "train"))
         assert sum(len(batch) for batch in found.calibration_batches()) == 1198
         assert 0 <= found.evaluate(found.model()) <= 100

@@ -16,8 +16,8 @@ from benchmarks.cases import Entry
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import cases, limits, machine, observation, pages, runner
 from benchmarks.gpu.observation import Observation
+from benchmarks.harness import ATEN, COMPILED, COPY, Case, Effort, Result, measure, timing
 from benchmarks.peers.measure import PeerCase
-from fakequant.benchmark import ATEN, COMPILED, COPY, Case, Effort, Result, measure, timing
 
 ROOT = Path(__file__).parents[1]
 HERE = ["--device", "cpu", "--largest", "8192", "--seconds", "0"]

@@ -19,7 +19,7 @@ ROOMS = [
     {"numerics"},
     {"ops"},
     {"functional"},
-    {"benchmark", "calibration"},
+    {"calibration"},
     {"nn"},
     {"model"},
     {"ptq"},
@@ -28,7 +28,6 @@ ROOMS = [
     {"report"},
     {"plot"},
     {"compat", "integrations"},
-    {"demo"},
     {"cli"},
 ]
 # The package's own __init__ and its __main__ import from every room.
@@ -82,6 +81,8 @@ def wrong_imports(source, path):
     found = set()
     for line, name in imported_modules(ast.parse(source), module):
         parts = name.split(".")
+        if parts[0] in ("examples", "benchmarks", "tests"):
+            found.add(f"{path}:{line}: {room} imports {parts[0]}, which no wheel has")
         if parts[0] != "fakequant" or len(parts) < 2 or rank(parts[1]) is None or parts[1] == room:
             continue
         if rank(parts[1]) >= rank(room):
@@ -180,6 +181,7 @@ def test_no_branch_on_the_name_of_a_format():
         ("from . import functional", "errors.py", "errors.py:1: errors imports functional"),
         ("from fakequant import ir", "export/graph.py", "export/graph.py:1: export imports ir"),
         ("def f():\n    from ..model import prepare", "nn/layers.py", "nn/layers.py:2: nn imports model"),
+        ("from benchmarks import harness", "cli/x.py", "cli/x.py:1: cli imports benchmarks, which no wheel has"),
         ("x = 1", "leftover/thing.py", "leftover/thing.py:1: room 'leftover' has no place in the order of imports"),
     ],
 )

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fakequant as fq
+from benchmarks.harness import MEASURED, Effort
+from benchmarks.harness import measure as timed
 from benchmarks.kinds import SHOWN, Kind
 from benchmarks.peers import CALLS, PEERS, call, measure
 from benchmarks.peers.call import Call, Peer, Theirs
-from fakequant.benchmark import MEASURED, Effort
-from fakequant.benchmark import measure as timed
 
 ROOT = Path(__file__).parents[1]
 TORCH = Peer("Torch", "torch")
@@ -123,7 +123,7 @@ def test_a_call_without_a_gradient_is_a_result_with_the_reason():
 
 def test_ours_is_compared_with_the_reference_first(monkeypatch):
     case = case_of(lambda x: pytest.fail("called"))
-    monkeypatch.setattr("fakequant.benchmark.case.fake_quantize", lambda x, spec, scale: x.clone())
+    monkeypatch.setattr("benchmarks.harness.case.fake_quantize", lambda x, spec, scale: x.clone())
     result = result_of(case)
     assert result.outcome.startswith("differs from the reference in ")
     assert result.pairs == ()

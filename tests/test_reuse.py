@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fakequant as fq
-from fakequant.demo.digits import Net
-from fakequant.demo.text import Transformer
+from examples.demo.digits import Net
+from examples.demo.text import Transformer
 from fakequant.model.outputs import Power, decibels
 from fakequant.model.reuse import ReusedOutputs
 from fakequant.nn import Add, Mode, QuantizedLayer

@@ -10,13 +10,13 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import cases, limits, pages, processes, record
 from benchmarks.calibration import LOOPS, METHODS, Search, WholeModel
+from benchmarks.harness import ATEN, COMPILED, COPY, DOUBLED, MEASURED, Case, Effort, Result
 from benchmarks.kinds import SHOWN
 from benchmarks.peers import CALLS, PEERS
 from benchmarks.peers.measure import PeerCase
 from benchmarks.processes import Plan, together
 from benchmarks.torch_ao import ROUTED
 from benchmarks.training import BLOCK, CNN, LINEAR_BY_CODES, MODULE
-from fakequant.benchmark import ATEN, COMPILED, COPY, DOUBLED, MEASURED, Case, Effort, Result
 from fakequant.ops import dispatch, products
 from fakequant.ops.cpu.backend import CpuBackend
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.accuracy.cases import Case
 from benchmarks.accuracy.peers import Run
-from fakequant.demo.text import Transformer
+from examples.demo.text import Transformer
 from tests.support.vision import import_torchvision
 
 _ITERATIONS = 200  # AutoRound's default

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.demo.text import Block
+from examples.demo.text import Block
 
 _FEATURES, _HEADS, _WORDS = 384, 12, 30_522
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.demo import digits, text
+from examples.demo import digits, text
 
 _FEATURES = 128
 """The width of the transformers: a group of 128 weights is a whole row of most matrices, one of 32 is not."""

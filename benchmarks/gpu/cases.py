@@ -10,13 +10,13 @@ from torch import nn
 
 from benchmarks import kinds
 from benchmarks.cases import Entry, merged
+from benchmarks.harness import ATEN, COMPILED, COPY, Case
 from benchmarks.kinds import GROWTH, OTHERS, Kind
 from benchmarks.limits import K, M
 from benchmarks.peers import CALLS
 from benchmarks.peers.measure import PeerCase
 from benchmarks.training import FLOAT, Step
-from fakequant.benchmark import ATEN, COMPILED, COPY, Case
-from fakequant.demo.text import Block
+from examples.demo.text import Block
 from tests.support.networks import ResidualBlock
 
 from .observation import Observation

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks import kinds
+from benchmarks.harness import ATEN, COMPILED, COPY, Case, Timed
 from benchmarks.peers import PEERS
 from benchmarks.record import Line
-from fakequant.benchmark import ATEN, COMPILED, COPY, Case, Timed
 from fakequant.numerics.granularity import PerTensor
 
 from .cases import LARGEST

@@ -27,9 +27,9 @@ def device_name(device: str) -> str:
     """The name of the GPU, or of the processor."""
     import torch
 
-    from fakequant import benchmark
+    from benchmarks import harness
 
-    return torch.cuda.get_device_name(device) if device != "cpu" else benchmark.machine()["processor"]
+    return torch.cuda.get_device_name(device) if device != "cpu" else harness.machine()["processor"]
 
 
 def build_kernels() -> str:

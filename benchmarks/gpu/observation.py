@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fakequant.benchmark import COPY, CannotRunError, Prepared
+from benchmarks.harness import COPY, CannotRunError, Prepared
 from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
 from fakequant.ops.histogram import observe
 from tests.support.exactness import differing

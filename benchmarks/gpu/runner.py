@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.cases import Entry
 from benchmarks.cases import chosen as matching
+from benchmarks.harness import COPY, Effort, Result, Timed, measure
 from benchmarks.peers.measure import first_line
 from benchmarks.record import Line, lines_of, machine, read_lines, updated, write_lines
-from fakequant.benchmark import COPY, Effort, Result, Timed, measure
 
 from . import pages
 from .cases import LARGEST, entries

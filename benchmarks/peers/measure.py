@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fakequant as fq
-from fakequant.benchmark import CannotRunError, Case, Function, Prepared, square
+from benchmarks.harness import CannotRunError, Case, Function, Prepared, square
 from tests.support import exactness
 
 from .call import Call, Theirs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.demo.text import Transformer
+from examples.demo.text import Transformer
 from fakequant.nn import Add
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.recurrent import GateQuantizers, unroll

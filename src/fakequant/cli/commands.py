@@ -105,17 +105,6 @@ def _options(
 
 
 @app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="folder for the report and the models")] = Path("demo-output"),
-    epochs: Annotated[int, typer.Option(min=1, help="epochs of the float training")] = 40,
-) -> None:
-    """Train a small network on handwritten digits, quantize, fine-tune, export, verify and report."""
-    from fakequant.demo import run
-
-    run(out, epochs=epochs, console=Console())
-
-
-@app.command()
 def quantize(  # noqa: PLR0913  the command's options
     recipe: RecipeFile,
     out: Annotated[Path, typer.Option(help="folder for checkpoint, graph.txt, model.onnx and report.html")],
@@ -332,34 +321,6 @@ def search(  # noqa: PLR0913  the command's options
     lines[-1] = f"fakequant quantize {shlex.join(given)} --out quantized {lines[-1]}"
     for line in lines:
         Console(soft_wrap=True).print(Text(line))
-
-
-@app.command()
-def bench(
-    elements: Annotated[
-        list[int] | None,
-        typer.Option(min=64, help="size of the tensors, a power of two; repeat the option for several sizes"),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="how long each pair of calls is timed")] = 0.2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
-) -> None:
-    """Time int8, FP8 and NVFP4 against a copy and ATen; the exit status is 1 if a bit differs from the reference."""
-    from fakequant.benchmark import suite
-    from fakequant.files import writable_file
-    from fakequant.report.terminal import print_table
-
-    if json_file is not None:
-        writable_file(json_file)
-    console = Console()
-    with console.status("timing"):
-        report = suite.run(elements or suite.SIZES, seconds=seconds)
-    print_table(console, report.title, suite.HEADER, report.rows(), numbers=(2, 3, 4, 5))
-    for note in report.notes:
-        console.print(Text(note), soft_wrap=True)
-    if json_file is not None:
-        report.write(json_file)
-    if report.differing:
-        raise typer.Exit(1)
 
 
 @app.command()

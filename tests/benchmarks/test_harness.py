@@ -1,23 +1,20 @@
-"""The timing that ships with the package: what is compared first, what is timed beside what, and what a report says.
+"""The timing: what is compared first, what is timed beside what, and what a result says.
 
 How long anything takes is not tested: functions that sleep or count stand for the calls.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import fakequant as fq
-from fakequant.benchmark import (
+from benchmarks.harness import (
     ATEN,
     COPY,
-    DOUBLED,
     MEASURED,
     Case,
     Effort,
@@ -25,13 +22,10 @@ from fakequant.benchmark import (
     measure,
     pairs,
     square,
-    suite,
     time_pairs,
     timing,
 )
-from fakequant.benchmark import case as cases
-from fakequant.cli.commands import app
-from fakequant.errors import ConfigError, OutputError
+from benchmarks.harness import case as cases
 
 NVFP4 = "float4_e2m1fn per_block(-1:16) scale=float8_e4m3fn@per_tensor"
 FORMATS = [
@@ -203,53 +197,3 @@ def test_a_case_that_differs_has_no_time_and_is_not_run(monkeypatch):
     (found,) = measure(case_of("int8"), (COPY,), QUICK)
     assert found.outcome == "differs from the reference in 3 elements"
     assert (found.differing, found.pairs, found.ratio) == (3, (), None)
-
-
-# The command
-
-
-def invoke(*arguments):
-    options = [text for name in arguments for text in name]
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "--elements", "64", "--seconds", "0", *options])
-
-
-def test_the_command_shows_machine_and_ratios_and_writes_them(tmp_path):
-    path = tmp_path / "bench.json"
-    result = invoke(("--json", str(path)), ("--elements", "4096"))
-    assert result.exit_code == 0
-    assert f"1 threads, torch {torch.__version__}, backend cpu" in " ".join(result.output.split())
-    for text in ("int8 per tensor", "float8_e4m3fn per tensor", "NVFP4", "4,096", "ATen has no float4_e2m1fn."):
-        assert text in result.output
-    found = json.loads(path.read_text())
-    assert found["machine"]["threads"] == "1"
-    assert len(found["results"]) == 3 * 2 * 2 * 2
-    assert {line["against"] for line in found["results"]} == {COPY, DOUBLED, ATEN}
-    first = found["results"][0]
-    assert set(first["ratio"]) == set(asdict(Ratio.of([(1.0, 1.0)])))
-    assert first["differing"] == 0
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_command_fails_where_a_bit_differs_and_gives_no_time(monkeypatch):
-    monkeypatch.setattr(Case, "differing", lambda case: 3 * (case.name == "NVFP4"))
-    result = invoke()
-    assert result.exit_code == 1
-    assert "NVFP4, forward, 64: differs from the reference in 3 elements." in result.output
-    row = next(line for line in result.output.splitlines() if "NVFP4" in line and "forward and" in line)
-    assert row.replace("│", " ").split() == ["NVFP4", "forward", "and", "backward", "64"]
-
-
-def test_what_cannot_be_timed_or_written_is_said(tmp_path):
-    for size in (100, 32, 1 << 50):
-        with pytest.raises(ConfigError, match=f"a size of {size} elements; give a power of two from 64 to 2147483648"):
-            suite.run([size])
-    with pytest.raises(OutputError, match=r"cannot write .*bench\.json: No such file or directory; choose another"):
-        suite.Report({}, ()).write(tmp_path / "absent" / "bench.json")
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(suite, "run", None)
-    (tmp_path / "file").touch()
-    result = invoke(("--json", str(tmp_path / "file" / "bench.json")))
-    assert result.exit_code == 1
-    assert "cannot write to" in result.output

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant.benchmark.pairs import CannotRunError, Prepared
-from fakequant.benchmark.timing import Function
 from fakequant.functional import fake_quantize
 from fakequant.numerics import qparams, reference
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.ops.decomposition import Traced, tensors_of
+
+from .pairs import CannotRunError, Prepared
+from .timing import Function
 
 COPY, DOUBLED = "x.clone()", "x * 2"
 ATEN, COMPILED = "ATen", "torch.compile"

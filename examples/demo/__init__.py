@@ -18,21 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, calibrators
-from fakequant.demo.codes import ByCodes, by_codes
-from fakequant.demo.digits import (
-    LEARNING_RATE,
-    SEED,
-    VERSIONS,
-    AugmentedBatches,
-    Split,
-    in_versions,
-    load_digits,
-    loss,
-    margin,
-    one_thread,
-    right,
-    train,
-)
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.files import writable_folder, write_whole
 from fakequant.model import presets, qat
@@ -54,6 +39,22 @@ from fakequant.report import (
     verification,
     with_ranges,
     write_report,
+)
+
+from .codes import ByCodes, by_codes
+from .digits import (
+    LEARNING_RATE,
+    SEED,
+    VERSIONS,
+    AugmentedBatches,
+    Split,
+    in_versions,
+    load_digits,
+    loss,
+    margin,
+    one_thread,
+    right,
+    train,
 )
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fakequant.benchmark.timing import Effort, Function, Pairs, Ratio, time_pairs
 from fakequant.errors import FakeQuantError
+
+from .timing import Effort, Function, Pairs, Ratio, time_pairs
 
 MEASURED = "measured"
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.demo import text
+from examples.demo import text
 
 
 def written(folder, names):

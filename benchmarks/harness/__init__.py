@@ -1,9 +1,9 @@
 """Time calls against other calls: pairs are timed alternately in one run, after a comparison with the reference."""
 
-from fakequant.benchmark.case import ATEN, COMPILED, COPY, DOUBLED, Case, square
-from fakequant.benchmark.machine import machine
-from fakequant.benchmark.pairs import MEASURED, CannotRunError, Prepared, Result, Timed, measure
-from fakequant.benchmark.timing import Effort, Function, Pairs, Ratio, keep_memory, ratio, seconds, time_pairs
+from .case import ATEN, COMPILED, COPY, DOUBLED, Case, square
+from .machine import machine
+from .pairs import MEASURED, CannotRunError, Prepared, Result, Timed, measure
+from .timing import Effort, Function, Pairs, Ratio, keep_memory, ratio, seconds, time_pairs
 
 __all__ = [
     "ATEN",

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 import fakequant as fq
-from fakequant import demo
-from fakequant.demo import digits
-from fakequant.demo.codes import by_codes, compare
+from examples import demo
+from examples.demo import digits
+from examples.demo.codes import by_codes, compare
 from fakequant.errors import OutputError, RecipeError
 from fakequant.nn import QuantizedLayer
 from tests.support.processor import needs_exact_sums

@@ -1,0 +1,1 @@
+"""Programs to read and run from a clone; the package does not need them."""
