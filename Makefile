@@ -11,7 +11,7 @@ HAS_CUDA = $(shell $(1) -c 'import torch; torch.cuda.is_available() and print("$
 GPU_PYTHON = $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(firstword \
 	$(foreach python,$(GPU_PYTHONS),$(call HAS_CUDA,$(python))) $(GPU_PYTHONS)))
 
-.PHONY: setup demo test suite test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow real-models zoo accuracy docs site wheel test-wheel clean
+.PHONY: setup demo test suite test-slow test-all test-exhaustive test-gpu sanitize hostile lint bench bench-gpu bars grow real-models zoo accuracy docs site wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -31,8 +31,18 @@ test: setup
 	$(MAKE) -j 2 lint suite
 
 # What the tests of a file share is made once, in the process that has the file.
+SUITE = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 suite: setup
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not exhaustive'
+	$(SUITE) -m 'not exhaustive and not slow'
+
+# The slow tests, as many as SECONDS allow, in an order that changes with the commit; `make test-all` runs all tests.
+SECONDS = 300
+test-slow: setup
+	$(SUITE) -m 'slow and not exhaustive' --seconds $(SECONDS) --order $$(git rev-parse --short HEAD)
+
+test-all: setup
+	$(MAKE) lint
+	$(SUITE) -m 'not exhaustive'
 
 # Three of these tests take many minutes each: a process that has nothing left takes them over.
 test-exhaustive: setup

@@ -10,6 +10,7 @@ from fakequant.numerics import formats
 pytest.register_assert_rewrite("tests.support")  # before the first of them is imported
 
 from tests.support.processor import avoid_broken_amx  # noqa: E402
+from tests.support.slow import TimeLimit, mark_slow  # noqa: E402
 from tests.support.vision import import_torchvision  # noqa: E402
 
 NAMES = {
@@ -27,6 +28,24 @@ LIMITED = avoid_broken_amx()  # before torch's first product, and inherited by t
 def pytest_report_header() -> str | None:
     """What a run leaves out of the processor."""
     return LIMITED
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--seconds 300 --order WORD` runs files in an order that changes with the word, and stops after that time."""
+    parser.addoption("--seconds", type=float, help="skip tests that have not started after this time")
+    parser.addoption("--order", default="", help="a word, such as a commit, that changes the order of files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Limit the time where it is asked for."""
+    if config.getoption("--seconds") is not None:
+        config.pluginmanager.register(TimeLimit(config.getoption("--seconds"), config.getoption("--order")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the slow tests."""
+    mark_slow(items, config.rootpath)  # before -m chooses
 
 
 @pytest.fixture(autouse=True)

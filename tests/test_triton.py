@@ -38,8 +38,9 @@ def run_interpreted(*options, env=None):
 
 
 @needs_triton
-def test_equals_the_reference():
-    found = run_interpreted("-m", "not exhaustive")
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_equals_the_reference(chosen):
+    found = run_interpreted("-m", f"{chosen} and not exhaustive")
     assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
     assert " passed" in found.stdout
 
