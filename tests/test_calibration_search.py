@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fakequant.calibration.search import cheapest, settle, used_bins
+from fakequant.calibration.search import cheapest, used_bins
 
 
 def test_used_bins():
@@ -44,18 +44,3 @@ def test_asks_for_few_candidates():
 
     cheapest(cost, 1, torch.tensor([4096]), bins=4096, coarse=64)
     assert asked == [65, 17, 17]
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_exact_costs_decide_where_bounds_overlap(alone):
-    """The second is the cheapest though its lower bound is not; the third cannot be, and is asked for only with all."""
-    bounds = torch.tensor([[1.0, 1.4, 3.0]]), torch.tensor([[2.0, 2.4, 4.0]])
-    costs, asked = {10: 1.8, 11: 1.5, 12: 3.5}, []
-
-    def exact(kept):
-        asked.append(kept[0].tolist())
-        return torch.tensor([[costs[n] for n in kept[0].tolist()]], dtype=torch.float64)
-
-    found = settle(torch.tensor([[10, 11, 12]]), bounds, [(slice(0, 1), exact)], alone=alone)
-    assert found.tolist() == [[1.8, 1.5, float("inf")]]
-    assert asked == ([[10, 11]] if alone else [[10, 11, 12]])

@@ -190,31 +190,6 @@ def _of_histograms() -> Iterator[Call]:
         yield f"take_in: {name}", partial(ops.take_in, x, of, ends[0].clone(), ends[1].clone(), into)
     yield "observe: few ends", partial(ops.observe, x, inverse, ends[:1].clone(), None)
     yield "take_in: few ends", partial(ops.take_in, x, inverse, ends[0, :3].clone(), ends[1].clone(), None)
-    mass, middles = torch.ones(1, 17, dtype=double).cumsum(1), torch.arange(7, dtype=double) + 0.5
-    width, kept = torch.full((1, 3), 8.0, dtype=double), torch.tensor([[4, 8, 16]])
-    for name, ends_kept in (("too many bins", kept + 1), ("huge", kept + 2**40), ("negative", kept - 5)):
-        yield (
-            f"cross_entropies: {name} kept",
-            partial(ops.cross_entropies, mass, mass, middles, 7.0, width, ends_kept, width),
-        )
-    centers, moments = torch.arange(16) + 0.5, torch.ones(1, 3, 17, dtype=double)
-    of_centers, one = form((1.0, 16.0, 1.0, 1.0)), torch.ones(1)
-    yield "cumulative_moments: few counts", partial(ops.cumulative_moments, centers, counts[0, :, :15].contiguous())
-    yield "cumulative_moments: one axis", partial(ops.cumulative_moments, centers, counts[0, 0])
-    yield "cumulative_moments: no bins", partial(ops.cumulative_moments, centers[:0], counts[:, 0, :0])
-    yield (
-        "squared_errors: few sums",
-        partial(ops.squared_errors, centers, moments[:, :2].contiguous(), middles, one, None, of_centers),
-    )
-    yield "squared_errors: another form", partial(ops.squared_errors, centers, moments, middles, one, None, form())
-    yield (
-        "nearly_least: no thresholds",
-        partial(ops.nearly_least, centers, counts[0, 0], middles, one[:0], one[:0], of_centers),
-    )
-    yield (
-        "nearly_least: few scales",
-        partial(ops.nearly_least, centers, counts[0, 0], middles, centers, one, of_centers),
-    )
 
 
 def _of_products() -> Iterator[Call]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
@@ -76,12 +76,6 @@ class Calibrator(Observer):
         Raises:
             CalibrationError: nothing was observed.
         """
-
-    @classmethod
-    def compute_ranges(cls, calibrators: Sequence[Calibrator]) -> list[Range] | None:
-        """`compute_range` of several calibrators of this class that have observed something, found together, in less
-        time and with the same bits; None if the class has no faster way."""
-        return None
 
     def histogram(self) -> Histogram | None:
         """The counts behind the range; None if the method needs none or nothing was observed."""

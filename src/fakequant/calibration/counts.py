@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -47,26 +46,11 @@ class Histogram(NamedTuple):
         lo, hi = self.range
         return Histogram(self.counts.to(device), self.exponent.to(device), Range(lo.to(device), hi.to(device)))
 
-    @classmethod
-    def joined(cls, histograms: Sequence[Histogram]) -> Histogram:
-        """One histogram with the groups of several that have the same bins."""
-        if len(histograms) == 1:
-            return histograms[0]
-        counts, exponent, ranges = zip(*histograms, strict=True)
-        lo, hi = zip(*ranges, strict=True)
-        return cls(torch.cat(counts), torch.cat(exponent), Range(torch.cat(lo), torch.cat(hi)))
-
     def split(self, groups: int) -> Iterator[Histogram]:
         """The histogram in parts of at most `groups` groups."""
         for start in range(0, self.counts.shape[0], groups):
             part = slice(start, start + groups)
             yield Histogram(self.counts[part], self.exponent[part], Range(self.range.lo[part], self.range.hi[part]))
-
-
-def parts_of(histograms: Sequence[Histogram]) -> list[slice]:
-    """The slice of each histogram's groups in `Histogram.joined`."""
-    ends = list(accumulate((len(histogram.exponent) for histogram in histograms), initial=0))
-    return [slice(first, last) for first, last in pairwise(ends)]
 
 
 def power_of_two_or_zero(exponent: Tensor) -> Tensor:

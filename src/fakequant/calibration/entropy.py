@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,12 +10,11 @@ from torch import Tensor
 from fakequant.errors import ConfigError
 from fakequant.numerics.format import Format
 from fakequant.numerics.spec import QuantSpec
-from fakequant.ops.search import cross_entropies
 
 from .calibrator import register_calibrator
-from .counts import Histogram, parts_of
+from .counts import Histogram
 from .histogram import DEFAULT_BINS, HistogramCalibrator
-from .search import cheapest, magnitudes, settle, used_bins
+from .search import cheapest, magnitudes, used_bins
 
 _COARSE, _FEWEST_COARSE = 512, 64
 # Thresholds times cells that are searched together, per group: 1 MiB for each array of float64.
@@ -26,8 +23,6 @@ _TABLE = 1 << 17
 _BINS_PER_CODE = 8
 # Arrays of float64 or int64, one value per threshold and cell, that a search holds at a time.
 _ARRAYS = 8
-# In nats: sums of logarithms in another order differ by less, 44 * 2**-53 for each of them.
-_SAME = 1e-10
 
 
 @register_calibrator("entropy")
@@ -80,45 +75,14 @@ class EntropyCalibrator(HistogramCalibrator):
         sides = 1 if self.spec.symmetric else 2
         return 8 * _ARRAYS * sides * (self._coarse + 1) * (self._codes + 1)
 
-    def search_key(self) -> Hashable:
-        """Empty: only the specification and the bins decide."""
-        return ()
-
     def find_clip(self, histogram: Histogram) -> Tensor:
         """Bins up to the threshold with the smallest divergence."""
-        return self.find_clips([histogram])
-
-    def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
-        """`find_clip` of several histograms, one after the other."""
-        joined = Histogram.joined(histograms)
-        counts = self._sides(joined)
+        counts = self.magnitudes(histogram)[:, None] if self.spec.symmetric else histogram.counts
         used = used_bins(counts)
-        divergence = self._divergence(counts, used)
+        divergence = _Divergence(counts, used, self._midpoints, self._span, self.spec.symmetric)
         last = used.amax(1)
-        first = (divergence.filled.sum(1) < self._codes).sum(1)
-        exact = list(zip(parts_of(histograms), map(self._lazily, histograms), strict=True))
-
-        def cost(kept: Tensor) -> Tensor:
-            nearly = divergence.nearly(kept)
-            if nearly is None:
-                return torch.cat([of(kept[part]) for part, of in exact])
-            return settle(kept, (nearly - _SAME, nearly + _SAME), exact, alone=False)
-
-        return cheapest(cost, torch.minimum(first, last), last, bins=joined.bins, coarse=self._coarse)
-
-    def _sides(self, histogram: Histogram) -> Tensor:
-        return self.magnitudes(histogram)[:, None] if self.spec.symmetric else histogram.counts
-
-    def _divergence(self, counts: Tensor, used: Tensor) -> _Divergence:
-        return _Divergence(counts, used, self._midpoints, self._span, self.spec.symmetric)
-
-    def _lazily(self, histogram: Histogram) -> Callable[[Tensor], Tensor]:
-        @cache
-        def divergence() -> _Divergence:
-            counts = self._sides(histogram)
-            return self._divergence(counts, used_bins(counts))
-
-        return lambda kept: divergence()(kept)
+        first = torch.minimum((divergence.filled.sum(1) < self._codes).sum(1), last)
+        return cheapest(divergence, first, last, bins=histogram.bins, coarse=self._coarse)
 
 
 @lru_cache(maxsize=64)
@@ -164,13 +128,6 @@ class _Divergence:
 
     def __call__(self, kept: Tensor) -> Tensor:
         """The divergence for every number of bins kept, float64 [groups, n]."""
-        return self._by(self._cross, kept)
-
-    def nearly(self, kept: Tensor) -> Tensor | None:
-        """The same divergence by a kernel, whose last digits may differ; None if there is no kernel."""
-        return self._by(self._nearly_cross, kept)
-
-    def _by(self, cross: Callable[[Tensor, Tensor, Tensor], Tensor | None], kept: Tensor) -> Any:
         ends = torch.minimum(kept[:, None], self.used[:, :, None])
         total = self.mass[..., -1].sum(1, keepdim=True)
         inside = self.mass.gather(-1, ends)
@@ -179,17 +136,14 @@ class _Divergence:
         last_count = self.counts.gather(-1, last.clamp(min=0))
         p_log_p = self.self_information.gather(-1, ends) - torch.xlogy(last_count, last_count)
         p_log_p += torch.xlogy(last_count + clipped, last_count + clipped)
-        p_log_q = cross(kept, ends, clipped)
-        if p_log_q is None:
-            return None
-        divergence = (p_log_p - p_log_q).sum(1) / total - total.log() + inside.sum(1).log()
+        divergence = (p_log_p - self._cross(kept, ends, clipped)).sum(1) / total - total.log() + inside.sum(1).log()
         # Counts that are clipped on a side without any bin kept: Q cannot hold them.
         impossible = ((clipped > 0) & (last < 0)).any(1)
         return torch.where(impossible, torch.inf, divergence.nan_to_num(nan=0.0, posinf=torch.inf))
 
     def _cross(self, kept: Tensor, ends: Tensor, clipped: Tensor) -> Tensor:
         """Sum of P log Q, float64 [groups, sides, n]."""
-        width = self._width(kept, ends)
+        width = (kept if self.symmetric else ends.sum(1)).to(torch.float64)
         # A bin belongs to the cell that contains its middle.
         edges = (self.midpoints * width[..., None] / self.span - 0.5).ceil().to(torch.int64).clamp(min=0)
         edges = torch.minimum(edges[:, None], ends[..., None])
@@ -200,13 +154,6 @@ class _Divergence:
         cells = torch.arange(log_q.shape[-1], device=log_q.device)
         last = torch.where(cell_mass > 0, cells, 0).amax(-1, keepdim=True)
         return (cell_mass * log_q).sum(-1) + clipped * log_q.gather(-1, last)[..., 0]
-
-    def _nearly_cross(self, kept: Tensor, ends: Tensor, clipped: Tensor) -> Tensor | None:
-        width = self._width(kept, ends)[:, None]
-        return cross_entropies(self.mass, self.filled, self.midpoints, self.span, width, ends, clipped)
-
-    def _width(self, kept: Tensor, ends: Tensor) -> Tensor:
-        return (kept if self.symmetric else ends.sum(1)).to(torch.float64)
 
     @staticmethod
     def _between(cumulative: Tensor, edges: Tensor) -> Tensor:

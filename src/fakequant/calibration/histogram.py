@@ -9,7 +9,6 @@ counts depend on the set of values seen and on nothing else.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from fakequant.numerics.spec import QuantSpec
 from fakequant.ops.histogram import observe
 
 from .batches import Batch
-from .calibrator import Calibrator
 from .counts import Histogram, power_of_two_or_zero
 from .extrema import ExtremaCalibrator, read_range
 from .observer import check_keys
@@ -32,8 +30,6 @@ _FEWEST_BINS, _MOST_BINS = 16, 1 << 16
 _STATE_BYTES = 64 * 2**20
 # Small enough that the allocator hands out the same pages again.
 _SEARCH_BYTES = 16 * 2**20
-# Histograms of one group that are searched at a time: 16 MiB of counts.
-_TOGETHER = 64
 
 # The exponent of a group that has seen zeros only: below every exponent of a width, so that any value replaces it.
 _NO_EXPONENT = -(1 << 14)
@@ -77,56 +73,22 @@ class HistogramCalibrator(ExtremaCalibrator):
     def find_clip(self, histogram: Histogram) -> Tensor:
         """The number of bins of the magnitude to keep, int64 [groups], for a histogram on the CPU."""
 
-    def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
-        """`find_clip` of several histograms, one after the other; equal to that of each by itself."""
-        return torch.cat([self.find_clip(histogram) for histogram in histograms])
-
-    def search_key(self) -> Hashable:
-        """What decides the result of `find_clip`, apart from the specification and the bins.
-
-        Calibrators of one class with equal keys are searched together; by default each by itself.
-        """
-        return id(self)
-
     def search_bytes(self, bins: int) -> int:
         """The memory that `find_clip` needs for one group, in bytes."""
         return 64 * bins
 
-    def compute_range(self) -> Range:
-        """The range seen, clipped at the magnitude that the method finds; see `Calibrator.compute_range`."""
-        return self.compute_ranges([self])[0]
-
-    @classmethod
     @torch.inference_mode(False)
     @torch.no_grad()
-    def compute_ranges(cls, calibrators: Sequence[Calibrator]) -> list[Range]:
-        """`compute_range` of each; those with the same specification, bins and `search_key` are searched together."""
-        own = [calibrator for calibrator in calibrators if isinstance(calibrator, HistogramCalibrator)]
-        found: dict[HistogramCalibrator, Tensor] = {}
-        for alike in _alike(own):
-            # Sums of floats round differently on other devices; on the CPU the same counts give the same range.
-            histograms = [calibrator._histogram().to("cpu") for calibrator in alike]
-            kept = torch.cat([alike[0].find_clips(some) for some in alike[0]._portions(histograms)])
-            # (bins kept) * width is exact in float64, and in float32 too where the data was.
-            limit = (kept * Histogram.joined(histograms).width).to(alike[0].seen.lo.dtype)
-            found |= zip(alike, limit.split([len(histogram.exponent) for histogram in histograms]), strict=True)
-        return [calibrator._clipped(found[calibrator]) for calibrator in own]
-
-    def _portions(self, histograms: Sequence[Histogram]) -> Iterator[list[Histogram]]:
-        """Histograms to search at a time: many with one group, or as many groups of another as the memory allows."""
-        single = [histogram for histogram in histograms if len(histogram.exponent) == 1]
-        if len(single) == len(histograms):
-            for start in range(0, len(single), _TOGETHER):
-                yield single[start : start + _TOGETHER]
-            return
-        for histogram in histograms:
-            for part in histogram.split(max(1, _SEARCH_BYTES // self.search_bytes(histogram.bins))):
-                yield [part]
-
-    def _clipped(self, limit: Tensor) -> Range:
-        """The range seen, up to a magnitude [groups]."""
+    def compute_range(self) -> Range:
+        """The range seen, clipped at the magnitude that the method finds; see `Calibrator.compute_range`."""
         seen = self.seen
-        limit = limit.reshape(seen.lo.shape).to(seen.lo.device)
+        # Sums of floats round differently on other devices; on the CPU the same counts give the same range.
+        histogram = self._histogram().to("cpu")
+        # As many groups at a time as the memory allows.
+        parts = histogram.split(max(1, _SEARCH_BYTES // self.search_bytes(histogram.bins)))
+        kept = torch.cat([self.find_clip(part) for part in parts])
+        # (bins kept) * width is exact in float64, and in float32 too where the data was.
+        limit = (kept * histogram.width).to(seen.lo.dtype).reshape(seen.lo.shape).to(seen.lo.device)
         lo = torch.zeros_like(seen.lo) if self.ignores_negative else torch.maximum(seen.lo, -limit)
         return Range(lo + 0.0, torch.minimum(seen.hi, limit))
 
@@ -238,16 +200,6 @@ class HistogramCalibrator(ExtremaCalibrator):
         self._exponent = exponent
         # 0.0 for groups that have seen zeros only.
         self._inverse = power_of_two_or_zero(-exponent)
-
-
-def _alike(calibrators: Sequence[HistogramCalibrator]) -> Iterable[list[HistogramCalibrator]]:
-    """The calibrators in lists that are searched together."""
-    found: dict[Hashable, list[HistogramCalibrator]] = {}
-    for calibrator in calibrators:
-        seen = calibrator.seen.lo
-        key = type(calibrator), calibrator.spec, calibrator._counts.shape[2], calibrator.search_key(), seen.dtype
-        found.setdefault(key, []).append(calibrator)
-    return found.values()
 
 
 def _exponent(amax: Tensor, bins: int) -> Tensor:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from fakequant.functional import fake_quantize
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
-from fakequant.ops.search import cumulative_moments, squared_errors
 
 from .calibrator import register_calibrator
-from .counts import Histogram, parts_of
+from .counts import Histogram
 from .histogram import HistogramCalibrator
-from .search import cheapest, magnitudes, settle, used_bins
+from .search import cheapest, used_bins
 
 _COARSE = 64
 # Bytes per threshold and bin: float32 values and errors.
 _BYTES = 8
-# By which share an error in float32 differs from that in real numbers: six roundings of every term.
-_ROUNDED = 2.0**-21
-# By which share of the sum of w x**2 this is rounded for each bin, and the sum of what codes take from it.
-_SUMMED, _SUMS = 2.0**-52, 512
-# With more values, the cumulative sums of w x, which are multiples of a half, would be rounded too.
-_MOST = 2**35
-# What a square below the smallest float32 loses.
-_UNDERFLOW = 2.0**-140
 
 
 @register_calibrator("mse")
@@ -54,32 +42,10 @@ class MseCalibrator(HistogramCalibrator):
         """The memory that the search needs for one group, in bytes."""
         return _BYTES * (_COARSE + 1) * 2 * bins
 
-    def search_key(self) -> Hashable:
-        """Empty: only the specification and the bins decide."""
-        return ()
-
     def find_clip(self, histogram: Histogram) -> Tensor:
         """Bins up to the threshold with the smallest error."""
-        return self.find_clips([histogram])
-
-    def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
-        """`find_clip` of several histograms, one after the other."""
-        joined = Histogram.joined(histograms)
-        nearly = _SquaredError(self, joined)
-        exact = list(zip(parts_of(histograms), map(self._lazily, histograms), strict=True))
-        sums = nearly.sums()
-
-        def cost(kept: Tensor) -> Tensor:
-            bounds = None if sums is None else nearly.bounds(kept, *sums)
-            if bounds is None:
-                return torch.cat([of(kept[part]) for part, of in exact])
-            return settle(kept, bounds, exact, alone=True)
-
-        return cheapest(cost, 1, used_bins(self.magnitudes(joined)), bins=joined.bins, coarse=_COARSE)
-
-    def _lazily(self, histogram: Histogram) -> Callable[[Tensor], Tensor]:
-        error = cache(lambda: _SquaredError(self, histogram))
-        return lambda kept: error()(kept)
+        error, last = _SquaredError(self, histogram), used_bins(self.magnitudes(histogram))
+        return cheapest(error, 1, last, bins=histogram.bins, coarse=_COARSE)
 
 
 class _SquaredError:
@@ -105,27 +71,6 @@ class _SquaredError:
         weights = self.counts[:, None].to(torch.float32)
         # In place and in float32, except the sum: new float64 arrays of this size cost ten times the arithmetic.
         return error.square_().view(*kept.shape, -1).mul_(weights).sum(-1, dtype=torch.float64)
-
-    def sums(self) -> tuple[Tensor, Tensor] | None:
-        """The cumulative sums and the middles between codes that `bounds` needs; None if there are too many codes."""
-        fmt, bins = self.spec.format, self.centers.numel()
-        span = max(-fmt.quant_min, fmt.quant_max) if self.spec.symmetric else fmt.quant_max - fmt.quant_min
-        codes = magnitudes(fmt, span, at_most=bins)
-        if codes is None or self.counts.sum(1).max() > _MOST:
-            return None
-        middles = (codes[1:] + codes[:-1]) * 0.5
-        if self.centers[0] < 0:
-            middles = torch.cat([-middles.flip(0), middles])
-        return cumulative_moments(self.centers, self.counts), middles
-
-    def bounds(self, kept: Tensor, sums: Tensor, middles: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The lower and the upper bound of `self(kept)`, by a kernel; None if there is no kernel."""
-        error = squared_errors(self.centers, sums, middles, self._params(kept), self.spec)
-        if error is None:
-            return None
-        summed = _SUMMED * (self.centers.numel() + _SUMS)
-        rounded = error * _ROUNDED + sums[:, 2, -1:] * summed + sums[:, 0, -1:] * _UNDERFLOW
-        return error - rounded, error + rounded
 
     def _params(self, kept: Tensor) -> QParams:
         limit = kept.to(torch.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from fractions import Fraction
 
 from torch import Tensor
@@ -45,14 +44,6 @@ class PercentileCalibrator(HistogramCalibrator):
         if not 1 < percentile <= 100:
             raise ConfigError(f"percentile {percentile}: expected a percentage above 1, such as 99.9, and at most 100")
         self.percentile = percentile
-
-    def search_key(self) -> Hashable:
-        """The percentile."""
-        return self.percentile
-
-    def find_clips(self, histograms: Sequence[Histogram]) -> Tensor:
-        """`find_clip` of several histograms, one after the other."""
-        return self.find_clip(Histogram.joined(histograms))
 
     def find_clip(self, histogram: Histogram) -> Tensor:
         """Bins up to the first where the share of smaller magnitudes reaches the percentile."""

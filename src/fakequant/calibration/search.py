@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -55,43 +55,6 @@ def cheapest(cost: Callable[[Tensor], Tensor], first: int | Tensor, last: Tensor
             return best[:, 0]
         stride = -(-stride // _FINER)
         steps = torch.arange(-_FINER, _FINER + 1, device=last.device)
-
-
-def settle(
-    candidates: Tensor,
-    bounds: tuple[Tensor, Tensor],
-    exact: Sequence[tuple[slice, Callable[[Tensor], Tensor]]],
-    *,
-    alone: bool,
-) -> Tensor:
-    """Costs whose first smallest is that of the exact costs, which are computed only where bounds leave a choice.
-
-    Args:
-        candidates: int64 [groups, n].
-        bounds: the lower and the upper bound of the exact costs, each [groups, n]; NaN if not known.
-        exact: the costs of the candidates of some groups, one entry after the other for all groups.
-        alone: whether those of few candidates have the bits that they have among all. The logarithms of torch do not:
-            where a vector ends, they are rounded otherwise.
-
-    Returns:
-        float64 [groups, n]; inf where a candidate is not among the cheapest.
-
-    >>> low, high = torch.tensor([[3.0, 1.0, 2.0], [1.0, 1.0, 1.0]]), torch.tensor([[4.0, 1.5, 2.5], [2.0, 2.0, 2.0]])
-    >>> costs = [(slice(0, 1), None), (slice(1, 2), lambda n: (n - 6.0).double() ** 2)]
-    >>> settle(torch.tensor([[9, 8, 7], [7, 6, 5]]), (low, high), costs, alone=True)
-    tensor([[inf, 0., inf],
-            [1., 0., 1.]], dtype=torch.float64)
-    """
-    low, high = bounds
-    near = ~(low > high.amin(1, keepdim=True))
-    costs = torch.zeros_like(low, dtype=torch.float64).masked_fill_(~near, torch.inf)
-    first = candidates.gather(1, near.to(torch.int8).argmax(1, keepdim=True))
-    several = (near & (candidates != first)).any(1).tolist()
-    for groups, cost in exact:
-        if any(several[groups]):
-            chosen = near[groups].any(0) if alone else slice(None)
-            costs[groups, chosen] = cost(candidates[groups, chosen]).masked_fill_(~near[groups, chosen], torch.inf)
-    return costs
 
 
 def magnitudes(fmt: Format, span: float, *, at_most: int) -> Tensor | None:

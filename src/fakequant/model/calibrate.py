@@ -15,7 +15,7 @@ from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.choice import AUTO, HeldBack, choose
 from fakequant.model.masks import warn_of_masks
-from fakequant.model.observation import Job, matches, observed_ranges
+from fakequant.model.observation import Job, matches
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import say
@@ -139,13 +139,11 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
         left = unreached.settle(unseen)
         unreached.say_read(left)
         # A function's weight that no call has shown goes on to have the range of every call.
-        ranges = observed_ranges(
-            {
-                name: quantizer
-                for name, quantizer in found.items()
-                if layer_of(name) not in left and (quantizer.kind is Kind.INPUT or observed(quantizer))
-            }
-        )
+        ranges = {
+            name: quantizer.observed_range()
+            for name, quantizer in found.items()
+            if layer_of(name) not in left and (quantizer.kind is Kind.INPUT or observed(quantizer))
+        }
         left += unreached.settle_zeros(unseen, ranges)
         ranges = {name: range for name, range in ranges.items() if layer_of(name) not in left}
         calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}

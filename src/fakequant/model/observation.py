@@ -26,24 +26,11 @@ from fakequant.model.unseen import Unseen, observed
 from fakequant.model.weights import fresh_weight, quantized_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
-from fakequant.numerics.qparams import Range
 
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a pattern speaks of a quantizer: of its path where it ends with "_quantizer", else of its layer's."""
     return fnmatchcase(name if pattern.endswith("_quantizer") else layer_of(name), pattern)
-
-
-def observed_ranges(quantizers: Mapping[str, Quantizer]) -> dict[str, Range]:
-    """The ranges that the calibrators of quantizers find, see `Quantizer.observed_range`; those of a class together."""
-    classes: dict[type[Calibrator], dict[str, Calibrator]] = {}
-    for name, quantizer in quantizers.items():
-        if quantizer.calibrator is not None and quantizer.calibrator.observed:
-            classes.setdefault(type(quantizer.calibrator), {})[name] = quantizer.calibrator
-    found: dict[str, Range] = {}
-    for cls, calibrators in classes.items():
-        found |= zip(calibrators, cls.compute_ranges(list(calibrators.values())) or (), strict=False)
-    return {name: found.get(name) or quantizer.observed_range() for name, quantizer in quantizers.items()}
 
 
 def _form(batch: Any) -> str:

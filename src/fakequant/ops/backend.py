@@ -262,15 +262,3 @@ class Backend(ABC):
     def take_in(self, values: Tensor, range: Range, bins: Bins | None, counts: Tensor | None) -> bool:
         """See `ops.histogram.update`; all tensors are on one device."""
         return False
-
-    def squared_errors(
-        self, centers: Tensor, sums: Tensor, middles: Tensor, params: QParams, spec: QuantSpec
-    ) -> Tensor | None:
-        """See `search.squared_errors`; None where the backend has no kernel for it."""
-        return None
-
-    def nearly_least(
-        self, centers: Tensor, counts: Tensor, amax: Tensor, scale: Tensor, spec: QuantSpec
-    ) -> Tensor | None:
-        """See `search.nearly_least`; None where the backend has no kernel for it."""
-        return None

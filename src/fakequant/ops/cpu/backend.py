@@ -89,21 +89,6 @@ class CpuBackend(Backend):
         inverse = _nowhere(range.lo.numel()) if bins is None else bins.inverse
         return torch.ops.fakequant_cpu.take_in.default(values, inverse, range.lo, range.hi, counts)
 
-    def squared_errors(
-        self, centers: Tensor, sums: Tensor, middles: Tensor, params: QParams, spec: QuantSpec
-    ) -> Tensor | None:
-        if spec.rounding is Rounding.STOCHASTIC:  # values do not rise with x
-            return None
-        zero_point = None if params.zero_point is None else params.zero_point.to(centers.dtype)
-        given = centers, sums, middles, params.scale, zero_point, _descriptor_like(centers, spec)
-        return torch.ops.fakequant_cpu.squared_errors.default(*given)
-
-    def nearly_least(
-        self, centers: Tensor, counts: Tensor, amax: Tensor, scale: Tensor, spec: QuantSpec
-    ) -> Tensor | None:
-        given = centers, counts, _middles(spec.format.quant_max), amax, scale, _descriptor_like(centers, spec)
-        return torch.ops.fakequant_cpu.nearly_least.default(*given)
-
 
 class CpuKernels(Kernels):
     """The kernels for one kind of call.
@@ -254,11 +239,6 @@ def _descriptor(spec: QuantSpec, computed: torch.dtype, tiles: Tiles, rectified:
     return torch.tensor(fields, dtype=torch.float64, device="cpu")
 
 
-def _descriptor_like(centers: Tensor, spec: QuantSpec) -> Tensor:
-    layout = layout_of(spec.granularity, centers.shape, centers.stride())
-    return _descriptor(spec, compute_dtype(centers.dtype), layout.tiles, False)
-
-
 def _measured(x: Tensor, layout: Layout) -> Range:
     lo, hi = torch.empty(2, layout.tiles.groups, dtype=compute_dtype(x.dtype), device="cpu").unbind()
     if not x.numel():
@@ -271,9 +251,3 @@ def _measured(x: Tensor, layout: Layout) -> Range:
 def _nowhere(groups: int) -> Tensor:
     """The `Bins.inverse` with which kernels count nothing."""
     return torch.zeros(groups, dtype=torch.float64, device="cpu")
-
-
-@lru_cache(maxsize=16)
-def _middles(quant_max: float) -> Tensor:
-    """The middles of neighbouring integers from 0 to the largest code."""
-    return torch.arange(quant_max, dtype=torch.float64, device="cpu") + 0.5

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant.compat.pytorch_quantization.specification import NumBits, codes_per_unit, integer_format, specification
+from fakequant.compat.pytorch_quantization.specification import NumBits, integer_format
 from fakequant.compat.pytorch_quantization.tensor_quant import fake_quantize
-from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.integers import IntegerFormat
-from fakequant.numerics.spec import QuantSpec
-from fakequant.ops.search import nearly_least
 
 # Thresholds times cells that are evaluated together: 512 KiB of float64, which fit into the cache.
 _CELLS = 1 << 16
@@ -23,6 +21,13 @@ _VALUES = 1 << 17
 _SAME_DIVERGENCE = 1e-10
 # The number of thresholds in the first estimate of the smallest divergence.
 _SAMPLE = 50
+# The distance of the first thresholds whose squared error is computed, and into how many parts it is cut each time.
+_COARSE, _FINER = 128, 4
+# Relative to the middles: how far rounding in float32 moves a value, and the place where it becomes the next.
+_MOVED = 2.0**-21
+# Relative: what sums of float32 differ by from sums of real numbers: five roundings of every term, and no more than 128
+# additions when torch sums up to 2**17 of them, in a tree of four levels (aten/src/ATen/native/cpu/SumKernel.cpp).
+_SUMMED = 2.0**-16
 
 
 def percentile_amax(counts: np.ndarray, edges: np.ndarray, percentile: float) -> Tensor:
@@ -44,17 +49,72 @@ def mse_amax(
     candidates = centers[start_bin::stride].contiguous()
     _check_candidates(len(candidates), len(centers), start_bin)
     fmt = _integers(num_bits, unsigned)
-    near = nearly_least(centers, weighed, candidates, codes_per_unit(candidates, fmt), _specification(fmt))
-    if near is not None and near.numel() == 1:
-        return candidates[int(near)].clone()
-    candidates = candidates if near is None else candidates[near]
-    exact: list[float] = []
     weights = weighed.float()
-    for part in candidates.split(max(1, _VALUES // len(centers))):
-        errors = fake_quantize(centers.expand(len(part), -1), part[:, None], fmt).sub_(centers).square_().mul_(weights)
-        # Row by row, as one sum each: torch may sum the rows of a matrix in another order.
-        exact += [row.mean().item() for row in errors]
-    return candidates[int(np.argmin(exact))].clone()
+
+    def squares(indices: np.ndarray) -> Iterator[Tensor]:
+        """The weighted squared errors of thresholds [thresholds, bins], in parts."""
+        for part in candidates[torch.from_numpy(indices)].split(max(1, _VALUES // len(centers))):
+            values = fake_quantize(centers.expand(len(part), -1), part[:, None], fmt)
+            yield values.sub_(centers).square_().mul_(weights)
+
+    exact, largest = weighed.double(), float(centers[-1])
+    near = np.arange(len(candidates))
+    # Smaller thresholds have rules of their own; squares beyond the range of float32 are inf.
+    if float(candidates[0]) > 2.0**-24 and float(exact.sum()) * largest**2 < 1e37:
+        second = float(exact @ centers.double().square()) / len(centers)
+        near = _nearly_least(
+            lambda indices: torch.cat([part.mean(1) for part in squares(indices)]).double().numpy(),
+            candidates.double().numpy(),
+            second,
+        )
+    # Row by row, as one sum each: torch may sum the rows of a matrix in another order.
+    means = [row.mean().item() for part in squares(near) for row in part]
+    return candidates[near[int(np.argmin(means))]].clone()
+
+
+def _nearly_least(errors: Callable[[np.ndarray], np.ndarray], amax: np.ndarray, second: float) -> np.ndarray:
+    """The thresholds whose error may be the least, in rising order, by the errors of few.
+
+    The error in real numbers, less the mean of w x**2 and divided by amax**2, is the smallest of functions that are
+    linear in 1 / amax, one for every way to round. It is therefore concave in 1 / amax, and two errors bound all that
+    lie between them from below: thresholds between two others are computed only where this bound leaves a choice.
+
+    Args:
+        errors: from indices of thresholds to the means of w (x - y)**2, as float32 sums them.
+        amax: the thresholds in rising order.
+        second: the mean of w x**2.
+    """
+    found = np.full(len(amax), np.inf)
+    ends = np.unique(np.append(np.arange(0, len(amax), _COARSE), len(amax) - 1))
+    found[ends] = errors(ends)
+    left, right = ends[:-1], ends[1:]
+    while left.size:
+        lowest = _lowest_between(found[left], found[right], amax[left], amax[right], second)
+        wanted = (right - left > 1) & ~(lowest > found.min())
+        ends = np.linspace(left[wanted], right[wanted], _FINER + 1, dtype=np.int64)
+        inner = np.unique(ends[np.isinf(found[ends])])
+        if inner.size:
+            found[inner] = errors(inner)
+        left, right = ends[:-1].ravel(), ends[1:].ravel()
+    return np.flatnonzero(found * (1 - _SUMMED) <= found.min() * (1 + _SUMMED))
+
+
+@np.errstate(divide="ignore", invalid="ignore")
+def _lowest_between(at_a: np.ndarray, at_b: np.ndarray, a: np.ndarray, b: np.ndarray, second: float) -> np.ndarray:
+    """A lower bound of the errors of all thresholds between a and b, by those of both: on the chord between them."""
+
+    def at_least(error: np.ndarray) -> np.ndarray:
+        """What other roundings leave of an error."""
+        return np.maximum(np.sqrt(np.maximum(error, 0.0)) - _MOVED * second**0.5, 0.0) ** 2
+
+    at_a, at_b = at_least(at_a * (1 - _SUMMED)), at_least(at_b * (1 - _SUMMED))
+    concave_a, concave_b = (at_a - second) / a**2, (at_b - second) / b**2
+    slope = (concave_b - concave_a) / (1 / b - 1 / a)
+    rest = concave_a - slope / a
+    bottom, ends = -slope / (2 * rest), np.minimum(at_a, at_b)
+    # error(t) = second + t**2 (rest + slope / t)
+    lowest = np.where((bottom > a) & (bottom < b), second + bottom * (bottom * rest + slope), ends)
+    return at_least(np.minimum(lowest, ends)) * (1 - _SUMMED)
 
 
 def entropy_amax(
@@ -178,11 +238,6 @@ def _integers(num_bits: NumBits, unsigned: bool) -> IntegerFormat:
     if not isinstance(num_bits, int):
         raise TypeError(f"entropy and mse search for the amax of integers, not of floats {num_bits}; use percentile")
     return integer_format(num_bits, unsigned)
-
-
-@cache
-def _specification(fmt: IntegerFormat) -> QuantSpec:
-    return specification(fmt, PerTensor())
 
 
 def _check_candidates(candidates: int, bins: int, start_bin: int) -> None:
