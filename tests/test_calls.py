@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.calls import layers_called, weight_readers
+from fakequant.model.run import queries
+from fakequant.model.run.queries import modules_called
+from fakequant.model.run.recording import record, watching
+from fakequant.nn.layers import QuantizedLayer
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
@@ -39,6 +42,19 @@ GLANCES = {
     "shape": lambda x, layer: x * layer.weight.shape[0] * layer.weight.size(1) * layer.weight.dim(),
     "called": lambda x, layer: layer(x),
 }
+
+
+def weight_readers(model, run):
+    """By both recordings, which agree."""
+    found = queries.weight_readers(model, record(model, run))
+    with watching(model) as recording:
+        run()
+    assert queries.weight_readers(model, recording) == found
+    return found
+
+
+def layers_called(model, run):
+    return {m for m in modules_called(model, record(model, run)) if isinstance(m, QuantizedLayer)}
 
 
 def prepared(use) -> nn.Sequential:
@@ -76,9 +92,8 @@ def test_no_hook_stays_behind():
 def test_outputs_pass_through():
     model = prepared(READS["linear"])
     expected = model(X)
-    seen = []
-    weight_readers(model, lambda: seen.append(model(X)))
-    assert torch.equal(seen[0], expected)
+    with watching(model):
+        assert torch.equal(model(X), expected)
 
 
 def test_a_compiled_model_is_seen_as_written():

@@ -17,8 +17,8 @@ from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case
 from fakequant.errors import ConfigError
 from fakequant.model.batches import run_batch
+from fakequant.model.run.traits import Trait, having
 from fakequant.ptq import equalize
-from fakequant.ptq.neighbors import _KEEP_SCALES
 from fakequant.ptq.output_check import OutputCheck
 from tests.support.bits import assert_same_bits
 
@@ -218,15 +218,16 @@ def test_what_cannot_be_checked_is_refused() -> None:
         equalize(model, x, fq.Config("nothing", ()))
 
 
+SCALES = having(Trait.SCALES)
 CALLS: dict[str, tuple[Any, ...]] = {
-    **{name: (2,) for name in _KEEP_SCALES if "pool" in name and not name.startswith("adaptive")},
-    **{name: (1,) for name in _KEEP_SCALES if name.startswith("adaptive")},
-    **{"dropout": (0.5, False), "dropout_": (0.5, False), "to": (torch.float32,), "view": (-1,), "reshape": ((-1,),)},
+    **{name: (2,) for name in SCALES if "pool" in name and not name.startswith("adaptive")},
+    **{name: (1,) for name in SCALES if name.startswith("adaptive")},
+    **{"dropout": (0.5, False), "to": (torch.float32,), "view": (-1,), "reshape": ((-1,),)},
     **{"permute": ((0, 2, 1),), "transpose": (0, 1)},
 }
 
 
-@pytest.mark.parametrize("name", sorted(_KEEP_SCALES))
+@pytest.mark.parametrize("name", sorted(SCALES))
 def test_functions_between_layers_keep_scales(name: str) -> None:
     axes = int(name[-2]) if name.endswith("d") and name[-2].isdigit() else 1
     x = torch.randn(2, 3, *(4 for _ in range(axes)), generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,7 @@ from fakequant.model.modes import disabled
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.transforms import make_transform
 from fakequant.ptq import fold_scales
-from fakequant.ptq.neighbors import shared_parameters
+from fakequant.ptq.weights import shared_parameters
 from tests.support.bits import assert_same_bits
 
 OUTLIERS = [3, 9]

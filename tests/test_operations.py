@@ -12,9 +12,9 @@ from fakequant import fake_quantize
 from fakequant.errors import ConfigError
 from fakequant.model import presets
 from fakequant.model.config import Rule
-from fakequant.model.functions import is_product
 from fakequant.model.operations import operations, unquantized
 from fakequant.model.prepare import prepare
+from fakequant.model.run.traits import Trait, has
 from fakequant.model.sites import site_plan
 from fakequant.model.summary import summary
 from fakequant.nn import quantizers
@@ -108,6 +108,8 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], int]] = {
     "addmv": (torch.addmv, (data(3), data(3, 4), data(4)), 12),
     "addr": (torch.addr, (data(3, 4), data(3), data(4)), 12),
     "baddbmm": (torch.baddbmm, (data(2, 3, 5), data(2, 3, 4), data(2, 4, 5)), 120),
+    "linalg_solve": (torch.linalg.solve, (data(3, 3) + 4 * torch.eye(3), data(3, 2)), 18),
+    "cholesky_solve": (torch.cholesky_solve, (data(3, 2), torch.eye(3)), 12),
     "addbmm": (torch.addbmm, (data(3, 5), data(2, 3, 4), data(2, 4, 5)), 120),
     "linalg_matmul": (torch.linalg.matmul, (data(3, 4), data(4, 5)), 60),
     "linalg_matrix_power": (lambda x: torch.linalg.matrix_power(x, 3), (data(4, 4),), 128),
@@ -163,6 +165,20 @@ def test_every_product_is_known(name: str) -> None:
     assert found.inputs == found.float_inputs == factors - name.startswith("embedding")
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.to(torch.cfloat) @ torch.ones(4, 5, dtype=torch.cfloat),
+        lambda x: torch.einsum("bi,io->bo", torch.fft.fft(x), torch.ones(4, 5, dtype=torch.cfloat)),
+        lambda x: F.linear(torch.complex(x, x), torch.ones(5, 4, dtype=torch.cfloat)),
+    ],
+)
+def test_complex_products_are_known(function: Callable[..., Any]) -> None:
+    (found,) = [operation for operation in operations(Calls(function), (data(3, 4),)) if operation.is_product]
+    assert found.multiplications >= 60
+    assert found.inputs == found.float_inputs == 2
+
+
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
 @pytest.mark.parametrize(
     ("layer", "inputs", "count"),
@@ -194,7 +210,7 @@ def test_functions_of_torch_that_multiply_are_products() -> None:
         for name in dir(module)
         if parts.search(name) and not vendors.match(name) and callable(getattr(module, name))
     }
-    unknown = {name for name in listed if not is_product(name) and not is_product(f"linalg_{name}")}
+    unknown = {name for name in listed if not has(name, Trait.PRODUCT) and not has(f"linalg_{name}", Trait.PRODUCT)}
     assert unknown == NO_PRODUCTS
 
 

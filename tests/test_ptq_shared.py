@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationWarning
-from fakequant.ptq.neighbors import shared_parameters
+from fakequant.ptq.weights import shared_parameters
 from tests.support.bits import assert_same_bits
 
 ELSEWHERE = "reads its weight outside of the layer"

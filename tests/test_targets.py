@@ -14,7 +14,7 @@ from fakequant.model import qat
 from fakequant.model.config import Config
 from fakequant.model.placement import Placement, place
 from fakequant.model.planned import SitePlan
-from fakequant.model.recording import record
+from fakequant.model.run.recording import record
 from fakequant.model.sites import plan_sites
 from fakequant.model.targets import find_target, targets
 from fakequant.model.targets.table import ATTENTION_LAYER, RECURRENT

@@ -16,7 +16,7 @@ import fakequant as fq
 from fakequant import Config, Rule, TensorConfig
 from fakequant.errors import ConfigError, SiteError
 from fakequant.functional import fake_quantize
-from fakequant.model.recording import record
+from fakequant.model.run.recording import record
 from fakequant.model.sites import apply_sites, plan_sites, site_plan
 from fakequant.nn.sites import sites_of
 from tests.support.transformers_models import ARCHITECTURES, tokens, uncached

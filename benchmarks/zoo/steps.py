@@ -20,7 +20,7 @@ import fakequant as fq
 from fakequant.errors import CoverageWarning
 from fakequant.model.batches import run_batch
 from fakequant.model.operations import quantized_parameters, unquantized
-from fakequant.model.recording import record
+from fakequant.model.run.recording import record
 from fakequant.nn import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 

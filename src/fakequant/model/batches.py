@@ -15,6 +15,8 @@ from fakequant.errors import CalibrationError, ConfigError, shown
 from fakequant.model.wrappers import inside
 
 Forward = Callable[[nn.Module, Any], Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 Inputs = SupportsIndex | slice | Callable[[Any], Any]
 """Which part of a batch the model gets, see `select_inputs`."""
 

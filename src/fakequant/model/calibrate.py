@@ -14,11 +14,11 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.arguments import check_model
 from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.model.choice import AUTO, HeldBack, choose
-from fakequant.model.masks import warn_of_masks
 from fakequant.model.observation import Job, matches
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Mask, Positions
 from fakequant.model.progress import say
+from fakequant.model.run.masks import warn_of_masks
 from fakequant.model.scale_floor import raise_scales
 from fakequant.model.unseen import check_unseen, leave_in_float, observed
 from fakequant.model.weights import (

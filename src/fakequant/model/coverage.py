@@ -4,18 +4,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fakequant.model.functions import Operation
 from fakequant.model.site_weights import site_weights
 from fakequant.model.weights import weights_of
 from fakequant.nn.forms import own_class, quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.text import listed
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a model that computes on float tensors.
+
+    Attributes:
+        module: path of the module that calls it, "" for the model itself.
+        name: the operation, as torch names it.
+        is_product: whether quantized hardware would compute it (convolutions, matrix products, attention, recurrence).
+        float_inputs: how many of its float tensor inputs reach it unquantized.
+        inputs: how many float tensor inputs it has.
+        multiplications: the multiply-accumulates of a product; 0 where its sizes depend on data, and for tables, which
+            are only read.
+    """
+
+    module: str
+    name: str
+    is_product: bool
+    float_inputs: int
+    inputs: int
+    multiplications: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether every input is quantized."""
+        return self.float_inputs == 0
+
+    def __str__(self) -> str:
+        where = self.module or "(model)"
+        return f"{where}: {self.name}, {self.float_inputs} of {self.inputs} inputs in float"
 
 
 class Left(NamedTuple):

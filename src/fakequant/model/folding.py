@@ -12,8 +12,8 @@ from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.batches import Inputs, example_arguments
 from fakequant.model.fuse import FusedBatchNorm, Fusions, left_text, replace_modules
 from fakequant.model.modes import disabled
-from fakequant.model.recorded import Recording
-from fakequant.model.recording import record
+from fakequant.model.run.recorded import Recording
+from fakequant.model.run.recording import record
 from fakequant.nn.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantizer import quantizers

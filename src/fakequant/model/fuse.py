@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx import Proxy
 from torch.nn.parameter import UninitializedParameter
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FusionWarning, warn_user
 from fakequant.model.arguments import refuse_prepared
-from fakequant.model.batches import Inputs, example_arguments
-from fakequant.model.flow import Arguments, Flow, data_flow
-from fakequant.model.modes import evaluating
+from fakequant.model.batches import Arguments, Inputs, example_arguments
+from fakequant.model.modes import evaluating, in_eval_mode
 from fakequant.model.outputs import Distance, Place, named_tensors
 from fakequant.model.own_products import ends_in_product
+from fakequant.model.run.neighbors import Neighbors, find_neighbors
+from fakequant.model.run.recording import record
 from fakequant.nn.forms import computed_class
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.leaf import as_leaf
-from fakequant.restore import in_order, restore_on_error, state_of, structure_of
+from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
 from fakequant.text import listed, visible
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -90,8 +92,8 @@ def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None 
     """Fold every batch normalisation that directly follows a convolution or linear layer into that layer, in place.
 
     The output stays the same up to rounding. A `FusedBatchNorm`, which returns its input, takes the place of the
-    normalisation. Which one follows which layer is read from the data flow: from `torch.fx.symbolic_trace`, or, for a
-    model that it cannot trace, from a run with the example. A `FusionWarning` says which normalisations stay, and why.
+    normalisation. Which one follows which layer is read from a run with the example, without one by
+    `torch.fx.symbolic_trace`. A `FusionWarning` says which normalisations stay, and why.
     `find_fusions` says beforehand what will be fused. A second call finds nothing to do. A subclass of a layer with a
     forward of its own is taken if the run with the example shows that it ends in one product of its weight.
 
@@ -179,18 +181,71 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
     if arguments is not None and own:
         products = ends_in_product(model, own, arguments)
         layers |= {layer: name for layer, name in own.items() if layer in products}
-    flow = data_flow(model, [*layers], [*norms.values()], arguments)
+    flow = _flow(model, layers.keys(), {*norms.values()}, arguments)
+    sources = {reader: layer for layer, readers in flow.readers.items() for reader in readers}
     users = _users_of_parameters(model)
     fused: dict[str, str] = {}
     left: dict[str, str] = {}
     for name, norm in norms.items():
-        layer = flow.sources.get(norm)
-        why = _why_norm_stays(norm, flow) or _why_layer_stays(cast("nn.Module", layer), norm, flow, users)
+        layer, why = sources.get(norm), _why_norm_stays(norm, flow.calls[norm])
+        if why is None and layer is not None:
+            why = _why_layer_stays(layer, norm, flow, users)
+        elif why is None:
+            why = "its input is not the output of a convolution or linear layer"
         if layer is None or why is not None:
             left[name] = str(why)
         else:
             fused[name] = layers[layer]
     return Fusions(fused, left)
+
+
+def _flow(model: nn.Module, layers: Set[nn.Module], norms: Set[nn.Module], arguments: Arguments | None) -> Neighbors:
+    """Which normalisations read the output of which layer: by a run, without arguments by torch.fx."""
+    if arguments is not None:
+        recording = record(model, lambda: model(*arguments[0], **arguments[1]))
+        return find_neighbors(model, recording, layers, norms, through=frozenset())
+    try:
+        with restore_after(structure_of([model])), in_eval_mode(model):  # a model may store what it sees: proxies
+            graph = _Tracer(layers | norms).trace(model, concrete_args=_defaults(model))
+    except Exception as error:  # tracing runs the model's own code, with values for which it was not written
+        raise ConfigError(
+            f"torch.fx cannot trace the model ({type(error).__name__}: {error}); give an example, by whose run the "
+            "order of its layers is found"
+        ) from error
+    return _by_graph(model, graph, layers, norms)
+
+
+class _Tracer(fx.Tracer):
+    """Records a call of a layer or a normalisation as one call, whatever its class."""
+
+    def __init__(self, whole: Set[nn.Module]) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self.whole or super().is_leaf_module(m, module_qualified_name)
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """Optional arguments of a model at their defaults: torch.fx would take them for given ones."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.kind is not p.KEYWORD_ONLY}
+
+
+def _by_graph(model: nn.Module, graph: fx.Graph, layers: Set[nn.Module], norms: Set[nn.Module]) -> Neighbors:
+    found = Neighbors()
+    called = {node: model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
+    found.calls.update(called.values())
+    for node, module in called.items():
+        if module in norms and len(node.all_input_nodes) == 1:
+            source = called.get(node.all_input_nodes[0])
+            if source is not None and source in layers:
+                found.readers.setdefault(source, []).append(module)
+        if module in layers and any(called.get(user) not in norms for user in node.users):
+            found.elsewhere.add(module)
+    read = {model.get_submodule(str(node.target).rpartition(".")[0]) for node in graph.nodes if node.op == "get_attr"}
+    found.elsewhere |= read & layers
+    return found
 
 
 def _float_class(module: nn.Module) -> type[nn.Module]:
@@ -199,7 +254,7 @@ def _float_class(module: nn.Module) -> type[nn.Module]:
     return next((one for one in cls.__mro__ if one in _LAYERS), cls) if issubclass(cls, QuantizedLayer) else cls
 
 
-def _why_norm_stays(norm: nn.Module, flow: Flow) -> str | None:
+def _why_norm_stays(norm: nn.Module, calls: int) -> str | None:
     """Why a batch normalisation itself cannot be fused into whatever is before it."""
     if type(norm) not in _NORMS:
         return f"a {type(norm).__name__} may compute something else than a batch normalisation"
@@ -207,19 +262,15 @@ def _why_norm_stays(norm: nn.Module, flow: Flow) -> str | None:
         return "it has no running statistics, so that each batch is normalised by its own"
     if not is_as_made(norm):
         return "it has hooks or a forward of its own"
-    if flow.calls[norm] != 1:
-        return "it is never called" if not flow.calls[norm] else f"it is called {flow.calls[norm]} times"
-    if flow.sources.get(norm) is None:
-        return "its input is not the output of a convolution or linear layer"
-    return None
+    return None if calls == 1 else "it is never called" if not calls else f"it is called {calls} times"
 
 
-def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Flow, users: Counter[int]) -> str | None:
+def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: Counter[int]) -> str | None:
     """Why a batch normalisation cannot be fused into the layer before it."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if flow.calls[layer] != 1:
         return f"the layer before it is called {flow.calls[layer]} times"
-    if layer in flow.read_elsewhere:
+    if layer in flow.elsewhere or len(flow.readers[layer]) > 1:
         return "the output or a parameter of the layer before it is used elsewhere, too"
     if not is_as_made(layer):
         return "the layer before it has hooks or a forward of its own"

@@ -16,12 +16,13 @@ from fakequant.calibration import Calibrator, check_mergeable, make_calibrator
 from fakequant.distributed import is_data_parallel
 from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward
-from fakequant.model.calls import watch_readers
 from fakequant.model.failures import failure_named
 from fakequant.model.modes import evaluating, modes
 from fakequant.model.paths import layer_of
 from fakequant.model.positions import Positions
 from fakequant.model.progress import length, track
+from fakequant.model.run.queries import weight_readers
+from fakequant.model.run.recording import watching
 from fakequant.model.unseen import Unseen, observed
 from fakequant.model.weights import fresh_weight, quantized_weights
 from fakequant.nn.layers import QuantizedLayer
@@ -118,8 +119,9 @@ class Job:
     @contextmanager
     def _watch(self) -> Iterator[None]:
         """A context that notes which weights the model reads without calling their layers."""
-        with watch_readers(self.model) as found:
+        with watching(self.model) as recording:
             yield
+        found = weight_readers(self.model, recording)
         read = {layer_of(name): found.get(weight.layer) for name, weight in self.weights.items()}
         self.read = {name: path for name, path in read.items() if path is not None} | self.read
 

@@ -9,11 +9,11 @@ from torch import nn
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import CoverageWarning, warn_user
 from fakequant.model.batches import Inputs, example_arguments
-from fakequant.model.coverage import scripted
+from fakequant.model.coverage import Operation, scripted
 from fakequant.model.failures import example_failure_named
-from fakequant.model.functions import Operation, is_product, keeps_quantized
-from fakequant.model.recorded import IN_A_BRANCH, OF_A_CACHE, QUANTIZED, Call, Recording
-from fakequant.model.recording import record
+from fakequant.model.run.recorded import QUANTIZED, Call, Recording
+from fakequant.model.run.recording import record
+from fakequant.model.run.traits import Trait, has
 from fakequant.model.wrappers import unwraps
 
 _EMPTY = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "zero"})
@@ -31,10 +31,15 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
     Raises:
         ConfigError: the model fails on the example.
     """
+    return operations_of(recorded(model, example, inputs))
+
+
+def recorded(model: nn.Module, example: Any, inputs: Inputs | None = None) -> Recording:
+    """The recording of a run of a model; arguments and errors are those of `operations`."""
     refuse_sharded(model, "look into", offloading=False)
     args, kwargs = example_arguments(example, inputs)
     with example_failure_named(model, args, kwargs):
-        return operations_of(record(model, lambda: model(*args, **kwargs)))
+        return record(model, lambda: model(*args, **kwargs))
 
 
 def operations_of(recording: Recording) -> list[Operation]:
@@ -44,20 +49,22 @@ def operations_of(recording: Recording) -> list[Operation]:
     fixed.update(number for number, value in enumerate(recording.values) if value.constant)
     found = []
     for call in recording.calls:
-        name = call.function.removesuffix(OF_A_CACHE).removesuffix(IN_A_BRANCH)
+        name = call.function.partition(" ")[0]
         floats = list(dict.fromkeys(value for value in call.inputs if recording.values[value].is_float))
         read = _moved(name, floats)
         if call.inputs and fixed.issuperset(call.inputs):
             fixed.update(call.outputs)
-        if name == QUANTIZED or name in _EMPTY:
+        if name in QUANTIZED or name in _EMPTY:
             quantized.update(call.outputs)
-        elif keeps_quantized(name):
+        elif has(name, Trait.CODES):
             if read and quantized.issuperset(read):
                 quantized.update(call.outputs)
         elif operands := _operands(recording, call, floats, fixed):
             in_float = sum(value not in quantized for value in operands)
             found.append(
-                Operation(call.owner or "", name, is_product(name), in_float, len(operands), call.multiplications)
+                Operation(
+                    call.owner or "", name, has(name, Trait.PRODUCT), in_float, len(operands), call.multiplications
+                )
             )
     return found
 
@@ -90,10 +97,15 @@ def unquantized(
     >>> print(*unquantized(model, torch.ones(2, 4)))
     1: softmax, 1 of 1 inputs in float
     """
-    left = [operation for operation in operations(model, example, inputs) if not operation.quantized]
+    left = left_of(model, recorded(model, example, inputs))
+    return [operation for operation in left if operation.is_product] if products_only else left
+
+
+def left_of(model: nn.Module, recording: Recording) -> list[Operation]:
+    """As `unquantized`, of a recorded run."""
     if (hidden := scripted(model, set())) is not None:
         warn_user(hidden, CoverageWarning)
-    return [operation for operation in left if operation.is_product] if products_only else left
+    return [operation for operation in operations_of(recording) if not operation.quantized]
 
 
 def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Parameter]:
@@ -105,9 +117,9 @@ def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Param
     """
     reached: set[int] = set()  # values
     for call in reversed(recording.calls):
-        if call.function == QUANTIZED or not reached.isdisjoint(call.outputs):
+        if call.function in QUANTIZED or not reached.isdisjoint(call.outputs):
             reached.update(value for value in call.inputs if recording.values[value].constant)
-    return {parameter for value, parameter in enumerate(model.parameters()) if value in reached}
+    return {parameter for name, parameter in model.named_parameters() if recording.parameters[name] in reached}
 
 
 def _operands(recording: Recording, call: Call, floats: list[int], fixed: set[int]) -> list[int]:
@@ -118,6 +130,6 @@ def _operands(recording: Recording, call: Call, floats: list[int], fixed: set[in
     """
     if recording.is_constant(call) or not any(recording.values[output].is_float for output in call.outputs):
         return []
-    if is_product(call.function):
+    if has(call.function, Trait.PRODUCT):
         return list(call.factors)
     return [value for value in floats if value not in fixed]

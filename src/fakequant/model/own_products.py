@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant.model.batches import Arguments
 from fakequant.model.config import Config, Rule, all_names
-from fakequant.model.flow import Arguments
-from fakequant.model.functions import keeps_quantized
 from fakequant.model.modes import evaluating
-from fakequant.model.recorded import Recording
-from fakequant.model.recording import record
+from fakequant.model.run.recorded import Recording
+from fakequant.model.run.recording import record
+from fakequant.model.run.traits import Trait, has
 from fakequant.nn.forms import own_class, why_changed
 from fakequant.nn.integer import Execution
 from fakequant.restore import restore_after, structure_of
@@ -85,7 +85,7 @@ def _own_product(path: str, weight: int, recording: Recording) -> str | None:
 def _moved_from(value: int, recording: Recording) -> int:
     """The value of which functions that only move values made another, such as a transposed weight."""
     producer = recording.values[value].producer
-    while producer is not None and keeps_quantized(recording.calls[producer].function):
+    while producer is not None and has(recording.calls[producer].function, Trait.CODES):
         value = recording.calls[producer].inputs[0]
         producer = recording.values[value].producer
     return value

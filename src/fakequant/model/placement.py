@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
-from fakequant.model.masks import masked_calls
 from fakequant.model.planned import Candidate, SiteQuantizer
-from fakequant.model.recorded import Call, Recording
+from fakequant.model.run.masks import is_product, masked_values
+from fakequant.model.run.recorded import Call, Recording
+from fakequant.model.run.values import Flow
 from fakequant.model.sites import candidates, operand_quantizer, rules_of_sites
 from fakequant.model.targets import FixedRange, Target
 from fakequant.model.targets.table import ATTENTION_LAYER, PRODUCTS
-from fakequant.model.value_flow import Flow
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
@@ -67,7 +68,14 @@ class _Planner:
             self.same.setdefault(call.site, []).append(call)
         self.calls_of = {one: self.same[one.owner, one.function, one.index] for one in configs}
         self.call_of = {one: calls[0] for one, calls in self.calls_of.items()}
-        self.masked = masked_calls(recording)
+        masks = masked_values(recording)
+        infinite = {value.number for value in recording.values if not math.isfinite(value.size)}
+        self.unfit = infinite | masks  # values that no range can hold
+        self.masked = {
+            call.site
+            for call in recording.calls
+            if not masks.isdisjoint([*call.operands.values(), *call.outputs]) and not is_product(call)
+        }
         self.held: dict[Candidate, Held] = {}
         self.quantized: set[int] = set()  # values with a quantizer of their own
         self.new: dict[frozenset[str], list[int]] = {}  # of these, those that `_drop_after` has not seen, by `through`
@@ -98,7 +106,7 @@ class _Planner:
         for path, rule in self.layers.items():
             calls = self.flow.of_owner.get(path, [])
             called = {call.function for call in calls}
-            if self._holds_inf(value for call in calls for value in call.operands.values()):
+            if self._is_unfit(value for call in calls for value in call.operands.values()):
                 self.layers[path] = replace(rule, input=None)
             if called and called <= self.target.keeps | set(SITE_FUNCTIONS) and not called & self.target.inputs:
                 self.layers[path] = replace(rule, input=None, weight=None)
@@ -108,7 +116,7 @@ class _Planner:
             if one.function not in self.target.inputs or call.site in self.masked or self._adds_bias(one, call):
                 continue
             names = [name for name in one.operands if not self._is_fused(call.operands[name], one.function)]
-            names = [name for name in names if not self._holds_inf(same.operands[name] for same in self.calls_of[one])]
+            names = [name for name in names if not self._is_unfit(same.operands[name] for same in self.calls_of[one])]
             if self.target.identity_only and one.function == "add":
                 names = [name for name in names if name != self._main_branch(one, call)]
             held = {name: operand_quantizer(one, name, self.configs[one]) for name in names}
@@ -121,9 +129,9 @@ class _Planner:
         fixed = None if known is None else _fixed_quantizer(config, known)
         return fixed if fixed is not None or config is None else SiteQuantizer(config)
 
-    def _holds_inf(self, values: Iterable[int]) -> bool:
-        """Whether a value of the run holds what no range can be found for."""
-        return not self.flow.recording.infinite.isdisjoint(values)
+    def _is_unfit(self, values: Iterable[int]) -> bool:
+        """Whether a value of the run holds inf, NaN or the numbers of a mask."""
+        return not self.unfit.isdisjoint(values)
 
     def _is_fused(self, value: int, function: str) -> bool:
         producer = self.flow.producer(value)
@@ -229,7 +237,7 @@ class _Planner:
 
     def _quantize_output(self, call: Call) -> bool:
         """Give the result of a call the quantizer of its layer or its site; False where it stays in float."""
-        if self._holds_inf(value for same in self.same[call.site] for value in same.outputs[:1]):
+        if self._is_unfit(value for same in self.same[call.site] for value in same.outputs[:1]):
             return False
         rule = self.given.get(call.owner or "")
         if call.owner in self.layers and rule is not None:

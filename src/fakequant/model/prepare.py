@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.batches import Inputs, example_arguments
-from fakequant.model.calls import Run
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.coverage import left_in_float, scripted
 from fakequant.model.failures import example_failure_named
@@ -28,8 +27,8 @@ from fakequant.model.paths import join
 from fakequant.model.placement import Placement, place
 from fakequant.model.planned import SitePlan
 from fakequant.model.presets import find_preset
-from fakequant.model.recorded import Recording
-from fakequant.model.recording import record
+from fakequant.model.run.recorded import Recording
+from fakequant.model.run.recording import record
 from fakequant.model.site_training import with_training
 from fakequant.model.sites import apply_sites, plan_sites
 from fakequant.model.sizes import exceeds_float, note_on_scales
@@ -46,6 +45,7 @@ from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.restore import structure_of
 
 Model = TypeVar("Model", bound=nn.Module)
+Run = Callable[[], object]
 
 
 @unwraps

@@ -16,8 +16,8 @@ from torch import nn
 from fakequant.errors import ConfigError
 from fakequant.model.modes import training
 from fakequant.model.planned import SitePlan
-from fakequant.model.recorded import Call, Recording
-from fakequant.model.recording import record
+from fakequant.model.run.recorded import Call, Recording
+from fakequant.model.run.recording import record
 from fakequant.model.sites import different_orders, shielded_modules
 from fakequant.nn.sites import site_keys
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from fakequant.model.paths import join, module_at
-from fakequant.model.recorded import Recording
+from fakequant.model.run.recorded import Recording
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.sites import sites_of
 

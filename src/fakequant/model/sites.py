@@ -12,7 +12,7 @@ from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.paths import module_at
 from fakequant.model.planned import Candidate, PlannedSite, SitePlan, SiteQuantizer, site_path
-from fakequant.model.recorded import Call, Recording
+from fakequant.model.run.recorded import Call, Recording
 from fakequant.model.site_weights import parameters_of
 from fakequant.model.sizes import exceeds_float
 from fakequant.model.wrappers import unwraps

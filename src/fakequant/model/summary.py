@@ -7,15 +7,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from fakequant.model.batches import Inputs, example_arguments
-from fakequant.model.calls import layers_called, weight_readers
-from fakequant.model.functions import Operation
+from fakequant.model.batches import Inputs
+from fakequant.model.coverage import Operation
 from fakequant.model.html import html_result
-from fakequant.model.modes import disabled, evaluating
-from fakequant.model.operations import unquantized
+from fakequant.model.operations import left_of, recorded
+from fakequant.model.run.queries import modules_called, weight_readers
+from fakequant.model.run.recorded import Recording
 from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
 from fakequant.model.weights import all_weights, warn_stale_scales
 from fakequant.model.wrappers import unwraps
@@ -124,8 +123,9 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     """
     warn_stale_scales(model)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
-    left = None if example is None else unquantized(model, example, inputs=inputs)
-    idle = {} if example is None else _never_called(model, *example_arguments(example, inputs))
+    recording = None if example is None else recorded(model, example, inputs)
+    left = None if recording is None else left_of(model, recording)
+    idle = {} if recording is None else _never_called(model, recording)
     rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]
     rows += [_site_summary(name, site) for name, site in model.named_modules() if isinstance(site, Site)]
     return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle))
@@ -134,15 +134,13 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
 _UNREAD = "no function of this run reads its weight either"
 
 
-def _never_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[nn.Module, str]:
-    """The quantized layers that a run of the example does not call, and why."""
+def _never_called(model: nn.Module, recording: Recording) -> dict[nn.Module, str]:
+    """The quantized layers that a run does not call, and why."""
     layers = {layer for layer in model.modules() if isinstance(layer, QuantizedLayer)}
-    with evaluating(model), disabled(model), torch.no_grad():
-        idle = layers - layers_called(model, lambda: model(*args, **kwargs))
-        readers = weight_readers(model, lambda: model(*args, **kwargs)) if idle else {}
+    readers = weight_readers(model, recording)
     return {
         layer: f"{readers[layer] or 'the model'} uses its weight in float" if layer in readers else _UNREAD
-        for layer in idle
+        for layer in layers - modules_called(model, recording)
     }
 
 

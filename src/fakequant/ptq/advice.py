@@ -12,11 +12,10 @@ from torch import nn
 from fakequant.calibration import DEFAULT_METHOD, Calibrator
 from fakequant.errors import ConfigError
 from fakequant.model.analysis import Metric
-from fakequant.model.batches import Forward
+from fakequant.model.batches import Arguments, Forward
 from fakequant.model.calibrate import calibrate, ranges_of, recalibrate
 from fakequant.model.choice import METHODS
 from fakequant.model.config import Config, Rule
-from fakequant.model.flow import Arguments
 from fakequant.model.fuse import fuse_found, fusions_of
 from fakequant.model.modes import evaluating
 from fakequant.model.paths import layer_of

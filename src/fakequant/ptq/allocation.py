@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from fakequant.distributed import refuse_sharded
@@ -15,17 +14,19 @@ from fakequant.errors import ConfigError
 from fakequant.model.arguments import check_model, refuse_prepared
 from fakequant.model.batches import Forward, Inputs, batch_list, runner
 from fakequant.model.calibrate import calibrate
-from fakequant.model.calls import weight_readers
 from fakequant.model.config import Config, Rule
 from fakequant.model.failures import naming
 from fakequant.model.modes import evaluating
 from fakequant.model.outputs import OutputDistance
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
+from fakequant.model.run.queries import weight_readers
+from fakequant.model.run.recorded import Recording
+from fakequant.model.run.recording import record as record_run
 from fakequant.model.sizes import spec_bits
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.ptq.kinds import has_rows, is_turned
-from fakequant.ptq.losses import Loss, arriving_errors, count_products, divergence, losses_alone
+from fakequant.ptq.losses import Loss, arriving_errors, divergence, losses_alone
 from fakequant.ptq.mixes import Allocation, Score, Scores
 from fakequant.ptq.stream import record
 
@@ -82,7 +83,7 @@ def scores(
     quantized = {name: quantized_copy(model, find_preset(name), given, run) for name in choices}
     with evaluating(model):
         recorded = record(model, layers, run, given[:1])
-        products = count_products(layers, lambda: run(model, given[0]))
+        ran = record_run(model, lambda: run(model, given[0]))
         reached = [layer for layer in layers if layer in recorded.siblings]
         if measure is None:
             arriving = arriving_errors(model, layers, quantized, run, given, progress)
@@ -91,6 +92,7 @@ def scores(
             if not callable(chosen):
                 raise ConfigError(f'expected measure="kl" or a function of the model, got {measure!r}')
             arriving = losses_alone(model, quantized, reached, chosen, progress)
+    products = {layer: ran.multiplications[layer] for layer in layers}
     weights, found = _weights(layers, reached), dict[str, dict[str, Score]]()
     for layer in reached:
         twins = {name: twin.get_submodule(layer) for name, twin in quantized.items()}
@@ -99,15 +101,13 @@ def scores(
             for name, own in twins.items()
             if isinstance(own, QuantizedLayer) and own.weight_quantizer is not None
         }
-    with evaluating(model), torch.no_grad():
-        left = _left(model, reached, lambda: run(model, given[0]))
     return Scores(
         found,
         weights,
         _ties(layers, recorded.siblings),
         arriving,
         products,
-        left,
+        _left(model, reached, ran),
         _bytes_in_float(model, [layers[layer] for layer in reached]),
         frozenset(layer for layer in reached if _parameter(layers[layer]) is None),
     )
@@ -152,11 +152,11 @@ def _bytes_in_float(model: nn.Module, scored: Sequence[nn.Module]) -> dict[str, 
     return found
 
 
-def _left(model: nn.Module, reached: Sequence[str], run: Callable[[], object]) -> dict[str, str]:
+def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dict[str, str]:
     """Why layers with weights of two axes or more have no scores.
 
     Args:
-        run: calls the model with the first batch.
+        recording: of the first batch.
     """
     matrices = {
         name: module
@@ -164,7 +164,7 @@ def _left(model: nn.Module, reached: Sequence[str], run: Callable[[], object]) -
         if any(p is not None and p.dim() > 1 for p in module._parameters.values()) and name not in reached
     }
     uncalled = [module for module in matrices.values() if _is_scored(module)]
-    readers = weight_readers(model, run, uncalled) if uncalled else {}
+    readers = weight_readers(model, recording, uncalled)
 
     def why(module: nn.Module) -> str:
         if module in readers:

@@ -19,12 +19,14 @@ from fakequant.model.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.failures import naming
 from fakequant.model.prepare import prepare
+from fakequant.model.run.neighbors import Neighbors, find_neighbors
+from fakequant.model.run.recording import record
+from fakequant.model.run.unreached import Unreached
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.channels import along_inputs, has_matrix, input_channels, of_inputs
-from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
 from fakequant.ptq.output_check import OutputCheck
-from fakequant.ptq.unreached import Unreached
+from fakequant.ptq.weights import shared_parameters
 from fakequant.restore import restore_on_error, state_of
 from fakequant.text import table
 
@@ -119,8 +121,9 @@ def equalize(
     call = naming(runner(inputs, forward), [batch])
     outputs = OutputCheck(model, batch, call)
     layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
-    found = find_neighbors(model, {*layers}, {*layers}, outputs.run)
-    pairs, rows = _pairs(model, found, layers, Unreached(model, outputs.run))
+    recording = record(model, outputs.run)
+    found = find_neighbors(model, recording, layers.keys(), layers.keys())
+    pairs, rows = _pairs(model, found, layers, Unreached(model, recording))
     restore = state_of(layers)
 
     def error() -> float:

@@ -14,14 +14,16 @@ from fakequant.errors import ConfigError
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.failures import naming
 from fakequant.model.modes import disabled, evaluating
+from fakequant.model.run.neighbors import Neighbors, find_neighbors
+from fakequant.model.run.recording import record
+from fakequant.model.run.unreached import Unreached
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.transforms import ChannelScale
 from fakequant.ptq.call import Call
-from fakequant.ptq.neighbors import Neighbors, find_neighbors, shared_parameters
 from fakequant.ptq.output_check import OutputCheck, tolerance_of
-from fakequant.ptq.unreached import Unreached
+from fakequant.ptq.weights import shared_parameters
 from fakequant.restore import restore_after, restore_on_error, state_of
 from fakequant.text import table
 
@@ -106,8 +108,9 @@ def fold_scales(
 
     outputs = OutputCheck(model, batch, run)
     makers = {module: name for name, module in model.named_modules() if _weight(module) is not None}
-    found = find_neighbors(model, {*makers}, {*layers}, outputs.run)
-    groups, notes = _groups(found, makers, shared_parameters(model), Unreached(model, outputs.run))
+    recording = record(model, outputs.run)
+    found = find_neighbors(model, recording, makers.keys(), layers.keys())
+    groups, notes = _groups(found, makers, shared_parameters(model), Unreached(model, recording))
     with restore_on_error(state_of([*layers, *makers])):
         notes |= _fold(groups, makers, outputs)
     into = {layer: makers[group.maker] for group in groups for layer in group.layers if layer not in notes}

@@ -85,24 +85,6 @@ def losses_alone(
 
 
 @torch.no_grad()
-def count_products(layers: Mapping[str, Any], call: Callable[[], Any]) -> dict[str, int]:
-    """Multiply-accumulates of each layer in one call of the model."""
-    found = dict.fromkeys(layers, 0)
-
-    def count(name: str, layer: Any, y: Tensor) -> None:
-        found[name] += y.numel() * layer.weight[0].numel()
-
-    hooks = [
-        layer.register_forward_hook(lambda own, _, y, name=name: count(name, own, y)) for name, layer in layers.items()
-    ]
-    try:
-        call()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
 def arriving_errors(
     model: nn.Module,
     layers: Mapping[str, Any],

@@ -14,12 +14,13 @@ from fakequant.errors import ConfigError, nearest
 from fakequant.model.arguments import refuse_prepared
 from fakequant.model.batches import Forward, Inputs, runner
 from fakequant.model.failures import naming
+from fakequant.model.run.recording import record
+from fakequant.model.run.unreached import Unreached
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.transforms import hadamard
-from fakequant.ptq.neighbors import shared_parameters
 from fakequant.ptq.output_check import OutputCheck
 from fakequant.ptq.residual import Heads, Residual, follow
-from fakequant.ptq.unreached import Unreached
+from fakequant.ptq.weights import shared_parameters
 from fakequant.restore import restore_after, restore_on_error, state_of_parts
 from fakequant.text import listed, table
 
@@ -107,8 +108,10 @@ def rotate(
     refuse_sharded(model, "rotate")
     call = naming(runner(inputs, forward), [batch])
     outputs = OutputCheck(model, batch, call)
-    found = follow(model, outputs.run)
-    job = _Job(model, outputs, kind, torch.Generator().manual_seed(seed))
+    recording = record(model, outputs.run)
+    found = follow(model, recording)
+    unreached = Unreached(model, recording)
+    job = _Job(model, outputs, kind, torch.Generator().manual_seed(seed), unreached)
     with restore_on_error(state_of_parts(model, _all_touched(found.residuals, found.heads))):
         rows = [job.heads(one) for one in found.heads] + [job.residual(one) for one in found.residuals]
     return Rotations(sorted(rows, key=lambda row: -row.width))
@@ -124,11 +127,13 @@ def _all_touched(residuals: list[Residual], heads: list[Heads]) -> list[nn.Modul
 class _Job:
     """Rotates what it can, and says why where it cannot."""
 
-    def __init__(self, model: nn.Module, outputs: OutputCheck, kind: str, generator: torch.Generator) -> None:
+    def __init__(
+        self, model: nn.Module, outputs: OutputCheck, kind: str, generator: torch.Generator, unreached: Unreached
+    ) -> None:
         self._model, self._outputs, self._kind, self._generator = model, outputs, kind, generator
         self._names: dict[Any, str] = {module: name or "(model)" for name, module in model.named_modules()}
         self._names |= {parameter: name for name, parameter in model.named_parameters()}
-        self._shared, self._unreached = shared_parameters(model), Unreached(model, outputs.run)
+        self._shared, self._unreached = shared_parameters(model), unreached
 
     def residual(self, one: Residual) -> Rotated:
         """Rotate a residual stream (R1)."""
@@ -136,7 +141,7 @@ class _Job:
         why = self._why_not([*one.makers, *one.readers, *one.norms])
         if one.read_by:
             why = f"{one.read_by[0]} reads the values too"
-        forms = {norm: form for norm, x in one.norms.items() if (form := _form_of(norm, x)) is not None}
+        forms = {norm: form for norm in one.norms if (form := _form_of(norm, width)) is not None}
         if why is None and (unknown := [norm for norm in one.norms if norm not in forms]):
             why = f"{self._names[unknown[0]]} is neither a LayerNorm nor a normalisation by the root mean square"
         subtract = [isinstance(norm, nn.LayerNorm) for norm in (*one.norms, *one.readers.values())]
@@ -267,23 +272,25 @@ class _Form(NamedTuple):
     """The weight that multiplies by 1."""
 
 
-def _form_of(norm: nn.Module, x: Tensor) -> _Form | None:
+def _form_of(norm: nn.Module, width: int) -> _Form | None:
     """The form of a normalisation that commutes with rotations when its weight multiplies by 1; None: it does not.
 
-    A LayerNorm does where the mean of its input is 0. Other classes are tried with an input x of the run.
+    A LayerNorm does where the mean of its input is 0. Other classes are tried with random inputs.
+
+    Args:
+        norm: the module.
+        width: the channels of its input.
     """
     weight, bias = cast("nn.Parameter", norm.weight), norm._parameters.get("bias")
     gain = weight.detach().double().clone()
     if isinstance(norm, nn.LayerNorm):
         return (
-            _Form(gain, None if bias is None else bias.detach().double().clone(), 1.0)
-            if x.shape[-1] == len(gain)
-            else None
+            _Form(gain, None if bias is None else bias.detach().double().clone(), 1.0) if width == len(gain) else None
         )
-    if bias is not None or len(weight) != x.shape[-1]:
+    if bias is not None or len(weight) != width:
         return None
-    x, own = x.detach().reshape(-1, x.shape[-1])[:64], weight.detach().clone()
-    rotation = rotation_of(len(own), "random", torch.Generator().manual_seed(0)).to(x)
+    own, generator = weight.detach().clone(), torch.Generator().manual_seed(0)
+    x, rotation = torch.randn(64, width, generator=generator).to(own), rotation_of(width, "random", generator).to(own)
     for plain in (1.0, 0.0):  # normalisations multiply by their weight, or by 1 + weight
         with restore_after(lambda: weight.data.copy_(own)), torch.no_grad():
             weight.data.fill_(plain)

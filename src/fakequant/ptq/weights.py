@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from fakequant.distributed import refuse_sharded
+from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.arguments import check_model
-from fakequant.model.calls import weight_readers
-from fakequant.model.modes import disabled, evaluating
+from fakequant.model.run.queries import weight_readers
+from fakequant.model.run.recording import record
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode, quantizers
-from fakequant.ptq.neighbors import shared_parameters
 
 
 def prepared_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
@@ -68,10 +68,34 @@ def fixed_parameters(model: nn.Module, run: Callable[[], object]) -> dict[nn.Par
     ('the model reads its weight outside of the layer', 1)
     """
     found = dict.fromkeys(shared_parameters(model), "layers share its weight")
-    with evaluating(model), disabled(model), torch.no_grad():
-        readers = weight_readers(model, run)
+    readers = weight_readers(model, record(model, run))
     for weight in quantized_weights(model).values():
         if weight.layer in readers and weight.parameter is not None:
             reader = readers[weight.layer] or "the model"
             found.setdefault(weight.parameter, f"{reader} reads its weight outside of the layer")
     return found
+
+
+def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that several modules hold, or one module by several names, and those that lie in one memory."""
+    held = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {parameter for parameter, count in held.items() if count > 1} | _in_one_memory([*held])
+
+
+def _in_one_memory(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """The parameters whose memory overlaps with that of another, as after `one.data = other.data`."""
+    found, end, last = set[nn.Parameter](), 0, None
+    held = [own for own in parameters if not (is_lazy(own) or own.is_meta or is_sharded(own))]
+    spans = [(*_span(own), own) for own in held if own.numel()]
+    for start, stop, own in sorted(spans, key=lambda span: span[:2]):
+        if last is not None and start < end:
+            found |= {last, own}
+        if stop > end:
+            end, last = stop, own
+    return found
+
+
+def _span(parameter: nn.Parameter) -> tuple[int, int]:
+    """The first byte of a parameter, and that after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size()

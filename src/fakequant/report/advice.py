@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from fakequant.model.analysis import Metric
-from fakequant.model.batches import Forward, Inputs, example_arguments, runner
-from fakequant.model.flow import Arguments
+from fakequant.model.batches import Arguments, Forward, Inputs, example_arguments, runner
 from fakequant.ptq.advice import Known, advise
 from fakequant.ptq.trial import Advice, Tried
 from fakequant.report.data import Distribution, Layer, ReportData

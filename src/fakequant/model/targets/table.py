@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fakequant.errors import ConfigError, nearest
-from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.model.run.traits import Trait, having
+from fakequant.nn.site_functions import SITE_FUNCTIONS, canonical_ops
 
 
 class FixedRange(NamedTuple):
@@ -75,26 +76,14 @@ class Target:
                 raise ConfigError(f"the target {self.name} names an unknown function {name!r}{nearest(name, [*known])}")
 
 
-PRODUCTS = frozenset(
-    """
-    linear matmul addmm baddbmm addbmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d einsum
-    bilinear embedding
-    """.split()  # noqa: SIM905
-)
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 ATTENTION_LAYER = "multi_head_attention_forward"
 """What `nn.MultiheadAttention` calls: its projections, both products and the softmax in one function."""
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """What the recurrent layers call, for a whole sequence."""
-MOVES = frozenset(
-    """
-    view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach to expand
-    split chunk unbind getitem get select narrow slice index_select gather repeat roll flip dropout pad
-    max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims type_as float tensor_split ravel
-    T mT H mH data
-    """.split()  # noqa: SIM905
-)
-"""Functions that move or pick values, which all engines compute on codes."""
+MOVES = having(Trait.MOVES)
+PRODUCTS = frozenset(name for name, one in SITE_FUNCTIONS.items() if one.is_product) - canonical_ops(["attention"])
+"""Products in one function, which all engines quantize alike."""
 
 
 def after_products(*functions: str) -> frozenset[tuple[str, str]]:

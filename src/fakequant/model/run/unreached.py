@@ -1,18 +1,12 @@
-"""The weights that one run of a model does not reach."""
+"""The weights that a recorded run does not reach."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from fakequant.model.calls import layers_called
-from fakequant.model.modes import evaluating
-from fakequant.restore import restore_after, stack_without
+from fakequant.model.run.queries import modules_called
+from fakequant.model.run.recorded import Recording
 
 
 class Unreached:
@@ -22,23 +16,23 @@ class Unreached:
     run.
 
     Args:
-        model: it runs in eval mode, without gradients.
-        run: runs it.
+        model: as it ran.
+        recording: of the run.
 
-    >>> model = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)])
-    >>> found = Unreached(model, lambda: model[1](model[0](torch.ones(1, 4))))
+    >>> from fakequant.model.run.recording import record
+    >>> model, x = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)]), torch.ones(1, 4)
+    >>> found = Unreached(model, record(model, lambda: model[1](model[0](x))))
     >>> found.why_not(8)
     'this batch does not reach 2.weight, which may belong to the same values; give a batch that does, or remove it'
     >>> found.why_not(4) is None
     True
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
-        reads = _Reads()
-        with evaluating(model), torch.no_grad(), restore_after(stack_without(reads)), reads:
-            called = layers_called(model, run, nn.Module)
-        leaves = [module for module in called if next(module.children(), None) is None]
-        reached = reads.seen | {id(p) for module in leaves for p in module.parameters()}
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        read = {value for call in recording.calls for value in call.inputs}
+        leaves = [module for module in modules_called(model, recording) if next(module.children(), None) is None]
+        reached = {id(p) for module in leaves for p in module.parameters()}
+        reached |= {id(p) for name, p in model.named_parameters() if recording.parameters[name] in read}
         hidden = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
         scripted = {id(parameter) for module in hidden for parameter in module.parameters()}
         self._scripted = {name for name, parameter in model.named_parameters() if id(parameter) in scripted}
@@ -62,16 +56,3 @@ class Unreached:
             f"this batch does not reach {name}, which may belong to the same values; give a batch that does, or remove "
             "it"
         )
-
-
-class _Reads(TorchFunctionMode):
-    """Notes the parameters that functions of torch get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = set[int]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        self.seen |= {id(leaf) for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)}
-        return func(*args, **given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fakequant.model.recorded import Call, Recording
+from fakequant.model.run.recorded import Call, Recording
 from fakequant.model.targets.table import PRODUCTS
 
 

@@ -1,8 +1,8 @@
 """What a run of a model calls: every torch function, by the module whose `forward` calls it, and the data flow.
 
 Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. Which call made a tensor
-is known by the identity of the tensor, for which all tensors of the run are kept until it ends. A write to a tensor
-makes a new value of it, and of all tensors that share the memory.
+is known by the identity of the tensor; no tensor is kept alive for it. A write to a tensor makes a new value of it, and
+of all tensors that share the memory. A function that returns its argument unwritten is no call: `x.float()`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fakequant.model.functions import counted, factors_of, is_product
-from fakequant.model.memory import Memory, largest, version_of
 from fakequant.model.modes import evaluating, not_compiled
 from fakequant.model.outputs import float_tensors
-from fakequant.model.recorded import EXTREME, IN_A_BRANCH, OF_A_CACHE, QUANTIZED, WITHOUT_FLOATS, Call, Recording, Value
+from fakequant.model.run.memory import Tensors, holds_mask, largest, version_of
+from fakequant.model.run.recorded import (
+    EXTREME,
+    FAKE_QUANTIZE,
+    IN_A_BRANCH,
+    OF_A_CACHE,
+    QUANTIZER,
+    WITHOUT_FLOATS,
+    Call,
+    ModuleCall,
+    Recording,
+    Value,
+)
+from fakequant.model.run.traits import Trait, counted, factors_of, has, is_number
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_functions import CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
@@ -40,11 +52,10 @@ class _Detail(NamedTuple):
     operands: dict[str, int]
     where: tuple[tuple[CodeType, int], ...]
     equation: str
-    extreme: bool
     factors: tuple[int, ...] = ()
 
 
-_PLAIN = _Detail({}, (), "", False)
+_PLAIN = _Detail({}, (), "")
 
 
 def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any] = evaluating) -> Recording:
@@ -71,15 +82,27 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
         torch.random.fork_rng(devices),
         mode(model),
         torch.no_grad(),
-        recorder.following(),
-        not_compiled(),
-        restore_after(stack_without(recorder)),
-        recorder,
+        recorder.recording_on(),
     ):
         result = run()
     returned = [*_tensors(result), *float_tensors(result)]  # torch's trees end at a dataclass
     recorder.recording.outputs = tuple(dict.fromkeys(recorder.value_of(tensor) for tensor in returned))
     return recorder.recording
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[Recording]:
+    """A context that fills a recording while a model runs as it is: quantizers run, and nothing is counted.
+
+    >>> model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    >>> with watching(model) as found:
+    ...     y = model(x)
+    >>> [call.path for call in found.modules]
+    ['', '0']
+    """
+    recorder = _Recorder(model, whole=False)
+    with recorder.recording_on():
+        yield recorder.recording
 
 
 def _with_buffers(model: nn.Module) -> Restore:
@@ -98,66 +121,88 @@ def _with_buffers(model: nn.Module) -> Restore:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module) -> None:
+    """Fills a recording.
+
+    Args:
+        model: what runs.
+        whole: whether to count products and look at numbers, and to take quantizers for marks; if not, they run.
+    """
+
+    def __init__(self, model: nn.Module, *, whole: bool = True) -> None:
         super().__init__()
         self.recording = Recording()
+        self.whole = whole
         self.modules = {
             name: module for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
         }
-        self.numbers: dict[int, int] = {}
-        self.alive: list[Tensor] = []
-        self.memory = Memory()
+        self.tensors = Tensors()
         self.running: list[tuple[str | None, int]] = []
         self.branching: list[tuple[str | None, int]] | None = None
         """The owner that calls control flow of torch, which calls what runs now."""
+        self.paused = False
         self.followed: CodeType | None = None
         self.counts: Counter[tuple[str | None, int, str]] = Counter()
-        for parameter in model.parameters():
-            self._new(parameter, None, constant=True)
+        numbers = {parameter: self._new(parameter, None, constant=True) for parameter in model.parameters()}
+        self.recording.parameters = {
+            name: numbers[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
         self.elsewhere = [  # where hooks put weights for the time of a call
-            (module._parameters, name, self.numbers[id(parameter)])
+            (module._parameters, name, numbers[parameter])
             for module in self.modules.values()
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.is_meta
         ]
         self.recording.buffers = frozenset(self._new(buffer, None, constant=False) for buffer in model.buffers())
 
+    @contextmanager
+    def recording_on(self) -> Iterator[None]:
+        """A context in which calls are recorded."""
+        with self.following(), not_compiled(), restore_after(stack_without(self)), self:
+            yield
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        called = called_as(func)
-        if called is not None and not takes_floats(args, kwargs):
-            called = None  # as in a prepared model, which does not count such calls
-            name = _name_of(func) + WITHOUT_FLOATS
-        elif called is not None and self._is_of_cache():
-            called = None
-            name = _name_of(func) + OF_A_CACHE
-        else:
-            name = _name_of(func) if called is None else called.function.name
-        product = name if is_product(name) else ""
+        if self.paused:
+            return func(*args, **kwargs)
+        called, name = self._named(func, args, kwargs)
         if called is not None and self.running[-1:] == self.branching:
             called, name = None, name + IN_A_BRANCH  # which a prepared model does not count either
-        if isinstance(func, HigherOrderOperator) and not product:
+        is_product = has(name, Trait.PRODUCT)
+        if isinstance(func, HigherOrderOperator) and not is_product:
             args = tree_map_only((FunctionType, partial, nn.Module), self._branch, args)
         arguments = _tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
+        numbers = [x for x in arguments if is_number(x)] if is_product else []
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
         detail, count = _PLAIN if called is None else self._detail(called, args, kwargs), 0
         versions = [version_of(tensor) for tensor in arguments]
-        if product:
-            if called is None:
-                detail = _PLAIN._replace(factors=tuple(map(self.value_of, factors_of(product, args, kwargs))))
-            result, count = counted(
-                product, lambda: func(*args, **kwargs), [x for x in arguments if x.is_floating_point()]
-            )
+        plain = name.partition(" ")[0]
+        if numbers and called is None:
+            detail = _PLAIN._replace(factors=tuple(map(self.value_of, factors_of(plain, args, kwargs))))
+        if numbers and self.whole:
+            result, count = counted(plain, lambda: func(*args, **kwargs), numbers)
         else:
             result = func(*args, **kwargs)
         written = [x for x, version in zip(arguments, versions, strict=True) if version_of(x) != version]
+        if called is None and not written and any(result is x for x in arguments):
+            return result
         made = [*_tensors(result)]
         made += [x for x in written if all(x is not other for other in made)]  # by `x[i] = y`
-        if made or called is not None:
+        if made or called is not None or not (getattr(func, "__name__", "") == "__get__" or has(name, Trait.SHAPE)):
             self._note(name, inputs, made, count, detail)
             for one in (*written, *_tensors(kwargs.get("out"))):
                 self._note_shared(made, one)
         return result
+
+    def _named(self, func: Any, args: Any, kwargs: Any) -> tuple[CalledAs | None, str]:
+        """What a function is in the table of sites, if the call could be one, and its name in the recording."""
+        called = called_as(func)
+        if called is None:
+            return None, _name_of(func)
+        if not takes_floats(args, kwargs):
+            return None, _name_of(func) + WITHOUT_FLOATS  # as in a prepared model, which does not count such calls
+        if self._is_of_cache():
+            return None, _name_of(func) + OF_A_CACHE
+        return called, called.function.name
 
     def _branch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What `torch.cond` or a loop of torch calls, recorded; calls of the owner itself cannot be sites."""
@@ -177,13 +222,12 @@ class _Recorder(TorchFunctionMode):
         operands = operands_of(called, args, kwargs)
         numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
         equation = args[0] if called.function.name == "einsum" and args and isinstance(args[0], str) else ""
-        extreme = not called.function.is_product and any(largest(x) >= EXTREME for x in operands.values())
         factors = tuple(numbers.values()) if called.function.is_product else ()
-        return _Detail(numbers, self._where(), equation, extreme, factors)
+        return _Detail(numbers, self._where(), equation, factors)
 
     def _is_of_cache(self) -> bool:
         """Whether a cache of transformers makes the call."""
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(3)
         while frame is not None and frame.f_code is not self.followed:
             if frame.f_code is OF_CACHE:
                 return True
@@ -214,7 +258,7 @@ class _Recorder(TorchFunctionMode):
 
     def _note_shared(self, made: list[Tensor], written: Tensor) -> None:
         """Tensors that share memory with one that was written have new values, too."""
-        for other, share in self.memory.sharing(written):
+        for other, share in self.tensors.sharing(written):
             if all(other is not tensor for tensor in made):
                 inputs = self.value_of(other), self.value_of(written)
                 self._note("copy" if share == 1 else "setitem", inputs, [other], 0, _PLAIN)
@@ -222,18 +266,19 @@ class _Recorder(TorchFunctionMode):
     def value_of(self, tensor: Tensor) -> int:
         """The number of a tensor's value as it is now."""
         number = next((known for own, name, known in self.elsewhere if own[name] is tensor), None)
-        number = self.numbers.get(id(tensor)) if number is None else number
+        number = self.tensors.number(tensor) if number is None else number
         return self._new(tensor, None, constant=False) if number is None else number
 
     def _new(self, tensor: Tensor, producer: int | None, *, constant: bool) -> int:
-        number = self.numbers[id(tensor)] = len(self.recording.values)
-        self.alive.append(tensor)
-        self.memory.add(tensor)
+        number, size = len(self.recording.values), 0.0
         with torch._C.DisableTorchFunction():
-            if not constant and not math.isfinite(largest(tensor)):
-                self.recording.infinite.add(number)
-        shape, is_float = tuple(tensor.shape), tensor.is_floating_point()
-        self.recording.values.append(Value(number, constant, shape, is_float, producer))
+            self.tensors.add(tensor, number)
+            if self.whole and not constant:
+                size = largest(tensor)
+                if EXTREME <= size < math.inf and holds_mask(tensor, EXTREME):
+                    self.recording.masks.add(number)
+            shape, is_float = () if is_lazy(tensor) else tuple(tensor.shape), is_number(tensor)
+        self.recording.values.append(Value(number, constant, shape, is_float, producer, size))
         return number
 
     @contextmanager
@@ -253,12 +298,15 @@ class _Recorder(TorchFunctionMode):
             for module in self.modules.values()
         ]
         with restore_after(unfollow):
+            quantizers = {m for m in self.modules.values() if hasattr(type(m), "quantizes")}
             for path, module in self.modules.items():
+                if module in quantizers and not self.whole:
+                    vars(module)["forward"] = self._running_quantizer(module.forward)
+                    continue
                 handles.append(module.register_forward_pre_hook(lambda *_: self._enter_hooks(), prepend=True))
                 handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-                is_quantizer = hasattr(type(module), "quantizes")
                 vars(module)["forward"] = (
-                    self._quantized(module) if is_quantizer else self._followed(path, module.forward)
+                    self._quantized(module) if module in quantizers else self._followed(path, module.forward)
                 )
             yield
 
@@ -272,7 +320,23 @@ class _Recorder(TorchFunctionMode):
                 # The result may be written, that of a weight is not, and weights are large.
                 is_weight = isinstance(quantizer, Quantizer) and quantizer.kind is Kind.WEIGHT
                 result = x.detach() if is_weight else x.clone()
-            self._note(QUANTIZED, (self.value_of(x),), [result], 0, _PLAIN)
+            self._note(QUANTIZER, (self.value_of(x),), [result], 0, _PLAIN)
+            return result
+
+        return run
+
+    def _running_quantizer(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """A call of a quantizer as one call, whatever it calls."""
+
+        @wraps(forward)
+        def run(x: Tensor) -> Tensor:
+            self.paused = True
+            try:
+                result = forward(x)
+            finally:
+                self.paused = False
+            made = [] if result is x else [result]  # a quantizer that observes returns its input
+            self._note(QUANTIZER, (self.value_of(x),), made, 0, _PLAIN)
             return result
 
         return run
@@ -285,9 +349,16 @@ class _Recorder(TorchFunctionMode):
                 self.recording.called.setdefault(caller, []).append(path)
             self.running.append((path, self.recording.visits[path]))
             self.recording.visits[path] += 1
+            calls, modules = self.recording.calls, self.recording.modules
+            one = ModuleCall(path, tuple(map(self.value_of, _tensors((args, kwargs)))), len(calls))
+            modules.append(one)
             try:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+                if isinstance(result, Tensor):
+                    one.output = self.value_of(result)
+                return result
             finally:
+                one.last, one.end = len(calls), len(modules)
                 self._leave()
 
         self.followed = run.__code__  # type: ignore[attr-defined]  one code for all modules
@@ -311,5 +382,5 @@ def _name_of(func: Any) -> str:
         return func.__self__.__name__  # type: ignore[no-any-return]
     name = name.partition(".")[0]  # of an operator's overload
     if str(getattr(func, "namespace", "")).startswith("fakequant") and name.startswith(("fake_quantize", "checked")):
-        return QUANTIZED  # by a function of this package
+        return FAKE_QUANTIZE  # by a function of this package
     return name.strip("_") if name.startswith("__") else name.rstrip("_")

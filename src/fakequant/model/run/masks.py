@@ -1,4 +1,4 @@
-"""Which calls of a recorded run compute with the mask of an attention, whose numbers no scale of scores can hold.
+"""Which values of a recorded run carry the numbers of a mask, which no scale of the other numbers can hold.
 
 A mask adds -inf, or a number such as -10000 or the least float, where a softmax shall give 0. A range over such numbers
 and the scores rounds all scores to one value.
@@ -6,13 +6,15 @@ and the scores rounds all scores to one value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torch import nn
 
 from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.model.paths import layer_of
-from fakequant.model.recorded import EXTREME, Recording
+from fakequant.model.run.recorded import EXTREME, Call, Recording
+from fakequant.model.run.traits import Trait, has
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.nn.sites import Site
 from fakequant.numerics.qparams import Range
@@ -20,26 +22,39 @@ from fakequant.text import listed
 
 _SOFTMAX = frozenset({"softmax", "log_softmax"})
 _TAKES_MASK = frozenset({"scaled_dot_product_attention", "attention_function"})
+_STILL_LARGE = EXTREME / 100
+"""What is left of a mask behind a temperature or a factor."""
 
 
-def masked_calls(recording: Recording) -> set[tuple[str | None, str, int]]:
-    """The calls that have numbers of a mask and whose result reaches a softmax, or an attention as its mask.
+def masked_values(recording: Recording) -> set[int]:
+    """The values that carry numbers of a mask, until a function has removed them.
 
-    A product on the way ends it: what it reads are no scores. Calls are named as by `Call.site`.
+    Values of zeros and extreme numbers alone are masks. A function that fills others in, and any function but a product
+    of a value with a mask, gives another one as long as its result has large numbers. So have scores on their way to
+    a softmax, and the mask that an attention gets.
     """
-    found = set()
+    sizes = [value.size for value in recording.values]
+    found = set(recording.masks)
+    for call in recording.calls:
+        if is_product(call):
+            continue
+        carries = not found.isdisjoint(call.inputs)
+        if carries or (has(call.function, Trait.FILLS) and not any(sizes[value] >= EXTREME for value in call.inputs)):
+            least = _STILL_LARGE if carries else EXTREME
+            found.update(value for value in call.outputs if least <= sizes[value] < math.inf)
     scores: set[int] = set()  # values that reach a softmax
     for call in reversed(recording.calls):
-        known = SITE_FUNCTIONS.get(call.function)
         if call.function in _TAKES_MASK:
             scores.update(value for value in call.inputs if value not in call.operands.values())
-        elif call.multiplications or (known is not None and known.is_product):
-            continue
-        elif call.function in _SOFTMAX or any(value in scores for value in call.outputs):
+        elif not is_product(call) and (call.function in _SOFTMAX or not scores.isdisjoint(call.outputs)):
             scores.update(call.inputs)
-            if call.extreme:
-                found.add(call.site)
-    return found
+    return found | {value for value in scores if EXTREME <= sizes[value] < math.inf}
+
+
+def is_product(call: Call) -> bool:
+    """Whether a call computes a product, whose result is no mask."""
+    known = SITE_FUNCTIONS.get(call.function)
+    return bool(call.multiplications) or (known is not None and known.is_product)
 
 
 def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:

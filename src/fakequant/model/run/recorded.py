@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property
+from itertools import accumulate
 from types import CodeType
+from typing import Any
 
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 
 WITHOUT_FLOATS, OF_A_CACHE, IN_A_BRANCH = " without floats", " of a cache", " in a branch"
 """Suffixes of the names of functions whose calls cannot be sites for this reason."""
-QUANTIZED = "fake_quantize"
-"""The function of the calls of quantizers, where a prepared model runs."""
+QUANTIZER, FAKE_QUANTIZE = "quantizer", "fake_quantize"
+"""The functions of calls that quantize: of a quantizer in a prepared model, and of this package's functions."""
+QUANTIZED = frozenset({QUANTIZER, FAKE_QUANTIZE})
 EXTREME = 1e4
 """The size of numbers from which on they may be those of a mask: older models of transformers add -10000."""
 
@@ -25,8 +30,9 @@ class Value:
         number: by which calls name it.
         constant: whether it is a parameter, or computed from parameters alone.
         shape: of the tensor.
-        is_float: whether its dtype is floating.
+        is_float: whether it holds floats or complex numbers.
         producer: the number of the call that made it; None for parameters, inputs and what no function made.
+        size: its largest magnitude, NaN where it has one; 0 for constants and where it holds no floats.
     """
 
     number: int
@@ -34,6 +40,7 @@ class Value:
     shape: tuple[int, ...]
     is_float: bool
     producer: int | None
+    size: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,6 @@ class Call:
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
         equation: that of an `einsum`; empty where it has none.
-        extreme: whether an operand has numbers as large as those of masks; False for products.
         factors: of a product, without its bias; empty for other functions.
     """
 
@@ -68,7 +74,6 @@ class Call:
     multiplications: int = 0
     where: tuple[tuple[CodeType, int], ...] = ()
     equation: str = ""
-    extreme: bool = False
     factors: tuple[int, ...] = ()
 
     @property
@@ -78,26 +83,59 @@ class Call:
 
 
 @dataclass
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        path: of the module, the first one where it has several.
+        inputs: the values of all tensor arguments of its `forward`.
+        first: the number of the first function call that it may have made: it made `calls[first:last]`.
+        last: that of the first one after it.
+        end: its own calls of modules, and theirs, are `modules[number + 1 : end]`, where `number` is its own place.
+        output: the value of its result; None where it is no tensor.
+    """
+
+    path: str
+    inputs: tuple[int, ...]
+    first: int
+    last: int = 0
+    end: int = 0
+    output: int | None = None
+
+
+class Step(Enum):
+    """What happens in a run: see `Recording.steps`."""
+
+    CALL = auto()
+    ENTER = auto()
+    LEAVE = auto()
+
+
+@dataclass
 class Recording:
     """The calls of one run in their order, and the values that they take and make.
 
     Attributes:
         calls: of torch functions.
+        modules: calls of modules, without quantizers, in the order of their starts.
         values: by number.
+        parameters: the values of parameters, by every name.
         called: for every module the paths of the modules that its `forward` calls.
         visits: how often every module was called, by path.
         outputs: the values that the model returns.
         buffers: the values of buffers.
-        infinite: the values that hold inf or NaN, for which no range can be found.
+        masks: the values of zeros and numbers as large as those of masks alone.
     """
 
     calls: list[Call] = field(default_factory=list)
+    modules: list[ModuleCall] = field(default_factory=list)
+    parameters: dict[str, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
     called: dict[str, list[str]] = field(default_factory=dict)
     visits: Counter[str] = field(default_factory=Counter)
     outputs: tuple[int, ...] = ()
     buffers: frozenset[int] = frozenset()
-    infinite: set[int] = field(default_factory=set)
+    masks: set[int] = field(default_factory=set)
 
     def is_constant(self, call: Call) -> bool:
         """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
@@ -113,11 +151,36 @@ class Recording:
 
     @cached_property
     def consumers(self) -> dict[int, list[Call]]:
-        """The calls of a complete run that take a value, each once."""
+        """The calls of a complete run that make something of a value, each once."""
         found: dict[int, list[Call]] = {}
-        for call in self.calls:
+        for call in filter(_makes, self.calls):
             for value in dict.fromkeys(call.inputs):
                 found.setdefault(value, []).append(call)
+        return found
+
+    def steps(self) -> Iterator[tuple[Step, Any]]:
+        """Calls of functions and modules in their order, as (CALL, a `Call`), (ENTER or LEAVE, a `ModuleCall`)."""
+        done, running = 0, list[ModuleCall]()
+        for number, module in enumerate([*self.modules, None]):
+            while running and (module is None or running[-1].end <= number):
+                ended = running.pop()
+                yield from ((Step.CALL, call) for call in self.calls[done : ended.last])
+                done = ended.last
+                yield Step.LEAVE, ended
+            first = len(self.calls) if module is None else module.first
+            yield from ((Step.CALL, call) for call in self.calls[done:first])
+            done = first
+            if module is not None:
+                yield Step.ENTER, module
+                running.append(module)
+
+    @cached_property
+    def multiplications(self) -> Counter[str]:
+        """The multiply-accumulates of all calls of a complete run within a module, by its path."""
+        before = [0, *accumulate(call.multiplications for call in self.calls)]
+        found = Counter[str]()
+        for one in self.modules:
+            found[one.path] += before[one.last] - before[one.first]
         return found
 
     def of_owner(self, owner: str) -> list[list[Call]]:
@@ -127,3 +190,8 @@ class Recording:
             if call.function in SITE_FUNCTIONS:
                 visits[call.visit].append(call)
         return visits
+
+
+def _makes(call: Call) -> bool:
+    """Whether a call gives a tensor, and not a number, a text or a shape."""
+    return bool(call.outputs)

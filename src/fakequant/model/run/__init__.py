@@ -1,0 +1,1 @@
+"""One recorded run of a model, and questions to it."""
