@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from benchmarks.harness import CannotRunError, Prepared
 from examples.demo import digits
-from fakequant.model.outputs import Power, decibels
+from fakequant.model.run.outputs import Power, decibels
 from fakequant.nn import QuantizedLayer, Quantizer
 from tests.support.exactness import by_int64, by_the_reference
 

@@ -11,7 +11,7 @@ from fakequant import FloatFormat, Format, IntegerFormat, export_onnx, formats, 
 from fakequant.errors import ExportError
 from fakequant.export.style import Style
 from fakequant.files import write_whole
-from fakequant.model.calibrate import calibrate
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import presets

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from demo import digits
 from torch import Tensor, nn
 
-from fakequant.model import qat
-from fakequant.model.fuse import fuse_batch_norm
+from fakequant.model.training import qat
+from fakequant.model.training.fuse import fuse_batch_norm
 
 EPOCHS = 20
 training, held_out = digits.load_digits()

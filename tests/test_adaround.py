@@ -10,7 +10,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.ops import library
 from fakequant.ptq import adaround, descend, gptq
-from fakequant.ptq.grid import Grid
+from fakequant.ptq.solvers.grid import Grid
 from tests.support.bits import assert_same_bits
 
 FORMATS = {

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.outputs import OutputDistance
+from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn.quantizer import quantizers
-from fakequant.ptq.advice import Known, advise
-from fakequant.ptq.made_by import made_by
-from fakequant.ptq.trial import Advice, Aim, Change, Halves, Trial
+from fakequant.ptq.advising.advice import Known, advise
+from fakequant.ptq.advising.made_by import made_by
+from fakequant.ptq.advising.trial import Advice, Aim, Change, Halves, Trial
 
 
 def run(model: nn.Module, batch: Any) -> Any:

@@ -10,12 +10,12 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.analysis import layer_sqnr, sensitivity
-from fakequant.model.calibrate import calibrate
+from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Rule, TensorConfig
 from fakequant.model.execution import set_execution
-from fakequant.model.outputs import Power
 from fakequant.model.prepare import prepare
+from fakequant.model.run.outputs import Power
 from fakequant.nn import Execution, Mode, QuantizedLayer, quantizers
 from tests.support.models import images, small_net
 

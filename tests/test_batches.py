@@ -15,16 +15,16 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from fakequant import ir, ptq
+from fakequant.data.batches import example_arguments, run_batch, select_inputs
 from fakequant.errors import ConfigError, CoverageWarning
 from fakequant.export import export_onnx
 from fakequant.model import presets
-from fakequant.model.analysis import layer_sqnr, sensitivity
-from fakequant.model.batches import example_arguments, run_batch, select_inputs
-from fakequant.model.calibrate import calibrate
-from fakequant.model.operations import unquantized
+from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
+from fakequant.model.analysis.operations import unquantized
+from fakequant.model.analysis.summary import summary
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.prepare import prepare
-from fakequant.model.qat import Schedule, finetune
-from fakequant.model.summary import summary
+from fakequant.model.training.qat import Schedule, finetune
 
 X, LABELS, MASK = torch.linspace(-1, 1, 8).view(2, 4), torch.zeros(2, dtype=torch.long), torch.full((2, 4), 2.0)
 

@@ -13,10 +13,10 @@ from torch.nn.utils import parametrizations, parametrize
 from fakequant import FloatFormat, Specials, files
 from fakequant.errors import CheckpointError, OutputError, SpecError
 from fakequant.model import presets
-from fakequant.model.calibrate import calibrate
-from fakequant.model.checkpoint import load, save
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.prepare import prepare
-from fakequant.model.qat import Scales, set_scales
+from fakequant.model.state.checkpoint import load, save
+from fakequant.model.training.qat import Scales, set_scales
 from fakequant.nn import Mode, learned_ranges, quantizers
 from tests.support.checkpoints import assert_as_before, state_of
 from tests.support.models import SmallNet, hook_forward, images, small_net

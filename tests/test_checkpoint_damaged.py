@@ -11,7 +11,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.errors import CheckpointError
 from fakequant.model import presets
-from fakequant.model.checkpoint import load, save
+from fakequant.model.state.checkpoint import load, save
 from tests.support.checkpoints import assert_as_before, change_manifest, change_tensors, put_tensors, state_of
 from tests.support.models import images, small_net
 from tests.support.vision import import_torchvision

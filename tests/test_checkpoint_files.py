@@ -11,8 +11,8 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError
-from fakequant.model import checkpoint
-from fakequant.model.checkpoint import load, save
+from fakequant.model.state import checkpoint
+from fakequant.model.state.checkpoint import load, save
 from tests.support.crashes import every_death
 from tests.support.models import images, small_net
 

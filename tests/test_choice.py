@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant.calibration import DEFAULT_METHOD
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.choice import METHODS
+from fakequant.model.calibration.choice import METHODS
 from fakequant.ptq import Ways
 
 
@@ -94,7 +94,7 @@ def test_auto_has_nothing_to_choose_without_static_inputs(capsys) -> None:
 
 def test_what_auto_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("fakequant.model.calibrate.processes_of", lambda *_: SimpleNamespace(size=lambda: 2))
+        patch.setattr("fakequant.model.calibration.calibrate.processes_of", lambda *_: SimpleNamespace(size=lambda: 2))
         with pytest.raises(ConfigError, match="chooses in one process, and 2 calibrate together; name a method"):
             fq.calibrate(net(), batches(), "auto")
     with pytest.raises(ConfigError, match="takes no options, got percentile; name a method"):

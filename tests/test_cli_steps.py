@@ -19,8 +19,8 @@ from fakequant.cli.batches import NamedBatches
 from fakequant.cli.commands import app
 from fakequant.cli.inspection import preset_lines
 from fakequant.cli.steps import Steps
+from fakequant.data import progress
 from fakequant.errors import RecipeError
-from fakequant.model import progress
 from fakequant.model.config import TensorConfig
 from fakequant.model.presets import presets
 from fakequant.model.sizes import spec_bits

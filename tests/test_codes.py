@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.qat import Scales, set_scales
+from fakequant.model.training.qat import Scales, set_scales
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq import InputSums, adaround
-from fakequant.ptq.grid import Grid
-from fakequant.ptq.kinds import rows_of
+from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.kinds import rows_of
 from tests.support.matrix import full, sweep
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]

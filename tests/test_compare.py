@@ -20,7 +20,7 @@ from fakequant.ptq import Compared, Comparison, Ways, compare
 from fakequant.report import curve_of
 from tests.support.changes import CHANGES, Scaled
 
-comparing = importlib.import_module("fakequant.ptq.compare")
+comparing = importlib.import_module("fakequant.ptq.formats.compare")
 WAYS = Ways(["INT8", "w4a16_g32", "NVFP4"], ["max", "mse"], [None, "fast"])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.model.distillation import Distillation, _logits
+from fakequant.model.training.distillation import Distillation, _logits
 from tests.support.bits import assert_same_bits
 
 SCHEDULE = fq.qat.Schedule(original_lr=10.0, original_epochs=400)

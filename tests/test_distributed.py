@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fakequant as fq
 from fakequant.distributed import gather, is_sharded, whole
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
-from fakequant.model.qat import Scales
+from fakequant.model.training.qat import Scales
 from tests.support.attends import Attends
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import fakequant as fq
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case
+from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
-from fakequant.model.batches import run_batch
 from fakequant.model.run.traits import Trait, having
 from fakequant.ptq import equalize
-from fakequant.ptq.output_check import OutputCheck
+from fakequant.ptq.float_model.output_check import OutputCheck
 from tests.support.bits import assert_same_bits
 
 TENSORS = fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),))

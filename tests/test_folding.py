@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError, FusionWarning
-from fakequant.model import qat
+from fakequant.model.training import qat
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
     "Linear": (lambda: nn.Linear(4, 6), lambda: nn.BatchNorm1d(6), (8, 4)),

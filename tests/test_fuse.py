@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError, FusionWarning
-from fakequant.model.fuse import FusedBatchNorm, find_fusions
+from fakequant.model.training.fuse import FusedBatchNorm, find_fusions
 
 NOT_DIRECT = "its input is not the output of a convolution or linear layer"
 

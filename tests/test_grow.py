@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from benchmarks import grow
-from fakequant.model.targets import targets
+from fakequant.model.sites.targets import targets
 from tests.support.lines import lines_of
 
 FEW, MANY = 4, 16

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ ROOMS = [
     {"functional"},
     {"calibration"},
     {"nn"},
+    {"data"},
     {"model"},
     {"ptq"},
     {"export"},
@@ -110,7 +112,16 @@ def imports_inside(modules):
     return found
 
 
-def circles(modules):
+def of_rooms(imports):
+    """Imports among the rooms of the package: folders of two levels, and the files beside them."""
+    found = {}
+    for module, targets in imports.items():
+        room = ".".join(module.split(".")[:3])
+        found.setdefault(room, set()).update({".".join(target.split(".")[:3]) for target in targets} - {room})
+    return found
+
+
+def circles(imports):
     """The modules that import themselves through others: 'module: the modules of its circle'.
 
     Every import statement counts, also one inside a function and one under TYPE_CHECKING: to understand the importing
@@ -118,7 +129,6 @@ def circles(modules):
     there is one, else of the package's __init__. It does not count that Python runs the __init__ of every package
     above an imported module.
     """
-    imports = imports_inside(modules)
     reached = {module: set() for module in imports}
     for module, seen in reached.items():
         waiting = [module]
@@ -160,7 +170,14 @@ def test_imports_point_one_way():
 
 
 def test_no_module_imports_itself_through_others():
-    assert circles({path: source for source, path in sources()}) == []
+    imports = imports_inside({path: source for source, path in sources()})
+    assert circles(imports) == []
+    assert circles(of_rooms(imports)) == []
+
+
+def test_a_folder_has_few_files():
+    counts = Counter(path.parent for _, path in sources() if path.parts[0] in ("data", "model", "ptq"))
+    assert {folder: count for folder, count in counts.items() if count > 15} == {}
 
 
 def test_no_branch_on_the_name_of_a_format():
@@ -219,7 +236,7 @@ def test_the_import_checker_can_pass(source, path):
 def test_the_circle_checker_can_fail(back):
     modules = {"ir/__init__.py": "from .a import f", "ir/a.py": "from .b import g", "ir/b.py": back}
     modules["ir/c.py"] = "from . import a"
-    found = circles({Path(path): source for path, source in modules.items()})
+    found = circles(imports_inside({Path(path): source for path, source in modules.items()}))
     assert {"fakequant.ir.a", "fakequant.ir.b"} <= {line.split(":")[0] for line in found}
 
 
@@ -232,7 +249,7 @@ def test_the_circle_checker_can_pass():
         "ops/__init__.py": "",
         "ops/layout.py": "",
     }
-    assert circles({Path(path): source for path, source in modules.items()}) == []
+    assert circles(imports_inside({Path(path): source for path, source in modules.items()})) == []
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from fakequant.errors import CheckpointError, ConfigError
 from tests.support.bits import assert_same_bits
 from tests.support.changes import CHANGES, FACTORS, Scaled
 
-improving = importlib.import_module("fakequant.ptq.improve")
-collecting = importlib.import_module("fakequant.ptq.collector")
+improving = importlib.import_module("fakequant.ptq.improving.improve")
+collecting = importlib.import_module("fakequant.ptq.improving.collector")
 CONFIGS = {
     "int4 inputs": fq.Config("test", (fq.Rule(input="int4", weight="int4 per_channel(0)"),)),
     "uint8 inputs": fq.Config("test", (fq.Rule(input="uint8 asymmetric", weight="int3 per_block(-1:8,pad)"),)),

@@ -15,7 +15,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, CheckpointError, ConfigError
 from fakequant.model.modes import disabled
 from fakequant.nn.low_rank import LowRank
-from fakequant.ptq.low_rank import low_rank
+from fakequant.ptq.improving.low_rank import low_rank
 from tests.support.bits import assert_same_bits
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from fakequant import fake_quantize
 from fakequant.errors import ConfigError
 from fakequant.model import presets
+from fakequant.model.analysis.operations import operations, unquantized
+from fakequant.model.analysis.summary import summary
 from fakequant.model.config import Rule
-from fakequant.model.operations import operations, unquantized
 from fakequant.model.prepare import prepare
 from fakequant.model.run.traits import Trait, has
-from fakequant.model.sites import site_plan
-from fakequant.model.summary import summary
+from fakequant.model.sites.sites import site_plan
 from fakequant.nn import quantizers
 from fakequant.nn.quantizer import Mode
 from tests.support.models import images, small_net

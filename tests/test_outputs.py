@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.choice import METHODS
-from fakequant.model.outputs import Distance, OutputDistance, Power, decibels, named_tensors, shown_place
+from fakequant.model.calibration.choice import METHODS
+from fakequant.model.run.outputs import Distance, OutputDistance, Power, decibels, named_tensors, shown_place
 from fakequant.ptq import Ways
 
 ROWS = [torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fakequant import QuantSpec, fake_quantize
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.calibrate import calibrate
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
 from fakequant.model.sizes import weight_bits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fakequant.model import progress
+from fakequant.data import progress
 
 tqdm = pytest.importorskip("tqdm")
 
@@ -116,7 +116,7 @@ def test_a_kernel_shows_the_bar() -> None:
     pytest.importorskip("ipykernel", reason="no Jupyter kernel is installed")
     nbclient = pytest.importorskip("nbclient", reason="nothing runs notebooks")
     nbformat = pytest.importorskip("nbformat", reason="nothing makes notebooks")
-    code = "import time\nfrom fakequant.model.progress import track\n"
+    code = "import time\nfrom fakequant.data.progress import track\n"
     code += "for _ in track(range(3), 'calibrating', 3): time.sleep(0.6)"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()

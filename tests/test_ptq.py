@@ -15,10 +15,10 @@ import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.ops import library
 from fakequant.ptq import InputSums, descend, gptq
-from fakequant.ptq.grid import Grid
-from fakequant.ptq.kinds import rows_of
-from fakequant.ptq.problem import Problem
-from fakequant.ptq.turn import Turn
+from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.kinds import rows_of
+from fakequant.ptq.solvers.problem import Problem
+from fakequant.ptq.solvers.turn import Turn
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
 from tests.support.weight_specs import WEIGHTS

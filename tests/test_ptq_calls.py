@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationWarning
-from fakequant.model.outputs import OutputDistance
+from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn import QuantizedLayer, quantizers, quantizes
 from fakequant.nn.layers import _layers
-from fakequant.ptq import blocks
-from fakequant.ptq.collector import Collector
-from fakequant.ptq.stream import NOT_REPEATED, Stage
+from fakequant.ptq.blocks import blocks
+from fakequant.ptq.improving.collector import Collector
+from fakequant.ptq.inputs.stream import NOT_REPEATED, Stage
 from tests.support.bits import assert_same_bits
 from tests.support.loops import Loop, batches
 from tests.support.vision import import_torchvision

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.model.outputs import OutputDistance
+from fakequant.model.run.outputs import OutputDistance
 from tests.support.loops import batches
 
 

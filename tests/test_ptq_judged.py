@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.model.outputs import OutputDistance
+from fakequant.model.run.outputs import OutputDistance
 from tests.support.bits import assert_same_bits
 
 

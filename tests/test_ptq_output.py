@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.model.outputs import OutputDistance
-from fakequant.ptq.compare import Ways
+from fakequant.model.run.outputs import OutputDistance
+from fakequant.ptq.formats.compare import Ways
 from tests.support.loops import Loop, batches
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.model import progress
-from fakequant.ptq import kinds, parts
-from fakequant.ptq.kinds import rows_of
-from fakequant.ptq.parts import Parts
-from fakequant.ptq.sums import InputSums
+from fakequant.data import progress
+from fakequant.ptq.solvers import kinds, parts
+from fakequant.ptq.solvers.kinds import rows_of
+from fakequant.ptq.solvers.parts import Parts
+from fakequant.ptq.solvers.sums import InputSums
 
 SPECS = [
     "int4 per_channel(0)",

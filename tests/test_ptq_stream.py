@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
-from fakequant.ptq.stream import Stage, Stream, record
+from fakequant.ptq.inputs.stream import Stage, Stream, record
 from tests.support.bits import assert_same_bits
 
 

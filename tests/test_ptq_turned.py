@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.ptq.kinds import rows_of
+from fakequant.ptq.solvers.kinds import rows_of
 from tests.support.bits import assert_same_bits
 from tests.support.vision import import_torchvision
 from tests.support.weight_specs import WEIGHTS

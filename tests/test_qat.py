@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.model.calibrate import calibrate
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
 from fakequant.model.prepare import prepare
-from fakequant.model.qat import Options, Scales, Schedule, finetune, freeze_batch_norm, scheduler, set_scales
+from fakequant.model.training.qat import Options, Scales, Schedule, finetune, freeze_batch_norm, scheduler, set_scales
 from fakequant.nn import quantizers
 from tests.support.models import SmallNet, images, small_net
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fakequant.ptq.trial import Advice, Tried
+from fakequant.ptq.advising.trial import Advice, Tried
 from fakequant.report import (
     Accuracy,
     Improved,

@@ -15,7 +15,7 @@ import fakequant as fq
 from fakequant.cli.commands import app
 from fakequant.errors import ConfigError
 from fakequant.model import presets
-from fakequant.ptq.comparison import Compared, Comparison
+from fakequant.ptq.formats.comparison import Compared, Comparison
 from fakequant.report import curve_of, from_json
 from fakequant.report.curve import DECIBELS
 

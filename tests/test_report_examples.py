@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fakequant as fq
+from fakequant.data.batches import runner
 from fakequant.model import presets
-from fakequant.model.batches import runner
 from fakequant.report import measure
 from fakequant.report.examples import first_examples
 

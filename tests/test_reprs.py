@@ -13,10 +13,10 @@ import fakequant as fq
 from fakequant import Config, QuantSpec, Rule, TensorConfig
 from fakequant.export.exporter import Exported, ExportReport
 from fakequant.export.verdict import Row, VerifyReport
-from fakequant.model.fuse import Fusions
-from fakequant.model.planned import PlannedSite, SitePlan, SiteQuantizer
-from fakequant.model.summary import LayerSummary, Summary
-from fakequant.model.targets import targets
+from fakequant.model.analysis.summary import LayerSummary, Summary
+from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer
+from fakequant.model.sites.targets import targets
+from fakequant.model.training.fuse import Fusions
 from fakequant.numerics.formats import parse_format
 
 LONGEST = 200

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import fakequant as fq
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case
+from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
-from fakequant.model.batches import run_batch
 from fakequant.ptq import Rotated, rotate
-from fakequant.ptq.rotate import KINDS, rotation_of
+from fakequant.ptq.float_model.rotate import KINDS, rotation_of
 from tests.support.bits import assert_same_bits
 
 INPUTS = fq.Config("inputs", (fq.Rule("*"), fq.Rule("*up", input="int8 per_tensor")))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError, CoverageWarning, SiteError
-from fakequant.model.targets import targets
+from fakequant.model.sites.targets import targets
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")

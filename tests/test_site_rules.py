@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError, CoverageWarning, ExportError
-from fakequant.model import qat
-from fakequant.model.sites import site_plan
+from fakequant.model.sites.sites import site_plan
+from fakequant.model.training import qat
 from tests.support.functional_models import config, example, float_network, quantized
 from tests.support.vision import import_torchvision
 

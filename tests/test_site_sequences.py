@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CheckpointError, ConfigError, CoverageWarning, SiteError
-from fakequant.model.sites import site_plan
+from fakequant.model.sites.sites import site_plan
 from tests.support.functional_models import assert_same_bits, only, quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore::fakequant.errors.CoverageWarning")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.model.sites import site_plan
-from fakequant.model.targets import targets
+from fakequant.model.sites.sites import site_plan
+from fakequant.model.sites.targets import targets
 from fakequant.nn import QuantizedLayer, quantizers
 from fakequant.nn.site_functions import einsum_operand
 from tests.support.bits import assert_same_bits

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.model import presets
-from fakequant.model.calibrate import calibrate
-from fakequant.model.checkpoint import load, save
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config
 from fakequant.model.prepare import prepare
 from fakequant.model.sizes import weight_bits
+from fakequant.model.state.checkpoint import load, save
 from fakequant.model.weights import quantized_weights
 from fakequant.nn import MatMul, QuantizedLayer, layers, quantizers, quantizes
 from fakequant.nn.layers import _layers

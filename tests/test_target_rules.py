@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CoverageWarning
-from fakequant.model.placement import Placement, place
-from fakequant.model.planned import SitePlan
 from fakequant.model.run.recording import record
-from fakequant.model.sites import plan_sites
-from fakequant.model.targets import find_target
+from fakequant.model.sites.placement import Placement, place
+from fakequant.model.sites.planned import SitePlan
+from fakequant.model.sites.sites import plan_sites
+from fakequant.model.sites.targets import find_target
 from fakequant.nn.quantizer import quantizers
 from tests.support.vision import import_torchvision
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ConfigError
-from fakequant.model import qat
 from fakequant.model.config import Config
-from fakequant.model.placement import Placement, place
-from fakequant.model.planned import SitePlan
 from fakequant.model.run.recording import record
-from fakequant.model.sites import plan_sites
-from fakequant.model.targets import find_target, targets
-from fakequant.model.targets.table import ATTENTION_LAYER, RECURRENT
+from fakequant.model.sites.placement import Placement, place
+from fakequant.model.sites.planned import SitePlan
+from fakequant.model.sites.sites import plan_sites
+from fakequant.model.sites.targets import find_target, targets
+from fakequant.model.sites.targets.table import ATTENTION_LAYER, RECURRENT
+from fakequant.model.training import qat
 from fakequant.nn.attention_parts import attend_in_parts
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from tests.support.functional_models import example, float_network

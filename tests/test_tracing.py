@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import ExportError
-from fakequant.model.tracing import traced_program
+from fakequant.model.run.tracing import traced_program
 from tests.support.vision import import_torchvision
 
 IDS = torch.arange(18).view(2, 9) % 16

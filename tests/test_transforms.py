@@ -16,7 +16,7 @@ from fakequant.errors import CheckpointError, ConfigError
 from fakequant.model.modes import disabled
 from fakequant.nn import BlockHadamard, ChannelScale, InputTransform
 from fakequant.nn.transforms import make_transform
-from fakequant.ptq.transforms import rotate, smooth
+from fakequant.ptq.solvers.transforms import rotate, smooth
 from tests.support.bits import assert_same_bits
 
 LAYERS = {

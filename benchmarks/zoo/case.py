@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
+from fakequant.data.batches import example_arguments, run_batch
 from fakequant.export.verdict import differing_bits
-from fakequant.model.batches import example_arguments, run_batch
 
 from .architecture import Architecture
 

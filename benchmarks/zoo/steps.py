@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import fakequant as fq
+from fakequant.data.batches import run_batch
 from fakequant.errors import CoverageWarning
-from fakequant.model.batches import run_batch
-from fakequant.model.operations import quantized_parameters, unquantized
+from fakequant.model.analysis.operations import quantized_parameters, unquantized
 from fakequant.model.run.recording import record
 from fakequant.nn import QuantizedLayer
 from fakequant.nn.quantizer import quantizers

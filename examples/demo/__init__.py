@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from fakequant.calibration import Calibrator, calibrators
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.files import writable_folder, write_whole
-from fakequant.model import presets, qat
-from fakequant.model.calibrate import calibrate
-from fakequant.model.checkpoint import save
+from fakequant.model import presets
+from fakequant.model.calibration.calibrate import calibrate
 from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.fuse import fuse_batch_norm
 from fakequant.model.prepare import prepare
+from fakequant.model.state.checkpoint import save
+from fakequant.model.training import qat
+from fakequant.model.training.fuse import fuse_batch_norm
 from fakequant.ptq import improve
 from fakequant.report import (
     Accuracy,

@@ -32,21 +32,22 @@ if TYPE_CHECKING:
     from fakequant import nn
     from fakequant.calibration import register_calibrator
     from fakequant.export import export_onnx, verify_onnx
-    from fakequant.model import presets, qat
-    from fakequant.model.analysis import layer_sqnr, sensitivity
+    from fakequant.model import presets
+    from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
+    from fakequant.model.analysis.operations import unquantized
+    from fakequant.model.analysis.summary import summary
     from fakequant.model.bake import bake_weights, fold
-    from fakequant.model.calibrate import calibrate, recalibrate
-    from fakequant.model.checkpoint import load, save
+    from fakequant.model.calibration.calibrate import calibrate, recalibrate
     from fakequant.model.execution import set_execution
-    from fakequant.model.fuse import fuse_batch_norm
     from fakequant.model.modes import disabled
-    from fakequant.model.operations import unquantized
     from fakequant.model.prepare import prepare
     from fakequant.model.presets import Config, Rule, TensorConfig
-    from fakequant.model.sites import site_plan
-    from fakequant.model.state import float_state_dict
-    from fakequant.model.summary import summary
-    from fakequant.model.targets import Target
+    from fakequant.model.sites.sites import site_plan
+    from fakequant.model.sites.targets import Target
+    from fakequant.model.state.checkpoint import load, save
+    from fakequant.model.state.state import float_state_dict
+    from fakequant.model.training import qat
+    from fakequant.model.training.fuse import fuse_batch_norm
     from fakequant.ptq import compare, search
     from fakequant.report.of_model import report
 
@@ -118,26 +119,26 @@ _MODULES = {
     "plot": "fakequant.plot",
     "ptq": "fakequant.ptq",
     "presets": "fakequant.model.presets",
-    "qat": "fakequant.model.qat",
+    "qat": "fakequant.model.training.qat",
     "report": "fakequant.report",
 }
 _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
     "fakequant.export": ("export_onnx", "verify_onnx"),
-    "fakequant.model.analysis": ("layer_sqnr", "sensitivity"),
+    "fakequant.model.analysis.analysis": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold"),
-    "fakequant.model.calibrate": ("calibrate", "recalibrate"),
-    "fakequant.model.checkpoint": ("load", "save"),
+    "fakequant.model.calibration.calibrate": ("calibrate", "recalibrate"),
+    "fakequant.model.state.checkpoint": ("load", "save"),
     "fakequant.model.presets": ("Config", "Rule", "TensorConfig"),  # not from config: a rule takes a preset's name
     "fakequant.model.execution": ("set_execution",),
-    "fakequant.model.fuse": ("fuse_batch_norm",),
+    "fakequant.model.training.fuse": ("fuse_batch_norm",),
     "fakequant.model.modes": ("disabled",),
-    "fakequant.model.operations": ("unquantized",),
+    "fakequant.model.analysis.operations": ("unquantized",),
     "fakequant.model.prepare": ("prepare",),
-    "fakequant.model.sites": ("site_plan",),
-    "fakequant.model.state": ("float_state_dict",),
-    "fakequant.model.summary": ("summary",),
-    "fakequant.model.targets": ("Target",),
+    "fakequant.model.sites.sites": ("site_plan",),
+    "fakequant.model.state.state": ("float_state_dict",),
+    "fakequant.model.analysis.summary": ("summary",),
+    "fakequant.model.sites.targets": ("Target",),
     "fakequant.ptq": ("compare", "search"),
 }
 _PLACES = {member: module for module, members in _MEMBERS.items() for member in members}

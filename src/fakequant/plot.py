@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration import make_calibrator
+from fakequant.data.batches import Forward, Inputs, refuse_tensor, runner
 from fakequant.distributed import whole
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.functional import dequantize
-from fakequant.model.analysis import Sensitivities
-from fakequant.model.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.model.analysis.analysis import Sensitivities
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
 from fakequant.model.weights import fresh_weight, quantized_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Quantizer, quantizers
-from fakequant.ptq.comparison import Comparison, check_axis
+from fakequant.ptq.formats.comparison import Comparison, check_axis
 from fakequant.ptq.results import Improvement
 from fakequant.report.data import Distribution
 from fakequant.report.histograms import distribution_of

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from fakequant.data.failures import BatchError, described, one_line, place
 from fakequant.errors import FakeQuantError, RecipeError
-from fakequant.model.failures import BatchError, described, one_line, place
 
 
 class NamedBatches:

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from fakequant.calibration import DEFAULT_METHOD, calibrators
 from fakequant.errors import FakeQuantError
-from fakequant.model.choice import AUTO
+from fakequant.model.calibration.choice import AUTO
 from fakequant.model.presets import presets as named_presets
 
 
@@ -272,9 +272,9 @@ def compare(  # noqa: PLR0913  the command's options
     """Quantize the recipe's model in many ways, and print what each gives and costs, the best first."""
     from fakequant.cli.advice import compare as compare_ways
     from fakequant.cli.recipe import load_recipe
-    from fakequant.model.progress import counting
-    from fakequant.ptq.compare import USUAL_WAYS, Ways
-    from fakequant.ptq.comparison import check_axis, checked_picture
+    from fakequant.data.progress import counting
+    from fakequant.ptq.formats.compare import USUAL_WAYS, Ways
+    from fakequant.ptq.formats.comparison import check_axis, checked_picture
 
     check_axis(over)
     if plot is not None:
@@ -310,7 +310,7 @@ def search(  # noqa: PLR0913  the command's options
     """Find a preset for each layer under a budget: the mix with the smallest error of the model's output."""
     from fakequant.cli.advice import search as search_mix
     from fakequant.cli.recipe import load_recipe
-    from fakequant.model.progress import counting
+    from fakequant.data.progress import counting
 
     budget = {"bits": bits, "size": size, "floor": floor}
     errors = Console(stderr=True, soft_wrap=True, quiet=quiet)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fakequant.cli.results import ONNX
+from fakequant.data.batches import run_batch
 from fakequant.files import write_whole
 from fakequant.ir import capture, to_text
-from fakequant.model.batches import run_batch
 from fakequant.model.modes import evaluating
 
 

@@ -24,15 +24,15 @@ from fakequant.cli.unfinished import Unfinished, held_before, refuse_other_recip
 from fakequant.errors import ConfigError, ExportError, FakeQuantError, VerificationError, nearest
 from fakequant.export import ExportReport, VerifyReport, export_onnx, verify_onnx
 from fakequant.export.style import Style
-from fakequant.model.calibrate import calibrate
-from fakequant.model.checkpoint import save
-from fakequant.model.choice import AUTO
+from fakequant.model.analysis.summary import summary
+from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.calibration.choice import AUTO
+from fakequant.model.calibration.unseen import check_unseen
 from fakequant.model.config import Config, as_execution
 from fakequant.model.execution import set_execution
 from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
-from fakequant.model.summary import summary
-from fakequant.model.unseen import check_unseen
+from fakequant.model.state.checkpoint import save
 from fakequant.nn import Execution, cached_weights
 from fakequant.ptq import improve
 from fakequant.report import (

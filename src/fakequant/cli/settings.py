@@ -12,13 +12,13 @@ from torch import nn
 
 from fakequant.cli.recipe import Recipe
 from fakequant.cli.results import CHECKPOINT
+from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
-from fakequant.model.batches import run_batch
 from fakequant.model.config import Config
 from fakequant.model.prepare import with_exceptions
 from fakequant.model.presets import find_preset
-from fakequant.ptq.digest import NoDigestError, digest
-from fakequant.ptq.finished import run_of
+from fakequant.ptq.improving.digest import NoDigestError, digest
+from fakequant.ptq.improving.finished import run_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from fakequant.cli.recipe import load_recipe
 from fakequant.cli.results import CHECKPOINT
 from fakequant.export import VerifyReport, verify_onnx
-from fakequant.model.checkpoint import load
+from fakequant.model.state.checkpoint import load
 
 
 def verify_file(path: Path, recipe: str | Path | None, checkpoint: Path | None) -> VerifyReport:

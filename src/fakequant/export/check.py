@@ -16,7 +16,7 @@ from fakequant.export.record import Parameters, SiteRecord, digest
 from fakequant.export.runtime import element_types, first_line
 from fakequant.export.verdict import Row, differing_bits
 from fakequant.functional import choose_qparams, fake_quantize
-from fakequant.model.paths import module_at
+from fakequant.nn.paths import module_at
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics import reference
 from fakequant.numerics.formats import IntegerFormat

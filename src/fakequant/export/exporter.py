@@ -13,6 +13,9 @@ from torch import Size, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from fakequant.data.arguments import check_model
+from fakequant.data.batches import Inputs, example_arguments, select_inputs
+from fakequant.data.failures import described, example_named
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, shown
 from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale
@@ -25,15 +28,12 @@ from fakequant.export.runtime import element_types
 from fakequant.export.style import Style
 from fakequant.export.trace import Site, sites, to_onnx, trace
 from fakequant.files import check_path, writable_file, write_whole
-from fakequant.model.arguments import check_model
-from fakequant.model.batches import Inputs, example_arguments, select_inputs
-from fakequant.model.failures import described, example_named
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.scale_floor import raise_scales, warn_raised
 from fakequant.model.weights import warn_stale_scales
-from fakequant.model.wrappers import unwraps
 from fakequant.nn import fixed_ranges
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.wrappers import unwraps
 from fakequant.text import table
 from fakequant.version import __version__
 

@@ -25,8 +25,8 @@ from fakequant.export.capability import LAST_OPSET, Dimension
 from fakequant.export.constants import fold_constants
 from fakequant.export.placement import check, place
 from fakequant.export.style import Style
-from fakequant.model.paths import module_at
-from fakequant.model.tracing import quiet, traced_program
+from fakequant.model.run.tracing import quiet, traced_program
+from fakequant.nn.paths import module_at
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant.export.runtime import WITHOUT_OPTIMISATIONS
-from fakequant.model.html import html_result
+from fakequant.model.analysis.html import html_result
 from fakequant.text import table
 
 OPTIMISED_ERROR = f"it runs with {WITHOUT_OPTIMISATIONS.text}, as it did here"

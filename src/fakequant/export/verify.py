@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fakequant.data.arguments import check_model
+from fakequant.data.batches import Inputs, refuse_tensor, run_batch, select_inputs
 from fakequant.errors import VerificationError
 from fakequant.export.check import SiteCheck, Source, recorded_calls
 from fakequant.export.coverage import uncovered_nodes
@@ -25,8 +27,6 @@ from fakequant.export.runtime import Session
 from fakequant.export.style import Style
 from fakequant.export.verdict import VerifyReport, add_rows
 from fakequant.files import check_path
-from fakequant.model.arguments import check_model
-from fakequant.model.batches import Inputs, refuse_tensor, run_batch, select_inputs
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
 

@@ -14,11 +14,11 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fakequant.errors import CheckpointError
-from fakequant.model.checkpoint import check_layers, layer_entry, restore_layers
-from fakequant.model.manifest import LayerEntry, SitesEntry, layer_values, sites_values
-from fakequant.model.manifest_reading import parse_layers, parse_sites
-from fakequant.model.stored_ranges import check_ranges, is_wide
-from fakequant.model.stored_sites import check_sites, site_quantizers, sites_entry
+from fakequant.model.state.checkpoint import check_layers, layer_entry, restore_layers
+from fakequant.model.state.manifest import LayerEntry, SitesEntry, layer_values, sites_values
+from fakequant.model.state.manifest_reading import parse_layers, parse_sites
+from fakequant.model.state.stored_ranges import check_ranges, is_wide
+from fakequant.model.state.stored_sites import check_sites, site_quantizers, sites_entry
 from fakequant.model.ties import share_learned, tied_weights
 from fakequant.model.weights import note_weights, warn_stale_scales
 from fakequant.nn.layers import QuantizedLayer

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
+from fakequant.data.batches import Inputs, example_arguments
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import GraphError
 from fakequant.ir.concatenation import unite_types
@@ -17,8 +18,7 @@ from fakequant.ir.functional import remove_changes_in_place
 from fakequant.ir.grad_modes import inline_grad_modes
 from fakequant.ir.graph import Graph
 from fakequant.ir.structure import Constant, Input
-from fakequant.model.batches import Inputs, example_arguments
-from fakequant.model.tracing import quiet, traced_program
+from fakequant.model.run.tracing import quiet, traced_program
 from fakequant.nn.contexts import fixed_ranges
 
 

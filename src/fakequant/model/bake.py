@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
-from fakequant.model.paths import layer_of
 from fakequant.model.weights import all_weights, warn_stale_scales
-from fakequant.model.wrappers import unwraps
 from fakequant.nn.operands import LayerWeight
+from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Mode
+from fakequant.nn.wrappers import unwraps
 from fakequant.restore import restore_on_error
 
 Model = TypeVar("Model", bound=nn.Module)

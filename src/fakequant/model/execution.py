@@ -11,9 +11,9 @@ from torch import nn
 
 from fakequant.errors import ConfigError
 from fakequant.model.config import as_execution
-from fakequant.model.wrappers import unwraps
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.wrappers import unwraps
 from fakequant.restore import attributes_of, restore_after, restore_on_error
 
 Model = TypeVar("Model", bound=nn.Module)

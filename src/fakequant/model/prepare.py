@@ -14,34 +14,34 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fakequant.data.batches import Inputs, example_arguments
+from fakequant.data.failures import example_failure_named
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
-from fakequant.model.batches import Inputs, example_arguments
+from fakequant.model.analysis.coverage import left_in_float, scripted
+from fakequant.model.analysis.operations import operations_of, quantized_parameters
 from fakequant.model.config import Config, Rule, TensorConfig
-from fakequant.model.coverage import left_in_float, scripted
-from fakequant.model.failures import example_failure_named
 from fakequant.model.modes import in_eval_mode
-from fakequant.model.operations import operations_of, quantized_parameters
-from fakequant.model.own_products import own_forwards, with_own_products
-from fakequant.model.paths import join
-from fakequant.model.placement import Placement, place
-from fakequant.model.planned import SitePlan
 from fakequant.model.presets import find_preset
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import record
-from fakequant.model.site_training import with_training
-from fakequant.model.sites import apply_sites, plan_sites
+from fakequant.model.sites.own_products import own_forwards, with_own_products
+from fakequant.model.sites.placement import Placement, place
+from fakequant.model.sites.planned import SitePlan
+from fakequant.model.sites.site_training import with_training
+from fakequant.model.sites.sites import apply_sites, plan_sites
+from fakequant.model.sites.targets import Target, find_target
 from fakequant.model.sizes import exceeds_float, note_on_scales
-from fakequant.model.targets import Target, find_target
 from fakequant.model.ties import untied
 from fakequant.model.unregistered import warn_unregistered
-from fakequant.model.wrappers import unwraps
 from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight, Operand, Role
+from fakequant.nn.paths import join
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
+from fakequant.nn.wrappers import unwraps
 from fakequant.restore import structure_of
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fakequant.model.paths import layer_of
 from fakequant.model.weights import all_weights
 from fakequant.nn.operands import LayerWeight
+from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from fakequant.model.paths import layer_of
 from fakequant.model.weights import quantized_weights, weights_of
 from fakequant.nn.operands import LayerWeight
+from fakequant.nn.paths import layer_of
 
 
 def tied_weights(model: nn.Module) -> list[dict[str, LayerWeight]]:

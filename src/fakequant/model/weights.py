@@ -15,12 +15,12 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ShapeError, StaleScaleWarning, warn_user
 from fakequant.model.modes import in_eval_mode
-from fakequant.model.paths import join, layer_of
-from fakequant.model.site_weights import site_weights
 from fakequant.nn.fitted import is_stale, magnitudes, mark
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import LayerWeight
+from fakequant.nn.paths import join, layer_of, module_at
 from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.sites import sites_of
 from fakequant.numerics.qparams import Range
 from fakequant.ops import library
 from fakequant.text import listed
@@ -210,3 +210,20 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
             'fakequant.calibrate(model, pattern="*_weight_quantizer") fixes their scales',
             CalibrationWarning,
         )
+
+
+def site_weights(model: nn.Module) -> dict[str, LayerWeight]:
+    """The parameters that functions alone read and quantize as weights, by the path of the quantizer."""
+    return {
+        join(path, f"_sites.{key}.{operand}"): LayerWeight(site, operand, *_holder(owner, name))
+        for path, owner in model.named_modules()
+        if (sites := sites_of(owner)) is not None
+        for key, site in sites.by_key().items()
+        for operand, name in site.weights.items()
+        if site._modules.get(operand) is not None
+    }
+
+
+def _holder(owner: nn.Module, path: str) -> tuple[nn.Module, str]:
+    module, _, name = path.rpartition(".")
+    return module_at(owner, module), name

@@ -4,23 +4,23 @@ Every step reads the same sums over a layer's inputs, see `InputSums`. No layer 
 calibration data than by rounding to nearest.
 """
 
-from .adaround import adaround
-from .allocation import scores, verify
-from .blocks import find_blocks, reconstruct
-from .compare import Ways, compare
-from .comparison import Compared, Comparison
-from .corrections import reestimate_batch_norm
-from .equalize import Equalization, EqualizedPair, equalize
-from .fold_scales import FoldedScale, FoldedScales, fold_scales
-from .improve import STEPS, improve
-from .low_rank import low_rank
-from .mixes import Allocation, Score, Scores
-from .reconstruction import PRESETS, Preset, reconstruct_block
+from .blocks.blocks import find_blocks, reconstruct
+from .blocks.reconstruction import PRESETS, Preset, reconstruct_block
+from .float_model.equalize import Equalization, EqualizedPair, equalize
+from .float_model.fold_scales import FoldedScale, FoldedScales, fold_scales
+from .float_model.rotate import Rotated, Rotations, rotate
+from .formats.allocation import scores, verify
+from .formats.compare import Ways, compare
+from .formats.comparison import Compared, Comparison
+from .formats.mixes import Allocation, Score, Scores
+from .formats.search import search
+from .improving.corrections import reestimate_batch_norm
+from .improving.improve import STEPS, improve
+from .improving.low_rank import low_rank
 from .results import Improvement, LayerResult
-from .rotate import Rotated, Rotations, rotate
-from .rounding import descend, gptq
-from .search import search
-from .sums import InputSums
+from .solvers.adaround import adaround
+from .solvers.rounding import descend, gptq
+from .solvers.sums import InputSums
 
 __all__ = [
     "PRESETS",

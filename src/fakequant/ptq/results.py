@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from fakequant.model.html import html_result
+from fakequant.model.analysis.html import html_result
 from fakequant.text import listed, table
 
 MISSED = "no batch that chooses weights reaches it"

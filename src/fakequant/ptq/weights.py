@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fakequant.data.arguments import check_model
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.arguments import check_model
 from fakequant.model.run.queries import weight_readers
 from fakequant.model.run.recording import record
 from fakequant.model.weights import quantized_weights

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.model.analysis import Metric
-from fakequant.model.batches import Arguments, Forward, Inputs, example_arguments, runner
-from fakequant.ptq.advice import Known, advise
-from fakequant.ptq.trial import Advice, Tried
+from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments, runner
+from fakequant.model.analysis.analysis import Metric
+from fakequant.ptq.advising.advice import Known, advise
+from fakequant.ptq.advising.trial import Advice, Tried
 from fakequant.report.data import Distribution, Layer, ReportData
 from fakequant.report.histograms import CHOSEN
 from fakequant.report.layers import FAIR
@@ -32,7 +32,7 @@ def advised(
     inputs: Inputs | None = None,
     forward: Forward | None = None,
 ) -> ReportData:
-    """The report of a model with the next step, which is tried on the model first; see `fakequant.ptq.advice.advise`.
+    """The report of a model with the next step, which is tried on the model first; see `ptq/advising/`.
 
     Args:
         model: calibrated; it is as it was afterwards.

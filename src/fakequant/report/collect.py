@@ -15,7 +15,7 @@ from torch import nn
 
 from fakequant.export import VerifyReport
 from fakequant.export.verdict import OPTIMISED_ERROR, OutputRow
-from fakequant.model.operations import unquantized
+from fakequant.model.analysis.operations import unquantized
 from fakequant.ops.dispatch import backends
 from fakequant.ptq.results import Improvement
 from fakequant.report.data import Improved, NodeCheck, Size, Verification

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fakequant.errors import ConfigError
-from fakequant.ptq.comparison import Compared, Comparison, read_rows
+from fakequant.ptq.formats.comparison import Compared, Comparison, read_rows
 from fakequant.report.data import Point
 
 DECIBELS = "signal over noise of the output, dB"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fakequant.ptq.trial import Advice
+from fakequant.ptq.advising.trial import Advice
 
 
 class Section(Enum):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fakequant.model.batches import Forward
+from fakequant.data.batches import Forward
 from fakequant.model.modes import evaluating
-from fakequant.model.outputs import float_tensors
+from fakequant.model.run.outputs import float_tensors
 
 VALUES = 65_536
 """Values of the model's output from which a ratio in dB is measured; fewer would leave it less certain."""

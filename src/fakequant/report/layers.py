@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from itertools import groupby
 
-from fakequant.model.html import breakable
+from fakequant.model.analysis.html import breakable
 from fakequant.report.data import Layer
 
 WORST = 10

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.calibration.transformed import outside_of_transforms
+from fakequant.data.batches import Forward, refuse_tensor, runner
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.model.analysis import run_all, sensitivity
-from fakequant.model.batches import Forward, refuse_tensor, runner
+from fakequant.model.analysis.analysis import run_all, sensitivity
+from fakequant.model.analysis.summary import LayerSummary, summary
 from fakequant.model.execution import simulated
-from fakequant.model.outputs import Distance, decibels
-from fakequant.model.paths import layer_of
+from fakequant.model.run.outputs import Distance, decibels
 from fakequant.model.sizes import WeightBits, weight_bits
-from fakequant.model.summary import LayerSummary, summary
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams
-from fakequant.ptq.trial import Halves
+from fakequant.ptq.advising.trial import Halves
 from fakequant.report.data import Channels, Distribution, Layer
 from fakequant.report.examples import first_examples
 from fakequant.report.histograms import distribution_of, readable

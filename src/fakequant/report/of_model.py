@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant.data.arguments import check_metric, check_model
+from fakequant.data.arguments import measured as value_of
+from fakequant.data.batches import Forward, Inputs, runner
 from fakequant.distributed import refuse_sharded
 from fakequant.export import VerifyReport
 from fakequant.files import check_path, writable_file
-from fakequant.model.analysis import Metric
-from fakequant.model.arguments import check_metric, check_model
-from fakequant.model.arguments import measured as value_of
-from fakequant.model.batches import Forward, Inputs, runner
+from fakequant.model.analysis.analysis import Metric
 from fakequant.model.modes import disabled, evaluating
-from fakequant.model.wrappers import unwraps
-from fakequant.ptq.comparison import Comparison
+from fakequant.nn.wrappers import unwraps
+from fakequant.ptq.formats.comparison import Comparison
 from fakequant.ptq.results import Improvement
 from fakequant.report.advice import advised, with_advice
 from fakequant.report.collect import environment, improved, verification
@@ -52,7 +52,7 @@ def report(  # noqa: PLR0913  all but the first four by name
     What the page advises next was tried: changed by every second of the first eight batches, and judged by the error of
     the output on the others, of a single batch on that one. What lowers the error there must do so with the two parts
     exchanged. It is compared with the model calibrated by its own method on the same batches, and is said with the
-    figures before and after, only where it helps; see `fakequant.ptq.advice.advise`. Where little is lost that takes a
+    figures before and after, only where it helps; see `ptq/advising/`. Where little is lost that takes a
     run or two of these batches, else about two dozen, and where ranges and presets do not halve the error once or twice
     the time of `improve(..., "fast")`.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
-from fakequant.model.html import breakable
+from fakequant.model.analysis.html import breakable
 from fakequant.report.data import Layer, ReportData, accuracy_cells
 from fakequant.report.layers import decibels, folded, measured
 from fakequant.report.page import document

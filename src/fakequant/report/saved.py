@@ -10,7 +10,7 @@ from typing import Any
 
 from fakequant.errors import OutputError
 from fakequant.files import writable_file, write_whole
-from fakequant.model.json_values import UnexpectedValue, mapping_of, value_of
+from fakequant.model.state.json_values import UnexpectedValue, mapping_of, value_of
 from fakequant.report.data import ReportData
 
 RESULTS = "results.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from fakequant.model.html import breakable, html_table
+from fakequant.model.analysis.html import breakable, html_table
 from fakequant.report import charts
 from fakequant.report.advice import cut
 from fakequant.report.data import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from fakequant.model.html import breakable, html_table
+from fakequant.model.analysis.html import breakable, html_table
 from fakequant.report.advice import BAD_LOSS, FAIR_LOSS, ranked
 from fakequant.report.data import ReportData, accuracy_cells
 from fakequant.report.layers import decibels, grade

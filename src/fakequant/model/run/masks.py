@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from fakequant.errors import CalibrationWarning, warn_user
-from fakequant.model.paths import layer_of
 from fakequant.model.run.recorded import EXTREME, Call, Recording
 from fakequant.model.run.traits import Trait, has
+from fakequant.nn.paths import layer_of
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.nn.sites import Site
 from fakequant.numerics.qparams import Range

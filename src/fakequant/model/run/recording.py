@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fakequant.model.modes import evaluating, not_compiled
-from fakequant.model.outputs import float_tensors
 from fakequant.model.run.memory import Tensors, holds_mask, largest, version_of
+from fakequant.model.run.outputs import float_tensors
 from fakequant.model.run.recorded import (
     EXTREME,
     FAKE_QUANTIZE,

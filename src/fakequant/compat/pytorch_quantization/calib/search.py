@@ -22,7 +22,7 @@ _SAME_DIVERGENCE = 1e-10
 # The number of thresholds in the first estimate of the smallest divergence.
 _SAMPLE = 50
 # The distance of the first thresholds whose squared error is computed, and into how many parts it is cut each time.
-_COARSE, _FINER = 128, 4
+_COARSE, _FINER = 100, 4
 # Relative to the middles: how far rounding in float32 moves a value, and the place where it becomes the next.
 _MOVED = 2.0**-21
 # Relative: what sums of float32 differ by from sums of real numbers: five roundings of every term, and no more than 128

@@ -1,0 +1,1 @@
+"""What users pass in: batches, masks, progress, failures by name."""

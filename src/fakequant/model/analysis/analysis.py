@@ -1,0 +1,274 @@
+"""Which layer hurts: signal-to-noise ratio of every quantizer, and the effect of every layer on the model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.calibration.transformed import outside_of_transforms
+from fakequant.data.arguments import check_metric, check_model, measured
+from fakequant.data.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.data.failures import failure_named
+from fakequant.data.progress import length, track
+from fakequant.errors import ConfigError
+from fakequant.model.analysis.html import html_result
+from fakequant.model.analysis.reuse import ReusedOutputs
+from fakequant.model.execution import simulated
+from fakequant.model.modes import disabled, evaluating, modes
+from fakequant.model.run.outputs import Distance, decibels, named_tensors, shown_place
+from fakequant.model.weights import warn_stale_scales
+from fakequant.nn.contexts import cached_weights
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantizer import Mode, Quantizer, quantizers
+from fakequant.nn.sites import Site
+from fakequant.nn.wrappers import unwraps
+from fakequant.restore import restore_after, state_of
+from fakequant.text import table
+
+Metric = Callable[[nn.Module], float]
+
+_NO_BATCHES = "the batches held no examples; give a list or a loader that can be iterated again"
+
+
+@unwraps
+def layer_sqnr(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    progress: bool | None = None,
+) -> dict[str, float]:
+    """The signal-to-quantization-noise ratio in dB of every quantizer on its own tensors, by name.
+
+    If a batch calls a quantizer several times, as a head that is shared by the scales of a pyramid, each call counts as
+    a share of its own energy, and the ratio is that of their mean.
+
+    Args:
+        model: a calibrated model.
+        batches, inputs, forward: as for `calibrate`.
+
+    Raises:
+        ConfigError: there was no batch, or the batches are one tensor.
+        CalibrationError: the model failed on a batch.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> used = calibrate(model, [torch.ones(1, 4)])
+    >>> sorted(layer_sqnr(model, [torch.ones(1, 4)]))
+    ['0._input_quantizer', '0._weight_quantizer']
+    """
+    refuse_tensor(batches, "layer_sqnr")
+    warn_stale_scales(model)
+    found = quantizers(model)
+    distances, calls = {name: Distance() for name in found}, Counter[str]()
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
+        def see(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            with outside_of_transforms(inputs[0], output) as (x, y):
+                distances[name].add({calls[name]: x}, {calls[name]: y})
+            calls[name] += 1
+
+        return see
+
+    with restore_after(state_of(found.values())), simulated(model):  # products of codes call no quantizer
+        for name, quantizer in found.items():
+            quantizer.register_forward_hook(watch(name))
+        run_all(model, batches, runner(inputs, forward), progress, after=lambda *_: calls.clear())
+    return {name: decibels(found.mean) for name, found in distances.items() if not found.is_silent}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The effect of quantizing one layer alone.
+
+    Attributes:
+        layer: its path.
+        value: the metric with only this layer quantized, larger is better: by default dB of signal to quantization
+            noise at the model's output, inf where the output does not change. Of several outputs each counts as a share
+            of its own energy, and the mean of these shares is taken.
+        change: `value` minus the metric of the float model; by the default metric the same number as `value`.
+        output: of several outputs the one that it hurts most, "scores" for example; "" by a metric.
+        worst: dB of that output; None where there is none.
+    """
+
+    layer: str
+    value: float
+    change: float
+    output: str = ""
+    worst: float | None = None
+
+
+class Sensitivities(list[Sensitivity]):
+    """What `sensitivity` found, the worst layer first; prints as a table.
+
+    Attributes:
+        in_decibels: whether the values are dB of signal to quantization noise, the default metric.
+    """
+
+    in_decibels: bool = True
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The names of the columns, with the unit of the values."""
+        if not self.in_decibels:
+            return "layer", "metric alone", "change"
+        return ("layer", "dB alone", "worst output") if any(s.output for s in self) else ("layer", "dB alone")
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The rows of the table, one per layer, as text."""
+        if self.in_decibels:
+            shown = [(s.layer or "(model)", "exact" if s.value == math.inf else f"{s.value:.1f}") for s in self]
+            worst = [f"{s.output} {s.worst:.1f}" if s.worst is not None else "" for s in self]
+            return [(*row, one) for row, one in zip(shown, worst, strict=True)] if len(self.header) > 2 else shown
+        return [(s.layer or "(model)", f"{s.value:.6g}", f"{s.change:+.3g}") for s in self]
+
+    def __repr__(self) -> str:
+        return table([self.header, *self.rows()], numbers=(1, 2))
+
+    def _repr_html_(self) -> str:
+        return html_result(self.header, self.rows(), numbers=range(1, len(self.header)))
+
+
+@unwraps
+def sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    metric: Metric | None = None,
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    progress: bool | None = None,
+) -> Sensitivities:
+    """How much every layer hurts: the model is measured with only that layer quantized. The worst comes first.
+
+    The quantized layer computes as its `execution` says. By the default metric, what of a pass is as in the float model
+    is not computed again: all activations of one batch are held.
+
+    Args:
+        model: a calibrated model.
+        batches, inputs, forward: as for `calibrate`, passed over once. May be empty with a metric, which does not see
+            them.
+        metric: called as metric(model), larger is better; by default the ratio of signal to quantization noise in dB
+            of the model's outputs, against the float model's. All outputs count alike.
+
+    Returns:
+        A list that prints as a table: for every quantized layer the metric with only that layer quantized (`value`),
+        and its difference from that of the float model (`change`; by the default metric the same number).
+
+    Raises:
+        ConfigError: the model has no quantized layers, the batches are one tensor, or, by the default metric, there was
+            no batch or the model's output holds no float tensor.
+        CalibrationError: the model failed on a batch.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), presets.INT8.with_rule(Rule("1")))
+    >>> x = torch.linspace(-1, 1, 40).view(10, 4)
+    >>> used = calibrate(model, [x])
+    >>> [(found.layer, 30 < found.value < 60) for found in sensitivity(model, [x])]  # in dB
+    [('0', True)]
+    """
+    check_model(model, "sensitivity", "sensitivity(model, batches)")
+    check_metric(metric, "sensitivity")
+    refuse_tensor(batches, "sensitivity")
+    warn_stale_scales(model)
+    held = {
+        name: [one for one in layer.children() if isinstance(one, Quantizer) and not _is_left_off(one)]
+        for name, layer in model.named_modules()
+        if isinstance(layer, (QuantizedLayer, Site))
+    }
+    if not held:
+        raise ConfigError("sensitivity needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
+    if metric is None:
+        distances = _output_distances(model, batches, held, runner(inputs, forward), progress)
+        found = [_by_output(name, distance) for name, distance in distances.items()]
+    else:
+        values = {}
+        with disabled(model):
+            baseline = measured(metric, model)
+        for name, own in track(held.items(), "measuring layers", len(held), progress):
+            with modes(model, lambda _, q, own=own: Mode.QUANTIZE if q in own else Mode.OFF):
+                values[name] = measured(metric, model)
+        found = [Sensitivity(name, value, value - baseline) for name, value in values.items()]
+    result = Sensitivities(sorted(found, key=lambda s: s.value))
+    result.in_decibels = metric is None
+    return result
+
+
+def _by_output(layer: str, distance: Distance) -> Sensitivity:
+    value = decibels(distance.mean)
+    if value == math.inf or len(distance.shares) < 2:
+        return Sensitivity(layer, value, value)
+    return Sensitivity(layer, value, value, shown_place(distance.worst), decibels(distance.shares[distance.worst]))
+
+
+def _output_distances(
+    model: nn.Module, batches: Iterable[Any], held: dict[str, list[Quantizer]], run: Forward, progress: bool | None
+) -> dict[str, Distance]:
+    """How far the outputs are from the float ones with the quantizers of one layer on, by layer."""
+    distances, kept = {name: Distance() for name in held}, ReusedOutputs(model)
+    batches_seen = measured = 0
+    with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
+        for batch in track(batches, "measuring layers", length(batches), progress):
+            with kept.record():
+                with failure_named(model, batches_seen + 1, batch):
+                    output = run(model, batch)
+                exact = {place: tensor.clone() for place, tensor in named_tensors(output).items()}
+            if not exact:
+                raise ConfigError(
+                    f"the model's output of type {type(output).__name__} holds no float tensor; give metric="
+                )
+            batches_seen += 1
+            measured += sum(tensor.numel() for tensor in exact.values())
+            for name, own in held.items():
+                try:
+                    _set(own, Mode.QUANTIZE)
+                    with kept.reuse():
+                        outputs = named_tensors(run(model, batch))
+                finally:
+                    _set(own, Mode.OFF)  # where it is interrupted, `disabled` gives all modes back
+                distances[name].add(exact, outputs)
+    if not batches_seen:
+        raise ConfigError(_NO_BATCHES)
+    if not measured:
+        raise ConfigError(
+            "the model's float outputs are empty: the batches hold no rows, or the model found nothing in them, as a "
+            "detector may; give other batches, or metric="
+        )
+    return distances
+
+
+def _is_left_off(quantizer: Quantizer) -> bool:
+    """Whether calibration found no range and switched a quantizer off, as for inputs that are always zero."""
+    return quantizer.mode is Mode.OFF and quantizer.needs_calibration
+
+
+def _set(own: list[Quantizer], mode: Mode) -> None:
+    for quantizer in own:
+        quantizer.mode = mode
+
+
+def run_all(
+    model: nn.Module,
+    batches: Iterable[Any],
+    run: Forward,
+    progress: bool | None,
+    after: Callable[[int, Any, Any], object],
+) -> None:
+    """Run all batches; `after` is called with the number, the batch and the output of each.
+
+    Raises:
+        ConfigError: there is no batch.
+    """
+    number = -1
+    with evaluating(model), cached_weights(model), torch.no_grad():
+        for number, batch in enumerate(track(batches, "measuring", length(batches), progress)):
+            with failure_named(model, number + 1, batch):
+                output = run(model, batch)
+            after(number, batch, output)
+    if number < 0:
+        raise ConfigError(_NO_BATCHES)

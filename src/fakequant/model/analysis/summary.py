@@ -1,0 +1,245 @@
+"""A table of what was quantized and what was left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fakequant.data.batches import Inputs
+from fakequant.model.analysis.coverage import Operation
+from fakequant.model.analysis.html import html_result
+from fakequant.model.analysis.operations import left_of, recorded
+from fakequant.model.run.queries import modules_called, weight_readers
+from fakequant.model.run.recorded import Recording
+from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
+from fakequant.model.weights import all_weights, warn_stale_scales
+from fakequant.nn.integer import Execution
+from fakequant.nn.layers import QuantizedLayer, QuantLinear
+from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.sites import Site
+from fakequant.nn.wrappers import unwraps
+from fakequant.text import table
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer, or one function that has quantizers: path, type, quantizers by attribute, whether it has a weight."""
+
+    name: str
+    type: str
+    quantizers: dict[str, str]
+    calibrated: bool
+    has_weight: bool
+    execution: str = "simulate"
+    why_simulated: str | None = None
+    """Why a layer that is set to integer execution is simulated."""
+    why_never_called: str | None = None
+    """Why the model does not call the layer with the example, if there is one."""
+
+    @property
+    def state(self) -> str:
+        """In one word or two, for the table."""
+        if self.why_never_called is not None:
+            return "never called"
+        return "ready" if self.calibrated else "not calibrated"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary` found; prints as a table."""
+
+    layers: list[LayerSummary]
+    left: list[Operation] | None = None
+    parameters: int = 0
+    bytes_float: int = 0
+    bytes_quantized: int = 0
+    """With quantized weights as codes and scales."""
+    bits_per_weight: float = 0.0
+    """The bits of codes and scales for each quantized weight; 0.0 if there are none."""
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The names of the columns; of outputs there is one if any is quantized."""
+        outputs = ("output",) if any(_is_of_output(name) for layer in self.layers for name in layer.quantizers) else ()
+        return ("layer", "type", "input", "weight", *outputs, "execution", "state")
+
+    @property
+    def size(self) -> str:
+        """The size of the weights, in a line."""
+        per_weight = f" ({self.bits_per_weight:.4g} bits per weight)" if self.bits_per_weight else ""
+        return f"weights: {self.bytes_float:,} bytes in float, {self.bytes_quantized:,} quantized{per_weight}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The rows of the table, one per layer, as text."""
+        return [tuple(_cells(layer)[column] for column in self.header) for layer in self.layers]
+
+    def __str__(self) -> str:
+        return table([self.header, *self.rows()], self._lines(), line=True)
+
+    __repr__ = __str__  # what notebooks and consoles show
+
+    def _repr_html_(self) -> str:
+        return html_result(self.header, self.rows(), self._lines())
+
+    def _lines(self) -> list[str]:
+        """What is said below the table."""
+        lines = [
+            f"{layer.name or '(model)'} is simulated: {layer.why_simulated}"
+            for layer in self.layers
+            if layer.why_simulated
+        ]
+        lines += [
+            f"{layer.name or '(model)'} is never called with this example: {layer.why_never_called}"
+            for layer in self.layers
+            if layer.why_never_called is not None
+        ]
+        lines.append(self.size)
+        if self.left is not None:
+            products = [operation for operation in self.left if operation.is_product]
+            lines.append(f"left in float: {len(products)} products, {len(self.left) - len(products)} other operations")
+            lines += [f"  {operation}" for operation in (*products, *(o for o in self.left if not o.is_product))]
+        return lines
+
+
+@unwraps
+def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Summary:
+    """What of a model is quantized, how, and whether it is calibrated; with an example also what was left in float.
+
+    Args:
+        model: a prepared model.
+        example: an input, a tuple or a dict of inputs; with it the model runs, and the operations that were left
+            unquantized are listed, and layers that it does not call are told; their weights count as float.
+        inputs: which part of the example the model gets, as for `calibrate`; for a batch of a data loader.
+
+    >>> print(summary(prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), presets.INT8)))
+    layer  type    input            weight               execution  state
+    -----  ------  ---------------  -------------------  ---------  --------------
+    0      Linear  int8 per_tensor  int8 per_channel(0)  simulate   not calibrated
+    weights: 80 bytes in float, 48 quantized (16 bits per weight)
+    """
+    warn_stale_scales(model)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+    recording = None if example is None else recorded(model, example, inputs)
+    left = None if recording is None else left_of(model, recording)
+    idle = {} if recording is None else _never_called(model, recording)
+    rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]
+    rows += [_site_summary(name, site) for name, site in model.named_modules() if isinstance(site, Site)]
+    return Summary(rows, left, sum(p.numel() for p in model.parameters()), *parameter_bytes(model, idle))
+
+
+_UNREAD = "no function of this run reads its weight either"
+
+
+def _never_called(model: nn.Module, recording: Recording) -> dict[nn.Module, str]:
+    """The quantized layers that a run does not call, and why."""
+    layers = {layer for layer in model.modules() if isinstance(layer, QuantizedLayer)}
+    readers = weight_readers(model, recording)
+    return {
+        layer: f"{readers[layer] or 'the model'} uses its weight in float" if layer in readers else _UNREAD
+        for layer in layers - modules_called(model, recording)
+    }
+
+
+def _cells(layer: LayerSummary) -> dict[str, str]:
+    """The cells of a layer's row by column."""
+    texts: dict[str, list[str]] = {"input": [], "weight": [], "output": []}
+    for name, text in layer.quantizers.items():
+        column = "output" if _is_of_output(name) else "weight" if name.endswith("_weight_quantizer") else "input"
+        texts[column].append(text)
+    return {
+        "layer": layer.name or "(model)",
+        "type": layer.type,
+        "input": _joined(texts["input"]) or "float",
+        "weight": _joined(texts["weight"]) or ("float" if layer.has_weight else ""),
+        "output": _joined(texts["output"]),
+        "execution": layer.execution,
+        "state": layer.state,
+    }
+
+
+def _is_of_output(quantizer: str) -> bool:
+    return quantizer in ("output", "_output_quantizer")
+
+
+def _joined(texts: list[str]) -> str:
+    """Texts in one cell; if there are many, equal ones once with their number."""
+    if len(texts) <= 2:
+        return ", ".join(texts)
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in Counter(texts).items())
+
+
+def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tuple[int, int, float]:
+    """Bytes of all parameters as they are, and with quantized weights as codes and scales; their bits per weight.
+
+    Tied weights count once.
+
+    Args:
+        model: a prepared model.
+        unused: layers whose quantizers are not used, so that their weights stay in float.
+    """
+    bits = {
+        parameter: found
+        for weight in all_weights(model).values()
+        if weight.layer not in unused
+        and weight.quantizer.mode is Mode.QUANTIZE
+        # Not its value: a computed one is no parameter, and may change when it is read.
+        and (parameter := weight.parameter) is not None
+        and (found := weight_bits(weight)) is not None
+    }
+    now = sum(p.numel() * p.element_size() for p in model.parameters())
+    branches = [layer.low_rank for layer in model.modules() if isinstance(layer, QuantLinear) and layer.low_rank]
+    beside = {parameter for branch in branches for parameter in branch.parameters()}
+    left = sum(p.numel() * p.element_size() for p in model.parameters() if p not in bits and p not in beside)
+    together = bits_of_all([*bits.values(), WeightBits(0, 0, sum(branch.bits for branch in branches))])
+    return now, left + -(-(together.codes + together.scales) // 8), together.per_weight
+
+
+def _site_summary(name: str, site: Site) -> LayerSummary:
+    held = {operand: q for operand, q in site._modules.items() if isinstance(q, Quantizer)}
+    weights = ", ".join(_shown(q) for q in held.values() if q.kind is Kind.WEIGHT)
+    texts = {operand: _shown(q) for operand, q in held.items() if q.kind is Kind.INPUT}
+    return LayerSummary(
+        name,
+        site.function,
+        texts | ({"_weight_quantizer": weights} if weights else {}),
+        _is_calibrated(held),
+        bool(weights),
+    )
+
+
+def _is_calibrated(held: Mapping[str, Quantizer]) -> bool:
+    """Whether all quantizers have what they need, except those that are off."""
+    return not any(quantizer.needs_calibration and quantizer.mode is not Mode.OFF for quantizer in held.values())
+
+
+def _shown(quantizer: Quantizer) -> str:
+    if quantizer.needs_calibration and quantizer.mode is Mode.OFF:  # by `calibrate(unseen="float")`
+        return "float"
+    return f"{quantizer.spec}{' dynamic' if quantizer.dynamic else ''}"
+
+
+def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | None) -> LayerSummary:
+    held: dict[str, Quantizer] = {
+        attribute: quantizer
+        for attribute in layer.operands(layer)
+        if (quantizer := getattr(layer, attribute)) is not None
+    }
+    texts = {key: _shown(value) for key, value in held.items()}
+    if layer.low_rank is not None and "_weight_quantizer" in texts:
+        texts["_weight_quantizer"] += f" + {layer.low_rank.extra_repr()}"
+    told = layer.execution is not Execution.SIMULATE
+    why = layer.why_simulated() if told else None
+    return LayerSummary(
+        name,
+        type(layer).float_class.__name__,
+        texts,
+        _is_calibrated(held),
+        bool(layer.weights()),
+        "integer" if told and why is None else "simulate",
+        why,
+        why_never_called,
+    )

@@ -1,0 +1,1 @@
+"""Ranges from data: batches go through a model, and its quantizers see them."""

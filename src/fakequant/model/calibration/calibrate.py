@@ -1,0 +1,332 @@
+"""The ranges of a prepared model's static quantizers, from batches and from the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
+from fakequant.data.arguments import check_model
+from fakequant.data.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.data.positions import Mask, Positions
+from fakequant.data.progress import say
+from fakequant.distributed import processes_of, work_together
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.calibration.choice import AUTO, HeldBack, choose
+from fakequant.model.calibration.observation import Job, matches
+from fakequant.model.calibration.unseen import check_unseen, leave_in_float, observed
+from fakequant.model.run.masks import warn_of_masks
+from fakequant.model.scale_floor import raise_scales
+from fakequant.model.weights import (
+    all_weights,
+    give_range,
+    holds_codes,
+    note_weight,
+    scaled_weights,
+    warn_of_zeros,
+)
+from fakequant.nn.paths import layer_of
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.qparams import Range
+from fakequant.restore import Restore, attributes_of, restore_after, restore_on_error, state_of
+
+_NOT_PREPARED = "the model has no quantizers; call fakequant.prepare(model, config) first"
+
+
+@unwraps
+def calibrate(  # noqa: PLR0913  all but the first three by name
+    model: nn.Module,
+    batches: Iterable[Any] = (),
+    method: str = DEFAULT_METHOD,
+    *,
+    weight_method: str = "max",
+    weight_options: dict[str, Any] | None = None,
+    pattern: str = "*",
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    mask: Mask | None = None,
+    progress: bool | None = None,
+    unseen: str = "error",
+    group: Any = None,
+    **options: Any,
+) -> dict[str, Calibrator]:
+    """Find the ranges of all static quantizers: of inputs by running batches, of weights as the layers' calls use them.
+
+    The model runs in float and in eval mode; nothing is changed if anything fails. With a pattern, layers that do not
+    match run quantized where they have ranges, and in integers where `set_execution` says so. Later layers are
+    calibrated on what they get from earlier ones. A weight that its quantizer leaves as it is, as after
+    `fakequant.ptq.improve`, keeps its range, because no other range is nearer and each would change its codes. A weight
+    that is zero gets none, nor does one with channels or groups of zeros unless `weight_method` searches: its scale
+    follows it at each call, so that training can move it.
+
+    Args:
+        model: a prepared model.
+        batches: what a data loader gives, or tensors, tuples of arguments, or dicts of keyword arguments. Without
+            `inputs`, a tuple's items beyond the parameters of the model's `forward` are left out, such as labels; a
+            tuple whose last item would be passed to an optional parameter is refused, because it may be labels. May be
+            empty if no input needs calibration; if given then, they are run until every layer with a weight was called.
+        method: "mse", "max", "percentile", "entropy" or "moving_average", for inputs. "auto" holds back the second of
+            every four batches, up to eight of them, takes the one of the first four whose output is nearest to float on
+            these (the default, unless another leaves 10 % less), and says which. All batches make the ranges.
+        weight_method: the same, for weights.
+        weight_options: for the calibrators of the weights, for example {"percentile": 99.9}.
+        pattern: of the paths of the layers to calibrate; `*` matches any characters (fnmatch). One that ends with
+            "_quantizer" is of the paths of quantizers: "*_weight_quantizer" calibrates the weights alone.
+        inputs: which part of a batch the model gets: the index of one item, such as 0 for a loader of (x, y); a slice
+            of items, such as slice(2), as positional arguments; or a function of the batch, which returns a tuple of
+            arguments, a dict of keyword arguments, or one argument.
+        forward: called as forward(model, batch) instead of the model.
+        mask: which tokens count, where batches have padding: a function from a batch to a bool tensor [batch, tokens],
+            or the key of a dict batch, such as "attention_mask". A `CalibrationWarning` names inputs of other shapes.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+        unseen: what becomes of layers that need data, and that no batch reached: "error"; "float" leaves them in float,
+            which one `CalibrationWarning` says; "siblings" gives their inputs the merged ranges of the layers at the
+            same place in other members of their `nn.ModuleList`, as for the experts of a mixture, with a warning too.
+            Inputs that are zero in every batch are named by a `CalibrationWarning`, too: they alone stay in float until
+            a calibration finds a range; with "float" their layers do, and "siblings" is as above.
+            Layers that need no data, and whose weight another module uses without calling them, stay in float: a
+            `CoverageWarning` names them. It names layers that are called, too, if a module reads their weight in the
+            first batch of any shape, dtype or flag.
+        group: the processes of torch.distributed that calibrate together, each with its own batches: what they see is
+            merged, and all get the scales that one process would find for all batches. By default that of a model
+            wrapped in DistributedDataParallel or sharded by fully_shard; False for none. `forward` gets the model that
+            DistributedDataParallel wraps.
+        options: for the calibrators of the inputs, for example percentile=99.9.
+
+    Returns:
+        The calibrators of all static quantizers by name, with the histograms they collected.
+
+    Raises:
+        CalibrationError: a batch with NaN or inf (names the quantizer), one on which the model fails (names the batch
+            and the layer; the cause is torch's error), layers that saw no data (names them all, says
+            why, and what to do), another process that failed, or a model without quantizers.
+        ConfigError: an unknown method or option, a pattern that matches no layer with a static quantizer, a mask of
+            another kind, processes that calibrate different models or by a method that does not merge
+            ("moving_average"), or a tuple whose last item may be labels or an optional argument.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> loader = [(torch.ones(2, 4), "label"), (torch.full((2, 4), 2.54), "label")]
+    >>> used = calibrate(model, loader, method="max", inputs=0)
+    >>> model[0].input_quantizer
+    Quantizer(int8 per_tensor, input, scale 0.02)
+    """
+    check_model(model, "calibrate", "calibrate(model, batches)")
+    refuse_tensor(batches, "calibrate")
+    check_unseen(unseen)
+    found = _chosen(model, pattern)
+    if method == AUTO:
+        shown = {"inputs": inputs, "forward": forward, "progress": progress, "unseen": unseen, "pattern": pattern}
+        weights = {"weight_method": weight_method, "weight_options": weight_options}
+        return _calibrate_by_choice(model, batches, group, options, {"mask": mask} | shown | weights)
+
+    def make(name: str) -> Calibrator:
+        if found[name].kind is Kind.INPUT:
+            return make_calibrator(method, found[name].spec, **options)
+        return make_calibrator(weight_method, found[name].spec, **(weight_options or {}))
+
+    job = Job(model, found, pattern, runner(inputs, forward), make, Positions(mask))
+    processes = processes_of(model, group)
+    with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
+        shared = processes is not None and processes.size() > 1
+        parts = work_together(lambda: job.observe(batches, progress, shared=shared), processes)
+        job.take(parts)
+        idle = job.leave_out_unused()
+        unreached = job.unseen()
+        left = unreached.settle(unseen)
+        unreached.say_read(left)
+        # A function's weight that no call has shown goes on to have the range of every call.
+        ranges = {
+            name: quantizer.observed_range()
+            for name, quantizer in found.items()
+            if layer_of(name) not in left and (quantizer.kind is Kind.INPUT or observed(quantizer))
+        }
+        left += unreached.settle_zeros(unseen, ranges)
+        ranges = {name: range for name, range in ranges.items() if layer_of(name) not in left}
+        calibrators = {name: quantizer.calibrator for name, quantizer in found.items() if quantizer.calibrator}
+    used = {name: calibrator for name, calibrator in calibrators.items() if name in ranges}
+    _set_ranges(model, ranges, calibrators, left, idle)
+    warn_of_zeros(model, ranges)
+    warn_of_masks(model, ranges)
+    return used
+
+
+@unwraps
+def recalibrate(
+    model: nn.Module, calibrators: Mapping[str, Calibrator] | None = None, method: str = DEFAULT_METHOD, **options: Any
+) -> dict[str, Calibrator]:
+    """Find the ranges of inputs by another method, from what `calibrate` collected: the batches need not run again.
+
+    Percentile, entropy and mse collect the same counts, and max needs less: one pass over the batches by one of the
+    three serves all four. The model keeps what its last `calibrate` collected, also in copies of it, but not in
+    checkpoints. That takes 64 KiB per input quantizer with one scale (16 bytes by max), and ends by
+    `quantizer.collected = None`.
+
+    Args:
+        model: a calibrated model; its weights keep their ranges.
+        calibrators: as `calibrate` returned them, which stay as they are; by default what the model keeps.
+        method: as for `calibrate`.
+        options: options of that method.
+
+    Returns:
+        The calibrators of the input quantizers by name.
+
+    Raises:
+        ConfigError: the calibrators collected less than the method needs, are not those of the model, or are missing;
+            nothing is changed.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> used = calibrate(model, [torch.full((2, 4), 2.54)], "entropy")
+    >>> used = recalibrate(model, method="max")
+    >>> model[0].input_quantizer
+    Quantizer(int8 per_tensor, input, scale 0.02)
+    """
+    found = quantizers(model)
+    if not found:
+        raise CalibrationError(_NOT_PREPARED)
+    if isinstance(calibrators, str):
+        raise ConfigError(f"calibrators cannot be {calibrators!r}; write recalibrate(model, method={calibrators!r})")
+    calibrators = _collected(found) if calibrators is None else calibrators
+    if unknown := sorted(set(calibrators) - set(found)):
+        raise ConfigError(f"the model has no quantizers {', '.join(unknown)}; give what calibrate returned for it")
+    adopted: dict[str, Calibrator] = {}
+    for name, used in calibrators.items():
+        if found[name].kind is Kind.INPUT:
+            adopted[name] = make_calibrator(method, found[name].spec, **options)
+            try:
+                adopted[name].load_from(used)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{name}: {error}. Run fakequant.calibrate(model, batches, {method!r}) to collect what it needs"
+                ) from error
+    ranges = {name: _range_for(found[name], calibrator) for name, calibrator in adopted.items()}
+    with restore_on_error(ranges_of(found.values())):
+        for name, range in ranges.items():
+            found[name].set_range(range)
+        raise_scales(model)
+    return adopted
+
+
+def _collected(found: Mapping[str, Quantizer]) -> dict[str, Calibrator]:
+    """What the last `calibrate` collected for the static input quantizers of a model."""
+    inputs = {name: quantizer for name, quantizer in found.items() if quantizer.kind is Kind.INPUT}
+    # A quantizer without a range that is off was left in float.
+    static = {n: q for n, q in inputs.items() if not q.dynamic and (q.calibrated or q.mode is not Mode.OFF)}
+    if missing := [name for name, quantizer in static.items() if quantizer.collected is None]:
+        raise ConfigError(
+            f"{len(missing)} of {len(static)} input quantizers keep nothing that calibrate collected, the first is "
+            f"{missing[0]} (a checkpoint does not hold it); run fakequant.calibrate(model, batches, method), or give "
+            "what an earlier call returned as calibrators="
+        )
+    return {name: quantizer.collected for name, quantizer in static.items() if quantizer.collected is not None}
+
+
+def _range_for(quantizer: Quantizer, calibrator: Calibrator) -> Range:
+    """The range that a calibrator finds, on the device of the quantizer: the model may have moved since."""
+    range = calibrator.compute_range()
+    own = next(chain(quantizer.parameters(), quantizer.buffers()), range.lo)
+    return Range(range.lo.to(own.device), range.hi.to(own.device))
+
+
+def ranges_of(quantizers: Iterable[Quantizer], layers: Iterable[nn.Module] = ()) -> Restore:
+    """A function that gives quantizers back the ranges, and layers the quantizers, that they have now."""
+    held = list(quantizers)
+    learned = [parameter for quantizer in held for parameter in quantizer.parameters()]
+    values = [parameter.detach().clone() for parameter in learned]
+    states = state_of([*layers, *(module for quantizer in held for module in quantizer.modules())])
+
+    def restore() -> None:
+        states()
+        for parameter, value in zip(learned, values, strict=True):
+            parameter.data.copy_(value)  # a learned range starts again in place, so that optimizers keep it
+
+    return restore
+
+
+def _chosen(model: nn.Module, pattern: str) -> dict[str, Quantizer]:
+    """The static quantizers of the layers that match a pattern."""
+    if not quantizers(model):
+        raise CalibrationError(_NOT_PREPARED)
+    found = {name: q for name, q in quantizers(model).items() if not (q.dynamic or q.pinned) and matches(name, pattern)}
+    if not found and pattern != "*":
+        raise ConfigError(f"no layer with a static quantizer matches {pattern!r}; correct the pattern")
+    return found
+
+
+def _set_ranges(
+    model: nn.Module,
+    ranges: Mapping[str, Range],
+    used: Mapping[str, Calibrator],
+    left: Iterable[str],
+    idle: Iterable[str],
+) -> None:
+    """Give quantizers their ranges; nothing is changed if that fails.
+
+    Args:
+        model: a prepared model.
+        ranges: by the path of the quantizer.
+        used: the calibrators that found them, and those of inputs that were zero, which are off until they get a range.
+        left: the paths of layers that stay in float.
+        idle: the paths of optional quantizers that their layers did without.
+    """
+    found = quantizers(model)
+    modules = [model.get_submodule(name) for name in left]
+    owners = {name: model.get_submodule(layer_of(name)) for name in idle}
+    with restore_on_error(ranges_of(found.values(), [*modules, *owners.values()])):
+        leave_in_float(modules)
+        for name, layer in owners.items():
+            setattr(layer, name.rpartition(".")[2], None)
+        weights = all_weights(model)
+        for name, range in ranges.items():
+            quantizer = found[name]
+            if quantizer.needs_calibration and quantizer.collected is not None:  # it was zero before
+                quantizer.mode = Mode.QUANTIZE
+            if name not in weights:
+                quantizer.set_range(range)
+            elif not holds_codes(weights[name]):
+                give_range(weights[name], range)
+            quantizer.collected = used[name] if quantizer.kind is Kind.INPUT else None
+        for name, calibrator in used.items():
+            if found[name].kind is Kind.INPUT and name not in ranges and layer_of(name) not in left:
+                found[name].reset()
+                found[name].mode, found[name].collected = Mode.OFF, calibrator
+        for name, weight in scaled_weights(model).items():
+            if name in ranges:
+                note_weight(weight)
+        raise_scales(model)
+
+
+def _calibrate_by_choice(
+    model: nn.Module, batches: Iterable[Any], group: Any, options: dict[str, Any], how: dict[str, Any]
+) -> dict[str, Calibrator]:
+    """Calibrate by the best of several methods, which one pass over the batches serves."""
+    if options:
+        raise ConfigError(f'method "{AUTO}" takes no options, got {", ".join(options)}; name a method for them')
+    processes = processes_of(model, group)
+    if processes is not None and processes.size() > 1:
+        raise ConfigError(
+            f'method "{AUTO}" chooses in one process, and {processes.size()} calibrate together; name a method, '
+            f"such as {DEFAULT_METHOD!r}"
+        )
+    given = HeldBack(batches)
+    found = quantizers(model)
+    owners = [model.get_submodule(layer_of(name)) for name in found]
+    with restore_on_error(ranges_of(found.values(), owners)):
+        used = calibrate(model, given, group=group, **how)
+        collected = {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
+        if not collected:
+            return used
+        run = runner(how["inputs"], how["forward"])
+        choice = choose(model, given.held, run, lambda method: recalibrate(model, collected, method))
+        if len(given.held) < given.count:  # else they were seen
+            with restore_after(attributes_of(found.values(), "calibrator")):
+                remaining = {name: found[name] for name in used}
+                job = Job(model, remaining, how["pattern"], run, used.__getitem__, Positions(how["mask"]))
+                job.observe(given.held, progress=False, shared=False)
+        chosen = recalibrate(model, collected, choice.method)
+    if how["progress"] is not False:
+        say(str(choice))
+    return used | chosen

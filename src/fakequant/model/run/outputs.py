@@ -1,0 +1,242 @@
+"""The float tensors in a model's output, and how far they are from those of the float model: one measure for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.batches import Forward
+from fakequant.errors import CalibrationError, ConfigError
+from fakequant.model.modes import evaluating
+from fakequant.nn.contexts import cached_weights
+
+Place = tuple[Any, ...]
+"""The keys, indices and names of fields that lead to a tensor in an output."""
+
+
+def named_tensors(output: Any, place: Place = ()) -> dict[Place, Tensor]:
+    """All float tensors in a model's output by their place: in tuples, lists, mappings and dataclasses, however nested.
+
+    Of a complex tensor, both parts along a last axis.
+
+    >>> named_tensors({"logits": torch.ones(1), "ids": torch.arange(2)})
+    {('logits',): tensor([1.])}
+    """
+    if isinstance(output, Tensor):
+        output = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
+        return {place: output} if output.is_floating_point() else {}
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(output, Mapping):
+        items = output.items()
+    elif isinstance(output, (tuple, list)):
+        items = zip(getattr(output, "_fields", range(len(output))), output, strict=True)
+    elif is_dataclass(output) and not isinstance(output, type):
+        items = [(field.name, getattr(output, field.name)) for field in fields(output)]
+    return {name: tensor for key, item in items for name, tensor in named_tensors(item, (*place, key)).items()}
+
+
+def float_tensors(output: Any) -> list[Tensor]:
+    """All float tensors in a model's output, in order."""
+    return [*named_tensors(output).values()]
+
+
+def shown_place(place: Place) -> str:
+    """A place as text.
+
+    >>> shown_place(("levels", 0, "boxes"))
+    'levels[0].boxes'
+    """
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".") or "the output"
+
+
+@dataclass
+class Power:
+    """The power of a signal and of its error, summed over batches.
+
+    Values that are infinite or NaN in the signal, as those of masked tokens may be, count only where they change.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, exact: Tensor, approximate: Tensor) -> None:
+        """Add a tensor and its approximation; one of another shape, as of a detector, is infinitely far."""
+        exact, approximate = exact.detach(), approximate.detach()
+        if exact.shape != approximate.shape:
+            self.noise = math.inf
+            return
+        if exact.dtype not in (torch.float32, torch.float64) or approximate.dtype is not exact.dtype:
+            exact, approximate = exact.double(), approximate.double()
+        # Float32 rounds a difference by 2**-24 of it, and sums are float64. Copies in double take most time.
+        signal, noise = _energy(exact), _energy(approximate - exact)
+        if not math.isfinite(signal + noise):  # a difference may be too large for float32
+            same = (exact == approximate) | (exact.isnan() & approximate.isnan())
+            noise = _energy(torch.where(same, 0.0, approximate.double() - exact.double()))
+            signal = _energy(torch.where(exact.isfinite(), exact, 0.0))
+        self.signal += signal
+        self.noise += math.inf if math.isnan(noise) else noise
+
+    @property
+    def share(self) -> float:
+        """Noise over signal. Without a signal any noise is 1: all that is there is noise."""
+        if self.noise == 0.0 or math.isinf(self.noise):
+            return self.noise
+        return self.noise / self.signal if self.signal else 1.0
+
+
+def _energy(x: Tensor) -> float:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2 if x.numel() else 0.0
+
+
+class Distance:
+    """How far tensors are from their float values, each as a share of its own energy.
+
+    So a tensor of small values counts as much as one of large values. Empty tensors do not count.
+
+    >>> distance = Distance()
+    >>> distance.add({"boxes": torch.full((4,), 500.0), "scores": torch.ones(4)},
+    ...              {"boxes": torch.full((4,), 500.0), "scores": torch.full((4,), 0.9)})
+    >>> round(distance.mean, 4), round(distance.shares["scores"], 4), distance.worst
+    (0.005, 0.01, 'scores')
+    """
+
+    def __init__(self) -> None:
+        self._powers: dict[Any, Power] = {}
+
+    def add(self, exact: Mapping[Any, Tensor], approximate: Mapping[Any, Tensor]) -> None:
+        """Add tensors by name, and their approximations. One that is there only once is infinitely far."""
+        for name in {**exact, **approximate}:
+            one, other = exact.get(name), approximate.get(name)
+            if one is None or other is None:
+                self._powers.setdefault(name, Power()).noise = math.inf
+            elif one.numel() or other.numel():
+                self._powers.setdefault(name, Power()).add(one, other)
+
+    @property
+    def shares(self) -> dict[Any, float]:
+        """The energy of the error by name, as a share of the tensor's."""
+        return {name: power.share for name, power in self._powers.items()}
+
+    @property
+    def mean(self) -> float:
+        """The mean of the shares, by which decisions are made; 0 without tensors."""
+        return sum(self.shares.values()) / max(len(self._powers), 1)
+
+    @property
+    def worst(self) -> Any:
+        """The name with the largest share."""
+        return max(self._powers, key=lambda name: self._powers[name].share)
+
+    @property
+    def shown_worst(self) -> str:
+        """The place with the largest share, and this share, as text; "" where there is one output."""
+        if len(self._powers) < 2:
+            return ""
+        return f"worst {shown_place(self.worst)} {self._powers[self.worst].share:.2e}"
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether there is neither signal nor noise."""
+        return not any(power.signal or power.noise for power in self._powers.values())
+
+
+def decibels(share: float) -> float:
+    """Signal over noise, of noise over signal; inf without noise.
+
+    >>> decibels(0.001)
+    30.0
+    """
+    return math.inf if share == 0.0 else -10 * math.log10(share)
+
+
+class OutputDistance:
+    """How far a model's outputs are from those of the float model.
+
+    Args:
+        model: the one in float, as it is now.
+        batches: those to compare on; the outputs of all of them are kept.
+        run: called as run(model, batch).
+        counts: for each batch the tokens that count, bool [batch, tokens]; None: all. Outputs with other leading axes
+            count as a whole.
+
+    >>> model, batches = nn.Linear(2, 2), [torch.randn(3, 2)]
+    >>> OutputDistance(model, batches, lambda model, batch: model(batch)).of(model).mean
+    0.0
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Any], run: Forward, counts: Sequence[Tensor | None] | None = None
+    ) -> None:
+        self._batches, self._run = batches, run
+        self._counts = [None] * len(batches) if counts is None else counts
+        self._wanted = [{name: y.clone() for name, y in found.items()} for found in self._outputs(model)]
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        """All outputs in float, without masked tokens."""
+        return [y for outputs in self._wanted for y in outputs.values()]
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether the model gives floats at all; there is no error of whole numbers."""
+        return any(y.numel() for y in self.wanted)
+
+    def check(self, *, has_metric: bool = False) -> None:
+        """Raise if the float model gives NaN, or no floats where nothing else is measured.
+
+        Raises:
+            CalibrationError: an output holds NaN (numbers the batch).
+            ConfigError: there are no floats.
+        """
+        for number, outputs in enumerate(self._wanted, 1):
+            if any(bool(y.isnan().any()) for y in outputs.values()):
+                raise CalibrationError(f"batch {number}: an output in float holds NaN; leave the batch out")
+        if not self.has_outputs and not has_metric:
+            raise ConfigError("the model gives no floats, so that its outputs have no error; measure it by a metric=")
+
+    def of(self, model: nn.Module) -> Distance:
+        """The distance of another model, or of the same one as it is now."""
+        found = Distance()
+        with cached_weights(model):
+            for wanted, outputs in zip(self._wanted, self._outputs(model), strict=True):
+                found.add(wanted, outputs)
+        return found
+
+    def by_row(self, model: nn.Module) -> Tensor:
+        """The error of each row of each output as a share of this output's energy, float64 on the CPU.
+
+        A row is an example, or with `counts` a token. An output of another shape has one row, which is infinite.
+        """
+        energy: dict[Place, float] = {}
+        for wanted in self._wanted:
+            for place, y in wanted.items():
+                energy[place] = energy.get(place, 0.0) + _energy(y.nan_to_num(0.0, 0.0, 0.0))
+        rows = [torch.zeros(0, dtype=torch.float64)]
+        with cached_weights(model):
+            for wanted, outputs in zip(self._wanted, self._outputs(model), strict=True):
+                for place, y in wanted.items():
+                    other = outputs.get(place)
+                    if other is None or other.shape != y.shape:
+                        rows.append(torch.full((1,), math.inf, dtype=torch.float64))
+                    elif y.numel():
+                        same = (y == other) | (y.isnan() & other.isnan())
+                        error = torch.where(same, 0.0, other.double() - y.double()).square()
+                        share = error.reshape(len(y) if y.dim() else 1, -1).sum(1).cpu() / (energy[place] or 1.0)
+                        rows.append(share.nan_to_num(math.inf))
+        return torch.cat(rows)
+
+    def _outputs(self, model: nn.Module) -> Iterator[dict[Place, Tensor]]:
+        for batch, counts in zip(self._batches, self._counts, strict=True):
+            with evaluating(model), torch.no_grad():
+                outputs = named_tensors(self._run(model, batch))
+            yield {name: _counted(tensor, counts) for name, tensor in outputs.items()}
+
+
+def _counted(y: Tensor, counts: Tensor | None) -> Tensor:
+    """The unmasked tokens of an output [batch, tokens, ...]; other outputs unchanged."""
+    return y if counts is None or y.shape[:2] != counts.shape else y[counts.to(y.device)]

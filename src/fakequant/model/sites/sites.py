@@ -1,0 +1,324 @@
+"""Which calls of functions in a model get quantizers: the plan, made from a recorded run, and carried out in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fakequant.errors import ConfigError
+from fakequant.model.config import Config, Rule, TensorConfig, all_names
+from fakequant.model.run.recorded import Call, Recording
+from fakequant.model.sites.planned import Candidate, PlannedSite, SitePlan, SiteQuantizer, site_path
+from fakequant.model.sizes import exceeds_float
+from fakequant.nn.forms import bypasses_class, quantized_class
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.operands import Kernel, Role
+from fakequant.nn.paths import module_at
+from fakequant.nn.quantizer import Kind, Quantizer
+from fakequant.nn.site_classes import add_sites, is_shielded, shield
+from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand, einsum_operand
+from fakequant.nn.sites import Site, Sites, site_keys, sites_of
+from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.qparams import QParams
+
+Placed = Mapping[Candidate, dict[str, SiteQuantizer]]
+
+
+def plan_sites(model: nn.Module, config: Config, recording: Recording, placed: Placed | None = None) -> SitePlan:
+    """The sites that the rules of a configuration say, and, where no rule speaks of a call, those of a target.
+
+    Args:
+        model: the float model.
+        config: its rules.
+        recording: of a run of the model.
+        placed: the quantizers that a target places; none without a target.
+
+    Raises:
+        ConfigError: a rule matches no call, or the owner of a site is called with different sequences of functions.
+    """
+    found = candidates(model, recording)
+    rules = rules_of_sites(model, config, found)
+    planned = [(one, _quantizers(one, rules[one]) if one in rules else (placed or {}).get(one, {})) for one in found]
+    return complete_plan(model, recording, [(one, held) for one, held in planned if held])
+
+
+def rules_of_sites(model: nn.Module, config: Config, found: Iterable[Candidate]) -> dict[Candidate, Rule]:
+    """The rules that speak of calls, by call; the last that matches holds.
+
+    Raises:
+        ConfigError: a rule matches no call.
+    """
+    names = all_names(model)
+    modules = dict(model.named_modules())
+    found = list(found)
+    rules: dict[Candidate, Rule] = {}
+    for rule in config.site_rules:
+        matched = [
+            one
+            for one in found
+            if one.function in rule.functions
+            and rule.matches_any((*names[modules[one.owner]], one.path), modules[one.owner])
+        ]
+        if not matched and not rule.optional:
+            raise ConfigError(_nothing_matched(rule, found))
+        rules.update(dict.fromkeys(matched, rule))
+    return rules
+
+
+def complete_plan(
+    model: nn.Module, recording: Recording, planned: Iterable[tuple[Candidate, dict[str, SiteQuantizer]]]
+) -> SitePlan:
+    """The plan for chosen calls: with the sequences of their owners, and the modules that owners call.
+
+    Raises:
+        ConfigError: an owner is called with different sequences, or cannot be one.
+    """
+    parameters = list(model.parameters())  # a recording numbers them first
+    sites = tuple(_planned_site(model, recording, one, held, parameters) for one, held in planned)
+    counted: dict[str, set[str]] = {}
+    for site in sites:
+        counted.setdefault(site.owner, set()).add(site.function)
+    steps = {owner: _steps(recording, owner, functions) for owner, functions in counted.items()}
+    modules = dict(model.named_modules())
+    for owner in steps:
+        if bypasses_class(modules[owner]):
+            raise ConfigError(
+                f"{owner or 'the model'}: a forward of its own (a hook's) would bypass the quantizers of its "
+                "functions; remove the hook, or leave the functions in float by a rule"
+            )
+    return SitePlan(sites, steps, shielded_modules(modules, recording.called, steps))
+
+
+def _planned_site(
+    model: nn.Module,
+    recording: Recording,
+    one: Candidate,
+    held: dict[str, SiteQuantizer],
+    parameters: list[nn.Parameter],
+) -> PlannedSite:
+    weights = [name for name, quantizer in held.items() if quantizer.kind is Kind.WEIGHT]
+    owner = module_at(model, one.owner)
+    found = _parameters_of(owner, parameters, recording, (one.owner, one.function, one.index), weights)
+    return PlannedSite(one.owner, one.function, one.index, one.operands, held, found)
+
+
+def _parameters_of(
+    owner: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    recording: Recording,
+    call: tuple[str, str, int],
+    operands: Iterable[str],
+) -> dict[str, str]:
+    """The operands of a call that are parameters of its owner which nothing else reads, with their paths in the owner.
+
+    Args:
+        owner: the module whose `forward` calls it.
+        parameters: those of the float model, as it lists them.
+        recording: of its run.
+        call: owner, function and index.
+        operands: the names to look at.
+    """
+    names = {id(parameter): name for name, parameter in owner.named_parameters(remove_duplicate=False)}
+    found: dict[str, str] = {}
+    for operand in operands:
+        value = next(one.operands[operand] for one in recording.calls_of[call[0]] if one.site == call)
+        readers = recording.consumers[value]
+        alone = all(one.site == call and one.inputs.count(value) == 1 for one in readers)
+        if value < len(parameters) and alone and (name := names.get(id(parameters[value]))) is not None:
+            found[operand] = name
+    return found
+
+
+def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
+    """The calls that could be sites: with enough float tensors, outside of layers that have a quantized form."""
+    found: list[Candidate] = []
+    for owner, module in model.named_modules():
+        if quantized_class(module) is not None or isinstance(module, QuantizedLayer):
+            continue
+        calls: dict[tuple[str, int], list[Call]] = {}
+        for visit in recording.of_owner(owner):
+            for call in visit:
+                calls.setdefault((call.function, call.index), []).append(call)
+        for (function, index), same in calls.items():
+            operands = tuple(same[0].operands)
+            if len(operands) >= SITE_FUNCTIONS[function].fewest and all(tuple(c.operands) == operands for c in same):
+                constants = frozenset(
+                    name for name in operands if all(recording.values[call.operands[name]].constant for call in same)
+                )
+                shapes = tuple(recording.values[value].shape for value in same[0].operands.values())
+                found.append(Candidate(owner, function, index, operands, constants, same[0].equation, shapes))
+    order = {call.site: call.number for call in reversed(recording.calls)}
+    return sorted(found, key=lambda one: order[one.owner, one.function, one.index])
+
+
+def operand_of(one: Candidate, name: str) -> Operand:
+    """What the table says of an operand, or the equation of an `einsum`; one of another list is nothing special."""
+    if one.equation:
+        return einsum_operand(one.equation, name)
+    return next((known for known in SITE_FUNCTIONS[one.function].operands if known.name == name), Operand(name, 0))
+
+
+def operand_quantizer(one: Candidate, name: str, rule: Rule) -> SiteQuantizer | None:
+    """The quantizer that a rule gives an operand of a call; None if it gives none."""
+    operand = operand_of(one, name)
+    # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
+    weight = name in one.constants and SITE_FUNCTIONS[one.function].is_product
+    axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
+    own, whole = one.shape(name), one.shape("weight")
+    sizes = whole[len(whole) - operand.positions :]
+    kernel = Kernel.of(sizes, own[operand.reduction] if weight and sizes else None)
+    config = rule.tensor(Role.WEIGHT if weight else Role.INPUT, axes, kernel)
+    if weight and config is not None and rule.input is None and exceeds_float(config.spec, own):
+        return None
+    return None if config is None else SiteQuantizer(config, Kind.WEIGHT if weight else Kind.INPUT)
+
+
+def _quantizers(one: Candidate, rule: Rule) -> dict[str, SiteQuantizer]:
+    made = {name: operand_quantizer(one, name, rule) for name in one.operands}
+    held = {name: quantizer for name, quantizer in made.items() if quantizer is not None}
+    if rule.output is not None:
+        features = operand_of(one, one.operands[0]).reduction
+        held["output"] = SiteQuantizer(rule.output.placed({-1: features}))
+    return held
+
+
+def _steps(recording: Recording, owner: str, functions: set[str]) -> tuple[str, ...]:
+    """The one sequence of the functions of an owner's sites."""
+    visits = [
+        tuple(call.function for call in visit if call.function in functions) for visit in recording.of_owner(owner)
+    ]
+    other = next((steps for steps in visits if steps != visits[0]), None)
+    if other is not None:
+        raise ConfigError(different_orders(owner, visits[0], other, len(visits)))
+    return visits[0]
+
+
+def different_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...], visits: int, mode: str = "") -> str:
+    """What is said of an owner that calls the functions of its sites in another order when it is called again."""
+    ops = ", ".join(repr(name) for name in sorted({*steps, *other}))
+    return (
+        f"{owner or 'the model'} is called {visits} times{mode} and calls functions in different orders, so that "
+        f"their quantizers cannot be told apart:\n  {', '.join(steps) or 'none'}\n  {', '.join(other) or 'none'}\n"
+        "Move the branch or the loop into a module of its own, or leave the functions in float by "
+        f"Rule({owner!r}, ops=({ops},))"
+    )
+
+
+def shielded_modules(
+    modules: Mapping[str, nn.Module], called: Mapping[str, list[str]], owners: Iterable[str]
+) -> tuple[str, ...]:
+    """The modules that owners call, or may call in training mode."""
+    shielded: dict[str, None] = {}
+    owners = set(owners)
+
+    def add(path: str) -> None:
+        module = modules.get(path)
+        if module is None or path in owners or isinstance(module, torch.jit.ScriptModule):
+            return
+        if type(module).forward is nn.Module.forward:  # a list of modules, which is never called itself
+            for name, child in module.named_children():
+                if modules.get(f"{path}.{name}") is child:
+                    add(f"{path}.{name}")
+        else:
+            shielded[path] = None
+
+    for owner in owners:
+        for path in called.get(owner, []):
+            add(path)
+        for name, _ in modules[owner].named_children():
+            add(f"{owner}.{name}" if owner else name)
+    return tuple(path for path in modules if path in shielded)
+
+
+def apply_sites(model: nn.Module, plan: SitePlan) -> None:
+    """Give a model the quantizers of a plan, in place.
+
+    Raises:
+        ConfigError: the model lacks an owner, or its owner cannot have sites.
+    """
+    modules = dict(model.named_modules())
+    shared: dict[str, Quantizer] = {}
+    if missing := [path for path in (*plan.steps, *plan.shielded) if path not in modules]:
+        raise ConfigError(f"the plan has modules that the model lacks: {', '.join(missing)}")
+    planned: dict[str, list[PlannedSite]] = {}
+    for site in plan.sites:
+        planned.setdefault(site.owner, []).append(site)
+    for owner, steps in plan.steps.items():
+        sites: dict[str, Site] = {}
+        for site in planned.get(owner, []):
+            held = {name: _made(q, f"{site.path}.{name}", shared) for name, q in site.quantizers.items()}
+            sites[site.key] = Site(site.function, site.operands, held, site.weights)
+        if unknown := sorted(set(sites) - set(site_keys(steps))):
+            raise ConfigError(f"{owner or 'the model'} has no calls {', '.join(unknown)}")
+        made = Sites(owner, steps, sites, plan.training_keys.get(owner))
+        add_sites(modules[owner], made.train(modules[owner].training))
+    for path in plan.shielded:
+        shield(modules[path])
+
+
+def _made(planned: SiteQuantizer, path: str, shared: dict[str, Quantizer]) -> Quantizer:
+    if planned.group is not None and planned.group in shared:
+        return shared[planned.group]
+    quantizer = Quantizer(planned.tensor.spec, kind=planned.kind, dynamic=planned.tensor.dynamic)
+    quantizer.name = path
+    if planned.fixed is not None:
+        scale, zero_point = planned.fixed
+        quantizer.set_qparams(QParams(torch.tensor([scale]), torch.tensor([zero_point], dtype=torch.int32)))
+        quantizer.pinned = True
+    return shared.setdefault(planned.group or path, quantizer)
+
+
+@unwraps
+def site_plan(model: nn.Module) -> SitePlan:
+    """The functions of a prepared model that have quantizers, as a plan that prints.
+
+    >>> class Residual(nn.Module):
+    ...     def forward(self, x):
+    ...         return x + torch.relu(x)
+    >>> rules = Config("sums", (Rule("*", input="int8", ops=("add",)),))
+    >>> print(site_plan(prepare(Residual(), rules, example=torch.ones(2, 4))))
+    _sites.add_0: input int8 per_tensor, other int8 per_tensor
+    """
+    owners = {path: sites for path, module in model.named_modules() if (sites := sites_of(module)) is not None}
+    uses = Counter(id(quantizer) for own in owners.values() for site in own.children() for quantizer in held_by(site))
+    first: dict[int, str] = {}
+    planned: list[PlannedSite] = []
+    for owner, own in owners.items():
+        for place, key in enumerate(own.keys):
+            site = own._modules.get(key)
+            if isinstance(site, Site):
+                index = own.steps[:place].count(site.function)
+                held: dict[str, SiteQuantizer] = {}
+                for name, quantizer in ((n, q) for n, q in site._modules.items() if isinstance(q, Quantizer)):
+                    path = f"{site_path(owner, key)}.{name}"
+                    group = first.setdefault(id(quantizer), path) if uses[id(quantizer)] > 1 else None
+                    tensor = TensorConfig(quantizer.spec, quantizer.dynamic)
+                    held[name] = SiteQuantizer(tensor, quantizer.kind, group, _fixed_of(quantizer))
+                planned.append(PlannedSite(owner, site.function, index, site.operands, held, site.weights))
+    shielded = tuple(path for path, module in model.named_modules() if is_shielded(module))
+    trained = {owner: own.training_keys for owner, own in owners.items() if own.training_keys is not None}
+    return SitePlan(tuple(planned), {owner: own.steps for owner, own in owners.items()}, shielded, trained)
+
+
+def _fixed_of(quantizer: Quantizer) -> tuple[float, int] | None:
+    if not quantizer.pinned or quantizer.scale is None or quantizer.zero_point is None:
+        return None
+    return float(quantizer.scale), int(quantizer.zero_point)
+
+
+def held_by(site: nn.Module) -> list[Quantizer]:
+    """The quantizers of a site, of which one may serve several operands."""
+    return [quantizer for quantizer in site._modules.values() if isinstance(quantizer, Quantizer)]
+
+
+def _nothing_matched(rule: Rule, found: list[Candidate]) -> str:
+    calls = ", ".join(dict.fromkeys(f"{one.owner or 'the model'}: {one.function}" for one in found[:8]))
+    more = f" and {len(found) - 8} more calls" if len(found) > 8 else ""
+    what = f"calls that can be quantized are {calls}{more}" if found else "the model calls no function to quantize"
+    return (
+        f"the rule {rule.pattern!r} with ops {', '.join(rule.ops)} matches no call of the example's run; {what}. "
+        "Correct the pattern, or set optional=True if the rule may match nothing"
+    )

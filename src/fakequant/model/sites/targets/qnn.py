@@ -1,0 +1,37 @@
+"""Qualcomm's QNN (HTP): every operator has quantized inputs and a quantized output.
+
+Softmax and sigmoid give values from 0 to 1, tanh from -1 to 1. Concatenations and stacks have one scale.
+"""
+
+from __future__ import annotations
+
+from fakequant.model.sites.targets.table import (
+    ATTENTION_LAYER,
+    MOVES,
+    PRODUCTS,
+    RECURRENT,
+    FixedRange,
+    Target,
+    after_products,
+)
+from fakequant.nn.site_functions import SITE_FUNCTIONS
+
+_ZERO_TO_ONE = FixedRange(0.0, 1.0, has_high=True)
+_KEEPS = MOVES | {"maximum", "minimum"}
+_INPUTS = frozenset(SITE_FUNCTIONS) - _KEEPS - {"batch_norm", "relu", "relu6"}
+
+QNN = Target(
+    name="qnn",
+    inputs=_INPUTS,
+    keeps=_KEEPS,
+    shared=frozenset({"cat", "stack"}),
+    fixed={
+        "softmax": _ZERO_TO_ONE,
+        "sigmoid": _ZERO_TO_ONE,
+        "hardsigmoid": _ZERO_TO_ONE,
+        "tanh": FixedRange(-1.0, 1.0, has_high=True),
+    },
+    outputs=(_INPUTS | PRODUCTS | RECURRENT | {ATTENTION_LAYER}) - {"embedding"},
+    fused=after_products("relu", "relu6") | {("add", "relu")},
+    attention_in_parts=True,
+)

@@ -1,0 +1,1 @@
+"""A quantized model as files, and back."""

@@ -1,0 +1,174 @@
+"""Scales and zero points of a checkpoint: checked as those of a call are, before a model takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.errors import CheckpointError, QParamsError, ShapeError
+from fakequant.model.modes import in_eval_mode
+from fakequant.model.state.manifest import LayerEntry, QuantizerEntry
+from fakequant.nn.forms import quantized_class
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.learned import LearnedRange
+from fakequant.nn.operands import LayerWeight
+from fakequant.nn.paths import join
+from fakequant.numerics.arguments import check_scale
+from fakequant.numerics.spec import QuantSpec
+
+
+def check_ranges(
+    modules: Mapping[str, nn.Module],
+    entries: Mapping[str, LayerEntry],
+    tensors: Mapping[str, Tensor],
+    wide: bool,
+    others: Mapping[str, QuantizerEntry] | None = None,
+) -> None:
+    """Check what a checkpoint holds for quantizers.
+
+    Args:
+        modules: the layers of the float model by path.
+        entries: the layers of the checkpoint.
+        tensors: of the checkpoint.
+        wide: whether the model computes in float64.
+        others: the quantizers of functions by path.
+
+    Raises:
+        CheckpointError: a tensor that no call would take, that does not fit the layer's weight, or that belongs to
+            nothing.
+    """
+    by_quantizer: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        for prefix in _prefixes(key):
+            by_quantizer.setdefault(prefix, {})[key[len(prefix) + 1 :]] = tensor
+    for name, layer in entries.items():
+        weights = _weights(modules[name])
+        for attribute, entry in layer.quantizers.items():
+            path = join(name, attribute)
+            weight = None
+            if attribute in weights:
+                # Its own weight, because a model of other shapes is another architecture, which torch says better.
+                place = weights[attribute]
+                weight = tensors.get(join(name, place))
+                if weight is None:  # a parametrization computes it; a spectral norm makes a step when read in training
+                    held = LayerWeight.of(modules[name], attribute, place)
+                    with in_eval_mode(held.owner):
+                        weight = getattr(held.owner, held.name, None)
+            _check_named(path, entry, by_quantizer.get(path, {}), weight, wide)
+    for path, entry in (others or {}).items():
+        # A function may compute in float64 whatever the parameters are.
+        _check_named(path, entry, by_quantizer.get(path, {}), None, wide=True)
+
+
+def _check_named(path: str, entry: QuantizerEntry, held: Mapping[str, Tensor], weight: object, wide: bool) -> None:
+    try:
+        _check_quantizer(entry, held, weight, wide)
+    except (QParamsError, ShapeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's quantizer {path} cannot be used: {error}. The file is damaged, or was not written by "
+            "fakequant.save"
+        ) from error
+
+
+def _weights(layer: nn.Module) -> dict[str, str]:
+    """Where a layer holds the weights of its quantizers, by the attributes of these."""
+    form = type(layer) if isinstance(layer, QuantizedLayer) else quantized_class(layer)
+    return {} if form is None else {a: operand.weight for a, operand in form.operands(layer).items() if operand.weight}
+
+
+def is_wide(model: nn.Module) -> bool:
+    """Whether a model computes in float64, as far as its tensors tell."""
+    dtypes = {t.dtype for t in chain(model.parameters(), model.buffers()) if t.is_floating_point()}
+    return not dtypes or torch.float64 in dtypes
+
+
+def _prefixes(key: str) -> list[str]:
+    """The paths of the modules that hold a tensor of a state dict, from the outermost."""
+    words = key.split(".")
+    return [".".join(words[:end]) for end in range(1, len(words))]
+
+
+def _check_quantizer(entry: QuantizerEntry, held: Mapping[str, Tensor], weight: object, wide: bool) -> None:
+    spec, learned = entry.tensor.spec, entry.make_learned()
+    if learned is not None:
+        _check_learned(spec, learned, held, weight, wide)
+        return
+    if unknown := sorted(set(held) - {"scale", "zero_point"}):
+        raise QParamsError(f"it holds {', '.join(unknown)}, but learns no range")
+    if "scale" in held:
+        _check_values(spec, held["scale"], held.get("zero_point"), wide)
+        _check_shape(spec, "scale", held["scale"], weight)
+    elif "zero_point" in held:
+        raise QParamsError("it has a zero point, but no scale")
+
+
+def _check_learned(
+    spec: QuantSpec, learned: LearnedRange, held: Mapping[str, Tensor], weight: object, wide: bool
+) -> None:
+    prefix = f"{learned.method}."
+    if unknown := sorted(key for key in held if not key.startswith(prefix)):
+        raise QParamsError(f"it holds {', '.join(unknown)}, but learns its range by {learned.method!r}")
+    # A symmetric specification has no offset: the first name alone is needed.
+    for key in learned.names[:1] if spec.symmetric else learned.names:
+        if prefix + key not in held:
+            raise QParamsError(f"it lacks {key}, which {learned.method!r} learns")
+    for key in learned.names:
+        if (parameter := held.get(prefix + key)) is not None:
+            _check_dtype(key, parameter, wide)
+            if not bool(parameter.isfinite().all()):
+                raise QParamsError(f"{key} must be finite in every group")
+            _check_shape(spec, key, parameter, weight)
+    if (zero_point := held.get(prefix + "zero_point")) is not None:
+        _check_zero_point(spec, zero_point)
+
+
+def _check_values(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, wide: bool) -> None:
+    _check_dtype("scale", scale, wide)
+    check_scale(scale, spec.arithmetic)
+    if zero_point is None:
+        if not spec.symmetric:
+            raise QParamsError(f"it lacks zero_point, which {spec} needs")
+        return
+    if zero_point.shape != scale.shape:
+        raise ShapeError(f"zero_point has shape {list(zero_point.shape)}, but scale {list(scale.shape)}")
+    _check_zero_point(spec, zero_point)
+
+
+def _check_dtype(name: str, value: Tensor, wide: bool) -> None:
+    if value.dtype is torch.float64 and not wide:
+        raise QParamsError(
+            f"{name} is float64, as of a model that computes in float64; call model.double() before load"
+        )
+    if value.dtype not in (torch.float32, torch.float64):
+        raise QParamsError(f"{name} must be float32, got a tensor of {value.dtype}")
+
+
+def _check_zero_point(spec: QuantSpec, zero_point: Tensor) -> None:
+    if spec.symmetric:
+        raise QParamsError(f"it has a zero point, but {spec} is symmetric")
+    if zero_point.dtype is torch.bool or zero_point.is_complex():
+        raise QParamsError(f"zero_point must be int32, got a tensor of {zero_point.dtype}")
+    exact, fmt = zero_point.double(), spec.format
+    good = (exact >= fmt.quant_min) & (exact <= fmt.quant_max) & (exact == exact.round())
+    if not bool(good.all()):
+        raise QParamsError(
+            f"zero_point must be a code of {fmt}, {fmt.quant_min:g} to {fmt.quant_max:g}, in every group, "
+            f"got {exact[~good][0].item()}"
+        )
+
+
+def _check_shape(spec: QuantSpec, name: str, value: Tensor, weight: object) -> None:
+    """Check a shape where the tensor that it belongs to is known, or cannot exist."""
+    if isinstance(weight, Tensor):
+        expected = spec.granularity.group_shape(weight.shape)
+        if tuple(value.shape) != expected and not value.numel() == 1 == math.prod(expected):
+            raise ShapeError(
+                f"{name} has shape {list(value.shape)}, but {spec.granularity} on the weight of shape "
+                f"{list(weight.shape)} needs {list(expected)}"
+            )
+    elif spec.granularity.keeps_whole_axes and spec.granularity.group_shape(value.shape) != tuple(value.shape):
+        raise ShapeError(f"{name} has shape {list(value.shape)}, which {spec.granularity} gives for no tensor")

@@ -1,0 +1,1 @@
+"""Training with quantizers, and batch normalisations that are folded."""

@@ -1,0 +1,193 @@
+"""Train a quantized model towards what a float model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.data.positions import Mask, Positions
+from fakequant.errors import ConfigError, nearest
+from fakequant.model.modes import disabled, in_eval_mode
+from fakequant.model.run.outputs import float_tensors
+from fakequant.restore import restore_after
+
+_IGNORED = -100
+"""The label of tokens that torch's losses leave out."""
+_MASK = "attention_mask"
+"""The key of the mask in batches of tokenizers."""
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What a model learns from a teacher, and how much that counts.
+
+    The loss is (1 - weight) times the user's loss plus weight times the distance from the teacher. That is the
+    Kullback-Leibler divergence of the softmax of the logits, or with `features` the mean squared error of the outputs
+    of these modules, summed over them.
+
+    Args:
+        teacher: a module that takes the same batches; "self" is the trained model with its quantizers off. That takes
+            no memory, and its weights move with the training. It computes in eval mode and without gradients.
+        weight: above 0 to 1.
+        temperature: by which logits are divided; the divergence is multiplied by its square, so that gradients keep
+            their size (Hinton et al., arXiv 1503.02531).
+        features: names of modules that the model and the teacher both have.
+        logits: finds the logits in what a model returns; by default the only tensor, or `outputs.logits`.
+        axis: of the classes in the logits.
+        mask: which tokens count, as for `calibrate`. Tokens whose label is -100 do not count either. By default these
+            are left out, and where there are none those of "attention_mask" in a batch. An output with other leading
+            axes than the mask counts as a whole.
+
+    Raises:
+        ConfigError: a weight, temperature or teacher out of these.
+
+    >>> Distillation("self", weight=0.9, temperature=2.0).weight
+    0.9
+    """
+
+    teacher: nn.Module | Literal["self"] = "self"
+    weight: float = 0.5
+    temperature: float = 1.0
+    features: tuple[str, ...] = ()
+    logits: Callable[[Any], Tensor] | None = None
+    axis: int = -1
+    mask: Mask | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.teacher, nn.Module) or self.teacher == "self"):
+            raise ConfigError(f'the teacher must be a module, or "self" for the model itself, got {self.teacher!r}')
+        if not 0 < self.weight <= 1:
+            raise ConfigError(f"Distillation(weight={self.weight}): must be above 0 and at most 1")
+        if not self.temperature > 0:
+            raise ConfigError(f"Distillation(temperature={self.temperature}): must be positive")
+        Positions(self.mask)
+        if isinstance(self.features, str):
+            raise ConfigError(f"Distillation(features={self.features!r}): give a tuple, such as ({self.features!r},)")
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ConfigError where the model or the teacher lacks a module of `features`."""
+        for role, module in (("model", model), ("teacher", self._teacher_of(model))):
+            names = [name for name, _ in module.named_modules() if name]
+            for feature in self.features:
+                if feature not in names:
+                    raise ConfigError(f"the {role} has no module {feature!r} for features={nearest(feature, names)}")
+
+    def masks(self, batch: Any, labels: Any) -> list[Tensor]:
+        """The masks of a batch, bool: that of its labels, and that of its tokens [batch, tokens].
+
+        Args:
+            batch: what a data loader gives.
+            labels: its targets, if they are known; integers of -100 do not count, as for torch's losses.
+        """
+        found = []
+        if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == _IGNORED).any()):
+            found.append(labels != _IGNORED)
+        if self.mask is not None:
+            found.append(Positions(self.mask).of(batch))
+        elif isinstance(batch, Mapping) and _is_mask(batch.get(_MASK)):
+            found.append(batch[_MASK].bool())
+        return [mask for mask in found if mask is not None]
+
+    def student(
+        self, model: nn.Module, forward: Callable[[nn.Module], Any], masks: Sequence[Tensor] = ()
+    ) -> tuple[Any, Tensor]:
+        """The outputs of the trained model, and its distance from the teacher.
+
+        Args:
+            model: the one that is trained.
+            forward: calls a model with the batch.
+            masks: of the batch, see `masks`.
+
+        Raises:
+            ConfigError: the model and its teacher give other shapes, or `mask` fits nothing that is compared.
+        """
+        outputs, own = self._run(model, forward)
+        teacher = self._teacher_of(model)
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.no_grad())
+            contexts.enter_context(in_eval_mode(teacher))
+            if teacher is model:
+                contexts.enter_context(disabled(model))
+            _, wanted = self._run(teacher, forward)
+        for x, y, name in zip(own, wanted, self.features or ("the logits",), strict=True):
+            if x.shape != y.shape:
+                raise ConfigError(f"{name}: the model gives {list(x.shape)}, and its teacher {list(y.shape)}")
+        if self.features:
+            each = [(x - y.to(x.dtype)).square() for x, y in zip(own, wanted, strict=True)]
+        else:
+            each = [self._divergence(own[0], wanted[0])]
+        least = 3 if self.features else 1  # [batch, features] may be as long as [batch, tokens]
+        fitting = [[mask for mask in masks if x.dim() >= least and x.shape[: mask.dim()] == mask.shape] for x in each]
+        if self.mask is None:  # the first one: of an encoder and a decoder, the mask of tokens may be the other's
+            fitting = [found[:1] for found in fitting]
+        elif not any(masks[-1] is mask for found in fitting for mask in found):
+            shapes = ", ".join(str(list(x.shape)) for x in each)
+            raise ConfigError(f"the mask {list(masks[-1].shape)} has the leading axes of nothing compared: {shapes}")
+        return outputs, torch.stack([_mean(x, found) for x, found in zip(each, fitting, strict=True)]).sum()
+
+    def _teacher_of(self, model: nn.Module) -> nn.Module:
+        return self.teacher if isinstance(self.teacher, nn.Module) else model
+
+    def _run(self, model: nn.Module, forward: Callable[[nn.Module], Any]) -> tuple[Any, list[Tensor]]:
+        """The outputs of a model, and the tensors that are compared."""
+        with _seen(model, self.features) as seen:
+            outputs = forward(model)
+        if not self.features:
+            return outputs, [(self.logits or _logits)(outputs)]
+        if missing := [name for name in self.features if name not in seen]:
+            raise ConfigError(f"features: no tensor came out of {missing[0]} in this batch")
+        return outputs, [seen[name] for name in self.features]
+
+    def _divergence(self, own: Tensor, wanted: Tensor) -> Tensor:
+        student = F.log_softmax(own.float() / self.temperature, self.axis)
+        teacher = F.log_softmax(wanted.float() / self.temperature, self.axis)
+        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(self.axis) * self.temperature**2
+
+
+def _is_mask(value: Any) -> bool:
+    """Whether a value may be a mask [batch, tokens] of 0 and 1; masks of scores are floats or have more axes."""
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _mean(x: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """The mean of the elements that all masks keep; 0 where they keep none."""
+    if masks:
+        kept = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+        for mask in masks:
+            kept &= mask.to(x.device).view(*mask.shape, *(1 for _ in x.shape[mask.dim() :]))
+        x = x[kept]
+    return x.sum() / max(x.numel(), 1)
+
+
+def _logits(outputs: Any) -> Tensor:
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    tensors = [found] if isinstance(found, Tensor) else float_tensors(outputs)
+    if len(tensors) != 1:
+        raise ConfigError(
+            f"an output of type {type(outputs).__name__} holds {len(tensors)} float tensors, and distillation needs "
+            "one; give a function of the output as Distillation(logits=...), or names of modules as features="
+        )
+    return tensors[0]
+
+
+@contextmanager
+def _seen(model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, Tensor]]:
+    """The first float tensor that each named module returns in its last call."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Any) -> None:
+        if tensors := float_tensors(output):
+            found[name] = tensors[0]
+
+    hooks: list[Any] = []
+    with restore_after(lambda: [hook.remove() for hook in hooks]):
+        for name in names:
+            module = model.get_submodule(name)
+            hooks.append(module.register_forward_hook(lambda _, __, output, name=name: keep(name, output)))
+        yield found

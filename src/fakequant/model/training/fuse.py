@@ -1,0 +1,381 @@
+"""Fold batch normalisations into the layers before them, as engines do when they load a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Proxy
+from torch.nn.parameter import UninitializedParameter
+
+from fakequant.data.arguments import refuse_prepared
+from fakequant.data.batches import Arguments, Inputs, example_arguments
+from fakequant.distributed import refuse_sharded
+from fakequant.errors import ConfigError, FusionWarning, warn_user
+from fakequant.model.modes import evaluating, in_eval_mode
+from fakequant.model.run.neighbors import Neighbors, find_neighbors
+from fakequant.model.run.outputs import Distance, Place, named_tensors
+from fakequant.model.run.recording import record
+from fakequant.model.sites.own_products import ends_in_product
+from fakequant.nn.forms import computed_class
+from fakequant.nn.hooks import is_as_made
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.leaf import as_leaf
+from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
+from fakequant.text import listed, visible
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
+_NAMED = 6
+
+
+class FusedBatchNorm(nn.Identity):
+    """What takes the place of a fused batch normalisation: returns its input.
+
+    It refuses inputs of another number of axes, in which the normalisation would have taken other channels.
+
+    >>> print(fuse_batch_norm(nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4)).eval())[1])
+    FusedBatchNorm(into 0, inputs of 3 axes)
+    """
+
+    def __init__(self, layer: str, axes: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.axes = axes
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        if input.dim() != self.axes:
+            raise ConfigError(
+                f"the batch normalisation that was fused into {self.layer} got an input of shape {list(input.shape)}, "
+                f"whose channels are not those of {self.layer}; only inputs of {self.axes} axes can be computed after "
+                "fuse_batch_norm"
+            )
+        return input
+
+    def extra_repr(self) -> str:
+        return f"into {self.layer}, inputs of {self.axes} axes"
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """The batch normalisations of a model by path: those that can be fused, and those that stay.
+
+    Attributes:
+        fused: the path of the layer that each is fused into.
+        left: why each of the others stays.
+    """
+
+    fused: dict[str, str]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{norm or '(model)'} into {layer or '(model)'}" for norm, layer in self.fused.items()]
+        lines += [f"{norm or '(model)'} stays: {why}" for norm, why in self.left.items()]
+        return "\n".join(map(visible, lines))
+
+    def __repr__(self) -> str:
+        return str(self) or "no batch normalisations"
+
+
+def fuse_batch_norm(model: Model, example: Any = None, *, inputs: Inputs | None = None) -> Model:
+    """Fold every batch normalisation that directly follows a convolution or linear layer into that layer, in place.
+
+    The output stays the same up to rounding. A `FusedBatchNorm`, which returns its input, takes the place of the
+    normalisation. Which one follows which layer is read from a run with the example, without one by
+    `torch.fx.symbolic_trace`. A `FusionWarning` says which normalisations stay, and why.
+    `find_fusions` says beforehand what will be fused. A second call finds nothing to do. A subclass of a layer with a
+    forward of its own is taken if the run with the example shows that it ends in one product of its weight.
+
+    Args:
+        model: a float model whose batch normalisations are in eval mode; call this before `prepare`.
+        example: an input, a tuple or a dict of inputs; with it the outputs before and after are compared.
+        inputs: which part of the example the model gets, as for `calibrate`.
+
+    Raises:
+        ConfigError: a normalisation in training mode; a model that is prepared, sharded, or cannot be traced, without
+            an example; or outputs that differ by more than rounding. Nothing is changed then.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    >>> x = torch.randn(2, 3, 8, 8)
+    >>> before = model(x)
+    >>> torch.allclose(fuse_batch_norm(model, x)(x), before, atol=1e-5)
+    True
+    >>> model
+    Sequential(
+      (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
+      (1): FusedBatchNorm(into 0, inputs of 4 axes)
+      (2): ReLU()
+    )
+    """
+    found = find_fusions(model, example, inputs=inputs)
+    modules = dict(model.named_modules())
+    layers = [modules[layer] for layer in found.fused.values()]
+    run = None if example is None else _run_of(model, example, inputs)
+    before = None if run is None else {name: tensor.clone() for name, tensor in run().items()}
+    with restore_on_error(in_order(structure_of([model]), state_of(layers))):
+        fuse_found(model, found)
+        if run is not None and before is not None:
+            _check_outputs(before, run())
+    if found.left:
+        warn_user(left_text(found, "fused"), FusionWarning)
+    return model
+
+
+def fuse_found(model: nn.Module, found: Fusions) -> None:
+    """Fold the batch normalisations that `fusions_of` found, in place."""
+    modules = dict(model.named_modules())
+    fused: dict[nn.Module, nn.Module] = {}
+    for norm, layer in found.fused.items():
+        _fuse(modules[layer], modules[norm])
+        fused[modules[norm]] = FusedBatchNorm(layer, _axes(modules[layer]))
+    replace_modules(model, fused)
+
+
+def find_fusions(model: nn.Module, example: Any = None, *, inputs: Inputs | None = None) -> Fusions:
+    """Which batch normalisations `fuse_batch_norm` fuses into which layer, and why the others stay.
+
+    Args:
+        model: as for `fuse_batch_norm`, which has the other arguments and errors, too; it is not changed.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4)).eval()
+    >>> print(find_fusions(model))
+    1 into 0
+    3 stays: its input is not the output of a convolution or linear layer
+    """
+    refuse_prepared(model, "fuse_batch_norm")
+    refuse_sharded(model, "fuse the batch normalisations of")
+    return fusions_of(model, None if example is None else example_arguments(example, inputs))
+
+
+def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
+    """What `find_fusions` finds, in a float model or a prepared one.
+
+    Args:
+        model: in eval mode.
+        arguments: positional and keyword arguments of a run; None where torch.fx can trace the model.
+    """
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    if training := [name or "(model)" for name, norm in norms.items() if norm.training]:
+        raise ConfigError(
+            f"{len(training)} batch normalisations are in training mode, the first is {training[0]}; "
+            "call model.eval() before fuse_batch_norm"
+        )
+    if not norms:
+        return Fusions({}, {})
+    layers = {m: name for name, m in model.named_modules() if _float_class(m) in _LAYERS}
+    others = {
+        m: name for name, m in model.named_modules() if m not in layers and m._parameters.get("weight") is not None
+    }
+    own = {m: name for m, name in others.items() if isinstance(m, _LAYERS)}
+    if arguments is not None and own:
+        products = ends_in_product(model, own, arguments)
+        layers |= {layer: name for layer, name in own.items() if layer in products}
+    flow = _flow(model, layers.keys(), {*norms.values()}, arguments)
+    sources = {reader: layer for layer, readers in flow.readers.items() for reader in readers}
+    users = _users_of_parameters(model)
+    fused: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for name, norm in norms.items():
+        layer, why = sources.get(norm), _why_norm_stays(norm, flow.calls[norm])
+        if why is None and layer is not None:
+            why = _why_layer_stays(layer, norm, flow, users)
+        elif why is None:
+            why = "its input is not the output of a convolution or linear layer"
+        if layer is None or why is not None:
+            left[name] = str(why)
+        else:
+            fused[name] = layers[layer]
+    return Fusions(fused, left)
+
+
+def _flow(model: nn.Module, layers: Set[nn.Module], norms: Set[nn.Module], arguments: Arguments | None) -> Neighbors:
+    """Which normalisations read the output of which layer: by a run, without arguments by torch.fx."""
+    if arguments is not None:
+        recording = record(model, lambda: model(*arguments[0], **arguments[1]))
+        return find_neighbors(model, recording, layers, norms, through=frozenset())
+    try:
+        with restore_after(structure_of([model])), in_eval_mode(model):  # a model may store what it sees: proxies
+            graph = _Tracer(layers | norms).trace(model, concrete_args=_defaults(model))
+    except Exception as error:  # tracing runs the model's own code, with values for which it was not written
+        raise ConfigError(
+            f"torch.fx cannot trace the model ({type(error).__name__}: {error}); give an example, by whose run the "
+            "order of its layers is found"
+        ) from error
+    return _by_graph(model, graph, layers, norms)
+
+
+class _Tracer(fx.Tracer):
+    """Records a call of a layer or a normalisation as one call, whatever its class."""
+
+    def __init__(self, whole: Set[nn.Module]) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self.whole or super().is_leaf_module(m, module_qualified_name)
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """Optional arguments of a model at their defaults: torch.fx would take them for given ones."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.kind is not p.KEYWORD_ONLY}
+
+
+def _by_graph(model: nn.Module, graph: fx.Graph, layers: Set[nn.Module], norms: Set[nn.Module]) -> Neighbors:
+    found = Neighbors()
+    called = {node: model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
+    found.calls.update(called.values())
+    for node, module in called.items():
+        if module in norms and len(node.all_input_nodes) == 1:
+            source = called.get(node.all_input_nodes[0])
+            if source is not None and source in layers:
+                found.readers.setdefault(source, []).append(module)
+        if module in layers and any(called.get(user) not in norms for user in node.users):
+            found.elsewhere.add(module)
+    read = {model.get_submodule(str(node.target).rpartition(".")[0]) for node in graph.nodes if node.op == "get_attr"}
+    found.elsewhere |= read & layers
+    return found
+
+
+def _float_class(module: nn.Module) -> type[nn.Module]:
+    """The class whose `forward` a float layer has, or had before `prepare`."""
+    cls = computed_class(module)
+    return next((one for one in cls.__mro__ if one in _LAYERS), cls) if issubclass(cls, QuantizedLayer) else cls
+
+
+def _why_norm_stays(norm: nn.Module, calls: int) -> str | None:
+    """Why a batch normalisation itself cannot be fused into whatever is before it."""
+    if type(norm) not in _NORMS:
+        return f"a {type(norm).__name__} may compute something else than a batch normalisation"
+    if cast("nn.BatchNorm2d", norm).running_mean is None:
+        return "it has no running statistics, so that each batch is normalised by its own"
+    if not is_as_made(norm):
+        return "it has hooks or a forward of its own"
+    return None if calls == 1 else "it is never called" if not calls else f"it is called {calls} times"
+
+
+def _why_layer_stays(layer: nn.Module, norm: nn.Module, flow: Neighbors, users: Counter[int]) -> str | None:
+    """Why a batch normalisation cannot be fused into the layer before it."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if flow.calls[layer] != 1:
+        return f"the layer before it is called {flow.calls[layer]} times"
+    if layer in flow.elsewhere or len(flow.readers[layer]) > 1:
+        return "the output or a parameter of the layer before it is used elsewhere, too"
+    if not is_as_made(layer):
+        return "the layer before it has hooks or a forward of its own"
+    if weight is None or layer.weight is not weight:
+        return "the weight of the layer before it is computed (weight_norm, pruning, a parametrization)"
+    if isinstance(weight, UninitializedParameter):
+        return "the layer before it gets its shapes in the first call; run the model once first"
+    if any(users[parameter.data_ptr()] > 1 for parameter in (weight, bias) if parameter is not None):
+        return "the layer before it shares a parameter with another module"
+    channels = cast("nn.BatchNorm2d", norm).num_features
+    if _output_channels(layer) != channels:
+        return f"it has {channels} channels, and the layer before it {_output_channels(layer)}"
+    return None
+
+
+def _users_of_parameters(model: nn.Module) -> Counter[int]:
+    """How many attributes of modules hold each parameter, by the address of its values."""
+    return Counter(
+        parameter.data_ptr()
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and not isinstance(parameter, UninitializedParameter)
+    )
+
+
+def _output_channels(layer: nn.Module) -> int:
+    return cast("int", layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
+
+
+def _axes(layer: nn.Module) -> int:
+    """The axes of a layer's output that has a batch normalisation over the layer's own channels."""
+    return 2 if isinstance(layer, nn.Linear) else 2 + len(cast("nn.Conv2d", layer).kernel_size)
+
+
+@torch.no_grad()
+def _fuse(layer: nn.Module, norm: nn.Module) -> None:
+    """Fold a batch normalisation into a layer; computed in float64 and rounded once."""
+    norm, weight = cast("nn.BatchNorm2d", norm), layer._parameters["weight"]
+    assert weight is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    factor = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        factor = factor * norm.weight.double()
+    bias = layer._parameters.get("bias")
+    offset = (0.0 if bias is None else bias.double()) - norm.running_mean.double()
+    offset = offset * factor + (0.0 if norm.bias is None else norm.bias.double())
+    weight.copy_(_scaled(layer, weight.double(), factor))
+    if bias is None:
+        layer.bias = nn.Parameter(offset.to(weight.dtype), requires_grad=weight.requires_grad)
+    else:
+        bias.copy_(offset)
+
+
+def _scaled(layer: nn.Module, weight: Tensor, factor: Tensor) -> Tensor:
+    """A weight with every output channel multiplied by its factor [out]."""
+    if not isinstance(layer, _TRANSPOSED):
+        return weight * factor.view(-1, *(1 for _ in weight.shape[1:]))
+    # [in, out / groups, ...]: the inputs of a group make the outputs of that group.
+    groups = cast("nn.ConvTranspose2d", layer).groups
+    grouped = weight.view(groups, -1, *weight.shape[1:])
+    return (grouped * factor.view(groups, 1, -1, *(1 for _ in weight.shape[2:]))).view_as(weight)
+
+
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put modules in the place of others, by these, under all their names."""
+    for old, module in new.items():
+        module.train(old.training)
+    for parent in [*model.modules()]:
+        for name, child in parent._modules.items():
+            if child is not None and child in new:
+                parent._modules[name] = new[child]
+
+
+def _run_of(model: nn.Module, example: Any, inputs: Inputs | None) -> Any:
+    """A function that runs the example; it returns the float tensors of the output by place."""
+    args, kwargs = example_arguments(example, inputs)
+
+    def run() -> dict[Place, Tensor]:
+        with evaluating(model), torch.no_grad():
+            return named_tensors(model(*args, **kwargs))
+
+    return run
+
+
+def _check_outputs(before: dict[Place, Tensor], after: dict[Place, Tensor]) -> None:
+    """Raise if outputs differ by more than the rounding of many layers: the root of the dtype's precision."""
+    found = Distance()
+    found.add(before, after)
+    for index, (place, share) in enumerate(found.shares.items()):
+        allowed = torch.finfo(before[place].dtype).eps if place in before else 0.0
+        if not share <= allowed:
+            raise ConfigError(
+                f"output {index} of the model changed by {share**0.5:.3g} of its size when its batch normalisations "
+                f"were fused, rounding explains {allowed**0.5:.3g}; nothing was changed. The model may compute "
+                "otherwise in another call"
+            )
+
+
+def left_text(found: Fusions, done: str) -> str:
+    """One line that says which batch normalisations stay, by reason, and how many are done."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in found.left.items():
+        reasons.setdefault(why, []).append(name or "(model)")
+    parts = [f"{listed(names, _NAMED)} ({why})" for why, names in reasons.items()]
+    count = len(found.left)
+    stay = "1 batch normalisation stays" if count == 1 else f"{count} batch normalisations stay"
+    return f"{len(found.fused)} {done}, {stay}: {'; '.join(parts)}"

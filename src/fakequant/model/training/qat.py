@@ -1,0 +1,392 @@
+"""Quantization-aware training: the schedule that NVIDIA advises, as parts for your own loop and as one call.
+
+Source: NVIDIA pytorch-quantization, user guide: about 10 % of the original schedule, from 1 % of the original learning
+rate along half a cosine down to 1 % of that; scales are not changed at every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from fakequant.data.batches import AmbiguousBatchError, Inputs, run_batch, runner
+from fakequant.data.positions import Mask
+from fakequant.data.progress import length, track
+from fakequant.distributed import is_data_parallel, refuse_offloaded, refuse_sharded, whole
+from fakequant.errors import ConfigError
+from fakequant.model.scale_floor import raise_scales
+from fakequant.model.ties import share_learned
+from fakequant.model.training.distillation import Distillation as Distillation
+from fakequant.model.training.folding import fold_batch_norm as fold_batch_norm
+from fakequant.model.training.folding import merge_batch_norm as merge_batch_norm
+from fakequant.model.weights import (
+    fresh_weight,
+    give_range,
+    holds_codes,
+    note_weight,
+    note_weights,
+    quantized_weights,
+    warn_of_zeros,
+)
+from fakequant.nn.quantizer import Kind, quantizers
+from fakequant.ops import library
+from fakequant.restore import attributes_of, restore_on_error, state_of
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long to fine-tune and with which learning rates.
+
+    Args:
+        original_lr: the learning rate that the float training began with.
+        original_epochs: the epochs of the float training.
+        fraction: share of those epochs to fine-tune.
+        start: first learning rate, as a share of the original one.
+        end: last learning rate, as a share of the first.
+
+    >>> schedule = Schedule(original_lr=0.1, original_epochs=90)
+    >>> schedule.epochs, schedule.lr(0.0), round(schedule.lr(1.0), 8)
+    (9, 0.001, 1e-05)
+    """
+
+    original_lr: float
+    original_epochs: float
+    fraction: float = 0.1
+    start: float = 0.01
+    end: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("original_lr", "original_epochs", "fraction", "start", "end"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not float(value) > 0:
+                raise ConfigError(f"Schedule({name}={value!r:.40}): must be positive, a number such as 0.1")
+
+    @property
+    def epochs(self) -> int:
+        """Epochs to fine-tune, at least one."""
+        return max(1, round(self.original_epochs * self.fraction))
+
+    def lr(self, progress: float) -> float:
+        """The learning rate at a progress from 0 to 1: the falling half of a cosine."""
+        first = self.original_lr * self.start
+        return first * (self.end + (1 - self.end) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2)
+
+
+class Scales(Enum):
+    """When scales may move during fine-tuning."""
+
+    FIXED = "fixed"
+    """Never: those found by calibration stay, as NVIDIA advises; what was learned is fixed."""
+    EPOCH = "epoch"
+    """Those of weights are taken from the weights anew at the start of every epoch. The first one starts with the codes
+    that `fakequant.ptq` chose."""
+    LEARNED = "learned"
+    """At every step, by gradient: LSQ or another method, see `Quantizer.learn`."""
+
+
+def scheduler(optimizer: Optimizer, schedule: Schedule, steps: int) -> LambdaLR:
+    """A learning-rate scheduler for your own loop; call its `step()` after every optimizer step.
+
+    Args:
+        optimizer: made with lr=1.0, which the schedule multiplies.
+        steps: optimizer steps in total.
+
+    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> rates = scheduler(optimizer, Schedule(original_lr=0.1, original_epochs=10), steps=100)
+    >>> rates.get_last_lr()
+    [0.001]
+    """
+    return LambdaLR(optimizer, lambda step: schedule.lr(step / max(1, steps - 1)))
+
+
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Put batch normalisations in eval mode, so that their statistics stay; call it after `model.train()`."""
+    found = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    with restore_on_error(attributes_of(found, "training")):
+        for module in found:
+            module.eval()
+
+
+def set_scales(model: nn.Module, scales: Scales, method: str = "lsq", **options: Any) -> None:
+    """Bring the quantizers of a model to a policy for their scales; static weight ranges are fixed from the weights.
+
+    Args:
+        scales: when scales may move.
+        method: how, with LEARNED; see `Quantizer.learn`. Dynamic quantizers learn nothing.
+        options: of the method.
+
+    Raises:
+        ConfigError: LEARNED for a quantizer that has no range yet, or by a method that cannot serve its specification;
+            then nothing is changed. LEARNED for a model that is wrapped in DistributedDataParallel or sharded by
+            fully_shard already.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8_WEIGHT_ONLY)
+    >>> set_scales(model, Scales.LEARNED, "lsq")
+    >>> model[0]._weight_quantizer.learned.method
+    'lsq'
+    """
+    with restore_on_error(state_of(quantizers(model).values())):
+        _set_scales(model, scales, method, options)
+        share_learned(model)
+
+
+def _set_scales(model: nn.Module, scales: Scales, method: str, options: Mapping[str, Any]) -> None:
+    static = [q for q in quantizers(model).values() if not (q.dynamic or q.pinned)]
+    if scales is not Scales.LEARNED:
+        for quantizer in quantizers(model).values():
+            quantizer.stop_learning()
+    elif not all(quantizer.learned for quantizer in static):
+        _refuse_new_parameters(model)
+    _fix_weight_ranges(model, anew=scales is Scales.EPOCH)
+    if scales is Scales.LEARNED:
+        for quantizer in static:
+            if quantizer.calibrated or quantizer.kind is Kind.INPUT:  # others are weights that are zero
+                quantizer.learn(method, **options)
+        warn_of_zeros(model, quantizers(model))
+
+
+def _fix_weight_ranges(model: nn.Module, *, anew: bool) -> None:
+    """Take static ranges of weights that have none yet, or all of them anew, from the weights as they are now."""
+    for name, weight in quantized_weights(model).items():
+        quantizer = weight.quantizer
+        if quantizer.dynamic or quantizer.follows:
+            continue
+        if anew and not holds_codes(weight):  # chosen codes are where training starts
+            quantizer.reset()
+        if not quantizer.calibrated:
+            give_range(weight, library.measure(whole(fresh_weight(weight, name)), quantizer.spec.granularity))
+            note_weight(weight)
+
+
+def _refuse_new_parameters(model: nn.Module) -> None:
+    """Raise where gradients of new parameters would not be summed over the processes that train the model."""
+    refuse_sharded(model, "call set_scales(LEARNED) on")
+    if is_data_parallel(model):
+        raise ConfigError(
+            "learned scales are parameters, and DistributedDataParallel knows only those that the model had when it "
+            "was wrapped; call set_scales(LEARNED) before, on the model that is wrapped"
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `finetune` does in addition to the schedule.
+
+    Args:
+        scales: when scales may move.
+        method: how they are learned with `Scales.LEARNED`: "lsq", "lsq_plus", "pact" or "tqt", see `Quantizer.learn`.
+        method_options: of that method, such as {"gradient_factor": False}.
+        freeze_batch_norm_after: share of the epochs after which batch statistics are frozen; 1.0 never freezes.
+        optimizer: makes the optimizer from the parameters, with lr=1.0, which the schedule multiplies.
+        on_epoch: called as on_epoch(epoch, mean loss) after every epoch; returning False ends the training.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+
+    >>> options = Options(scales=Scales.LEARNED, on_epoch=lambda epoch, loss: loss > 0.01)
+    >>> options.method, options.freeze_batch_norm_after
+    ('lsq', 0.5)
+    """
+
+    scales: Scales = Scales.FIXED
+    method: str = "lsq"
+    method_options: Mapping[str, Any] = field(default_factory=dict)
+    freeze_batch_norm_after: float = 0.5
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda parameters: torch.optim.SGD(
+        parameters, lr=1.0, momentum=0.9
+    )
+    on_epoch: Callable[[int, float], bool | None] | None = None
+    progress: bool | None = None
+
+
+def finetune(  # noqa: PLR0913  all but the first five by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Loss | None,
+    schedule: Schedule,
+    options: Options | None = None,
+    *,
+    targets: str = "labels",
+    inputs: Inputs | None = None,
+    teacher: nn.Module | Literal["self"] | Distillation | None = None,
+    mask: Mask | None = None,
+) -> list[float]:
+    """Fine-tune a calibrated model with fake quantization in its graph.
+
+    Args:
+        model: a prepared and calibrated model; trained in place, left in eval mode. After an error or an interrupt,
+            what was trained so far stays, and every module is in the mode that it was in before.
+        batches: tuples of inputs with the targets as the last item, or mappings of keyword arguments with the targets
+            among them, as from a tokenizer of Hugging Face; iterated once per epoch. For other kinds of batches write
+            your own loop around `scheduler`, `freeze_batch_norm` and `set_scales`.
+        loss: called as loss(outputs, targets), for example `nn.functional.cross_entropy`. None takes the loss that the
+            model computes itself: `outputs.loss`, or `outputs["loss"]`; then the model gets the targets too.
+        schedule: epochs and learning rates.
+        options: scales, batch normalisation, optimizer, callback.
+        targets: the key of the targets in mappings.
+        inputs: which part of a batch the model gets, as for `calibrate`; by default all of it without the targets.
+        teacher: a float model whose outputs count as much as the targets; "self" is this model with its quantizers off.
+            `Distillation` has the other choices.
+        mask: which tokens count in the distance from the teacher, see `Distillation`.
+
+    Returns:
+        The mean loss of every epoch.
+
+    Raises:
+        ConfigError: the model has no quantizers; a batch holds no targets; with loss=None, the model returned no loss;
+            or the loss became NaN or infinite (names the epoch).
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 1)), presets.INT8)
+    >>> batches = [(torch.ones(8, 4), torch.zeros(8, 1))]
+    >>> used = calibrate(model, batches)
+    >>> history = finetune(model, batches, nn.functional.mse_loss, Schedule(original_lr=1.0, original_epochs=20))
+    >>> len(history), history[1] < history[0]
+    (2, True)
+    """
+    options = options or Options()
+    if not quantizers(model):
+        raise ConfigError("finetune needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
+    refuse_offloaded(model, "fine-tune")
+    distillation = teacher if isinstance(teacher, Distillation) or teacher is None else Distillation(teacher)
+    if mask is not None:
+        if distillation is None:
+            raise ConfigError("mask= is for teacher=; without a teacher leave tokens out in the loss")
+        distillation = replace(distillation, mask=mask)
+    if distillation is not None:
+        distillation.check(model)
+    with restore_on_error(attributes_of(model.modules(), "training")):
+        set_scales(model, options.scales, options.method, **options.method_options)
+        optimizer = options.optimizer([p for p in model.parameters() if p.requires_grad])
+        history: list[float] = []
+        for epoch in range(schedule.epochs):
+            model.train()
+            if epoch >= options.freeze_batch_norm_after * schedule.epochs:
+                freeze_batch_norm(model)
+            if epoch and options.scales is Scales.EPOCH:
+                set_scales(model, options.scales)
+            measure = partial(_loss, model, loss=loss, targets=targets, inputs=inputs, distillation=distillation)
+            history.append(_epoch(batches, measure, optimizer, (schedule, epoch, options.progress)))
+            if options.on_epoch is not None and options.on_epoch(epoch, history[-1]) is False:
+                break
+        model.eval()
+        raise_scales(model)
+        note_weights(model)  # the training has seen what the scales do to the weights
+    return history
+
+
+def _loss(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None,
+    targets: str,
+    inputs: Inputs | None,
+    distillation: Distillation | None,
+) -> Tensor:
+    """The loss of one batch."""
+    wanted = None if loss is None else _targets(batch, targets)
+    forward = partial(_outputs, batch=batch, loss=loss, targets=targets, inputs=inputs)
+    if distillation is None:
+        outputs = forward(model)
+        return _own_loss(outputs) if loss is None else loss(outputs, wanted)
+    outputs, distance = distillation.student(model, forward, distillation.masks(batch, _labels(batch, targets)))
+    value = _own_loss(outputs) if loss is None else loss(outputs, wanted)
+    return (1 - distillation.weight) * value + distillation.weight * distance
+
+
+def _outputs(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, inputs: Inputs | None) -> Any:
+    """What a model returns for a batch; without a loss it gets the targets too."""
+    if loss is None:
+        return _with_targets(model, batch, inputs)
+    if inputs is not None:
+        return runner(inputs)(model, batch)
+    if isinstance(batch, Mapping):
+        return run_batch(model, {key: x for key, x in batch.items() if key != targets})
+    return run_batch(model, tuple(batch[:-1]), known=len(batch) - 1)
+
+
+def _with_targets(model: nn.Module, batch: Any, inputs: Inputs | None) -> Any:
+    try:
+        return runner(inputs)(model, batch)
+    except AmbiguousBatchError as error:
+        raise ConfigError(
+            "with loss=None the model needs its targets as an argument, and a tuple does not say which item is which "
+            'argument; give dicts of arguments, such as {"input_ids": ..., "labels": ...}, or a function that makes '
+            "them of a batch as inputs="
+        ) from error
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    """The loss that a model computes itself."""
+    value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"loss=None takes the loss that the model returns, but its output of type {type(outputs).__name__} has "
+            "none; give a function of outputs and targets as loss=, such as torch.nn.functional.cross_entropy, or "
+            "dicts with all arguments from which the model computes outputs.loss"
+        )
+    return value
+
+
+def _labels(batch: Any, key: str) -> Any:
+    """The targets in a batch, if there are any."""
+    if isinstance(batch, Mapping):
+        return batch.get(key)
+    return batch[-1] if isinstance(batch, (tuple, list)) and batch else None
+
+
+def _targets(batch: Any, key: str) -> Any:
+    """The targets in a batch: the last item of a tuple, or the value of a key."""
+    if isinstance(batch, Mapping):
+        if key not in batch:
+            raise ConfigError(
+                f"a batch has no targets {key!r} for the loss, only {', '.join(map(str, batch))}; "
+                "give their key as targets="
+            )
+        return batch[key]
+    if not isinstance(batch, (tuple, list)) or not batch:
+        raise ConfigError(
+            f"a batch is of type {type(batch).__name__}, and the loss needs targets; give tuples with the targets as "
+            f"the last item, or mappings with the key {key!r}"
+        )
+    return batch[-1]
+
+
+def _epoch(
+    batches: Iterable[Any],
+    measure: Callable[[Any], Tensor],
+    optimizer: Optimizer,
+    when: tuple[Schedule, int, bool | None],
+) -> float:
+    schedule, epoch, progress = when
+    total = length(batches)
+    losses: list[Tensor] = []
+    steps = max(1, schedule.epochs * total - 1) if total else None
+    for index, batch in enumerate(track(batches, f"epoch {epoch + 1}/{schedule.epochs}", total, progress)):
+        # Without a length the learning rate moves once per epoch.
+        done = (epoch * total + index) / steps if total and steps else epoch / max(1, schedule.epochs - 1)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.lr(done)
+        optimizer.zero_grad(set_to_none=True)
+        value = measure(batch)
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    if not losses:
+        raise ConfigError(
+            f"epoch {epoch + 1}: the batches were empty; give a list or a loader that can be iterated again"
+        )
+    mean = torch.stack(losses).mean().item()
+    if not math.isfinite(mean):
+        raise ConfigError(f"epoch {epoch + 1}: the loss became {mean}; lower Schedule.start or check the data for NaN")
+    return mean

@@ -1,0 +1,1 @@
+"""Advice that was tried before it is given."""

@@ -1,0 +1,332 @@
+"""What to do next with a quantized model: changes that are tried, and the one that helps most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fakequant.calibration import DEFAULT_METHOD, Calibrator
+from fakequant.data.batches import Arguments, Forward
+from fakequant.errors import ConfigError
+from fakequant.model.analysis.analysis import Metric
+from fakequant.model.calibration.calibrate import calibrate, ranges_of, recalibrate
+from fakequant.model.calibration.choice import METHODS
+from fakequant.model.config import Config, Rule
+from fakequant.model.modes import evaluating
+from fakequant.model.prepare import quantize_layer
+from fakequant.model.sizes import weight_bits
+from fakequant.model.tensor_config import TensorConfig
+from fakequant.model.training.fuse import fuse_found, fusions_of
+from fakequant.model.weights import holds_codes, quantized_weights
+from fakequant.nn.forms import quantized_class
+from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.operands import LayerWeight
+from fakequant.nn.paths import layer_of
+from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.ptq.advising.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
+from fakequant.ptq.advising.method import keeps_enough, methods_of, static_inputs, weight_method_of
+from fakequant.ptq.advising.trial import CLEARLY, Advice, Aim, Change, Halves, Trial, Tried
+from fakequant.ptq.improving.improve import improve
+from fakequant.restore import restore_after
+
+NO_SIGNAL = 0.5
+"""The share of the output's energy from which an error leaves no signal to speak of: 3 dB."""
+LITTLE = 1e-3
+"""The share below which an error is little: 30 dB."""
+LOST_LITTLE = 0.01
+"""The share of the float model's metric below which little is lost; with a metric it decides, and not the error."""
+_LARGE, _WIDER = 1 / 3, 1.5
+"""A layer is tried with fewer bits if it takes this share of the bytes, at this multiple of the bits of the others."""
+_NAMES = {
+    "float_model": "the model before prepare",
+    "config": "what prepare got",
+    "example": "one input of the model, or a tuple or dict of inputs",
+}
+"""What the names in code are that the user has."""
+_MUCH = 0.5
+"""The share of the error below which what takes longer is not tried any more."""
+_WORST = 2
+"""Layers that are tried in float: those that hurt the output most."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model before something is advised.
+
+    Args:
+        lost: the share of the float model's metric that it lost; None without a metric.
+        worst: paths of its layers, the one that hurts the output most first.
+        metric: called as metric(model), larger is better.
+        score: what it gives for the model.
+        improved: whether its weights were chosen before.
+        arguments: what `calibrate` takes besides the batches, as text for the code, such as ", inputs=0".
+        call: the positional and keyword arguments of a call of the model; None if they are not known.
+    """
+
+    lost: float | None = None
+    worst: Sequence[str] = ()
+    metric: Metric | None = None
+    score: float | None = None
+    improved: bool = False
+    arguments: str = ""
+    call: Arguments | None = None
+
+
+USUAL = Known()
+
+
+def advise(model: nn.Module, parts: Halves, run: Forward, known: Known = USUAL) -> Advice | None:
+    """Try what may lower the error of a model's output, or make it smaller; the model is as it was afterwards.
+
+    Nothing is tried where little is lost, but what makes a large layer smaller. Else changes are tried in this order:
+    the methods of calibration and presets of the same bits; where the error is not halved by then, `improve` by "fast"
+    and the worst layers in float; where nothing helps, batch normalisations that engines fold. Each is compared with
+    the model calibrated, by its own method, on the batches that make the changes, so that the data are the same. One
+    calibration serves all methods. Each change costs one run of the batches that judge, at most four; each preset one
+    more of those that make it, at most four, and `improve` what it takes for these. A change that lowers the error is
+    made again with the two parts exchanged, and helps if it does so there, too. With the presets of the package there
+    are at most eleven changes, however many layers there are.
+
+    Args:
+        model: calibrated.
+        parts: the batches.
+        run: called as run(model, batch).
+        known: what was measured before.
+
+    Returns:
+        What was tried; None where the model gives no floats that could have an error.
+
+    >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
+    >>> used = calibrate(model, [torch.ones(1, 4)])
+    >>> advise(model, Halves([torch.ones(1, 4)]), lambda model, x: model(x)).judged
+    'on the one batch there is, which also made it'
+    """
+    trial = Trial(model, parts, run, known.metric, known.score)
+    if not trial.judges:
+        return None
+    changes = _Changes(model, run, known)
+    has_signal = trial.error < NO_SIGNAL
+    little = trial.error < LITTLE if known.lost is None else known.lost <= LOST_LITTLE
+    tried, best = list[Tried](), None
+    if changes.method is not None and not little:
+        trial.take_ranges_by(changes.take_ranges)
+    if has_signal or little:
+        best = _best_of(trial, changes.of_size(), tried)
+    if best is None and not little:
+        best = _best_of(trial, changes.of_ranges(), tried)
+        if best is None or tried[best].after >= _MUCH * trial.error:
+            best = _best_of(trial, changes.of_layers(), tried, best)
+    if best is None:
+        best = _best_of(trial, changes.of_fusions(), tried)
+    return Advice(trial.error, trial.bytes, str(parts), little, tried, best, trial.score)
+
+
+def _best_of(trial: Trial, changes: Iterable[Change], tried: list[Tried], best: int | None = None) -> int | None:
+    """Try changes; the number of the best, which is clearly better than an earlier one, as later ones cost more."""
+    for change in changes:
+        tried.append(trial.of(change))
+        if tried[-1].helps and (best is None or tried[-1].after < CLEARLY * tried[best].after):
+            best = len(tried) - 1
+    return best
+
+
+@dataclass
+class _Changes:
+    """The changes that are open to a model."""
+
+    model: nn.Module
+    run: Forward
+    known: Known
+    made_by: MadeBy | None = field(init=False)
+    fresh: bool = field(init=False)
+    """Whether the model is what `prepare` and `calibrate` made, so that other calls of these make it anew."""
+    method: str | None = field(init=False)
+    """By which `calibrate` found the ranges of the inputs; None where there are none, or it is not known."""
+    has_example: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.made_by = made_by(self.model)
+        self.has_example = has_sites(self.model)
+        learned = any(one.learned is not None for one in quantizers(self.model).values())
+        chosen = self.known.improved or any(map(holds_codes, quantized_weights(self.model).values()))
+        self._inputs = {} if learned else static_inputs(self.model)
+        self._methods = methods_of(self._inputs.values()) if self._inputs else []
+        self.method = next(iter(self._methods), None)
+        weights = None if learned or chosen else weight_method_of(self.model)
+        self.fresh, self._weights = weights is not None, weights or "max"
+        self._seen = dict[int, dict[str, Calibrator]]()  # by the list of batches
+
+    def take_ranges(self, batches: list[Any], method: str | None = None) -> None:
+        """Give the inputs the ranges that a method finds for batches, by default the one that made the model."""
+        if (key := id(batches)) not in self._seen:
+            self._seen[key] = self._collected(batches)
+        recalibrate(self.model, self._seen[key], method or self.method or DEFAULT_METHOD)
+
+    def of_ranges(self) -> Iterator[Change]:
+        """Those that change ranges of inputs alone: they cost no bytes, and little time."""
+        yield from self.of_methods()
+        yield from self.of_presets()
+
+    def of_methods(self) -> Iterator[Change]:
+        """Other methods of calibration for inputs than the one that the model has."""
+        if self._inputs and self.method is None:
+            yield Change("Calibrate the inputs by another method", "", _refuse_unknown)
+            return
+        for method in METHODS if self._inputs else ():
+            if method not in self._methods:
+                anew = f', method="{method}"'
+                kept = all(keeps_enough(one, method) for one in self._inputs.values())
+                yield Change(
+                    f"Calibrate the inputs by {method!r}",
+                    f"used = fq.recalibrate(model{anew})" if kept else self._calibrated(anew),
+                    partial(self.take_ranges, method=method),
+                )
+
+    def of_presets(self) -> Iterator[Change]:
+        """Presets with as many bits, and other ranges of inputs."""
+        own = self.made_by
+        for preset in own.relatives if own and self.fresh else []:
+
+            def make(batches: list[Any], preset: Config = preset) -> None:
+                requantize(self.model, preset)
+                self._calibrate(batches)
+
+            dynamic = any(rule.input is not None and rule.input.dynamic for rule in preset.rules)
+            if own is None or not (dynamic or self.method or not self._inputs):
+                continue
+            what = f"Take the preset {preset.name.lower()}{', which takes ranges at run time' if dynamic else ''}"
+            yield Change(what, self._anew(own.code(preset), dynamic=dynamic), make)
+
+    def of_fusions(self) -> Iterator[Change]:
+        """Batch normalisations in the quantized layers before them, where engines put them."""
+        try:
+            with evaluating(self.model):
+                found = fusions_of(self.model, self.known.call)
+        except ConfigError:  # torch.fx cannot trace the model, and there is no call of it
+            return
+
+        layers = quantized_layers(self.model)
+        found = replace(found, fused={norm: layer for norm, layer in found.fused.items() if layer in layers})
+
+        def make(_: list[Any]) -> None:
+            fuse_found(self.model, found)
+            for layer in {self.model.get_submodule(path) for path in found.fused.values()}:
+                for one in layer.children():
+                    if isinstance(one, Quantizer) and one.kind is Kind.WEIGHT:
+                        one.reset()  # the range follows the weight
+
+        if found.fused and self.fresh and self.made_by is not None:
+            code = self.made_by.code(model="fq.fuse_batch_norm(float_model, example)")
+            count = len(found.fused)
+            what = f"Fold {count} batch normalisation{'s' if count > 1 else ''} into the layers before, as engines do"
+            yield Change(what, self._anew(code), make, Aim.ENGINE)
+
+    def of_layers(self) -> Iterator[Change]:
+        """Weights chosen by the error of their layers; then the worst layers in float, but none with most weights."""
+        if not self.fresh:
+            return
+        if quantized_weights(self.model):
+            yield Change(
+                "Choose the weights by the error of their layers",
+                f'print(fq.ptq.improve(model, batches, "fast"{self.known.arguments}))',
+                lambda batches: improve(self.model, batches, "fast", forward=self.run, progress=False),
+            )
+        layers, total = quantized_layers(self.model), sum(p.numel() for p in self.model.parameters())
+        for path in [path for path in self.known.worst if path in layers][:_WORST]:
+            if 2 * sum(p.numel() for p in layers[path].parameters()) < total:  # else it is the model that is in float
+                example = ", example" if self.has_example else ""
+                call = f'model = fq.prepare(float_model, config{example}, skip=["{path}"])  # and what was in skip'
+                code = self.made_by.code(skip=(path,)) if self.made_by else call
+                held = [one for one in layers[path].modules() if isinstance(one, Quantizer)]
+                yield Change(f"Leave {path} in float", self._anew(code), lambda _, held=held: _set_off(held))
+
+    def of_size(self) -> Iterator[Change]:
+        """A large layer with the weights of the others, if these have fewer bits."""
+        sizes = {path: found for path, layer in self.model.named_modules() if (found := _sizes(layer)) is not None}
+        largest = max(sizes, key=lambda path: sizes[path][1], default=None)
+        if largest is None or self.made_by is None or not self.fresh:
+            return
+        elements, bits = (sum(column) for column in zip(*sizes.values(), strict=True))
+        count, size = sizes[largest]
+        if size < _LARGE * bits or count == elements or size / count < _WIDER * (bits - size) / (elements - count):
+            return
+        spec = self.made_by.preset.layer_rules[0].weight
+        left = [path for path in self.made_by.skip if path != largest]
+        own = [str(one.spec) for one in self.model.get_submodule(largest).children() if isinstance(one, Quantizer)]
+        for weight in dict.fromkeys([spec, TensorConfig("int8 per_channel(0)")]):
+            if str(weight) in own:
+                continue
+            config = f'fq.presets.{self.made_by.preset.name}.with_rule(fq.Rule("{largest}", weight="{weight}"))'
+            yield Change(
+                f"Give {largest}, which has {size / bits:.0%} of the bytes of all layers, the weights {weight}",
+                self._anew(f"model = fq.prepare(float_model, {config}{f', skip={left}' if left else ''})"),
+                partial(self._narrow, largest, Rule(largest, weight=weight)),
+                Aim.SIZE,
+            )
+
+    def _narrow(self, path: str, rule: Rule, _: list[Any]) -> None:
+        """Quantize a layer by a rule, which may be quantized already."""
+        layer = self.model.get_submodule(path)
+        if isinstance(layer, QuantizedLayer):
+            requantize_layer(layer, rule, path)
+        else:
+            quantize_layer(layer, rule, path)
+
+    def _anew(self, code: str, *, dynamic: bool = False) -> str:
+        """Code that makes the model anew, and says what its names are."""
+        said = "; ".join(f"{name}: {what}" for name, what in _NAMES.items() if name in code)
+        method = "" if dynamic or self.method in (None, DEFAULT_METHOD) else f', method="{self.method}"'
+        unknown = self._inputs and self.method is None and not dynamic
+        own = "  # with the method that the model was calibrated by" if unknown else ""
+        return f"# {said}\n{code}\n{self._calibrated(method)}{own}"
+
+    def _calibrated(self, method: str) -> str:
+        weights = "" if self._weights == "max" else f', weight_method="{self._weights}"'
+        return f"used = fq.calibrate(model, batches{self.known.arguments}{method}{weights})"
+
+    def _calibrate(self, batches: list[Any], method: str | None = None) -> dict[str, Calibrator]:
+        how: dict[str, Any] = {"forward": self.run, "progress": False, "unseen": "float"}
+        return calibrate(
+            self.model, batches, method or self.method or DEFAULT_METHOD, weight_method=self._weights, **how
+        )
+
+    def _collected(self, batches: list[Any]) -> dict[str, Calibrator]:
+        """What a calibration on batches collects of the inputs; the ranges stay."""
+        found = quantizers(self.model)
+        owners = [self.model.get_submodule(layer_of(name)) for name in found]
+        with restore_after(ranges_of(found.values(), owners)):
+            used = self._calibrate(batches, DEFAULT_METHOD)  # which collects enough for all
+        return {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
+
+
+def _refuse_unknown(_: list[Any]) -> None:
+    raise ConfigError(
+        "not tried: the ranges are not those of one method, by what the model keeps of its calibration, so that "
+        "methods cannot be compared; call fq.calibrate(model, batches, method), and report again"
+    )
+
+
+def _set_off(held: Sequence[Quantizer]) -> None:
+    for one in held:
+        one.mode = Mode.OFF
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int] | None:
+    """The elements and the bits of the weights of a layer that is quantized or could be; None for others."""
+    if isinstance(layer, QuantizedLayer):
+        weights = layer.weights()
+    elif (form := quantized_class(layer)) is not None:
+        weights = [LayerWeight.of(layer, name, one.weight) for name, one in form.factors(layer).items() if one.weight]
+    else:
+        return None
+    elements = bits = 0
+    for weight in weights:
+        if (parameter := weight.parameter) is not None:
+            found = weight_bits(weight)
+            elements += parameter.numel()
+            bits += 8 * parameter.numel() * parameter.element_size() if found is None else found.codes + found.scales
+    return (elements, bits) if elements else None

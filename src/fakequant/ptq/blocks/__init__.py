@@ -1,0 +1,1 @@
+"""`reconstruct`: weights of a block that learn its output."""

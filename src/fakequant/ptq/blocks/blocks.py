@@ -1,0 +1,277 @@
+"""Learn the blocks of a model one after the other, each by the inputs that the chosen ones before it give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.batches import Forward, Inputs, runner
+from fakequant.data.failures import naming
+from fakequant.data.positions import Positions
+from fakequant.data.progress import track
+from fakequant.distributed import Together
+from fakequant.errors import CalibrationError, ConfigError, nearest
+from fakequant.model.modes import evaluating, off
+from fakequant.model.run.outputs import float_tensors
+from fakequant.model.weights import quantized_weights
+from fakequant.nn.operands import LayerWeight
+from fakequant.nn.paths import layer_of
+from fakequant.nn.quantizer import quantizers
+from fakequant.nn.wrappers import unwraps
+from fakequant.ptq.blocks.reconstruction import Preset, preset_of, reconstruct_block
+from fakequant.ptq.improving.effect import Effect, Split
+from fakequant.ptq.inputs.call import Call
+from fakequant.ptq.inputs.float_values import FloatValues
+from fakequant.ptq.inputs.stream import Record, Stage, Stream, record
+from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
+from fakequant.ptq.solvers.sums import MOST_DRIFT
+from fakequant.ptq.weights import calibrated_weights, fixed_parameters
+from fakequant.restore import in_order, restore_on_error, state_of, structure_of
+from fakequant.text import listed
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+@unwraps
+def reconstruct(  # noqa: PLR0913  all but the first four by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    blocks: Sequence[str] | None = None,
+    preset: str | Preset = "autoround",
+    *,
+    iterations: int = 200,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    judge: Iterable[Any] | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Improvement:
+    """Learn rounding, ranges or input scales block after block, by the error of each block's output.
+
+    The wanted output of a block is that of the float model. Its inputs are those of the quantized model, whose earlier
+    blocks have their learned values. The values stay in the weights with fixed scales. A block that a batch calls
+    several times, and those after it, learn the output of the float block for their quantized inputs.
+
+    Args:
+        model: prepared, and calibrated if its inputs are quantized.
+        batches: what a data loader gives; they are kept as a list and run side by side.
+        blocks: names of modules; by default those of `find_blocks`.
+        preset: "autoround", "omniquant", "brecq", "lsq", or a `Preset` of your own.
+        iterations: for each block; one takes one batch.
+        inputs: which part of a batch the model gets, as for `calibrate`.
+        forward: called as forward(model, batch) instead of the model.
+        judge: batches that teach nothing and judge, as for `improve`.
+        seed: of the order of batches.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+
+    Returns:
+        The error of the model's output before and after, and those of the blocks. What was learned goes back where the
+        error on the batches that judge does not fall, as by `improve`. Weights that something else reads too stay as
+        they are; a line names them.
+
+    Raises:
+        ConfigError: an unknown preset or block, blocks inside of others, or a model without quantized weights.
+        CalibrationError: no batches, inputs that are not calibrated, or an error that is not finite (names the block).
+
+    The model is unchanged after any error or interrupt.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> model = prepare(nn.Sequential(net, nn.Linear(4, 4)), "INT4_WEIGHT_ONLY")
+    >>> found = fq.ptq.reconstruct(model, [torch.randn(32, 16) for _ in range(4)], ["0", "1"])
+    >>> [block.layer for block in found.layers], found.left < 0.8
+    (['0', '1'], True)
+    """
+    weights = calibrated_weights(model, "reconstruct")
+    split, preset = Split.of(batches, judge, "reconstruct"), preset_of(preset)
+    found = find_blocks(model) if blocks is None else _named(model, blocks)
+    given, result, reached = split.all, Improvement(), set[str]()
+    run = naming(runner(inputs, forward), given)
+    fixed = fixed_parameters(model, lambda: run(model, given[0]))
+    learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
+    before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
+    state = in_order(structure_of([model]), *before.values())
+    with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
+        recorded = record(model, found, run, given)
+        alone = Together(None)
+        effect = Effect(model, split, run, recorded, alone, Positions(None))
+        _, late = recorded.parts(alone)
+        own, floats = (Stream(model, found, run, split.fit, recorded) for _ in range(2))
+        with own, floats:
+            float_model = _FloatModel(model, found, floats, late)
+            for stage in track(own, "learning blocks", len(recorded.order), progress):
+                learned = _learned(found[stage.name], stage, float_model.targets(stage), learn)
+                if learned is not None:
+                    reached.add(stage.name)
+                    result.layers.append(learned)
+        undone = effect.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
+        result.take_back(name for name, block in found.items() if block in undone)
+        effect.put_into(result, "reconstruct")
+        missed = [name for name in found if name not in reached]
+        result.layers += [LayerResult(name, note=MISSED) for name in missed]
+        result.notes += _notes(float_model, recorded, late) + _notes_of_fixed(weights, fixed)
+    return result
+
+
+def _notes(float_model: _FloatModel, recorded: Record, late: Sequence[str]) -> list[str]:
+    """Which blocks learn another target than what the float model gives."""
+    notes = list[str]()
+    if float_model.others:
+        notes.append(
+            f"{listed(float_model.others)}: learn what they give in float for their quantized inputs, because the "
+            "float model calls other blocks there, or gives them other rows"
+        )
+    if late:
+        notes.append(
+            f"{len(late)} of {len(recorded.order)} blocks, from {late[0] or 'the model'} on, learn what they give in "
+            "float for their quantized inputs: a batch calls it several times, and it learns before the last call"
+        )
+    return notes
+
+
+def _notes_of_fixed(weights: Mapping[str, LayerWeight], fixed: Mapping[nn.Parameter, str]) -> list[str]:
+    """Which weights keep their values, and why."""
+    return remarks_of(
+        LayerResult(layer_of(path), remarks=[f"its values stay: {fixed[weight.parameter]}"])
+        for path, weight in weights.items()
+        if weight.parameter is not None and weight.parameter in fixed
+    )
+
+
+def _learned(
+    block: nn.Module, stage: Stage, targets: Sequence[Tensor], learn: Callable[..., LayerResult]
+) -> LayerResult | None:
+    """What a block learned at its first stage; None at later ones, which have no targets, and where all are empty."""
+    # An expert that gets no rows of a batch learns nothing from it.
+    examples = [(call, y) for call, y in zip(_calls(stage), targets, strict=False) if y.numel()]
+    if not examples:
+        return None
+    try:
+        with examples[0][0].surroundings():
+            learned = learn(block, [(call.args, call.kwargs) for call, _ in examples], [y for _, y in examples])
+    except CalibrationError as error:
+        raise CalibrationError(f"{stage.name or 'the model'}: {error}") from error
+    return replace(learned, layer=stage.name)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The items of lists and sequences of modules that hold quantized weights, and quantized layers outside of them.
+
+    A sequence in a sequence is looked into; any other item is a block, whatever it holds.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.TransformerEncoderLayer(2, 1, 4)))
+    >>> list(find_blocks(prepare(net, "INT4_WEIGHT_ONLY")))
+    ['0', '1.0', '1.1']
+    """
+    holders = {weight.layer for weight in quantized_weights(model).values()}
+    found: dict[str, nn.Module] = {}
+
+    def look(name: str, module: nn.Module, *, is_item: bool) -> None:
+        is_container = type(module) in _CONTAINERS
+        if module in holders or (is_item and not is_container):
+            if module not in found.values() and not holders.isdisjoint(module.modules()):
+                found[name] = module
+            return
+        for key, child in module.named_children():
+            look(f"{name}.{key}" if name else key, child, is_item=is_container)
+
+    look("", model, is_item=False)
+    return found
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    if isinstance(names, str) or not names:
+        raise ConfigError(f"blocks={names!r}: give a list of names, such as {[*find_blocks(model)][:2]}")
+    for name in names:
+        if name not in modules:
+            raise ConfigError(f"the model has no module {name!r} for blocks={nearest(str(name), [*modules])}")
+        if not quantized_weights(modules[name]):
+            raise ConfigError(f"the block {name!r} holds no quantized weights; leave it out")
+    found = {name: modules[name] for name in names}
+    for name, block in found.items():
+        for other, inner in found.items():
+            if name != other and inner in set(block.modules()):
+                raise ConfigError(f"the block {other!r} is inside of {name!r}; leave one of them out")
+    return found
+
+
+class _FloatModel:
+    """The blocks of the float model: it runs past each block before the block's weights change.
+
+    Args:
+        model: with its quantizers on.
+        blocks: by name.
+        stream: of the model with its quantizers off.
+        late: the blocks that learn what they give in float for their quantized inputs.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], stream: Stream, late: Sequence[str]) -> None:
+        self._quantizers, self._blocks, self._stream = quantizers(model).values(), blocks, stream
+        self._names: dict[nn.Module, list[str]] = {}
+        for name, block in blocks.items():
+            self._names.setdefault(block, []).append(name)
+        self._late, self._values = frozenset(late), FloatValues()
+        self._next: Stage | None = None
+        self._is_started = self._is_over = False
+        self.others = list[str]()
+        """The blocks that get other inputs in the float model."""
+
+    def targets(self, stage: Stage) -> list[Tensor]:
+        """What a block gives in the float model for the calls of its first stage; then its weights may change."""
+        block, wanted = self._blocks[stage.name], stage
+        with off(self._quantizers), self._values.in_place():
+            own = self._advance(stage)
+            if stage.is_first and stage.name not in self._late:
+                if own is not None and _is_alike(own, stage):
+                    wanted = own
+                else:
+                    self.others.append(stage.name)
+            outputs = [_called(block, call) for call in _calls(wanted)] if stage.is_first else []
+            self._next = None if self._is_over else self._stream.advance()
+        self._values.forget(lambda part: any(map(self._will_run, self._names[part])))
+        self._values.keep(block, [w.parameter for w in quantized_weights(block).values() if w.parameter is not None])
+        if without := [output for output in outputs if not float_tensors(output)]:
+            raise ConfigError(f"the block {stage.name!r} returns a {type(without[0]).__name__} without a float tensor")
+        return [float_tensors(output)[0] for output in outputs]
+
+    def _advance(self, stage: Stage) -> Stage | None:
+        """The stage of the float model beside one of the quantized model; None from where it calls other blocks."""
+        own = self._next if self._is_started else self._stream.advance()
+        self._is_started = True
+        self._is_over = self._is_over or not stage.is_like(own)
+        return None if self._is_over else own
+
+    def _will_run(self, name: str) -> bool:
+        return not self._is_over and self._stream.will_run(name)
+
+
+def _calls(stage: Stage) -> list[Call]:
+    return [call for calls in stage.calls.values() for call in calls]
+
+
+def _called(block: nn.Module, call: Call) -> Any:
+    """What a block gives for a copy of the arguments of a call, which it may write into."""
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))
+    with call.surroundings():
+        return block(*args, **kwargs)
+
+
+def _is_alike(one: Stage, other: Stage) -> bool:
+    """Whether a block gets inputs of the same shapes in two models, and not of unrelated rows."""
+    gap = size = 0.0
+    for own, seen in zip(_calls(one), _calls(other), strict=True):
+        firsts, seconds = (float_tensors((call.args, call.kwargs)) for call in (own, seen))
+        if [x.shape for x in firsts] != [x.shape for x in seconds]:
+            return False
+        for x, y in zip(firsts[:1], seconds[:1], strict=True):
+            gap += float((x.double() - y.double()).square().sum())
+            size += float((x.double() - x.double().mean()).square().sum())
+    return gap <= MOST_DRIFT * size or not size

@@ -1,0 +1,1 @@
+"""Transforms of the float model that keep its function."""

@@ -1,0 +1,253 @@
+"""Cross-layer equalization: channels between two layers get like ranges on both sides (arXiv 1906.04721)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.arguments import refuse_prepared
+from fakequant.data.batches import Forward, Inputs, runner
+from fakequant.data.failures import naming
+from fakequant.distributed import refuse_sharded
+from fakequant.errors import ConfigError
+from fakequant.model.calibration.calibrate import calibrate
+from fakequant.model.config import Config
+from fakequant.model.prepare import prepare
+from fakequant.model.run.neighbors import Neighbors, find_neighbors
+from fakequant.model.run.recording import record
+from fakequant.model.run.unreached import Unreached
+from fakequant.nn.hooks import is_as_made
+from fakequant.nn.quantizer import quantizers
+from fakequant.ptq.float_model.channels import along_inputs, has_matrix, input_channels, of_inputs
+from fakequant.ptq.float_model.output_check import OutputCheck
+from fakequant.ptq.weights import shared_parameters
+from fakequant.restore import restore_on_error, state_of
+from fakequant.text import table
+
+_ROUNDS, _SETTLED = 20, 0.05
+"""A scale changes the ranges of the next pair, so pairs take turns until no factor is further than 5 % from 1."""
+_BOUND = 2.0**8
+"""The largest factor: more would make the activations of nearly dead channels huge."""
+
+
+@dataclass(frozen=True)
+class EqualizedPair:
+    """A layer and those that read its output.
+
+    Attributes:
+        layer: the path of the layer that makes the channels.
+        readers: the paths of the layers that read them.
+        factor: the largest one by which a channel is multiplied or divided.
+        note: why the pair stays; "" where it has new scales.
+    """
+
+    layer: str
+    readers: tuple[str, ...]
+    factor: float = 1.0
+    note: str = ""
+
+
+@dataclass
+class Equalization:
+    """The result of `equalize`; prints as a table.
+
+    Attributes:
+        before: the error of the quantized model's output, as a share of the output's energy, without new scales; of
+            several outputs the mean share.
+        after: the same with them.
+        pairs: what happened to each pair.
+    """
+
+    before: float
+    after: float
+    pairs: list[EqualizedPair] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [["layer", "read by", "factor", "what"]]
+        for pair in self.pairs:
+            what = [f"{pair.factor:.3g}", "equalized"] if not pair.note else ["-", f"stays: {pair.note}"]
+            rows.append([pair.layer or "(model)", ", ".join(pair.readers), *what])
+        return table(rows, [f"error of the quantized model's output: {self.before:.2e} -> {self.after:.2e}"])
+
+    __repr__ = __str__  # what notebooks and consoles show
+
+
+def equalize(
+    model: nn.Module,
+    batch: Any,
+    config: Config | str,
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+) -> Equalization:
+    """Scale the channels between layers so that their weights have like ranges on both sides, in place.
+
+    The layer before divides a channel by a factor, and the layers after it multiply the channel by the same factor. So
+    the output stays the same up to rounding, which a run with the batch checks. Layers are linear layers and
+    convolutions, depthwise ones too, but no transposed ones. Between them are functions that keep scales, such as ReLU
+    and pools. One run finds the pairs, by the identity of tensors.
+
+    A copy of the model is quantized before and after. If its output does not come closer to that of the float model,
+    nothing is changed. It helps where one scale serves a whole weight, or a whole activation.
+
+    Args:
+        model: a float model; call this after `fuse_batch_norm` and before `prepare`.
+        batch: what a data loader gives.
+        config: the preset or the rules with which the model will be prepared.
+        inputs: which part of the batch the model gets, as for `calibrate`.
+        forward: called as forward(model, batch) instead of the model.
+
+    Raises:
+        ConfigError: a prepared or sharded model, or one whose output is not the same in a second run, or is not finite.
+        The model is unchanged after any error or interrupt.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> with torch.no_grad():
+    ...     scaled = model[0].weight.mul_(torch.tensor([[100.0], [1.0], [1.0], [1.0]]))
+    >>> x = torch.randn(8, 4)
+    >>> before = model(x)
+    >>> found = equalize(model, x, Config("tensors", (fq.Rule(input="int8", weight="int8"),)))
+    >>> torch.allclose(model(x), before, rtol=1e-4)
+    True
+    """
+    refuse_prepared(model, "equalize")
+    refuse_sharded(model, "equalize")
+    call = naming(runner(inputs, forward), [batch])
+    outputs = OutputCheck(model, batch, call)
+    layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
+    recording = record(model, outputs.run)
+    found = find_neighbors(model, recording, layers.keys(), layers.keys())
+    pairs, rows = _pairs(model, found, layers, Unreached(model, recording))
+    restore = state_of(layers)
+
+    def error() -> float:
+        quantized = prepared_copy(model, batch, config, call)
+        return outputs.of(quantized).mean
+
+    with restore_on_error(restore):
+        before = error()
+        done, notes = _apply(pairs, outputs)
+        after = error()
+        if not after < before:
+            restore()
+            notes = {layers[pair.maker]: f"the error would become {after:.1e}" for pair in pairs} | notes
+            after, done = before, {}
+    rows = [replace(pair.row, **_outcome(pair.row.layer, done, notes)) for pair in pairs] + rows
+    return Equalization(before, after, rows)
+
+
+def _outcome(layer: str, done: dict[str, float], notes: dict[str, str]) -> dict[str, Any]:
+    return {"factor": done[layer]} if layer in done else {"note": notes[layer]}
+
+
+def prepared_copy(model: nn.Module, batch: Any, config: Config | str, call: Forward) -> nn.Module:
+    """A copy of a float model, prepared and calibrated with one batch."""
+    quantized = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `prepare` and `calibrate` say it of the model itself
+        prepare(quantized, config)
+        if not quantizers(quantized):
+            raise ConfigError("the config quantizes no layer of the model; give the one that prepare will get")
+        calibrate(quantized, [batch], forward=call, progress=False, unseen="float")
+    return quantized
+
+
+class _Pair(NamedTuple):
+    maker: nn.Module
+    readers: list[nn.Module]
+    row: EqualizedPair
+
+
+def _pairs(
+    model: nn.Module, found: Neighbors, names: dict[nn.Module, str], unreached: Unreached
+) -> tuple[list[_Pair], list[EqualizedPair]]:
+    shared, pairs, stay = shared_parameters(model), list[_Pair](), list[EqualizedPair]()
+    for maker, readers in found.readers.items():
+        row = EqualizedPair(names[maker], tuple(names[reader] for reader in readers))
+        channels = cast("Tensor", maker._parameters["weight"]).shape[0]
+        why = _why_not(maker, readers, found, shared) or unreached.why_not(channels)
+        if why is None:
+            pairs.append(_Pair(maker, readers, row))
+        else:
+            stay.append(replace(row, note=why))
+    return pairs, stay
+
+
+def _why_not(maker: nn.Module, readers: list[nn.Module], found: Neighbors, shared: set[nn.Parameter]) -> str | None:
+    held = (p for layer in (maker, *readers) for p in layer._parameters.values() if p is not None)
+    if not shared.isdisjoint(held):
+        return "layers share a parameter"
+    if maker in found.elsewhere:
+        return "something else than a layer reads the output or a parameter"
+    for layer in (maker, *readers):
+        if found.calls[layer] != 1 or readers.count(layer) > 1:
+            return "a layer is called several times"
+        if layer._parameters["weight"] is not layer.weight or not is_as_made(layer):
+            return "a weight is computed, or a layer has hooks"
+    channels = cast("Tensor", maker._parameters["weight"]).shape[0]
+    if any(input_channels(reader) != channels for reader in readers):
+        return "a layer after it has other channels"
+    return None
+
+
+def _apply(pairs: Sequence[_Pair], outputs: OutputCheck) -> tuple[dict[str, float], dict[str, str]]:
+    """Equalize all pairs, or those that keep the model's output: their largest factors, and why others stay."""
+    restore = state_of(layer for pair in pairs for layer in (pair.maker, *pair.readers))
+    done = _equalize(pairs)
+    if outputs.why_not() is None:
+        return done, {}
+    kept, notes = list[_Pair](), dict[str, str]()
+    for pair in pairs:
+        restore()
+        _equalize([*kept, pair])
+        why = outputs.why_not()
+        if why is None:
+            kept.append(pair)
+        else:
+            notes[pair.row.layer] = why
+    restore()
+    return _equalize(kept), notes
+
+
+def _equalize(pairs: Sequence[_Pair]) -> dict[str, float]:
+    """Scale the weights of pairs, in float64 and rounded once; the largest factor of each pair."""
+    layers = dict.fromkeys(layer for pair in pairs for layer in (pair.maker, *pair.readers))
+    weights = {layer: cast("Tensor", layer._parameters["weight"]).detach().double() for layer in layers}
+    factors: dict[str, Tensor] = {}
+    for _ in range(_ROUNDS):
+        furthest = 0.0
+        for pair in pairs:
+            factor = _factor(*_ranges(pair, weights))
+            weights[pair.maker] = weights[pair.maker] / factor.view(-1, *(1 for _ in weights[pair.maker].shape[1:]))
+            for reader in pair.readers:
+                weights[reader] = (along_inputs(weights[reader], reader) * of_inputs(factor, reader)).flatten(0, 1)
+            factors[pair.row.layer] = factors.get(pair.row.layer, torch.ones_like(factor)) * factor
+            furthest = max(furthest, float((factor - 1).abs().max()))
+        if furthest <= _SETTLED:
+            break
+    with torch.no_grad():
+        for layer, weight in weights.items():
+            cast("Tensor", layer._parameters["weight"]).copy_(weight)
+        for pair in pairs:
+            if (bias := pair.maker._parameters.get("bias")) is not None:
+                bias.copy_(bias.double() / factors[pair.row.layer])
+    return {name: float(torch.maximum(factor, 1 / factor).max()) for name, factor in factors.items()}
+
+
+def _ranges(pair: _Pair, weights: dict[nn.Module, Tensor]) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of each channel's weights before and after it, float64 [channels]."""
+    made = weights[pair.maker].abs().flatten(1).amax(1)
+    read = [along_inputs(weights[r], r).unsqueeze(-1).flatten(3).abs().amax((1, 3)).flatten() for r in pair.readers]
+    return made, torch.stack(read).amax(0)
+
+
+def _factor(made: Tensor, read: Tensor) -> Tensor:
+    """What the channels are divided by; 1 for a channel without weights on one side."""
+    factor = (made / read).sqrt()
+    return torch.where((made > 0) & (read > 0), factor, 1.0).clamp(1 / _BOUND, _BOUND)

@@ -1,0 +1,64 @@
+"""Whether a model still computes what it did before its weights were changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.batches import Forward
+from fakequant.errors import ConfigError
+from fakequant.model.modes import evaluating
+from fakequant.model.run.outputs import OutputDistance
+
+_TOLERANCE = 1e-5
+"""A share of the output's norm; in half precision it is one step of the dtype."""
+
+
+def tolerance_of(x: Tensor) -> float:
+    """How much of its norm a tensor may change by rounding."""
+    return max(_TOLERANCE, torch.finfo(x.dtype).eps)
+
+
+class OutputCheck(OutputDistance):
+    """Whether a model still gives the output that it gave.
+
+    Args:
+        model: it runs in eval mode, without gradients.
+        batch: what it gets.
+        run: called as run(model, batch).
+
+    Raises:
+        ConfigError: two runs give different outputs, an output holds NaN or inf, or there are no floats in it.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, run: Forward) -> None:
+        super().__init__(model, [batch], run)
+        self._model = model
+        if not self.wanted:
+            raise ConfigError(
+                "the model gives no floats, so that a change of its weights cannot be checked; return some in forward="
+            )
+        if not all(bool(x.isfinite().all()) for x in self.wanted):
+            raise ConfigError("an output of the model holds NaN or inf for this batch; give another batch")
+        self._allowed = max(map(tolerance_of, self.wanted))
+        if (found := self.difference()) > self._allowed:
+            raise ConfigError(
+                f"two runs of the model differ by {found:.1e} of the output, so that a change of its weights cannot be "
+                "checked; fix the random numbers that it draws, for example in forward="
+            )
+
+    def run(self) -> Any:
+        """The model's result."""
+        with evaluating(self._model), torch.no_grad():
+            return self._run(self._model, self._batches[0])
+
+    def difference(self) -> float:
+        """The norm of the error of an output, as a share of the output's norm: the largest of all outputs."""
+        return max(self.of(self._model).shares.values(), default=0.0) ** 0.5
+
+    def why_not(self) -> str | None:
+        """Why the model cannot stay as it is now, or None."""
+        found = self.difference()
+        return None if found <= self._allowed else f"the model's output would change by {found:.1e} of its size"

@@ -1,0 +1,311 @@
+"""Rotations of residual streams and of heads, put into the weights: no operation at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.arguments import refuse_prepared
+from fakequant.data.batches import Forward, Inputs, runner
+from fakequant.data.failures import naming
+from fakequant.distributed import refuse_sharded
+from fakequant.errors import ConfigError, nearest
+from fakequant.model.run.recording import record
+from fakequant.model.run.unreached import Unreached
+from fakequant.nn.hooks import is_as_made
+from fakequant.nn.transforms import hadamard
+from fakequant.ptq.float_model.output_check import OutputCheck
+from fakequant.ptq.float_model.residual import Heads, Residual, follow
+from fakequant.ptq.weights import shared_parameters
+from fakequant.restore import restore_after, restore_on_error, state_of_parts
+from fakequant.text import listed, table
+
+KINDS = ("hadamard", "random")
+_SAME = 1e-4
+"""How far a normalisation may be from one whose rotation commutes with it; eps makes it differ a little."""
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """What happened to values that the model computes.
+
+    Attributes:
+        what: "residual stream" or "heads".
+        width: the size of the rotation.
+        makers: the paths of the layers and parameters that make the values.
+        readers: the paths of the layers that multiply them.
+        note: why they stay; "" where they are rotated.
+    """
+
+    what: str
+    width: int
+    makers: tuple[str, ...]
+    readers: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass
+class Rotations:
+    """The result of `rotate`; prints as a table."""
+
+    rows: list[Rotated] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "nothing to rotate: no torch.nn.Linear reads a residual stream or heads of attention"
+        lines = [["values", "width", "made by", "read by", "what"]]
+        for row in self.rows:
+            made, read = listed(row.makers, 3), listed(row.readers, 3)
+            lines.append([row.what, str(row.width), made, read, f"stays: {row.note}" if row.note else "rotated"])
+        return table(lines)
+
+    __repr__ = __str__  # what notebooks and consoles show
+
+
+def rotate(
+    model: nn.Module,
+    batch: Any,
+    *,
+    kind: str = "hadamard",
+    seed: int = 0,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+) -> Rotations:
+    """Rotate the residual streams and the heads of attention of a float model, in place (QuaRot, arXiv 2404.00456).
+
+    The layers that make the values are multiplied by an orthogonal matrix, and those that read them by its inverse. The
+    function of the model stays, which a run with the batch checks, and large channels are spread over all. One run
+    finds the layers, by the identity of tensors. The weight and bias of a normalisation go into the layers behind it.
+    A LayerNorm becomes a torch.nn.RMSNorm: the layers before it take over its subtraction of the mean.
+
+    Args:
+        model: a float model; call this before `prepare`.
+        batch: what a data loader gives.
+        kind: "hadamard": with random signs, times a random rotation where the width is no power of two; or "random".
+        seed: of the random numbers.
+        inputs: which part of the batch the model gets, as for `calibrate`.
+        forward: called as forward(model, batch) instead of the model. If the model also returns a cache of keys and
+            values, let it return the output alone: rotated heads change the cache.
+
+    Raises:
+        ConfigError: an unknown kind, a prepared or sharded model, or one whose output is not the same in a second run,
+        or is not finite. The model is unchanged after any error or interrupt.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    >>> print(rotate(model, torch.arange(9)))
+    values           width  made by  read by  what
+    residual stream  8      0        2        rotated
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind {kind!r}{nearest(str(kind), list(KINDS))}")
+    refuse_prepared(model, "rotate")
+    refuse_sharded(model, "rotate")
+    call = naming(runner(inputs, forward), [batch])
+    outputs = OutputCheck(model, batch, call)
+    recording = record(model, outputs.run)
+    found = follow(model, recording)
+    unreached = Unreached(model, recording)
+    job = _Job(model, outputs, kind, torch.Generator().manual_seed(seed), unreached)
+    with restore_on_error(state_of_parts(model, _all_touched(found.residuals, found.heads))):
+        rows = [job.heads(one) for one in found.heads] + [job.residual(one) for one in found.residuals]
+    return Rotations(sorted(rows, key=lambda row: -row.width))
+
+
+def _all_touched(residuals: list[Residual], heads: list[Heads]) -> list[nn.Module | nn.Parameter]:
+    touched: list[nn.Module | nn.Parameter] = [module for one in heads for module in (one.maker, one.reader)]
+    for one in residuals:
+        touched += [*one.makers, *one.readers, *one.norms]
+    return touched
+
+
+class _Job:
+    """Rotates what it can, and says why where it cannot."""
+
+    def __init__(
+        self, model: nn.Module, outputs: OutputCheck, kind: str, generator: torch.Generator, unreached: Unreached
+    ) -> None:
+        self._model, self._outputs, self._kind, self._generator = model, outputs, kind, generator
+        self._names: dict[Any, str] = {module: name or "(model)" for name, module in model.named_modules()}
+        self._names |= {parameter: name for name, parameter in model.named_parameters()}
+        self._shared, self._unreached = shared_parameters(model), unreached
+
+    def residual(self, one: Residual) -> Rotated:
+        """Rotate a residual stream (R1)."""
+        width = cast("Any", next(iter(one.readers))).in_features
+        why = self._why_not([*one.makers, *one.readers, *one.norms])
+        if one.read_by:
+            why = f"{one.read_by[0]} reads the values too"
+        forms = {norm: form for norm in one.norms if (form := _form_of(norm, width)) is not None}
+        if why is None and (unknown := [norm for norm in one.norms if norm not in forms]):
+            why = f"{self._names[unknown[0]]} is neither a LayerNorm nor a normalisation by the root mean square"
+        subtract = [isinstance(norm, nn.LayerNorm) for norm in (*one.norms, *one.readers.values())]
+        if why is None and len({*subtract}) > 1:
+            why = "some of its readers subtract the mean and others do not"
+        why = why or self._unreached.why_not(width)
+        if why is None:
+            touched = [*one.makers, *one.readers, *one.norms]
+            why = self._try(touched, lambda: self._rotate(one, width, forms, centred=subtract[0]))
+        return self._row("residual stream", width, [*one.makers], [*one.readers], why)
+
+    def heads(self, one: Heads) -> Rotated:
+        """Rotate the values of attention within each head (R2)."""
+        why = self._why_not([one.maker, one.reader])
+        if why is None and (one.maker.out_features % one.size or one.reader.in_features % one.size):
+            why = "its heads are not next to each other"
+        if why is None:
+            why = self._try([one.maker, one.reader], lambda: self._rotate_heads(one))
+        return self._row("heads", one.size, [one.maker], [one.reader], why)
+
+    def _row(self, what: str, width: int, makers: list[Any], readers: list[Any], why: str | None) -> Rotated:
+        names = [tuple(self._names[one] for one in ones) for ones in (makers, readers)]
+        return Rotated(what, width, names[0], names[1], why or "")
+
+    def _why_not(self, touched: list[nn.Module | nn.Parameter]) -> str | None:
+        for one in touched:
+            held = [one] if isinstance(one, nn.Parameter) else [p for p in one._parameters.values() if p is not None]
+            if not self._shared.isdisjoint(held):
+                return f"{self._names[one]} shares a parameter; give each layer its own, as a tied head its own weight"
+            if isinstance(one, nn.Module) and (one._parameters.get("weight") is not one.weight or not is_as_made(one)):
+                return f"{self._names[one]} computes its weight, or has hooks"
+        return None
+
+    def _try(self, touched: list[nn.Module | nn.Parameter], change: Callable[[], None]) -> str | None:
+        """Change the model; if its output changes, take that back and say it."""
+        back = state_of_parts(self._model, touched)
+        with restore_on_error(back):
+            try:
+                change()
+            except _WidthError as error:
+                why: str | None = f"{self._names[error.maker]} has other channels"
+            else:
+                why = self._outputs.why_not()
+        if why is not None:
+            back()
+        return why
+
+    @torch.no_grad()
+    def _rotate(self, one: Residual, width: int, forms: dict[nn.Module, _Form], *, centred: bool) -> None:
+        rotation = rotation_of(width, self._kind, self._generator)
+        made = rotation - rotation.mean(0) if centred else rotation  # x @ made is (x - mean(x)) @ rotation
+        for maker in one.makers:
+            _rotate_maker(maker, made)
+        for reader, norm in one.readers.items():
+            _rotate_reader(cast("nn.Linear", reader), rotation, None if norm is None else forms[norm])
+        for norm, form in forms.items():
+            _clear(self._model, norm, form)
+
+    @torch.no_grad()
+    def _rotate_heads(self, one: Heads) -> None:
+        rotation = rotation_of(one.size, self._kind, self._generator)
+        whole = torch.block_diag(*[rotation] * (one.maker.out_features // one.size))
+        _rotate_maker(one.maker, whole)
+        weight = one.reader.weight
+        weight.copy_((weight.double().unflatten(1, (-1, one.size)) @ rotation.to(weight.device)).flatten(1))
+
+
+class _WidthError(Exception):
+    """A maker whose channels are not those of the rotation."""
+
+    def __init__(self, maker: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.maker = maker
+
+
+def rotation_of(width: int, kind: str, generator: torch.Generator) -> Tensor:
+    """An orthogonal matrix [width, width], float64.
+
+    >>> matrix = rotation_of(6, "hadamard", torch.Generator().manual_seed(0))
+    >>> bool(((matrix @ matrix.T) - torch.eye(6)).abs().max() < 1e-12)
+    True
+    """
+    power = width & -width if kind == "hadamard" else 1
+    rest = torch.randn(width // power, width // power, dtype=torch.float64, generator=generator)
+    orthogonal, upper = torch.linalg.qr(rest)
+    orthogonal *= upper.diagonal().sign()  # else QR's convention decides which rotations come
+    signs = torch.randint(0, 2, (width,), generator=generator).double() * 2 - 1
+    square = hadamard(power).double().sign() / power**0.5
+    return signs[:, None] * torch.kron(orthogonal.contiguous(), square)
+
+
+def _rotate_maker(maker: nn.Module | nn.Parameter, rotation: Tensor) -> None:
+    """Multiply what a maker gives by a matrix, in float64, rounded once."""
+    if isinstance(maker, nn.Parameter):
+        rows = [maker] if maker.dim() and maker.shape[-1] == len(rotation) else []
+    elif isinstance(maker, nn.Embedding):
+        rows = [maker.weight] if maker.embedding_dim == len(rotation) else []
+    else:
+        weight = cast("Tensor", maker.weight)
+        rows = [weight.flatten(1).T] if len(weight) == len(rotation) else []
+        rows += [maker.bias] if rows and isinstance(maker.bias, Tensor) else []
+    if not rows:
+        raise _WidthError(maker)
+    for values in rows:
+        values.data.copy_(values.double() @ rotation.to(values.device))
+
+
+def _rotate_reader(reader: nn.Linear, rotation: Tensor, form: _Form | None) -> None:
+    """Multiply the weight of a layer by a matrix, after what the normalisation before it does to each channel."""
+    weight = reader.weight.double()
+    if form is not None and form.shift is not None:
+        bias = weight @ form.shift
+        if reader.bias is None:
+            reader.bias = nn.Parameter(bias.to(reader.weight.dtype))
+        else:
+            reader.bias.copy_(reader.bias.double() + bias)
+    scaled = weight if form is None else weight * form.gain
+    reader.weight.copy_(scaled @ rotation.to(weight.device))
+
+
+class _Form(NamedTuple):
+    """What a normalisation does beside dividing each row by its size."""
+
+    gain: Tensor
+    """The factor of each channel, float64."""
+    shift: Tensor | None
+    plain: float
+    """The weight that multiplies by 1."""
+
+
+def _form_of(norm: nn.Module, width: int) -> _Form | None:
+    """The form of a normalisation that commutes with rotations when its weight multiplies by 1; None: it does not.
+
+    A LayerNorm does where the mean of its input is 0. Other classes are tried with random inputs.
+
+    Args:
+        norm: the module.
+        width: the channels of its input.
+    """
+    weight, bias = cast("nn.Parameter", norm.weight), norm._parameters.get("bias")
+    gain = weight.detach().double().clone()
+    if isinstance(norm, nn.LayerNorm):
+        return (
+            _Form(gain, None if bias is None else bias.detach().double().clone(), 1.0) if width == len(gain) else None
+        )
+    if bias is not None or len(weight) != width:
+        return None
+    own, generator = weight.detach().clone(), torch.Generator().manual_seed(0)
+    x, rotation = torch.randn(64, width, generator=generator).to(own), rotation_of(width, "random", generator).to(own)
+    for plain in (1.0, 0.0):  # normalisations multiply by their weight, or by 1 + weight
+        with restore_after(lambda: weight.data.copy_(own)), torch.no_grad():
+            weight.data.fill_(plain)
+            found, turned = norm(x).double(), norm(x @ rotation).double()
+        is_unit = 0.5 < float(found.square().mean()) < 2  # twice the weight is 4 times the square
+        if is_unit and float((turned - found @ rotation.double()).norm()) <= _SAME * float(found.norm()):
+            return _Form(gain + (1 - plain), None, plain)
+    return None
+
+
+def _clear(model: nn.Module, norm: nn.Module, form: _Form) -> None:
+    """Leave a normalisation its division by the root mean square alone."""
+    if isinstance(norm, nn.LayerNorm):
+        plain = nn.RMSNorm(list(norm.normalized_shape), eps=norm.eps).to(norm.weight).train(norm.training)
+        for path in [path for path, module in model.named_modules(remove_duplicate=False) if module is norm]:
+            model.set_submodule(path, plain)
+    else:
+        cast("nn.Parameter", norm.weight).data.fill_(form.plain)

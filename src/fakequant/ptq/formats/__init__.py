@@ -1,0 +1,1 @@
+"""A format for each layer under a budget, and comparisons of ways."""

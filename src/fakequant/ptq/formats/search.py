@@ -1,0 +1,113 @@
+"""A preset for each layer of a model: the best mix for a budget, or the smallest that is good enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fakequant.data.arguments import check_metric, check_model, measured, refuse_prepared
+from fakequant.data.batches import Forward, Inputs, batch_list, runner
+from fakequant.data.failures import naming
+from fakequant.distributed import refuse_sharded
+from fakequant.errors import ConfigError
+from fakequant.model.modes import evaluating
+from fakequant.nn import cached_weights
+from fakequant.ptq.formats.allocation import quantized_copy, scores, verify
+from fakequant.ptq.formats.mixes import Allocation, check_budget
+
+Metric = Callable[[nn.Module], float]
+
+
+def search(  # noqa: PLR0913  all but the first three by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    choices: Sequence[str] | str = ("INT8_WEIGHT_ONLY", "INT4_GROUP32"),
+    *,
+    bits: float | None = None,
+    size: float | None = None,
+    loss: float | None = None,
+    metric: Metric | None = None,
+    floor: float | None = None,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+) -> Allocation:
+    """Choose a preset for each layer under one budget: the mix with the least error of the model's output.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: to calibrate and measure on; a few are enough.
+        choices: names of presets.
+        bits: the largest number of bits per weight of the layers that get a preset, with scales; what stays in float
+            does not count.
+        size: the largest number of bytes of all parameters, as `fakequant.summary` counts them: also those that stay in
+            float.
+        loss: at most so much predicted error of the output, as a share of its energy; the smallest such mix.
+        metric: called as metric(model), larger is better; only with `floor`.
+        floor: the metric that the mix keeps; the smallest such mix, found in about ten measurements.
+        inputs: which part of a batch the model gets, as for `calibrate`.
+        forward: called as forward(model, batch) instead of the model.
+
+    Returns:
+        The mix with its measured error; `fakequant.prepare(model, mix.config())` applies it.
+
+    Raises:
+        ConfigError: not exactly one budget, one that is no number, a floor without a metric, or nothing fits
+            (names the nearest).
+        CalibrationError: no batches, or the model fails on one (names it, and the layer).
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> mix = search(model, [torch.randn(16, 32)], bits=6)
+    >>> mix.choices
+    {'0': 'INT4_GROUP32', '2': 'INT8_WEIGHT_ONLY'}
+    """
+    check_model(model, "search", "search(model, batches, bits=5)")
+    check_metric(metric, "search")
+    refuse_prepared(model, "search")
+    refuse_sharded(model, "search a mix of presets for")
+    if sum(budget is not None for budget in (bits, size, loss, floor)) != 1:
+        raise ConfigError("give one budget: bits= per weight, size= in bytes, loss=, or floor= with metric=")
+    if (metric is None) != (floor is None):
+        raise ConfigError("metric= and floor= belong together: the metric is called as metric(model), larger is better")
+    for name, value in (("bits", bits), ("size", size), ("loss", loss), ("floor", floor)):
+        check_budget(name, value, any_number=name == "floor")
+    given = batch_list(batches, "search")
+    run = naming(runner(inputs, forward), given)
+    found = scores(model, given, choices, forward=run)
+    if metric is None or floor is None:
+        mix = found.allocate(bits=bits, size=size, loss=loss)
+    else:
+        mix = _smallest(model, given, found.curve(), metric, floor, run)
+    return replace(verify(model, given, [mix], forward=run)[0], metric=mix.metric)
+
+
+def _smallest(
+    model: nn.Module, batches: list[Any], curve: list[Allocation], metric: Metric, floor: float, run: Forward
+) -> Allocation:
+    """The first point of a curve that keeps the floor, by bisection: larger points are taken to be no worse."""
+    best = replace(curve[-1], metric=_measured(model, batches, curve[-1], metric, run))
+    if best.metric is None or not best.metric >= floor:
+        raise ConfigError(
+            f"no mix of these choices keeps {floor:.6g}: the largest, {best.bits_per_weight:.2f} bits per weight, "
+            f"gives {best.metric:.6g}; give other choices or a lower floor"
+        )
+    low, high = 0, len(curve) - 1
+    while low < high:
+        middle = (low + high) // 2
+        value = _measured(model, batches, curve[middle], metric, run)
+        if value >= floor:
+            high, best = middle, replace(curve[middle], metric=value)
+        else:
+            low = middle + 1
+    return best
+
+
+def _measured(model: nn.Module, batches: list[Any], mix: Allocation, metric: Metric, run: Forward) -> float:
+    twin = quantized_copy(model, mix.config(), batches, run)
+    with evaluating(twin), cached_weights(twin), torch.no_grad():
+        return measured(metric, twin)

@@ -1,0 +1,1 @@
+"""`improve`: every layer in turn, judged by the output, and resumed."""

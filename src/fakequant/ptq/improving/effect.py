@@ -1,0 +1,149 @@
+"""The effect of an algorithm on the error of the model's output; changes that do not help go back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.data.batches import Forward, batch_list, refuse_tensor
+from fakequant.data.positions import Positions
+from fakequant.distributed import Together
+from fakequant.errors import CalibrationWarning, warn_user
+from fakequant.model.calibration.choice import HeldBack
+from fakequant.model.modes import disabled
+from fakequant.model.run.outputs import OutputDistance
+from fakequant.ptq.inputs.stream import NOT_REPEATED, Record
+from fakequant.ptq.results import Improvement
+from fakequant.ptq.rows import SURE, SURE_OF_PART, helps
+from fakequant.restore import Restore, state_of
+
+_EVERY = 8
+"""The second of every eight batches judges: what chooses wants many."""
+_MEASURED = 4
+"""Batches on which the error of the output is measured where those that choose are all that there are."""
+_WORSE = 1.01
+"""How much larger the error may become on these without a warning."""
+_GROUPS = 16
+"""Parts of the layers, in order, that are judged each where all together do not help."""
+
+
+class Split(NamedTuple):
+    """Batches by their number: those that choose, and those that judge and choose nothing.
+
+    >>> Split.of(list("abcd"), None, "improve")
+    Split(fit={0: 'a', 2: 'c', 3: 'd'}, held={1: 'b'})
+    """
+
+    fit: dict[int, Any]
+    held: dict[int, Any]
+
+    @classmethod
+    def of(cls, batches: Iterable[Any], judge: Iterable[Any] | None, caller: str) -> Split:
+        """Hold batches back to judge, unless they are given; `[]`: none judges. Errors are those of `batch_list`."""
+        given = dict(enumerate(batch_list(batches, caller)))
+        if judge is not None:
+            refuse_tensor(judge, caller)
+            return cls(given, dict(enumerate(chain(judge), len(given))))
+        numbers = HeldBack(given, _EVERY)
+        fit = {number: given[number] for number in numbers}
+        return cls(fit, {number: given[number] for number in numbers.held if number not in fit})
+
+    @property
+    def all(self) -> list[Any]:
+        """All batches by their number."""
+        return [batch for _, batch in sorted({**self.fit, **self.held}.items(), key=lambda item: item[0])]
+
+
+class Effect:
+    """The error of a model's output before and after a change, the mean over processes; a note says why there is none.
+
+    Args:
+        model: quantized, before the change.
+        batches: the held-back ones judge. Without them nothing goes back, and the first ones that choose measure.
+        run: called as run(model, batch).
+        recorded: of the same model and batches.
+        processes: they judge together.
+        positions: the tokens that count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Split,
+        run: Forward,
+        recorded: Record,
+        processes: Together,
+        positions: Positions,
+    ) -> None:
+        self._model, self._processes = model, processes
+        self._judges = all(processes.all(bool(batches.held)))
+        judged = list(batches.held.values()) if self._judges else list(batches.fit.values())[:_MEASURED]
+        self._where = f"on {len(judged)} {'batch' if len(judged) == 1 else 'batches'} that "
+        self._where += "chose nothing" if self._judges else "chose, too, and new data may lose more"
+        why_not = None if recorded.outputs_repeat else NOT_REPEATED
+        self._before, self._rows_before = math.nan, torch.zeros(0)
+        if why_not is None:
+            with disabled(model):
+                self._outputs = OutputDistance(model, judged, run, [positions.of(batch) for batch in judged])
+            self._before = self._outputs.of(model).mean
+            if not self._outputs.has_outputs:
+                why_not = "the model gives no floats"
+            elif not math.isfinite(self._before):
+                why_not = "it was NaN or infinite before"
+        self._why_not = next(filter(None, processes.all(why_not)), None)
+        if self._judges and self._why_not is None:
+            self._rows_before = self._rows()
+
+    def keep_what_helps(self, changed: Mapping[nn.Module, Restore]) -> set[nn.Module]:
+        """Take back changes of modules if they do not lower the error, but those that do in their order.
+
+        Args:
+            changed: by module, in the order of the changes, what restores it as it was before all of them.
+
+        Returns:
+            The modules that are as they were before.
+        """
+        if self._why_not or not self._judges or helps(self._rows_before, self._rows(), SURE):
+            return set()
+        redo = {module: state_of([module]) for module in changed}
+        for undo in changed.values():
+            undo()
+        best, modules, undone = self._rows_before, [*changed], set[nn.Module]()
+        size = -(-len(modules) // _GROUPS)
+        for start in range(0, len(modules), size or 1):
+            group = modules[start : start + size]
+            for module in group:
+                redo[module]()
+            if helps(best, now := self._rows(), SURE_OF_PART):
+                best = now
+                continue
+            undone |= set(group)
+            for module in group:
+                changed[module]()
+        return undone
+
+    def put_into(self, result: Improvement, caller: str) -> None:
+        """Put the error before and now into a result, or why there is none; warn where nothing judged and it grew."""
+        if self._why_not:
+            result.notes.append(f"the error of the model's output was not measured: {self._why_not}")
+            return
+        now = self._outputs.of(self._model)
+        before, after = zip(*self._processes.all((self._before, now.mean)), strict=True)
+        result.before, result.after = sum(before) / len(before), sum(after) / len(after)
+        result.judged, result.is_judged, result.worst = self._where, self._judges, now.shown_worst
+        if not self._judges and result.after > _WORSE * result.before:
+            warn_user(
+                f"{caller} made the error of the model's output larger, {result.before:.2e} -> {result.after:.2e}, "
+                "though each part by itself loses no more than before; prepare the model anew, and give more batches, "
+                "of which some judge, or other settings",
+                CalibrationWarning,
+            )
+
+    def _rows(self) -> Tensor:
+        """The error of each row of the outputs, over all processes."""
+        return torch.cat(self._processes.all(self._outputs.by_row(self._model)))

@@ -1,0 +1,366 @@
+"""Choose ranges and codes of all weights of a model by the error of its layers, in the order in which they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fakequant.data.arguments import check_model
+from fakequant.data.batches import Forward, Inputs, runner
+from fakequant.data.failures import naming
+from fakequant.data.positions import Mask, Positions
+from fakequant.data.progress import track
+from fakequant.distributed import Together, processes_of
+from fakequant.errors import ConfigError, nearest, shown
+from fakequant.model.modes import evaluating, off
+from fakequant.model.scale_floor import raise_scales
+from fakequant.model.weights import site_weights
+from fakequant.nn.operands import LayerWeight
+from fakequant.nn.paths import layer_of
+from fakequant.nn.quantizer import quantizers
+from fakequant.nn.wrappers import unwraps
+from fakequant.ptq.improving.collector import Collector
+from fakequant.ptq.improving.digest import digest
+from fakequant.ptq.improving.effect import Effect, Split
+from fakequant.ptq.improving.finished import Finished, run_of
+from fakequant.ptq.inputs.call import Call
+from fakequant.ptq.inputs.float_values import FloatValues
+from fakequant.ptq.inputs.stream import NOT_REPEATED, Record, Stage, Stream, record, watched
+from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
+from fakequant.ptq.solvers.kinds import computes_product, has_own_forward, has_rows
+from fakequant.ptq.solvers.layer import SOLVERS, write
+from fakequant.ptq.solvers.parts import memory
+from fakequant.ptq.solvers.projections import as_layer, bias_of, row_name, whole_layer
+from fakequant.ptq.weights import calibrated_weights, fixed_parameters
+from fakequant.restore import in_order, restore_on_error, state_of, structure_of
+from fakequant.text import listed
+
+STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
+"""All steps in their order."""
+_NAMED_STEPS = {
+    "best": ("input", "smooth", "ranges", "gptq", "descend", "drift", "bias"),
+    "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
+}
+_OF_A_FUNCTION = "nearest: improve has no steps for a parameter that a function takes"
+_OTHER_FORWARD = "nearest: its own forward computes something else than one product of its weight"
+_SHARED_BIAS = 'the step "bias" was left out: layers share its bias'
+
+
+@unwraps
+def improve(  # noqa: PLR0913  all but the first three by name
+    model: nn.Module,
+    batches: Iterable[Any],
+    steps: str | Sequence[str] = "best",
+    *,
+    inputs: Inputs | None = None,
+    forward: Forward | None = None,
+    mask: Mask | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    judge: Iterable[Any] | None = None,
+    group: Any = None,
+    progress: bool | None = None,
+) -> Improvement:
+    """Lower the error that quantized weights make, without training: ranges, codes and biases, layer after layer.
+
+    Each layer is chosen for the inputs that the layers before it give with their chosen weights. The chosen values stay
+    in the weights, and their scales are fixed, so that saving, exporting and training go on from them.
+
+    The sums over a layer's inputs are some matrices of float64 with a row and a column for each of its columns
+    (`in * kh * kw` of a convolution). A convolution with more than 4,608 of them is taken in parts of its channels:
+    their matrices take 32 MB together, and their errors count as independent, which a remark says.
+
+    The batches run side by side, three times in all, however many layers there are: see `fakequant.ptq.inputs.stream`.
+    A layer that a batch calls several times, and those after it, get no `drift`.
+
+    Of two batches or more, the second of every eight chooses nothing and judges: if the error of the model's output on
+    these does not fall by more than chance explains, the choices go back, except for the layers that lower it.
+
+    Args:
+        model: prepared, and calibrated if its inputs are quantized.
+        batches: what a data loader gives; a few hundred examples. They are kept as a list.
+        steps: "best", "fast" (no descent, one damping and one share of the drift), or names of `fakequant.ptq.STEPS`.
+        inputs: which part of a batch the model gets, as for `calibrate`.
+        forward: called as forward(model, batch) instead of the model.
+        mask: which tokens count, where batches have padding, as for `calibrate`.
+        checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
+            so that only the other layers are chosen; the result is the same to the bit.
+        judge: batches that choose nothing and judge, in place of those that are held back. `[]`: none judges, and
+            nothing goes back.
+        group: the processes of torch.distributed that choose together, each with its own batches, as for `calibrate`.
+            The sums are those of all batches, and all processes get the same weights. The first process chooses for
+            the inputs (`smooth`, `rotate`, `input`), by its own batches.
+        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+
+    Returns:
+        The error of the model's output on batches that were held back, before and after, and those of all layers.
+        Layers without a weight matrix, that share their weight, or whose choice went back, are listed with the reason.
+
+    Raises:
+        ConfigError: an unknown step, a model without quantized weights, or a folder with several processes, or with
+            batches of more than tensors, arrays, numbers and texts in lists, tuples, mappings and dataclasses.
+        CalibrationError: an input that holds NaN or inf (names the layer), inputs that are not calibrated, or a batch
+            on which the model fails.
+        CheckpointError: the folder holds a run with another model, other batches, steps or masks, or a damaged file.
+            Attributes of the model, `inputs` and `forward` are compared by the output of the first batch.
+        The model is unchanged after any error or interrupt.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> model = prepare(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), "INT4_WEIGHT_ONLY")
+    >>> found = fq.ptq.improve(model, [torch.randn(32, 16) for _ in range(4)])
+    >>> found.left < 0.8
+    True
+    """
+    check_model(model, "improve", "improve(model, batches)")
+    processes = Together(processes_of(model, group))
+    if processes.group is not None and checkpoint is not None:
+        raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
+    with processes:  # what one of them raises, the others raise too
+        weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
+        _check_same(
+            processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
+        )
+        split, masked = Split.of(batches, judge, "improve"), Positions(mask)
+        given, fit = split.all, [*split.fit.values()]
+        run, counts = naming(runner(inputs, forward), given), [masked.of(batch) for batch in given]
+        masks = [own for number in split.fit if (own := counts[number]) is not None]
+        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, fit, run, chosen_steps, masks))
+        fixed = fixed_parameters(model, lambda: run(model, given[0]))
+    views = {path: as_layer(weight) for path, weight in weights.items()}
+    notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
+    layers = {path: view for path, view in views.items() if notes[path] is None}
+    result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
+    result.layers += [LayerResult(layer_of(path), note=_OF_A_FUNCTION) for path in site_weights(model)]
+    before = {whole: state_of([whole]) for whole in dict.fromkeys(map(whole_layer, layers.values()))}
+    state = in_order(structure_of([model]), *before.values())
+    with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
+        for path in _with_other_forward(layers, lambda: run(model, given[0])):
+            result.layers.append(LayerResult(row_name(path, layers.pop(path)), note=_OTHER_FORWARD))
+        recorded = record(model, layers, run, given)
+        _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
+        effect = Effect(model, split, run, recorded, processes, masked)
+        with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
+        collector = Collector(layers, counts, masked, recorded, processes)
+        choices = _Choices(weights, layers, chosen_steps, collector, finished, fixed)
+        sums = f"in up to {memory(layers[path] for path in recorded.order) / 1e9:.1f} GB"
+        with _Pass(model, layers, run, split.fit, recorded, with_drift) as stages:
+            for stage, wanted in track(stages, f"choosing weights, {sums}", len(recorded.order), progress):
+                choices.add(stage, wanted, stages.keep)
+            result.layers += choices.results.values()
+        masked.say_whole()
+        _check_same(processes, _digests(weights, processes), "computed other weights; their processors round otherwise")
+        chosen = dict.fromkeys(whole_layer(layers[path]) for path in choices.results)
+        undone = effect.keep_what_helps({whole: before[whole] for whole in chosen})
+        result.take_back(row_name(path, own) for path, own in layers.items() if whole_layer(own) in undone)
+        effect.put_into(result, "improve")
+        result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
+        missed = [row_name(path, layer) for path, layer in layers.items() if path not in choices.results]
+        result.layers += [LayerResult(name, note=MISSED) for name in missed]
+        raise_scales(model)
+    return result
+
+
+class _Choices:
+    """Chooses one layer after the other, or takes what an earlier run chose.
+
+    Args:
+        weights: of all layers, by the paths of their quantizers.
+        layers: those that are chosen.
+        steps: their names.
+        collector: chooses.
+        finished: what an earlier run chose.
+        fixed: parameters that stay, with the reason.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, LayerWeight],
+        layers: Mapping[str, Any],
+        steps: tuple[str, ...],
+        collector: Collector,
+        finished: Finished,
+        fixed: Mapping[nn.Parameter, str],
+    ) -> None:
+        self._weights, self._layers, self._steps, self._fixed = weights, layers, steps, fixed
+        self._collector, self._finished = collector, finished
+        self.results: dict[str, LayerResult] = {}
+
+    def add(self, stage: Stage, wanted: Stage | None, keep: Callable[[LayerWeight], None]) -> None:
+        """Choose the layer of a stage, and write what was chosen; `keep` is called with its weight before that."""
+        name, weight, layer = stage.name, self._weights[stage.name], self._layers[stage.name]
+        number, steps = len(self.results), self._steps
+        bias = bias_of(layer)[0]
+        shares_bias = "bias" in steps and bias is not None and bias in self._fixed
+        if shares_bias:
+            steps = tuple(step for step in steps if step != "bias")
+        earlier = self._finished.get(number, name, layer)
+        own, choice = earlier or self._collector.choose(stage, wanted, weight, steps)
+        if choice is None:
+            return
+        if earlier is not None:
+            self._collector.put_input(stage, own)
+        keep(weight)
+        write(row_name(name, layer), weight, choice)
+        if earlier is None:
+            self._finished.put(number, name, own, choice)
+        remarks = [*choice.result.remarks, *([_SHARED_BIAS] if shares_bias else [])]
+        self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
+
+
+def _with_drift(recorded: Record, processes: Together) -> tuple[list[str], list[str]]:
+    """The layers that may make good the drift of their inputs, and why others may not.
+
+    When a layer is chosen, all its calls but the last have run with rounding to nearest. So the drift of its inputs,
+    and of what is computed of them, is not what it will be.
+    """
+    if not all(processes.all(recorded.outputs_repeat)):
+        return [], [f'"drift" was left out: {NOT_REPEATED}']
+    before, after = recorded.parts(processes)
+    if not after:
+        return before, []
+    return before, [
+        f'"drift" was left out for {len(after)} of {len(recorded.order)} layers, from {layer_of(after[0])} on: a batch '
+        "calls it several times, and its weight is chosen before the last call"
+    ]
+
+
+def _chosen_by_part(paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return []
+    names = listed([layer_of(path) for path in paths])
+    return [f"{names}: chosen by a part of the batches; the others call layers in another order, and reach it later"]
+
+
+def _digests(weights: Mapping[str, LayerWeight], processes: Together) -> dict[str, str]:
+    """By quantizer, the digest of its weight and its format; none where one process is alone."""
+    if processes.group is None:
+        return {}
+    return {path: digest([str(own.quantizer.spec), own.parameter]) for path, own in weights.items()}
+
+
+def _check_same(processes: Together, values: Mapping[str, str], else_they: str) -> None:
+    """Raise if the processes have other values, or have them in another order, and name the first layer."""
+    own = [*values.items()]
+    for rank, others in enumerate(processes.all(own)):
+        if others != own:
+            places = zip([*own, (None, None)], [*others, (None, None)], strict=False)
+            name = next(one[0] or other[0] for one, other in places if one != other)
+            raise ConfigError(f"the processes {else_they}: rank {rank} at {name or 'the model'}")
+
+
+def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
+    """The steps of a name, or given by their names, in their order; raises ConfigError for others."""
+    if isinstance(steps, str):
+        if steps not in _NAMED_STEPS:
+            known = f"; write steps=[{steps!r}]" if steps in STEPS else nearest(steps, [*_NAMED_STEPS])
+            raise ConfigError(f"unknown steps {steps!r}{known}")
+        return _NAMED_STEPS[steps]
+    if not isinstance(steps, Sequence):
+        raise ConfigError(f'steps are "best", "fast" or a list of {", ".join(STEPS)}; got {shown(steps)}')
+    if unknown := [step for step in steps if step not in STEPS]:
+        raise ConfigError(f"unknown step {unknown[0]!r}{nearest(str(unknown[0]), list(STEPS))}")
+    if "drift" in steps and not set(SOLVERS) & set(steps):
+        raise ConfigError(f'the step "drift" moves what a solver comes close to; add one of {", ".join(SOLVERS)}')
+    return tuple(step for step in STEPS if step in steps)
+
+
+def _with_other_forward(layers: Mapping[str, Any], run: Callable[[], object]) -> list[str]:
+    """The layers whose own forward computes something else than one product of their weight in a run."""
+    found = dict[str, bool]()
+
+    def see(path: str, layer: Any, call: Call) -> None:
+        found[path] = found.get(path, True) and computes_product(layer, call.first)
+
+    own = {path: layer for path, layer in layers.items() if has_own_forward(layer)}
+    if own:
+        with watched(own, lambda path, call: see(path, own[path], call)):
+            run()
+    return [path for path, is_product in found.items() if not is_product]
+
+
+def _why_not(weight: LayerWeight, layer: Any, fixed: Mapping[nn.Parameter, str]) -> str | None:
+    """Why nothing is chosen for a weight, or None."""
+    if not has_rows(layer):
+        groups = " with groups" if getattr(weight.layer, "groups", 1) > 1 else ""
+        return f"nearest: improve has no steps for a {type(weight.layer).__name__}{groups}"
+    if weight.parameter is None:
+        return "nearest: its weight is computed"
+    if weight.parameter in fixed:
+        return f"nearest: {fixed[weight.parameter]}"
+    if weight.quantizer.learned is not None or weight.quantizer.dynamic:
+        return "nearest: its range is not fixed"
+    return None
+
+
+class _Pass:
+    """The stages of the quantized model, with those of the float model beside it for the layers that ask for drift."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Any],
+        run: Forward,
+        batches: Mapping[int, Any],
+        recorded: Record,
+        with_drift: Sequence[str],
+    ) -> None:
+        self._layers, self._with_drift = layers, frozenset(with_drift)
+        self._quantized = Stream(model, layers, run, batches, recorded)
+        self._float = Stream(model, layers, run, batches, recorded) if with_drift else None
+        self._float_values, self._stack = FloatValues(), ExitStack()
+        self._quantizers = quantizers(model).values()
+        self._paths: dict[nn.Module, list[str]] = {}
+        for path, layer in layers.items():
+            self._paths.setdefault(whole_layer(layer), []).append(path)
+        self.notes = list[str]()
+        self.chosen_by_part = list[str]()
+        """The layers that other batches reach only after they were chosen."""
+
+    def __enter__(self) -> _Pass:
+        self._stack.enter_context(self._quantized)
+        if self._float is not None:
+            self._stack.enter_context(self._float)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
+        while (stage := self._quantized.advance()) is not None:
+            wanted = None
+            if self._float is not None:
+                with off(self._quantizers), self._float_values.in_place():
+                    wanted = self._float.advance()
+                if not stage.is_like(wanted):
+                    self._float, wanted = None, None  # it ends with the context
+                    self.notes = [
+                        f'"drift" was left out from {layer_of(stage.name)} on: the float model calls other layers'
+                    ]
+                self._forget(whole_layer(self._layers[stage.name]))
+            if stage.is_first:
+                yield stage, wanted if stage.name in self._with_drift else None
+            elif stage.name not in self.chosen_by_part:
+                self.chosen_by_part.append(stage.name)
+            for seen in (stage, wanted) if wanted is not None else (stage,):
+                seen.calls.clear()  # the threads free an input as soon as its layer has run
+
+    def _forget(self, present: nn.Module) -> None:
+        """Drop the float values of layers that no batch of the float model calls again, but those of a stage's."""
+
+        def is_needed(layer: nn.Module) -> bool:
+            runs = self._float is not None and any(map(self._float.will_run, self._paths.get(layer, ())))
+            return layer is present or runs
+
+        self._float_values.forget(is_needed)
+
+    def keep(self, weight: LayerWeight) -> None:
+        """Keep the float values of a layer that is about to change, for the float model's next calls of it."""
+        if self._float is not None:
+            own = (weight.parameter, bias_of(as_layer(weight))[0])
+            self._float_values.keep(weight.layer, [parameter for parameter in own if parameter is not None])

@@ -1,0 +1,1 @@
+"""What layers get: a run of all batches that stops before each layer."""

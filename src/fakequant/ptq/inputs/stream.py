@@ -1,0 +1,373 @@
+"""Run a model once over all batches, and stop it before each layer: no blocks to find, no tracing, linear time.
+
+Every batch runs in a thread of its own, and one thread runs at a time. A thread waits before the last call of a layer
+until the others are there too. Then the inputs that the layer gets from all batches are known, the caller changes the
+layer, and the threads go on from where they are.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextvars
+import ctypes
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fakequant.data.batches import Forward
+from fakequant.distributed import Together
+from fakequant.errors import ConfigError
+from fakequant.nn.paths import layer_of
+from fakequant.ptq.inputs.call import Call
+from fakequant.restore import restore_after, surely
+
+_MOST_WORKERS = 2048
+"""Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
+NOT_REPEATED = "a second run gives other outputs: the model draws random numbers, or keeps values of earlier batches"
+_CHECKED = 2  # batches that run side by side and alone before anything is changed
+
+
+class Stage(NamedTuple):
+    """A layer before which all batches that reach it have stopped.
+
+    Attributes:
+        name: of the layer, as it was given.
+        calls: by the number of the batch, the calls of the layer so far; the last one has not run yet.
+        is_first: whether no stage before it was of this layer. Batches with other orders of calls come to it later.
+    """
+
+    name: str
+    calls: dict[int, list[Call]]
+    is_first: bool = True
+
+    def is_like(self, other: Stage | None) -> bool:
+        """Whether all batches call the same layer as often."""
+        return other is not None and self._counts() == other._counts()
+
+    def _counts(self) -> tuple[str, dict[int, int]]:
+        return self.name, {number: len(calls) for number, calls in self.calls.items()}
+
+
+@dataclass
+class Record:
+    """How a model calls its layers.
+
+    Attributes:
+        order: the layers in the order of their last calls.
+        counts: for each batch, how often it calls each layer.
+        siblings: by layer, the layers that get the same tensor as their first argument in every call, in order.
+        outputs_repeat: whether a second run of the first batch gives the same.
+    """
+
+    order: list[str] = field(default_factory=list)
+    counts: list[Counter[str]] = field(default_factory=list)
+    siblings: dict[str, list[str]] = field(default_factory=dict)
+    outputs_repeat: bool = True
+
+    def parts(self, processes: Together) -> tuple[list[str], list[str]]:
+        """The order of the layers up to the first one that a batch calls several times, and from that one on.
+
+        A layer is changed before its last call. So its earlier calls, and what comes of them, are not what they will
+        be with the change.
+
+        Args:
+            processes: they run the same model, each with its own batches.
+        """
+        own = {name for counted in self.counts for name, count in counted.items() if count > 1}
+        repeated = set().union(*processes.all(own))
+        first = next((place for place, name in enumerate(self.order) if name in repeated), len(self.order))
+        return self.order[:first], self.order[first:]
+
+
+def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batches: Sequence[Any]) -> Record:
+    """Run all batches once and count the calls of the layers.
+
+    Raises:
+        ConfigError: batches that run side by side give other results than one after the other.
+    """
+    found, outputs = Record(), []
+    last: dict[str, int] = {}
+    readers: dict[Any, tuple[Call, list[str]]] = {}  # with the tensor, whose id stays its own as long as it is kept
+    seen: list[dict[str, list[list[str]]]] = []  # for each batch and call, the layers that read a layer's input
+    step = 0
+
+    def count(name: str, call: Call) -> None:
+        nonlocal step
+        step += 1
+        last[name] = step
+        found.counts[-1][name] += 1
+        readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
+
+    with watched(layers, count), torch.no_grad():
+        for number, batch in enumerate(batches):
+            found.counts.append(Counter())
+            result = run(model, batch)
+            seen.append({name: [] for name in found.counts[-1]})
+            for _, names in readers.values():
+                for name in dict.fromkeys(names):
+                    seen[-1][name].append(names)
+            readers.clear()
+            if number < _CHECKED:
+                outputs.append(result)
+    found.order = sorted(last, key=last.__getitem__)
+    found.siblings = _siblings(seen)
+    _check_side_by_side(model, layers, run, batches, found, outputs)
+    return found
+
+
+def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[str]]:
+    """The layers that read the same tensors as a layer in every batch, itself among them."""
+    groups: dict[Any, list[str]] = {}
+    for name in dict.fromkeys(name for own in seen for name in own):
+        groups.setdefault(tuple(tuple(map(tuple, own.get(name, ()))) for own in seen), []).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+def _check_side_by_side(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    run: Forward,
+    batches: Sequence[Any],
+    found: Record,
+    outputs: list[Any],
+) -> None:
+    results: dict[int, Any] = {}
+
+    def kept(model: nn.Module, numbered: tuple[int, Any]) -> None:
+        results[numbered[0]] = run(model, numbered[1])
+
+    with Stream(model, layers, kept, list(enumerate(batches[:_CHECKED])), found) as stream:
+        for _ in stream:
+            pass
+    if all(_equal(results[number], output) for number, output in enumerate(outputs)):
+        return
+    with torch.no_grad():
+        found.outputs_repeat = _equal(run(model, batches[0]), outputs[0])
+    if not found.outputs_repeat:
+        return
+    raise ConfigError(
+        "the model gives other results when its batches run side by side, so it keeps values of a call in its modules "
+        "or depends on a context of this thread such as autocast; give all examples as one batch, or enter the context "
+        "in forward="
+    )
+
+
+class Stream:
+    """The stages of one run over all batches; a context, because threads wait in it.
+
+    Args:
+        model: what runs; in the mode and with the quantizers that it has at the time.
+        layers: where to stop, by name.
+        run: run(model, batch).
+        batches: all of them stay in memory, with what their forward pass needs at a stage; some of those that were
+            recorded by their numbers.
+        recorded: of the same model and batches.
+
+    >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
+    >>> layers = {"first": model[0], "second": model[1]}
+    >>> def run(model, batch):
+    ...     return model(batch)
+    >>> with Stream(model, layers, run, batches, record(model, layers, run, batches)) as stream:
+    ...     for stage in stream:
+    ...         print(stage.name, [list(calls[0].args[0].shape) for calls in stage.calls.values()])
+    first [[3, 2], [1, 2]]
+    second [[3, 2], [1, 2]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        run: Forward,
+        batches: Sequence[Any] | Mapping[int, Any],
+        recorded: Record,
+    ) -> None:
+        self._rank = {name: place for place, name in enumerate(recorded.order)}
+        self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()
+        numbered = batches.items() if isinstance(batches, Mapping) else enumerate(batches)
+        self.lanes = [
+            _Lane(number, recorded.counts[number], lambda batch=batch: run(model, batch)) for number, batch in numbered
+        ]
+
+    def __enter__(self) -> Stream:
+        self._threads = torch.get_num_threads()
+        self._stack.enter_context(watched(self._layers, self._seen))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        surely(self._end)
+
+    def _end(self) -> None:
+        for lane in self.lanes:
+            lane.end()
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[Stage]:
+        while (stage := self.advance()) is not None:
+            yield stage
+
+    def advance(self) -> Stage | None:
+        """Let all batches run that wait before the layer of the last stage; the next stage, None at the end."""
+        with restore_after(lambda: torch.set_num_threads(self._threads)):
+            torch.set_num_threads(max(1, min(self._threads, _MOST_WORKERS // max(len(self.lanes), 1))))
+            torch.clear_autocast_cache()  # all threads share it, and it holds what weights were before they changed
+            for lane in self.lanes:
+                if lane.may_go:
+                    lane.go()
+        _give_back()
+        waiting = [lane for lane in self.lanes if lane.at is not None]
+        if not waiting:
+            return None
+        name = self._next(waiting)
+        here = [lane for lane in waiting if lane.at == name]
+        for lane in here:
+            lane.may_go = True
+        is_first = name not in self._reached
+        self._reached.add(name)
+        return Stage(name, {lane.number: lane.calls.pop(name) for lane in here}, is_first)
+
+    def will_run(self, name: str) -> bool:
+        """Whether a batch waits before a layer, or will call it again."""
+        return any(lane.at == name or lane.reaches(name) for lane in self.lanes)
+
+    def _next(self, waiting: list[_Lane]) -> str:
+        """The earliest layer before which all batches wait that will reach it; else the earliest."""
+        names = sorted({lane.at for lane in waiting if lane.at is not None}, key=self._rank.__getitem__)
+        complete = (name for name in names if all(lane.at == name or not lane.reaches(name) for lane in waiting))
+        return next(complete, names[0])
+
+    def _seen(self, name: str, call: Call) -> None:
+        lane = _LANE.get()
+        if lane in self.lanes:
+            lane.see(name, call)
+
+
+def _give_back() -> None:
+    """Give freed memory back to the system: glibc keeps up to 64 MB per thread, half a gigabyte for 16 batches."""
+    with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class _Ended(BaseException):
+    """Ends the forward pass of a thread that is not needed any more."""
+
+
+_LANE: contextvars.ContextVar[Any] = contextvars.ContextVar("lane", default=None)
+"""The lane whose thread this is."""
+
+
+class _Lane:
+    """The forward pass of one batch in a thread.
+
+    Threads, semaphores and events of `threading` are Python code: an interrupt in it may leave a lock held for ever.
+    """
+
+    def __init__(self, number: int, counted: Counter[str], call: Any) -> None:
+        self.number, self.may_go = number, True
+        self.at: str | None = None
+        self.calls: dict[str, list[Call]] = {}
+        self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
+        self._context.run(_LANE.set, self)
+        self._error: BaseException | None = None
+        self._is_started = self._is_ended = self._is_over = False
+        self._turns, self._pauses, self._ends = SimpleQueue[None](), SimpleQueue[None](), SimpleQueue[None]()
+
+    def _run(self) -> None:
+        try:
+            if not self._is_ended:  # an interrupt came while the thread started
+                with torch.no_grad():
+                    self._context.run(self._call)
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.at = None
+            self.calls.clear()
+            self._is_over = True
+            self._pauses.put(None)
+            self._ends.put(None)
+
+    def go(self) -> None:
+        """Run until the last call of the next layer, or to the end.
+
+        Raises:
+            Exception: what the forward pass raised.
+        """
+        self.may_go, self.at = False, None
+        if self._is_started:
+            self._turns.put(None)
+        else:
+            _thread.start_new_thread(self._run, ())
+            self._is_started = True
+        self._pauses.get()
+        if self._error is not None:
+            raise self._error
+
+    def see(self, name: str, call: Call) -> None:
+        """Keep a call of a layer; wait before its last one."""
+        if self._is_ended:
+            raise _Ended
+        self._left[name] -= 1
+        is_last = not self._left[name]
+        self.calls.setdefault(name, []).append(call if is_last else call.kept())
+        if not is_last:
+            return
+        self.at = name
+        self._pauses.put(None)
+        self._turns.get()
+        if self._is_ended:
+            raise _Ended
+
+    def reaches(self, name: str) -> bool:
+        """Whether the batch will call a layer again."""
+        return self._left[name] > 0
+
+    def end(self) -> None:
+        """End the forward pass where it is, and wait for it; may be called again."""
+        self._is_ended = True
+        self._turns.put(None)
+        while self._is_started and not self._is_over:
+            with suppress(Empty):  # the value is lost if an interrupt comes just after it
+                self._ends.get(timeout=0.05)
+
+
+@contextmanager
+def watched(layers: Mapping[str, nn.Module], see: Any) -> Iterator[None]:
+    """Have all calls of layers seen before they run."""
+    hooks = []
+    try:
+        for name, layer in layers.items():
+            hooks.append(
+                layer.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: see(name, _call_of(name, args, kwargs)), with_kwargs=True
+                )
+            )
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _call_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if torch._C._are_functorch_transforms_active():
+        name = layer_of(name) if name.endswith("_quantizer") else name
+        raise ConfigError(
+            f"the model calls {name or 'itself'} within torch.vmap or another transform of torch.func, out of which no "
+            "input can be kept. Let it call the layer on the whole batch, or prepare the model with "
+            f"skip=({name!r},)"
+        )
+    return Call.of(args, kwargs)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    ones, others = tree_leaves(one), tree_leaves(other)
+    tensors = [(x, y) for x, y in zip(ones, others, strict=False) if isinstance(x, Tensor) and isinstance(y, Tensor)]
+    return len(ones) == len(others) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in tensors)

@@ -1,0 +1,200 @@
+"""Choose the ranges, codes and bias of one layer by the error of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import CalibrationError
+from fakequant.model.weights import note_weight
+from fakequant.nn.operands import LayerWeight
+from fakequant.numerics.qparams import QParams
+from fakequant.ops import library
+from fakequant.ptq.results import LayerResult
+from fakequant.ptq.solvers.adaround import adaround
+from fakequant.ptq.solvers.grid import Grid
+from fakequant.ptq.solvers.parts import Parts
+from fakequant.ptq.solvers.problem import Problem
+from fakequant.ptq.solvers.projections import as_layer, bias_of
+from fakequant.ptq.solvers.ranges import searched_params
+from fakequant.ptq.solvers.rounding import descend, gptq
+from fakequant.ptq.solvers.sums import InputSums
+from fakequant.ptq.solvers.turn import Turn
+
+
+class Setting(NamedTuple):
+    """How far a solver may trust the sums of few rows."""
+
+    damping: float
+    """What is added to the diagonal of the moments that GPTQ inverts, as a share of its mean."""
+    ridge: float | None
+    """The same for the moments by which the target makes up for the drift of earlier layers; None: it does not."""
+
+
+_ONE = Setting(0.1, 0.2)
+_MANY = (Setting(0.01, None), Setting(0.05, None), Setting(0.2, None))
+_WITH_DRIFT = (*_MANY, Setting(0.05, 0.1), _ONE, Setting(0.2, 0.5), Setting(0.5, 1.0))
+
+
+class Choice(NamedTuple):
+    """Values of a weight, the parameters that give them, and what they make of the layer."""
+
+    params: QParams
+    values: Tensor
+    bias: Tensor | None
+    result: LayerResult
+
+
+def choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
+    """The values of one layer's weight that lose least, never more than the nearest ones.
+
+    Args:
+        name: of the layer.
+        weight: in float.
+        fit: sums over the rows by which values are chosen.
+        held: sums over other rows, by which a setting is chosen; empty where there are too few.
+        steps: names of `fakequant.ptq.STEPS`.
+
+    Raises:
+        CalibrationError: the sums have no solution (names the layer).
+    """
+    try:
+        return _chosen(name, weight, fit, held, steps)
+    except CalibrationError as error:
+        raise CalibrationError(f"{name or 'the model'}: {error}") from error
+
+
+def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
+    layer = as_layer(weight)
+    turn, parts = Turn(layer), Parts.of(layer)
+    quantizer, parameter = weight.quantizer, weight.parameter
+    assert parameter is not None
+    float_weight, spec = parts.split(turn.tensor(parameter.detach()).clone()), turn.spec(quantizer.spec)
+    whole = InputSums()
+    whole.merge(fit)
+    whole.merge(held)
+    bias = bias_of(layer)[0] if "bias" in steps else None
+    plain = Problem(float_weight, whole)
+    solved = plain if bias is None else Problem(float_weight, whole.about_mean())
+    params = parts.split_params(turn.params(quantizer.qparams(parameter.detach())))
+    tried = {"nearest": (params, parts.split(turn.tensor(quantizer(parameter.detach()))))}
+    if "ranges" in steps:
+        params = searched_params(float_weight, spec, solved.sums.moments, parts)
+        tried["ranges"] = (params, library.fake_quantize(float_weight, params, spec))
+    if solving := [step for step in SOLVERS if step in steps]:
+        grid = Grid(spec, params, float_weight.shape)
+        setting = _setting(float_weight, grid, solving, fit, held, centred=bias is not None)
+        for step, values in _solved(solved, grid, solving, setting).items():
+            tried[step] = (params, values.reshape(float_weight.shape).to(float_weight.dtype))
+    energy = plain.energy()
+    losses = {step: solved.loss(values) / energy for step, (_, values) in tried.items()}
+    sound = [step for step, loss in losses.items() if loss <= losses["nearest"]]
+    best = min(sound, key=lambda step: losses[step] * energy + solved.unseen(tried[step][1]))
+    params, values = tried[best]
+    result = LayerResult(
+        name,
+        plain.loss(tried["nearest"][1]) / energy,
+        losses[best],
+        {("bias" if k == "nearest" else k): v for k, v in losses.items() if k != "nearest" or bias is not None},
+    )
+    change = None if bias is None else _bias_change(plain, values).reshape(parts.count, -1).sum(0)
+    return Choice(turn.params(parts.join_params(params)), turn.tensor(parts.join(values)), change, result)
+
+
+class _Part(NamedTuple):
+    """What a solver gets: one group of a layer, and how far to trust its sums."""
+
+    problem: Problem
+    group: int
+    wanted: Tensor
+    """The values [outputs, columns] to come close to."""
+    grid: Grid
+    before: Tensor | None
+    """The values that the solver before gave."""
+    setting: Setting
+
+    def start(self) -> Tensor:
+        """The values to go on from."""
+        return self.grid.nearest(self.wanted) if self.before is None else self.before
+
+
+def _gptq(part: _Part) -> Tensor:
+    damping = part.setting.damping + part.problem.prior  # both are added to the diagonal
+    return gptq(part.wanted, part.problem.sums.moments[part.group], part.grid, damping)
+
+
+def _descend(part: _Part) -> Tensor:
+    return descend(part.wanted, part.start(), part.problem.moments(part.group), part.grid)
+
+
+def _adaround(part: _Part) -> Tensor:
+    return adaround(part.wanted, part.problem.moments(part.group), part.grid, part.start())
+
+
+class _Solver(NamedTuple):
+    values: Callable[[_Part], Tensor]
+    """Gives the chosen values [outputs, columns]."""
+    tries_settings: bool = True
+    """Whether it is fast enough to run once for each setting."""
+
+
+SOLVERS = {"gptq": _Solver(_gptq), "descend": _Solver(_descend), "adaround": _Solver(_adaround, tries_settings=False)}
+"""The steps that choose codes, in their order; each goes on from the values of the one before it."""
+
+
+def _solved(problem: Problem, grid: Grid, steps: Sequence[str], setting: Setting) -> dict[str, Tensor]:
+    """The values [groups, outputs, columns] after each step."""
+    groups, outputs, _ = problem.weight.shape
+    target = problem.target(setting.ridge)
+    found: dict[str, list[Tensor]] = {step: [] for step in steps}
+    for group in range(groups):
+        rows, values = grid.rows(slice(group * outputs, (group + 1) * outputs)), None
+        for step in steps:
+            values = SOLVERS[step].values(_Part(problem, group, target[group], rows, values, setting))
+            found[step].append(values)
+    return {step: torch.stack(parts) for step, parts in found.items()}
+
+
+def _setting(
+    weight: Tensor, grid: Grid, steps: Sequence[str], fit: InputSums, held: InputSums, *, centred: bool
+) -> Setting:
+    """The setting with the smallest error on the rows that are held back; without such rows the middle one."""
+    quick = [step for step in steps if SOLVERS[step].tries_settings]
+    if not held.count or not fit.count or not quick:
+        return _ONE
+    seen, tested = (Problem(weight, sums.about_mean() if centred else sums) for sums in (fit, held))
+    settings = _MANY if fit.drift is None else _WITH_DRIFT
+    losses = [tested.loss(_solved(seen, grid, quick, setting)[quick[-1]]) for setting in settings]
+    return settings[min(range(len(losses)), key=losses.__getitem__)]
+
+
+def _bias_change(problem: Problem, values: Tensor) -> Tensor:
+    """What the bias must make good: the mean of the wanted output less that of the output."""
+    values = values.double().reshape(problem.weight.shape)
+    wanted = torch.einsum("gok,gk->go", problem.weight, problem.sums.wanted_mean())
+    return (wanted - torch.einsum("gok,gk->go", values, problem.sums.mean())).reshape(-1)
+
+
+def write(name: str, weight: LayerWeight, choice: Choice) -> None:
+    """Put chosen values into a weight, with the scales by which its quantizer leaves them as they are.
+
+    Raises:
+        CalibrationError: it does not, because the weight has a dtype that cannot hold its values.
+    """
+    quantizer, parameter = weight.quantizer, weight.parameter
+    assert parameter is not None
+    parameter.data.copy_(choice.values)
+    quantizer.set_qparams(choice.params)
+    if not torch.equal(quantizer(parameter), parameter):
+        raise CalibrationError(
+            f"{name or 'the model'}: its quantizer changes values that it gave, {quantizer.spec} in {parameter.dtype}; "
+            "convert the model to float32 first"
+        )
+    if choice.bias is not None:
+        bias, place = bias_of(as_layer(weight))
+        assert bias is not None
+        bias.data[place] += choice.bias.to(bias.dtype)
+    note_weight(weight)

@@ -1,0 +1,106 @@
+"""The inputs of a wide convolution in parts, whose sums take bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from fakequant.numerics.qparams import QParams
+from fakequant.ptq.solvers.kinds import is_turned
+
+_WIDEST = 4608
+"""Columns of the largest matrix of sums, that of a 3 x 3 convolution of 512 channels."""
+_MOST = 2**22
+"""Values of the matrices of a wider convolution together, 32 MB in float64."""
+
+
+_MATRICES = 14
+"""The sums of batches that choose settings and of others, their drift, factors, and what solvers make of them."""
+
+
+class Parts:
+    """The weight [out, in, ...] of a convolution as one with a group for each part of its inputs [parts * out, ...].
+
+    Errors of two parts are taken to be independent: the sums have no products of their columns.
+
+    Args:
+        count: the number of parts.
+        shares_scales: whether all inputs of an output channel have one scale.
+
+    >>> parts = Parts(2, shares_scales=False)
+    >>> weight = torch.arange(8.0).reshape(2, 4)
+    >>> parts.split(weight).tolist()
+    [[0.0, 1.0], [4.0, 5.0], [2.0, 3.0], [6.0, 7.0]]
+    >>> torch.equal(parts.join(parts.split(weight)), weight)
+    True
+    """
+
+    def __init__(self, count: int, *, shares_scales: bool) -> None:
+        self.count, self._shares = count, shares_scales
+
+    @classmethod
+    def of(cls, layer: Any) -> Parts:
+        """The parts of a layer with a weight matrix; one where all its columns fit, or its blocks cannot be parted."""
+        weight = layer.weight
+        granularity = layer.weight_quantizer.spec.granularity
+        groups, shares = granularity.group_shape(weight.shape), True
+        if isinstance(layer, _ConvNd) and not isinstance(layer, _ConvTransposeNd) and layer.groups == 1:
+            columns, channels, shares = weight[0].numel(), weight.shape[1], groups[1:] == (1,) * (weight.dim() - 1)
+            if columns > _WIDEST and (granularity.block_shape(weight.shape)[0] == 1 or groups[0] == 1):
+                counts = [n for n in range(1, channels + 1) if channels % n == 0 and (shares or groups[1] % n == 0)]
+                fits = shares or channels % groups[1] == 0
+                enough = [n for n in counts if columns * columns // n <= _MOST]
+                return cls((enough or counts[-1:])[0] if fits else 1, shares_scales=shares)
+        return cls(1, shares_scales=shares)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows [1, rows, columns] as those of each part [parts, rows, columns / parts]."""
+        return rows if self.count == 1 else rows[0].unflatten(1, (self.count, -1)).transpose(0, 1)
+
+    def split(self, values: Tensor) -> Tensor:
+        """A weight in parts."""
+        if self.count == 1:
+            return values
+        return values.unflatten(1, (self.count, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+
+    def join(self, values: Tensor) -> Tensor:
+        """The weight whose parts are given."""
+        if self.count == 1:
+            return values
+        return values.unflatten(0, (self.count, -1)).transpose(0, 1).flatten(1, 2).contiguous()
+
+    def split_params(self, params: QParams) -> QParams:
+        """The parameters of a weight, for its parts."""
+        return _each(params, lambda x: x.repeat(self.count, *[1] * (x.dim() - 1)) if self._shares else self.split(x))
+
+    def join_params(self, params: QParams) -> QParams:
+        """The parameters of the weight, of those of its parts."""
+        return _each(params, lambda x: x[: len(x) // self.count] if self._shares else self.join(x))
+
+    def tied(self, values: Tensor, reduce: Any) -> Tensor:
+        """Values of groups [parts * out, ...] with one for all parts of an output channel that share a scale."""
+        if self.count == 1 or not self._shares or len(values) == 1:
+            return values
+        return reduce(values.unflatten(0, (self.count, -1)), 0).repeat(self.count, *[1] * (values.dim() - 1))
+
+
+def memory(layers: Iterable[Any]) -> int:
+    """Bytes that the sums and the choice of the widest layer take at most, beside the inputs that wait there.
+
+    They are up to 14 matrices of float64 with a row and a column for each column of a weight: 0.47 GB for 2,048.
+    """
+    widest = 0
+    for layer in layers:
+        parts, groups = Parts.of(layer).count, getattr(layer, "groups", 1)
+        columns = layer.weight.numel() // layer.weight.shape[is_turned(layer)] // parts
+        widest = max(widest, groups * parts * columns**2)
+    return _MATRICES * 8 * widest
+
+
+def _each(params: QParams, change: Any) -> QParams:
+    found = [x if x is None or len(x) == 1 else change(x) for x in (params.scale, params.zero_point)]
+    assert found[0] is not None
+    return QParams(found[0], found[1])

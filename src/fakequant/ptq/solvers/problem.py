@@ -1,0 +1,117 @@
+"""The error of a layer's output as a function of the values of its weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fakequant.errors import CalibrationError
+from fakequant.ptq.solvers.sums import InputSums
+
+_PRIOR = 0.5
+"""`Problem.prior` for as many rows as columns; it falls by the fourth power of the rows."""
+_PRIOR_OF_DRIFT = 4.0
+"""How many times larger the ridge of the target is with as many rows as columns, likewise."""
+_LADDER = (1.0, 10.0, 100.0, 1000.0)  # times the damping, until a matrix is positive definite in float64
+
+
+class Problem:
+    """A weight matrix W, and the sums over the inputs x of its layer.
+
+    The error of values Q is the sum of |W (x + d) - Q x|^2, where d is the drift of x: with E = W - Q,
+    tr(E H E^T) + 2 tr(W R E^T) + tr(W D W^T), H the moments, R the drift, D the moments of the drift. Without a drift
+    only the first term is there.
+
+    Args:
+        weight: float [out, ...], the groups of a convolution one after the other.
+        sums: over the inputs of the layer.
+    """
+
+    def __init__(self, weight: Tensor, sums: InputSums) -> None:
+        self._matrix_shape = len(sums.moments), -1, sums.moments.shape[-1]
+        self.sums = sums
+        self.weight = weight.double().reshape(self._matrix_shape)
+        """[groups, outputs, columns]"""
+        self._pull = None if sums.drift is None else self.weight @ sums.drift
+        self._constant = 0.0
+        columns_per_row = self._matrix_shape[2] / max(sums.count, 1)
+        self._lack_of_rows = min(columns_per_row, columns_per_row**4)
+        self.prior = _PRIOR * self._lack_of_rows
+        """What is added to the diagonal of the moments, as a share of its mean, where values are chosen: the errors of
+        columns cancel less for new rows than for those that were seen."""
+        if sums.drift is not None:
+            self._constant = _trace(self.weight, sums.drift_moments)
+
+    def loss(self, chosen: Tensor) -> float:
+        """The error of values in the shape of the weight."""
+        error = self.weight - chosen.double().reshape(self._matrix_shape)
+        found = _trace(error, self.sums.moments)
+        if self._pull is None:
+            return found
+        # The terms cancel where the values make good the whole drift: what is below 0 then is rounding.
+        return max(found + 2 * float((self._pull * error).sum()) + self._constant, 0.0)
+
+    def unseen(self, chosen: Tensor) -> float:
+        """What new rows may add to the error of values."""
+        error = self.weight - chosen.double().reshape(self._matrix_shape)
+        return float((error.square().sum((1, 2)) * self.prior * self._mean_squares()).sum())
+
+    def moments(self, group: int) -> Tensor:
+        """A copy of the moments of a group with the prior; columns that are always 0 stay so."""
+        found = self.sums.moments[group].clone()
+        diagonal = found.diagonal()
+        diagonal.add_(torch.where(diagonal > 0, self.prior * self._mean_squares()[group], 0.0))
+        return found
+
+    def _mean_squares(self) -> Tensor:
+        """The mean of the diagonal of the moments of each group."""
+        return self.sums.moments.diagonal(dim1=1, dim2=2).mean(1)
+
+    def energy(self) -> float:
+        """The sum of squares of the output in the float model."""
+        found = _trace(self.weight, self.sums.moments)
+        if self._pull is not None:
+            found += 2 * float((self._pull * self.weight).sum()) + self._constant
+        return max(found, torch.finfo(torch.float64).tiny)
+
+    def target(self, ridge: float | None) -> Tensor:
+        """The matrix that lowers the error most, [groups, outputs, columns]: W, moved to make good the drift.
+
+        GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695) go to it column by column.
+
+        Args:
+            ridge: added to the diagonal of the moments, as a share of its mean, and more where there are few rows; None
+                keeps W.
+        """
+        if ridge is None or self._pull is None:
+            return self.weight
+        damping = self.prior + ridge * (1 + _PRIOR_OF_DRIFT * self._lack_of_rows)
+        factors = torch.stack([damped_factor(own, damping) for own in self.sums.moments])
+        return self.weight + torch.cholesky_solve(self._pull.mT, factors).mT
+
+
+def damped_factor(moments: Tensor, damping: float) -> Tensor:
+    """The lower Cholesky factor of moments [columns, columns] with a damped diagonal; more damping where it fails.
+
+    Args:
+        moments: float64.
+        damping: added to the diagonal, as a share of its mean; a diagonal value of 0 is replaced by the mean.
+
+    Raises:
+        CalibrationError: the moments are not finite, or not positive semidefinite.
+    """
+    if not bool(moments.isfinite().all()):
+        raise CalibrationError("the sums of inputs are not finite")
+    diagonal = moments.diagonal()
+    mean = diagonal.mean().clamp(min=torch.finfo(torch.float64).tiny)
+    for step in _LADDER:
+        damped = moments.clone()
+        damped.diagonal().add_(step * damping * mean + (diagonal <= 0).double() * mean)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return factor
+    raise CalibrationError("the sums of inputs are not positive semidefinite")
+
+
+def _trace(matrix: Tensor, moments: Tensor) -> float:
+    return float(((matrix @ moments) * matrix).sum())

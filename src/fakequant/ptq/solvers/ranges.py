@@ -1,0 +1,146 @@
+"""Ranges by the error of the layer's output instead of the largest value of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fakequant.numerics.blocks import block_axes, blocked
+from fakequant.numerics.qparams import QParams, Range, choose_qparams
+from fakequant.numerics.spec import QuantSpec
+from fakequant.ops import library
+from fakequant.ptq.solvers.grid import of_elements
+from fakequant.ptq.solvers.kinds import product_of
+from fakequant.ptq.solvers.parts import Parts
+
+T = TypeVar("T")
+Inputs = Sequence[Sequence[Tensor]]
+"""What layers get, before their quantizer: for each batch, the input of each call."""
+
+_FACTORS = (*torch.linspace(1.0, 0.5, 26).tolist(), 1.25, 1.5)
+"""Multiples of a group's largest weight that are tried as the end of its range. With 1.5 that weight becomes the value
+4 of float4_e2m1fn in place of 6; the neighbours of 4 are nearer (arXiv 2512.02010)."""
+_INPUT_FACTORS = tuple(torch.linspace(1.0, 0.1, 31).tolist())
+GAIN = 0.9
+"""A transform or another range of an input must lower the error to this share. A transform costs an operation at run
+time where nothing can hold it, and small wins on a few batches are often none on others."""
+_SAMPLED = 4
+"""Batches by which the range of an input is chosen."""
+
+
+def searched_params(weight: Tensor, spec: QuantSpec, moments: Tensor, parts: Parts) -> QParams:
+    """The parameters of a weight whose rounding has the smallest error, group by group.
+
+    The error of a group is that of the layer's output if all other groups had none: d H d^T with the group's part of H.
+
+    Args:
+        weight: [out, ...].
+        spec: of its quantizer.
+        moments: of the layer's inputs, float64 [groups of the convolution, columns, columns].
+        parts: in which the weight is given.
+    """
+    whole = library.measure(weight, spec.granularity)
+    whole = Range(parts.tied(whole.lo, torch.amin), parts.tied(whole.hi, torch.amax))
+    best = Range(whole.lo.clone(), whole.hi.clone())
+    least = torch.full(whole.lo.shape, torch.inf, dtype=torch.float64, device=weight.device)
+    inside = _inside_groups(weight, spec, moments.float())
+    for factor in _FACTORS:
+        tried = Range(whole.lo * factor, whole.hi * factor)
+        error = library.fake_quantize(weight, choose_qparams(tried, spec), spec).float() - weight.float()
+        rows = error.reshape(len(inside), -1, inside.shape[-1])
+        shares = ((rows @ inside) * rows).double().reshape(weight.shape)
+        found = parts.tied(_per_group(shares, spec).reshape(least.shape), torch.sum)
+        better = found < least
+        least = torch.where(better, found, least)
+        best = Range(*(torch.where(better, new, old) for new, old in zip(tried, best, strict=True)))
+    return choose_qparams(best, spec)
+
+
+def _inside_groups(weight: Tensor, spec: QuantSpec, moments: Tensor) -> Tensor:
+    """The moments, with 0 for two columns that do not share a scale."""
+    shape = spec.granularity.group_shape(weight.shape)
+    numbers = torch.arange(moments.new_zeros(shape).numel(), device=weight.device).reshape(shape)
+    columns = of_elements(numbers, weight.shape, spec.granularity.block_shape(weight.shape))[0]
+    return moments * (columns[:, None] == columns[None, :])
+
+
+def _per_group(values: Tensor, spec: QuantSpec) -> Tensor:
+    blocks = spec.granularity.block_shape(values.shape)
+    axes = block_axes(values.shape, blocks)
+    return blocked(values, blocks).sum(axes) if axes else values
+
+
+def whole_range(inputs: Inputs, spec: QuantSpec) -> Range:
+    """The smallest range that holds all inputs of a quantizer."""
+    return _joined([library.measure(x, spec.granularity) for calls in inputs for x in calls])
+
+
+def parts_of(batch: Sequence[Tensor]) -> Inputs:
+    """The inputs of a single batch in up to four parts along their first axis, each with all calls."""
+    parts = [x.chunk(_SAMPLED) for x in batch]
+    return [[own[place] for own in parts if place < len(own)] for place in range(max(map(len, parts)))]
+
+
+def others_of(items: Sequence[T]) -> list[list[T]]:
+    """For each of some items, all others; for a single one itself."""
+    return [[*items[:place], *items[place + 1 :]] or [*items] for place in range(len(items))]
+
+
+def sampled(count: int) -> range:
+    """The places of the few batches among a number of them by which a choice for their input is judged."""
+    return range(0, count, max(1, count // _SAMPLED))
+
+
+def searched_input(layers: Sequence[Any], inputs: Inputs) -> tuple[QParams, float, float]:
+    """The parameters of an input's quantizer with which the outputs of its layers have the smallest error.
+
+    A few batches judge each multiple of the range, and none of them made the range that it is judged by. So values
+    beyond the range of the others count, as they will for new data. The batch with the largest values judges too, by
+    the range of all batches, because clipping costs most there. A multiple must win as much as a transform, because
+    layers err together: a range that is too small costs the model more than it costs the layer.
+
+    Args:
+        layers: those that get the inputs, with a weight matrix each; their quantizers are alike.
+        inputs: of each batch and call.
+
+    Returns:
+        The parameters, the error with those that the first layer's quantizer has, and with those found.
+    """
+    spec = layers[0].input_quantizer.spec
+    seen = [whole_range([calls], spec) for calls in inputs]
+    others, widest = others_of(seen), max(range(len(seen)), key=lambda place: _width(seen[place]))
+    judged = {place: others[place] for place in sampled(len(inputs))} | {widest: seen}
+    given = layers[0].input_quantizer.qparams(inputs[0][0])
+
+    def loss(params: Callable[[Sequence[Range]], QParams]) -> float:
+        tried = [(layer, params(own), x) for place, own in judged.items() for x in inputs[place] for layer in layers]
+        return sum(_output_error(layer, spec, own, x) for layer, own, x in tried)
+
+    losses = [loss(lambda _: given)]
+    losses += [loss(lambda own, f=f: _scaled(own, f, spec)) for f in _INPUT_FACTORS]
+    best = min(range(len(losses)), key=losses.__getitem__)
+    if losses[best] >= GAIN * losses[0]:
+        return given, losses[0], losses[0]
+    return _scaled(seen, _INPUT_FACTORS[best - 1], spec), losses[0], losses[best]
+
+
+def _width(found: Range) -> float:
+    return float((found.hi - found.lo).max())
+
+
+def _joined(seen: Sequence[Range]) -> Range:
+    return Range(torch.stack([found.lo for found in seen]).amin(0), torch.stack([found.hi for found in seen]).amax(0))
+
+
+def _scaled(seen: Sequence[Range], factor: float, spec: QuantSpec) -> QParams:
+    whole = _joined(seen)
+    return choose_qparams(Range(whole.lo * factor, whole.hi * factor), spec)
+
+
+def _output_error(layer: Any, spec: QuantSpec, params: QParams, x: Tensor) -> float:
+    """The squared error of the output that quantizing an input makes."""
+    error = library.fake_quantize(x, params, spec) - x
+    return float(product_of(layer, layer.weight, error).double().square().sum())
