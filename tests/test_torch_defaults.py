@@ -44,7 +44,7 @@ def default(value):
 def forget():
     """Empty the caches that hold tensors, and the trials, which would otherwise come from before."""
     cached = convolutions.convolution_unavailable, convolutions._ones_and_zeros, products.linear_unavailable
-    made = backend._middles, backend._nowhere, kernel_params.scale_rule
+    made = backend._nowhere, kernel_params.scale_rule
     dispatch._known.clear()
     for function in (*cached, *made):
         function.cache_clear()

@@ -234,7 +234,8 @@ def build() -> None:
 
 def is_found(mutation: Mutation) -> bool:
     """Whether a test fails; an error before the tests, such as a missing file, ends the program."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "not exhaustive", *mutation.tests.split()]
+    options = ["-q", "-x", "-n", "0", "-m", "not exhaustive and not slow"]
+    command = [sys.executable, "-m", "pytest", *options, *mutation.tests.split()]
     paths = {"PYTHONPATH": os.pathsep.join([str(TREE / "src"), str(TREE)])}
     found = subprocess.run(command, cwd=TREE, env=os.environ | paths, capture_output=True, text=True)
     if found.returncode not in (0, 1):
