@@ -43,7 +43,8 @@ class FakeQuantCache(DynamicCache):
     ... )
     >>> model, ids = LlamaForCausalLM(config).eval(), torch.tensor([[3, 1, 4]])
     >>> cache = FakeQuantCache("int8 per_token", config=config)
-    >>> model.generate(ids, max_new_tokens=2, do_sample=False, past_key_values=cache, pad_token_id=0).shape
+    >>> length = dict(min_new_tokens=2, max_new_tokens=2)
+    >>> model.generate(ids, **length, do_sample=False, past_key_values=cache, pad_token_id=0).shape
     torch.Size([1, 5])
     >>> list(cache.layers[0].keys.shape)
     [1, 2, 4, 4]

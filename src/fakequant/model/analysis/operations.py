@@ -119,7 +119,7 @@ def quantized_parameters(model: nn.Module, recording: Recording) -> set[nn.Param
     for call in reversed(recording.calls):
         if call.function in QUANTIZED or not reached.isdisjoint(call.outputs):
             reached.update(value for value in call.inputs if recording.values[value].constant)
-    return {parameter for name, parameter in model.named_parameters() if recording.parameters[name] in reached}
+    return {parameter for parameter, number in recording.numbers(model).items() if number in reached}
 
 
 def _operands(recording: Recording, call: Call, floats: list[int], fixed: set[int]) -> list[int]:

@@ -45,6 +45,10 @@ class Tensors:
         found = self._held.get(id(tensor))
         return None if found is None else found[1]
 
+    def numbers(self) -> frozenset[int]:
+        """The last numbers of all tensors that something still holds."""
+        return frozenset(number for _, number in [*self._held.values()])
+
     def sharing(self, written: Tensor) -> list[tuple[Tensor, float]]:
         """The other tensors that share memory with one, and the share of their elements that is in its memory."""
         memory = _memory_of(written)

@@ -19,7 +19,7 @@ class Neighbors:
     Attributes:
         readers: for each maker, the layers whose first argument is its output, or a function of it that is followed.
         calls: how often the makers and layers are called.
-        elsewhere: makers whose output, or a parameter of theirs, something else reads too.
+        elsewhere: makers whose output, or a parameter of theirs, something else reads or keeps, too.
     """
 
     readers: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)
@@ -52,8 +52,8 @@ def find_neighbors(
     """
     found, made, running = Neighbors(), dict[int, nn.Module](), list[nn.Module]()
     modules = dict(model.named_modules())
-    numbers = {parameter: recording.parameters[name] for name, parameter in model.named_parameters()}
-    owners = {numbers[p]: module for module in makers | layers for p in module._parameters.values() if p is not None}
+    numbers: dict[nn.Parameter | None, int] = {**recording.numbers(model)}
+    owners = {numbers[p]: module for module in makers | layers for p in module._parameters.values() if p in numbers}
 
     def read(values: Iterable[int]) -> None:
         found.elsewhere.update(made[value] for value in values if value in made)
@@ -86,5 +86,5 @@ def find_neighbors(
             running.pop()
             if module in makers and one.output is not None:
                 made[one.output] = module
-    read(recording.outputs)
+    read({*recording.outputs, *recording.kept})
     return found

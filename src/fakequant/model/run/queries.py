@@ -41,7 +41,7 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
     >>> weight_readers(model, record(model, lambda: model(torch.ones(1, 4)))) == {model[0].inner: "0"}
     True
     """
-    numbers = {parameter: recording.parameters[name] for name, parameter in model.named_parameters()}
+    numbers = recording.numbers(model)
     modules = dict(model.named_modules())
     # Parameters alone: a parametrization would compute an unused weight, and may change its buffers.
     held = {m: [w.parameter for w in m.weights()] for m in modules.values() if isinstance(m, QuantizedLayer)}
@@ -49,7 +49,7 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
     holders: dict[int, list[nn.Module]] = {}
     for layer, parameters in held.items():
         for parameter in parameters:
-            if parameter is not None:
+            if parameter is not None and parameter in numbers:
                 holders.setdefault(numbers[parameter], []).append(layer)
     found: dict[nn.Module, str] = {}
     quantized: set[nn.Module] = set()

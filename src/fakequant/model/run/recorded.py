@@ -11,6 +11,8 @@ from itertools import accumulate
 from types import CodeType
 from typing import Any
 
+from torch import nn
+
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 
 WITHOUT_FLOATS, OF_A_CACHE, IN_A_BRANCH = " without floats", " of a cache", " in a branch"
@@ -92,7 +94,7 @@ class ModuleCall:
         first: the number of the first function call that it may have made: it made `calls[first:last]`.
         last: that of the first one after it.
         end: its own calls of modules, and theirs, are `modules[number + 1 : end]`, where `number` is its own place.
-        output: the value of its result; None where it is no tensor.
+        output: the value of its result, as hooks leave it; None where it is no tensor.
     """
 
     path: str
@@ -123,6 +125,7 @@ class Recording:
         called: for every module the paths of the modules that its `forward` calls.
         visits: how often every module was called, by path.
         outputs: the values that the model returns.
+        kept: the values of tensors that something still holds when the run ends.
         buffers: the values of buffers.
         masks: the values of zeros and numbers as large as those of masks alone.
     """
@@ -134,12 +137,18 @@ class Recording:
     called: dict[str, list[str]] = field(default_factory=dict)
     visits: Counter[str] = field(default_factory=Counter)
     outputs: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
     buffers: frozenset[int] = frozenset()
     masks: set[int] = field(default_factory=set)
 
     def is_constant(self, call: Call) -> bool:
         """Whether a call computes with parameters alone: engines compute it once, and quantize what comes of it."""
         return bool(call.outputs) and all(self.values[value].constant for value in call.outputs)
+
+    def numbers(self, model: nn.Module) -> dict[nn.Parameter, int]:
+        """The values of the parameters that a model had before the run."""
+        held = model.named_parameters(remove_duplicate=False)
+        return {parameter: self.parameters[name] for name, parameter in held if name in self.parameters}
 
     @cached_property
     def calls_of(self) -> dict[str | None, list[Call]]:

@@ -56,6 +56,7 @@ class _Detail(NamedTuple):
 
 
 _PLAIN = _Detail({}, (), "")
+_NOT_IN_PLACE = frozenset({"__index__", "__int__", "__invert__", "__iter__"})
 
 
 def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any] = evaluating) -> Recording:
@@ -85,6 +86,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
         recorder.recording_on(),
     ):
         result = run()
+        recorder.recording.kept = recorder.tensors.numbers()
     returned = [*_tensors(result), *float_tensors(result)]  # torch's trees end at a dataclass
     recorder.recording.outputs = tuple(dict.fromkeys(recorder.value_of(tensor) for tensor in returned))
     return recorder.recording
@@ -108,13 +110,15 @@ def watching(model: nn.Module) -> Iterator[Recording]:
 def _with_buffers(model: nn.Module) -> Restore:
     """As `structure_of`, with the values of buffers, to which a module may write in eval mode, too."""
     structure = structure_of([model])
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    held = [buffer for buffer in model.buffers() if not (buffer.is_meta or is_lazy(buffer))]
+    buffers = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in held]
 
     def restore() -> None:
         structure()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
+        for buffer, version, value in buffers:
+            written = version_of(buffer) != version if version is not None else not torch.equal(buffer, value)
+            if written:
+                with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
                     buffer.copy_(value)
 
     return restore
@@ -139,7 +143,10 @@ class _Recorder(TorchFunctionMode):
         self.running: list[tuple[str | None, int]] = []
         self.branching: list[tuple[str | None, int]] | None = None
         """The owner that calls control flow of torch, which calls what runs now."""
-        self.paused = False
+        self.open: list[ModuleCall] = []
+        self.ended: dict[str, ModuleCall] = {}
+        """The last call of each module that its hooks have not seen."""
+        self.paused = self.over = False
         self.followed: CodeType | None = None
         self.counts: Counter[tuple[str | None, int, str]] = Counter()
         numbers = {parameter: self._new(parameter, None, constant=True) for parameter in model.parameters()}
@@ -158,7 +165,10 @@ class _Recorder(TorchFunctionMode):
     def recording_on(self) -> Iterator[None]:
         """A context in which calls are recorded."""
         with self.following(), not_compiled(), restore_after(stack_without(self)), self:
-            yield
+            try:
+                yield
+            finally:
+                self.over = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,6 +193,8 @@ class _Recorder(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         written = [x for x, version in zip(arguments, versions, strict=True) if version_of(x) != version]
+        if versions[:1] == [None] and _overwrites(func, called, args, kwargs):  # an inference tensor has no version
+            written = arguments[:1]
         if called is None and not written and any(result is x for x in arguments):
             return result
         made = [*_tensors(result)]
@@ -273,11 +285,12 @@ class _Recorder(TorchFunctionMode):
         number, size = len(self.recording.values), 0.0
         with torch._C.DisableTorchFunction():
             self.tensors.add(tensor, number)
-            if self.whole and not constant:
+            if self.whole and not constant and not is_lazy(tensor):
                 size = largest(tensor)
                 if EXTREME <= size < math.inf and holds_mask(tensor, EXTREME):
                     self.recording.masks.add(number)
-            shape, is_float = () if is_lazy(tensor) else tuple(tensor.shape), is_number(tensor)
+            is_float, has_shape = is_number(tensor), not (is_lazy(tensor) or tensor.is_nested)
+            shape = tuple(tensor.shape) if has_shape else ()
         self.recording.values.append(Value(number, constant, shape, is_float, producer, size))
         return number
 
@@ -298,17 +311,32 @@ class _Recorder(TorchFunctionMode):
             for module in self.modules.values()
         ]
         with restore_after(unfollow):
-            quantizers = {m for m in self.modules.values() if hasattr(type(m), "quantizes")}
             for path, module in self.modules.items():
-                if module in quantizers and not self.whole:
-                    vars(module)["forward"] = self._running_quantizer(module.forward)
-                    continue
-                handles.append(module.register_forward_pre_hook(lambda *_: self._enter_hooks(), prepend=True))
-                handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-                vars(module)["forward"] = (
-                    self._quantized(module) if module in quantizers else self._followed(path, module.forward)
-                )
+                is_quantizer = hasattr(type(module), "quantizes")
+                handles += self._hooks(path, module, is_quantizer=is_quantizer)
+                if self.whole:
+                    vars(module)["forward"] = (
+                        self._quantized(module) if is_quantizer else self._followed(path, module.forward)
+                    )
             yield
+
+    def _hooks(self, path: str, module: nn.Module, *, is_quantizer: bool) -> list[Any]:
+        """Hooks around the calls of a module. They are lambdas: a copy that a model makes of it would copy methods."""
+        if self.whole:
+            before = module.register_forward_pre_hook(lambda *_: self.running.append((None, 0)), prepend=True)
+            after = module.register_forward_hook(lambda _, __, y: self._leave_hooks(path, y), always_call=True)
+        elif is_quantizer:
+            before = module.register_forward_pre_hook(lambda *_: self._pause())
+            after = module.register_forward_hook(lambda _, args, y: self._resume(args, y), always_call=True)
+        else:
+            # Without a `forward` of its own, which copies of the module would keep.
+            before = module.register_forward_pre_hook(
+                lambda _, args, kwargs: None if self.over else self._enter(path, args, kwargs), with_kwargs=True
+            )
+            after = module.register_forward_hook(
+                lambda _, __, y: None if self.over else self._leave(y), always_call=True
+            )
+        return [before, after]
 
     def _quantized(self, quantizer: Any) -> Callable[[Tensor], Tensor]:
         """A call of a quantizer, which gives a new value with the same numbers: it needs no range and no time."""
@@ -325,21 +353,15 @@ class _Recorder(TorchFunctionMode):
 
         return run
 
-    def _running_quantizer(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """A call of a quantizer as one call, whatever it calls."""
+    def _pause(self) -> None:
+        self.paused = not self.over
 
-        @wraps(forward)
-        def run(x: Tensor) -> Tensor:
-            self.paused = True
-            try:
-                result = forward(x)
-            finally:
-                self.paused = False
-            made = [] if result is x else [result]  # a quantizer that observes returns its input
-            self._note(QUANTIZER, (self.value_of(x),), made, 0, _PLAIN)
-            return result
-
-        return run
+    def _resume(self, args: tuple[Tensor, ...], result: Any) -> None:
+        """Note the call of a quantizer as one call; one that observes returns its input."""
+        self.paused = False
+        if not self.over:
+            made = [] if result is args[0] or not isinstance(result, Tensor) else [result]
+            self._note(QUANTIZER, (self.value_of(args[0]),), made, 0, _PLAIN)
 
     def _followed(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
@@ -347,28 +369,45 @@ class _Recorder(TorchFunctionMode):
             caller = next((owner for owner, _ in reversed(self.running) if owner is not None), None)
             if caller is not None:
                 self.recording.called.setdefault(caller, []).append(path)
-            self.running.append((path, self.recording.visits[path]))
-            self.recording.visits[path] += 1
-            calls, modules = self.recording.calls, self.recording.modules
-            one = ModuleCall(path, tuple(map(self.value_of, _tensors((args, kwargs)))), len(calls))
-            modules.append(one)
+            self._enter(path, args, kwargs)
+            result = None
             try:
                 result = forward(*args, **kwargs)
-                if isinstance(result, Tensor):
-                    one.output = self.value_of(result)
                 return result
             finally:
-                one.last, one.end = len(calls), len(modules)
-                self._leave()
+                self._leave(result)
 
         self.followed = run.__code__  # type: ignore[attr-defined]  one code for all modules
         return run
 
-    def _enter_hooks(self) -> None:
-        self.running.append((None, 0))
+    def _enter(self, path: str, args: Any, kwargs: Any) -> None:
+        self.running.append((path, self.recording.visits[path]))
+        self.recording.visits[path] += 1
+        inputs = tuple(map(self.value_of, _tensors((args, kwargs))))
+        self.open.append(ModuleCall(path, inputs, len(self.recording.calls)))
+        self.recording.modules.append(self.open[-1])
 
-    def _leave(self) -> None:
+    def _leave(self, result: Any) -> None:
         self.running.pop()
+        one = self.open.pop()
+        self.ended[one.path] = one
+        one.last, one.end = len(self.recording.calls), len(self.recording.modules)
+        one.output = self.value_of(result) if isinstance(result, Tensor) else None
+
+    def _leave_hooks(self, path: str, result: Any) -> None:
+        self.running.pop()
+        if (one := self.ended.pop(path, None)) is not None and isinstance(result, Tensor):
+            one.output = self.value_of(result)  # a hook may have given another one
+
+
+def _overwrites(func: Any, called: CalledAs | None, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function overwrites its first tensor, by its name and its arguments."""
+    if kwargs.get("inplace") or (called is not None and called.writes([*args], kwargs)):
+        return True
+    name = str(getattr(func, "__name__", ""))
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.partition(".")[0].endswith("_")
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -36,7 +36,9 @@ class Trait(Flag):
 
 _TABLE = """
 contiguous dropout flatten permute reshape to transpose view | moves scales channels
-clone detach expand float getitem repeat squeeze type_as unflatten unsqueeze | moves channels
+clone detach expand float half bfloat16 double getitem repeat squeeze | moves channels
+type_as unflatten unsqueeze | moves channels
+type | moves channels shape
 max_pool1d max_pool2d max_pool3d | moves scales
 t split chunk unbind get select narrow slice index_select gather roll flip pad movedim moveaxis swapaxes | moves
 swapdims tensor_split ravel T mT H mH data | moves
@@ -73,6 +75,7 @@ def _traits() -> dict[str, Trait]:
         found = Trait(0)
         for trait in traits.split():
             found |= Trait[trait.upper()]
+        assert table.keys().isdisjoint(names.split()), line
         table |= dict.fromkeys(names.split(), found | Trait.CODES if Trait.MOVES in found else found)
     return table
 

@@ -32,7 +32,7 @@ class Unreached:
         read = {value for call in recording.calls for value in call.inputs}
         leaves = [module for module in modules_called(model, recording) if next(module.children(), None) is None]
         reached = {id(p) for module in leaves for p in module.parameters()}
-        reached |= {id(p) for name, p in model.named_parameters() if recording.parameters[name] in read}
+        reached |= {id(p) for p, number in recording.numbers(model).items() if number in read}
         hidden = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
         scripted = {id(parameter) for module in hidden for parameter in module.parameters()}
         self._scripted = {name for name, parameter in model.named_parameters() if id(parameter) in scripted}

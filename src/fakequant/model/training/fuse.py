@@ -6,12 +6,13 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import Proxy
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from fakequant.data.arguments import refuse_prepared
 from fakequant.data.batches import Arguments, Inputs, example_arguments
@@ -201,7 +202,7 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
 
 def _flow(model: nn.Module, layers: Set[nn.Module], norms: Set[nn.Module], arguments: Arguments | None) -> Neighbors:
     """Which normalisations read the output of which layer: by a run, without arguments by torch.fx."""
-    if arguments is not None:
+    if arguments is not None and not any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         recording = record(model, lambda: model(*arguments[0], **arguments[1]))
         return find_neighbors(model, recording, layers, norms, through=frozenset())
     try:

@@ -92,7 +92,7 @@ class _Walk:
         self.not_heads: set[nn.Module] = set()
         self._shapes: list[tuple[int, ...]] = [value.shape if value.is_float else () for value in recording.values]
         self._modules = dict(model.named_modules())
-        self._parameters = {recording.parameters[name]: parameter for name, parameter in model.named_parameters()}
+        self._parameters = {number: parameter for parameter, number in recording.numbers(model).items()}
         self._into: dict[Residual, Residual] = {}
         self._values: dict[int, _Value] = {}
         self._of: dict[nn.Module | nn.Parameter, Residual] = {}
@@ -125,7 +125,7 @@ class _Walk:
         if _makes(module):
             self._values[one.output] = _Value(self._group_of(module), maker=module)
             return
-        value = self._values.get(one.inputs[0])
+        value = self._values.get(one.inputs[0]) if one.inputs else None
         if value is not None and value.norm is None:
             self._values[one.output] = _Value(value.group, norm=module)
 
