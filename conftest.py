@@ -50,11 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _examples(request: pytest.FixtureRequest) -> None:
-    """Run examples in an empty folder, with torch, fq, the public names and the named formats.
+    """Run examples in an empty folder, with one seed, torch, fq, the public names and the named formats.
 
     What the module itself defines stays the module's.
     """
     if isinstance(request.node, DoctestItem):
+        torch.manual_seed(0)  # else an example's numbers depend on the tests before it
         request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
         if request.node.path.stem == "transformers":  # which imports torchvision for its models
             import_torchvision()

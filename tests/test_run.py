@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.errors import FusionWarning
+from fakequant.errors import CoverageWarning, FusionWarning
 from fakequant.model.run.neighbors import find_neighbors
 from fakequant.model.run.recording import record, watching
 
@@ -157,3 +158,31 @@ def test_recordings_of_both_kinds_see_the_same_modules() -> None:
         net.eval()(X)
     assert [call.path for call in light.modules] == [call.path for call in whole.modules]
     assert all("forward" not in vars(module) for module in net.modules())
+
+
+def test_a_read_within_vmap_is_one() -> None:
+    net = Net(lambda net, x: net.b(net.norm(y := net.a(x))) + torch.vmap(torch.sin)(y)).eval()
+    with pytest.warns(FusionWarning, match="used elsewhere"):
+        fq.fuse_batch_norm(net, X)
+
+
+def test_modules_in_other_threads_are_called_and_what_is_not_seen_is_said() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        results: list[Tensor] = []
+        thread = Thread(target=lambda: results.append(net.a(x)))
+        thread.start()
+        thread.join()
+        return net.b(results[0])
+
+    net = fq.prepare(Net(forward), "int8")
+    fq.calibrate(net, [X], progress=False)
+    with pytest.warns(CoverageWarning, match="the model calls a in threads of its own"):
+        found = fq.summary(net, X)
+    assert [layer.state for layer in found.layers] == ["ready", "ready"]
+
+
+def test_layers_that_ask_for_a_shape_alone_do_not_read() -> None:
+    net = Net(lambda net, x: net.b(y := net.a(x).relu()) + torch.zeros_like(y) + x.to(y))
+    found = find_neighbors(net, record(net, lambda: net(X)), {net.a}, {net.b})
+    assert found.readers == {net.a: [net.b]}
+    assert not found.elsewhere

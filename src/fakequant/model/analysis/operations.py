@@ -16,9 +16,6 @@ from fakequant.model.run.recording import record
 from fakequant.model.run.traits import Trait, has
 from fakequant.nn.wrappers import unwraps
 
-_EMPTY = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "zero"})
-"""Functions that read no values, and give zeros, which every quantized format has, or nothing."""
-
 
 def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> list[Operation]:
     """All operations of a model that compute on float tensors, in the order of one run.
@@ -31,10 +28,10 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
     Raises:
         ConfigError: the model fails on the example.
     """
-    return operations_of(recorded(model, example, inputs))
+    return operations_of(record_example(model, example, inputs))
 
 
-def recorded(model: nn.Module, example: Any, inputs: Inputs | None = None) -> Recording:
+def record_example(model: nn.Module, example: Any, inputs: Inputs | None = None) -> Recording:
     """The recording of a run of a model; arguments and errors are those of `operations`."""
     refuse_sharded(model, "look into", offloading=False)
     args, kwargs = example_arguments(example, inputs)
@@ -54,7 +51,7 @@ def operations_of(recording: Recording) -> list[Operation]:
         read = _moved(name, floats)
         if call.inputs and fixed.issuperset(call.inputs):
             fixed.update(call.outputs)
-        if name in QUANTIZED or name in _EMPTY:
+        if name in QUANTIZED or has(name, Trait.EMPTY):
             quantized.update(call.outputs)
         elif has(name, Trait.CODES):
             if read and quantized.issuperset(read):
@@ -97,7 +94,7 @@ def unquantized(
     >>> print(*unquantized(model, torch.ones(2, 4)))
     1: softmax, 1 of 1 inputs in float
     """
-    left = left_of(model, recorded(model, example, inputs))
+    left = left_of(model, record_example(model, example, inputs))
     return [operation for operation in left if operation.is_product] if products_only else left
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from fakequant.data.batches import Inputs
 from fakequant.model.analysis.coverage import Operation
 from fakequant.model.analysis.html import html_result
-from fakequant.model.analysis.operations import left_of, recorded
+from fakequant.model.analysis.operations import left_of, record_example
 from fakequant.model.run.queries import modules_called, weight_readers
 from fakequant.model.run.recorded import Recording
 from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
@@ -123,7 +123,7 @@ def summary(model: nn.Module, example: Any = None, *, inputs: Inputs | None = No
     """
     warn_stale_scales(model)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
-    recording = None if example is None else recorded(model, example, inputs)
+    recording = None if example is None else record_example(model, example, inputs)
     left = None if recording is None else left_of(model, recording)
     idle = {} if recording is None else _never_called(model, recording)
     rows = [_layer_summary(name, layer, idle.get(layer)) for name, layer in layers.items()]

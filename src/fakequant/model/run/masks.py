@@ -29,9 +29,9 @@ _STILL_LARGE = EXTREME / 100
 def masked_values(recording: Recording) -> set[int]:
     """The values that carry numbers of a mask, until a function has removed them.
 
-    Values of zeros and extreme numbers alone are masks. A function that fills others in, and any function but a product
-    of a value with a mask, gives another one as long as its result has large numbers. So have scores on their way to
-    a softmax, and the mask that an attention gets.
+    A value is a mask if it holds zeros and extreme numbers alone, or if a function wrote extreme numbers into another
+    value. A function of such a value carries the mask on while its result has large numbers; a product does not. Scores
+    with extreme numbers before a softmax, and the mask argument of an attention, are such values too.
     """
     sizes = [value.size for value in recording.values]
     found = set(recording.masks)

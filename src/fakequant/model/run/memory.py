@@ -88,7 +88,7 @@ def largest(tensor: Tensor) -> float:
     >>> largest(torch.tensor([1.0, -torch.inf])), largest(torch.ones(2, dtype=torch.int64))
     (inf, 0.0)
     """
-    tensor = _unwrapped(tensor)
+    tensor = unwrapped(tensor)
     is_plain = tensor.layout is torch.strided and not (tensor.is_nested or is_traceable_wrapper_subclass(tensor))
     # torch finds no extremes of floats with 8 bits.
     if not (is_plain and tensor.is_floating_point() and tensor.numel()) or tensor.is_meta or tensor.itemsize == 1:
@@ -102,14 +102,14 @@ def holds_mask(tensor: Tensor, extreme: float) -> bool:
     >>> holds_mask(torch.tensor([0.0, -1e9, 0.0]), 1e4), holds_mask(torch.tensor([0.5, -1e9]), 1e4)
     (True, False)
     """
-    tensor = _unwrapped(tensor)
+    tensor = unwrapped(tensor)
     is_zero = tensor == 0
     if not bool((is_zero | (tensor.abs() >= extreme)).all()):
         return False
     return bool(is_zero.any()) or bool((tensor == tensor.flatten()[0]).all() and tensor.flatten()[0] < 0)
 
 
-def _unwrapped(tensor: Tensor) -> Tensor:
+def unwrapped(tensor: Tensor) -> Tensor:
     """A tensor without the wrappers of vmap, which let no values out."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fakequant.model.run.recorded import Recording, Step
+from fakequant.model.run.recorded import Call, ModuleCall, Recording, Step
 from fakequant.model.run.traits import Trait, having
 
 
@@ -50,41 +50,66 @@ def find_neighbors(
     >>> found.readers[model[0]] == [model[2]]
     True
     """
-    found, made, running = Neighbors(), dict[int, nn.Module](), list[nn.Module]()
-    modules = dict(model.named_modules())
-    numbers: dict[nn.Parameter | None, int] = {**recording.numbers(model)}
-    owners = {numbers[p]: module for module in makers | layers for p in module._parameters.values() if p in numbers}
-
-    def read(values: Iterable[int]) -> None:
-        found.elsewhere.update(made[value] for value in values if value in made)
-
+    walk = _Walk(model, recording, makers, layers, through)
     for step, one in recording.steps():
         if step is Step.CALL:
-            found.elsewhere.update(owners[v] for v in one.inputs if v in owners and owners[v] not in running)
-            if running:
-                continue
-            first, rest = one.inputs[:1], one.inputs[1:]
-            if one.function in through and len(one.outputs) == 1 and first and first[0] in made:
-                made[one.outputs[0]] = made[first[0]]
-            else:
-                read(first)
-            read(rest)
-            continue
-        module = modules[one.path]
-        if module not in makers and module not in layers:
-            continue
-        if step is Step.ENTER:
-            found.calls[module] += 1
-            first, rest = one.inputs[:1], one.inputs[1:]
-            if module in layers and first and first[0] in made:
-                found.readers.setdefault(made[first[0]], []).append(module)
-            else:
-                read(first)
-            read(rest)
-            running.append(module)
+            walk.call(one)
         else:
-            running.pop()
-            if module in makers and one.output is not None:
-                made[one.output] = module
-    read({*recording.outputs, *recording.kept})
-    return found
+            walk.module(one, entered=step is Step.ENTER)
+    walk.read({*recording.outputs, *recording.kept})
+    return walk.found
+
+
+class _Walk:
+    """Goes through a run and notes which modules read the outputs of makers, as for `find_neighbors`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recording: Recording,
+        makers: Set[nn.Module],
+        layers: Set[nn.Module],
+        through: Set[str],
+    ) -> None:
+        self.found = Neighbors()
+        self._makers, self._layers, self._through = makers, layers, through
+        self._modules = dict(model.named_modules())
+        numbers: dict[nn.Parameter | None, int] = {**recording.numbers(model)}
+        held = ((p, module) for module in makers | layers for p in module._parameters.values())
+        self._owners = {numbers[p]: module for p, module in held if p in numbers}
+        self._made: dict[int, nn.Module] = {}
+        self._running: list[nn.Module] = []
+
+    def read(self, values: Iterable[int]) -> None:
+        """Note that something else than a layer reads or keeps values."""
+        self.found.elsewhere.update(self._made[value] for value in values if value in self._made)
+
+    def call(self, call: Call) -> None:
+        """Note what a function reads; within makers and layers only parameters of others count."""
+        owners = [self._owners[value] for value in call.read if value in self._owners]
+        self.found.elsewhere.update(owner for owner in owners if owner not in self._running)
+        if not self._running:
+            maker = self._take(call.read, followed=call.function in self._through and len(call.outputs) == 1)
+            if maker is not None:
+                self._made[call.outputs[0]] = maker
+
+    def module(self, one: ModuleCall, *, entered: bool) -> None:
+        """Note the start or the end of a module's call."""
+        module = self._modules[one.path]
+        if module not in self._makers and module not in self._layers:
+            return
+        if entered:
+            self.found.calls[module] += 1
+            if (maker := self._take(one.inputs, followed=module in self._layers)) is not None:
+                self.found.readers.setdefault(maker, []).append(module)
+            self._running.append(module)
+            return
+        self._running.pop()
+        if module in self._makers and one.output is not None:
+            self._made[one.output] = module
+
+    def _take(self, values: tuple[int, ...], *, followed: bool) -> nn.Module | None:
+        """The maker of the first value, if it is followed; the others are read elsewhere."""
+        maker = self._made.get(values[0]) if followed and values else None
+        self.read(values if maker is None else values[1:])
+        return maker

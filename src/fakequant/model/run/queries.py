@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fakequant.model.run.recorded import QUANTIZER, Call, Recording, Step
+from fakequant.model.run.recorded import QUANTIZER, Recording, Step
 from fakequant.nn.layers import QuantizedLayer
 
 
@@ -60,7 +60,9 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
         elif step is Step.LEAVE:
             running.pop()
         else:
-            layers = [layer for value in _values(one) for layer in holders.get(value, ())]
+            # A call without a result asks for a shape or a dtype; a quantizer that observes has none.
+            read = one.read if one.outputs or one.function == QUANTIZER else ()
+            layers = [layer for value in read for layer in holders.get(value, ())]
             if not layers or any(modules[path] in layers for path in running):
                 continue
             if one.function == QUANTIZER:  # that of a function, which takes the weight next
@@ -71,10 +73,19 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
     return found
 
 
-def _values(call: Call) -> tuple[int, ...]:
-    """The values that a call may read: `zeros_like` and `to` ask for a shape or a dtype."""
-    if call.function.endswith("_like") or call.function.startswith("new_"):
-        return ()
-    if not call.outputs and call.function != QUANTIZER:  # the shape, the dtype or the device is asked for
-        return ()
-    return call.inputs[:1] if call.function == "to" or call.function.endswith("_as") else call.inputs
+def read_together(recording: Recording, paths: Iterable[str]) -> dict[str, list[str]]:
+    """For each of these modules that a run calls, the ones with the same first inputs in all calls, itself among them.
+
+    >>> from fakequant.model.run.recording import record
+    >>> model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(1, 4)
+    >>> read_together(record(model, lambda: model[0](x) + model[1](x)), ["0", "1"])
+    {'0': ['0', '1'], '1': ['0', '1']}
+    """
+    wanted, first = set(paths), dict[str, tuple[int, ...]]()
+    for call in recording.modules:
+        if call.path in wanted:
+            first[call.path] = (*first.get(call.path, ()), *call.inputs[:1])
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for path, values in first.items():
+        groups.setdefault(values, []).append(path)
+    return {path: groups[values] for path, values in first.items()}

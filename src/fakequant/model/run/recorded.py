@@ -79,6 +79,14 @@ class Call:
     factors: tuple[int, ...] = ()
 
     @property
+    def read(self) -> tuple[int, ...]:
+        """The inputs whose values it may read: `zeros_like` and `x.to(other)` ask for a shape or a dtype."""
+        name = self.function.partition(" ")[0]
+        if name.endswith("_like") or name.startswith("new_"):
+            return ()
+        return self.inputs[:1] if name == "to" or name.endswith("_as") else self.inputs
+
+    @property
     def site(self) -> tuple[str | None, str, int]:
         """What names the call in every run."""
         return self.owner, self.function, self.index
@@ -122,7 +130,7 @@ class Recording:
         modules: calls of modules, without quantizers, in the order of their starts.
         values: by number.
         parameters: the values of parameters, by every name.
-        called: for every module the paths of the modules that its `forward` calls.
+        threads: the paths of modules that are called in other threads.
         visits: how often every module was called, by path.
         outputs: the values that the model returns.
         kept: the values of tensors that something still holds when the run ends.
@@ -134,7 +142,7 @@ class Recording:
     modules: list[ModuleCall] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
-    called: dict[str, list[str]] = field(default_factory=dict)
+    threads: set[str] = field(default_factory=set)
     visits: Counter[str] = field(default_factory=Counter)
     outputs: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
@@ -149,6 +157,19 @@ class Recording:
         """The values of the parameters that a model had before the run."""
         held = model.named_parameters(remove_duplicate=False)
         return {parameter: self.parameters[name] for name, parameter in held if name in self.parameters}
+
+    @cached_property
+    def called(self) -> dict[str, list[str]]:
+        """For every module of a complete run, the paths of the modules that its `forward` calls."""
+        found: dict[str, list[str]] = {}
+        running: list[ModuleCall] = []
+        for number, one in enumerate(self.modules):
+            while running and running[-1].end <= number:
+                running.pop()
+            if running:
+                found.setdefault(running[-1].path, []).append(one.path)
+            running.append(one)
+        return found
 
     @cached_property
     def calls_of(self) -> dict[str | None, list[Call]]:

@@ -27,6 +27,8 @@ class Trait(Flag):
     """It adds or joins tensors with the same channels."""
     FILLS = auto()
     """It writes values from elsewhere into a tensor."""
+    EMPTY = auto()
+    """It reads no values, and gives zeros, which every quantized format has, or nothing."""
     PRODUCT = auto()
     """An integer or low-precision unit would compute it. All others are elementwise, normalisations or reductions,
     which run in float on most engines."""
@@ -63,6 +65,7 @@ _cdist_forward _euclidean_dist bilinear _trilinear embedding embedding_bag _embe
 lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell | product
 linalg_solve linalg_solve_triangular linalg_lstsq linalg_lu_solve lu_solve cholesky_solve triangular_solve | product
 _native_multi_head_attention _transformer_encoder_layer_fwd multi_head_attention_forward flex_attention | product
+zeros zeros_like new_zeros empty empty_like new_empty zero | empty
 size dim ndimension stride numel nelement is_contiguous is_floating_point is_complex element_size | shape
 storage_offset get_device len | shape
 """

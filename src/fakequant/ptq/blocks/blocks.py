@@ -28,7 +28,7 @@ from fakequant.ptq.blocks.reconstruction import Preset, preset_of, reconstruct_b
 from fakequant.ptq.improving.effect import Effect, Split
 from fakequant.ptq.inputs.call import Call
 from fakequant.ptq.inputs.float_values import FloatValues
-from fakequant.ptq.inputs.stream import Record, Stage, Stream, record
+from fakequant.ptq.inputs.stream import CallOrder, Stage, Stream, call_order
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.sums import MOST_DRIFT
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
@@ -99,7 +99,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
     state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
-        recorded = record(model, found, run, given)
+        recorded = call_order(model, found, run, given)
         alone = Together(None)
         effect = Effect(model, split, run, recorded, alone, Positions(None))
         _, late = recorded.parts(alone)
@@ -120,7 +120,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     return result
 
 
-def _notes(float_model: _FloatModel, recorded: Record, late: Sequence[str]) -> list[str]:
+def _notes(float_model: _FloatModel, recorded: CallOrder, late: Sequence[str]) -> list[str]:
     """Which blocks learn another target than what the float model gives."""
     notes = list[str]()
     if float_model.others:

@@ -20,14 +20,13 @@ from fakequant.model.modes import evaluating
 from fakequant.model.prepare import prepare
 from fakequant.model.presets import find_preset
 from fakequant.model.run.outputs import OutputDistance
-from fakequant.model.run.queries import weight_readers
+from fakequant.model.run.queries import read_together, weight_readers
 from fakequant.model.run.recorded import Recording
-from fakequant.model.run.recording import record as record_run
+from fakequant.model.run.recording import record
 from fakequant.model.sizes import spec_bits
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.ptq.formats.losses import Loss, arriving_errors, divergence, losses_alone
 from fakequant.ptq.formats.mixes import Allocation, Score, Scores
-from fakequant.ptq.inputs.stream import record
 from fakequant.ptq.solvers.kinds import has_rows, is_turned
 
 
@@ -82,9 +81,9 @@ def scores(
         raise ConfigError("the model has no linear layers and no convolutions to choose formats for")
     quantized = {name: quantized_copy(model, find_preset(name), given, run) for name in choices}
     with evaluating(model):
-        recorded = record(model, layers, run, given[:1])
-        ran = record_run(model, lambda: run(model, given[0]))
-        reached = [layer for layer in layers if layer in recorded.siblings]
+        ran = record(model, lambda: run(model, given[0]))
+        siblings = read_together(ran, layers)
+        reached = [layer for layer in layers if layer in siblings]
         if measure is None:
             arriving = arriving_errors(model, layers, quantized, run, given, progress)
         else:
@@ -104,7 +103,7 @@ def scores(
     return Scores(
         found,
         weights,
-        _ties(layers, recorded.siblings),
+        _ties(layers, siblings),
         arriving,
         products,
         _left(model, reached, ran),

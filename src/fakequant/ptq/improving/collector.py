@@ -17,7 +17,7 @@ from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode
 from fakequant.ptq.improving.finished import InputChoice
 from fakequant.ptq.inputs.call import Call
-from fakequant.ptq.inputs.stream import Record, Stage
+from fakequant.ptq.inputs.stream import CallOrder, Stage
 from fakequant.ptq.solvers.kinds import blocks_of, makes_same_rows, rows_of, with_axis
 from fakequant.ptq.solvers.layer import Choice, choose
 from fakequant.ptq.solvers.parts import Parts
@@ -49,7 +49,7 @@ class Collector:
         layers: Mapping[str, Any],
         counts: Sequence[Tensor | None],
         mask: Positions,
-        recorded: Record,
+        recorded: CallOrder,
         processes: Together,
     ) -> None:
         self._layers, self._mask, self._siblings = layers, mask, recorded.siblings

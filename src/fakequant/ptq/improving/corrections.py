@@ -15,7 +15,7 @@ from fakequant.distributed import Together, refuse_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.modes import evaluating
 from fakequant.nn.folded import FoldedNorm
-from fakequant.ptq.inputs.stream import Stage, Stream, record
+from fakequant.ptq.inputs.stream import Stage, Stream, call_order
 from fakequant.restore import restore_on_error, state_of
 
 
@@ -57,7 +57,7 @@ def reestimate_batch_norm(
     given, norms = batch_list(batches, "reestimate_batch_norm"), _norms(model)
     run = naming(runner(inputs, forward), given)
     with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
-        recorded = record(model, norms, run, given)
+        recorded = call_order(model, norms, run, given)
         with Stream(model, norms, run, given, recorded) as stages:
             for stage in stages:
                 if stage.is_first:

@@ -17,7 +17,7 @@ from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.model.calibration.choice import HeldBack
 from fakequant.model.modes import disabled
 from fakequant.model.run.outputs import OutputDistance
-from fakequant.ptq.inputs.stream import NOT_REPEATED, Record
+from fakequant.ptq.inputs.stream import NOT_REPEATED, CallOrder
 from fakequant.ptq.results import Improvement
 from fakequant.ptq.rows import SURE, SURE_OF_PART, helps
 from fakequant.restore import Restore, state_of
@@ -76,7 +76,7 @@ class Effect:
         model: nn.Module,
         batches: Split,
         run: Forward,
-        recorded: Record,
+        recorded: CallOrder,
         processes: Together,
         positions: Positions,
     ) -> None:

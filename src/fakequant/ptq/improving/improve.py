@@ -31,7 +31,7 @@ from fakequant.ptq.improving.effect import Effect, Split
 from fakequant.ptq.improving.finished import Finished, run_of
 from fakequant.ptq.inputs.call import Call
 from fakequant.ptq.inputs.float_values import FloatValues
-from fakequant.ptq.inputs.stream import NOT_REPEATED, Record, Stage, Stream, record, watched
+from fakequant.ptq.inputs.stream import NOT_REPEATED, CallOrder, Stage, Stream, call_order, watched
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.kinds import computes_product, has_own_forward, has_rows
 from fakequant.ptq.solvers.layer import SOLVERS, write
@@ -142,7 +142,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
         for path in _with_other_forward(layers, lambda: run(model, given[0])):
             result.layers.append(LayerResult(row_name(path, layers.pop(path)), note=_OTHER_FORWARD))
-        recorded = record(model, layers, run, given)
+        recorded = call_order(model, layers, run, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         effect = Effect(model, split, run, recorded, processes, masked)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
@@ -213,7 +213,7 @@ class _Choices:
         self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
 
 
-def _with_drift(recorded: Record, processes: Together) -> tuple[list[str], list[str]]:
+def _with_drift(recorded: CallOrder, processes: Together) -> tuple[list[str], list[str]]:
     """The layers that may make good the drift of their inputs, and why others may not.
 
     When a layer is chosen, all its calls but the last have run with rounding to nearest. So the drift of its inputs,
@@ -307,7 +307,7 @@ class _Pass:
         layers: Mapping[str, Any],
         run: Forward,
         batches: Mapping[int, Any],
-        recorded: Record,
+        recorded: CallOrder,
         with_drift: Sequence[str],
     ) -> None:
         self._layers, self._with_drift = layers, frozenset(with_drift)

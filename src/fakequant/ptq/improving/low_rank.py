@@ -23,7 +23,7 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
-from fakequant.ptq.inputs.stream import Stage, Stream, record
+from fakequant.ptq.inputs.stream import Stage, Stream, call_order
 from fakequant.ptq.results import MISSED, Improvement, LayerResult
 from fakequant.ptq.solvers.kinds import rows_of
 from fakequant.ptq.solvers.problem import Problem, damped_factor
@@ -90,7 +90,7 @@ def low_rank(
     counts = [positions.of(batch) for batch in given]
     state = state_of([model])
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), disabled(model), torch.no_grad():
-        recorded = record(model, layers, run, given)
+        recorded = call_order(model, layers, run, given)
         with Stream(model, layers, run, given, recorded) as stages:
             for stage in track(stages, "splitting weights", len(recorded.order), progress):
                 if stage.is_first:

@@ -56,7 +56,7 @@ class Stage(NamedTuple):
 
 
 @dataclass
-class Record:
+class CallOrder:
     """How a model calls its layers.
 
     Attributes:
@@ -86,13 +86,13 @@ class Record:
         return self.order[:first], self.order[first:]
 
 
-def record(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batches: Sequence[Any]) -> Record:
+def call_order(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batches: Sequence[Any]) -> CallOrder:
     """Run all batches once and count the calls of the layers.
 
     Raises:
         ConfigError: batches that run side by side give other results than one after the other.
     """
-    found, outputs = Record(), []
+    found, outputs = CallOrder(), []
     last: dict[str, int] = {}
     readers: dict[Any, tuple[Call, list[str]]] = {}  # with the tensor, whose id stays its own as long as it is kept
     seen: list[dict[str, list[list[str]]]] = []  # for each batch and call, the layers that read a layer's input
@@ -135,7 +135,7 @@ def _check_side_by_side(
     layers: Mapping[str, nn.Module],
     run: Forward,
     batches: Sequence[Any],
-    found: Record,
+    found: CallOrder,
     outputs: list[Any],
 ) -> None:
     results: dict[int, Any] = {}
@@ -174,7 +174,7 @@ class Stream:
     >>> layers = {"first": model[0], "second": model[1]}
     >>> def run(model, batch):
     ...     return model(batch)
-    >>> with Stream(model, layers, run, batches, record(model, layers, run, batches)) as stream:
+    >>> with Stream(model, layers, run, batches, call_order(model, layers, run, batches)) as stream:
     ...     for stage in stream:
     ...         print(stage.name, [list(calls[0].args[0].shape) for calls in stage.calls.values()])
     first [[3, 2], [1, 2]]
@@ -187,7 +187,7 @@ class Stream:
         layers: Mapping[str, nn.Module],
         run: Forward,
         batches: Sequence[Any] | Mapping[int, Any],
-        recorded: Record,
+        recorded: CallOrder,
     ) -> None:
         self._rank = {name: place for place, name in enumerate(recorded.order)}
         self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()

@@ -1,0 +1,268 @@
+"""What a run of a model calls: every torch function and every module, and the data flow.
+
+Nothing is traced: the model runs once as it is, so that everything that runs can be recorded. Which call made a tensor
+is known by the identity of the tensor; no tensor is kept alive for it. A write to a tensor makes a new value of it, and
+of all tensors that share the memory. A function that returns its argument unwritten is no call: `x.float()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fakequant.model.modes import not_compiled
+from fakequant.model.run.memory import Tensors, unwrapped, version_of
+from fakequant.model.run.recorded import FAKE_QUANTIZE, IN_A_BRANCH, QUANTIZER, Call, ModuleCall, Recording, Value
+from fakequant.model.run.traits import Trait, factors_of, has, is_number
+from fakequant.nn.site_functions import CalledAs, called_as
+from fakequant.restore import restore_after, stack_without
+
+
+class Detail(NamedTuple):
+    """Attributes that only calls that can be quantized have: see `Call`."""
+
+    operands: dict[str, int]
+    where: tuple[tuple[CodeType, int], ...]
+    equation: str
+    factors: tuple[int, ...] = ()
+
+
+PLAIN = Detail({}, (), "")
+_NOT_IN_PLACE = frozenset({"__index__", "__int__", "__invert__", "__iter__"})
+
+
+class Recorder(TorchFunctionMode):
+    """Fills a recording while a model runs as it is.
+
+    Modules that the model calls in other threads are noted without their functions, which torch shows no other thread.
+
+    Args:
+        model: what runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self.modules = {
+            name: module for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
+        }
+        self.tensors = Tensors()
+        self.running: list[tuple[str | None, int]] = []
+        self.branching: list[tuple[str | None, int]] | None = None
+        """The owner that calls control flow of torch, which calls what runs now."""
+        self.open: list[ModuleCall] = []
+        self.paused = self.over = False
+        self.thread = get_ident()
+        self.counts: Counter[tuple[str | None, int, str]] = Counter()
+        numbers = {parameter: self._new(parameter, None, constant=True) for parameter in model.parameters()}
+        self.recording.parameters = {
+            name: numbers[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        self.elsewhere = [  # where hooks put weights for the time of a call
+            (module._parameters, name, numbers[parameter])
+            for module in self.modules.values()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_meta
+        ]
+        self.recording.buffers = frozenset(self._new(buffer, None, constant=False) for buffer in model.buffers())
+
+    @contextmanager
+    def recording_on(self) -> Iterator[None]:
+        """A context in which calls are recorded."""
+        handles: list[Any] = []
+        with restore_after(lambda: [handle.remove() for handle in handles]):
+            for path, module in self.modules.items():
+                handles += self._hooks(path, module)
+            with not_compiled(), restore_after(stack_without(self)), self:
+                try:
+                    yield
+                finally:
+                    self.over = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        called, name = self._named(func, args, kwargs)
+        if called is not None and self.running[-1:] == self.branching:
+            called, name = None, name + IN_A_BRANCH  # which a prepared model does not count either
+        is_product = has(name, Trait.PRODUCT)
+        if isinstance(func, HigherOrderOperator) and not is_product:
+            args = tree_map_only((FunctionType, partial, nn.Module), self._branch, args)
+        arguments = tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
+        numbers = [x for x in arguments if is_number(x)] if is_product else []
+        inputs = tuple(self.value_of(tensor) for tensor in arguments)
+        detail = PLAIN if called is None else self._detail(called, args, kwargs)
+        versions = [version_of(tensor) for tensor in arguments]
+        plain = name.partition(" ")[0]
+        if numbers and called is None:
+            detail = PLAIN._replace(factors=tuple(map(self.value_of, factors_of(plain, args, kwargs))))
+        result, count = self._computed(plain, lambda: func(*args, **kwargs), numbers)
+        written = [x for x, version in zip(arguments, versions, strict=True) if version_of(x) != version]
+        if versions[:1] == [None] and _overwrites(func, called, args, kwargs):  # an inference tensor has no version
+            written = arguments[:1]
+        if called is None and not written and any(result is x for x in arguments):
+            return result
+        made = [*tensors_in(result)]
+        made += [x for x in written if all(x is not other for other in made)]  # by `x[i] = y`
+        if made or called is not None or not (getattr(func, "__name__", "") == "__get__" or has(name, Trait.SHAPE)):
+            self._note(name, inputs, made, count, detail)
+            for one in (*written, *tensors_in(kwargs.get("out"))):
+                self._note_shared(made, one)
+        return result
+
+    def _named(self, func: Any, args: Any, kwargs: Any) -> tuple[CalledAs | None, str]:
+        """What a function is in the table of sites, if the call could be one, and its name in the recording."""
+        called = called_as(func)
+        return called, name_of(func) if called is None else called.function.name
+
+    def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> Detail:
+        return PLAIN
+
+    def _computed(self, product: str, run: Callable[[], Any], numbers: list[Tensor]) -> tuple[Any, int]:
+        """The result of a function, and its multiply-accumulates; `numbers` is empty for others than products."""
+        return run(), 0
+
+    def _size(self, tensor: Tensor, number: int) -> float:
+        """The largest magnitude of a new value."""
+        return 0.0
+
+    def _branch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What `torch.cond` or a loop of torch calls, recorded; calls of the owner itself cannot be sites."""
+        branching = self.running[-1:]
+
+        def run(*args: Any) -> Any:
+            outer, self.branching = self.branching, branching
+            try:
+                with self:
+                    return function(*args)
+            finally:
+                self.branching = outer
+
+        return run
+
+    def _note(self, name: str, inputs: tuple[int, ...], made: list[Tensor], count: int, detail: Detail) -> None:
+        recording = self.recording
+        owner, visit = self.running[-1] if self.running else (None, 0)
+        number = len(recording.calls)
+        values = recording.values
+        constant = bool(inputs) and all(values[value].constant for value in inputs)
+        outputs = tuple(self._new(tensor, number, constant=constant) for tensor in made)
+        index = self.counts[owner, visit, name]
+        self.counts[owner, visit, name] += 1
+        recording.calls.append(
+            Call(number, owner, visit, name, index, inputs, outputs, multiplications=count, **detail._asdict())
+        )
+
+    def _note_shared(self, made: list[Tensor], written: Tensor) -> None:
+        """Tensors that share memory with one that was written have new values, too."""
+        for other, share in self.tensors.sharing(written):
+            if all(other is not tensor for tensor in made):
+                inputs = self.value_of(other), self.value_of(written)
+                self._note("copy" if share == 1 else "setitem", inputs, [other], 0, PLAIN)
+
+    def value_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's value as it is now; a tensor that vmap wraps is the one within."""
+        number = next((known for own, name, known in self.elsewhere if own[name] is tensor), None)
+        number = self.tensors.number(tensor) if number is None else number
+        number = self.tensors.number(unwrapped(tensor)) if number is None else number
+        return self._new(tensor, None, constant=False) if number is None else number
+
+    def _new(self, tensor: Tensor, producer: int | None, *, constant: bool) -> int:
+        number = len(self.recording.values)
+        with torch._C.DisableTorchFunction():
+            self.tensors.add(tensor, number)
+            size = 0.0 if constant or is_lazy(tensor) else self._size(tensor, number)
+            is_float, has_shape = is_number(tensor), not (is_lazy(tensor) or tensor.is_nested)
+            shape = tuple(tensor.shape) if has_shape else ()
+        self.recording.values.append(Value(number, constant, shape, is_float, producer, size))
+        return number
+
+    def _hooks(self, path: str, module: nn.Module) -> list[Any]:
+        """Hooks around the calls of a module. They are lambdas: a copy that a model makes of it would copy methods."""
+        if quantizes(module):
+            return [
+                module.register_forward_pre_hook(lambda *_: self._pause()),
+                module.register_forward_hook(lambda _, args, y: self._resume(args, y), always_call=True),
+            ]
+        return [
+            module.register_forward_pre_hook(lambda _, args, kw: self.enter(path, args, kw), with_kwargs=True),
+            module.register_forward_hook(lambda _, __, y: self.leave(y), always_call=True),
+        ]
+
+    def is_here(self) -> bool:
+        """Whether the run goes on, in this thread."""
+        return not self.over and get_ident() == self.thread
+
+    def _pause(self) -> None:
+        self.paused = self.paused or self.is_here()
+
+    def _resume(self, args: tuple[Tensor, ...], result: Any) -> None:
+        """Note the call of a quantizer as one call; one that observes returns its input."""
+        if self.is_here():
+            self.paused = False
+            made = [] if result is args[0] or not isinstance(result, Tensor) else [result]
+            self._note(QUANTIZER, (self.value_of(args[0]),), made, 0, PLAIN)
+
+    def enter(self, path: str, args: Any, kwargs: Any) -> None:
+        """Note that the call of a module begins."""
+        calls, modules = self.recording.calls, self.recording.modules
+        if self.is_here():
+            self.running.append((path, self.recording.visits[path]))
+            self.recording.visits[path] += 1
+            self.open.append(ModuleCall(path, tuple(map(self.value_of, tensors_in((args, kwargs)))), len(calls)))
+            modules.append(self.open[-1])
+        elif not self.over:
+            self.recording.threads.add(path)
+            modules.append(ModuleCall(path, (), len(calls), len(calls), len(modules) + 1))
+
+    def leave(self, result: Any) -> None:
+        """Note that the last call of a module that has begun ends."""
+        if self.is_here():
+            self.running.pop()
+            one = self.open.pop()
+            one.last, one.end = len(self.recording.calls), len(self.recording.modules)
+            one.output = self.value_of(result) if isinstance(result, Tensor) else None
+
+
+def _overwrites(func: Any, called: CalledAs | None, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function overwrites its first tensor, by its name and its arguments."""
+    if kwargs.get("inplace") or (called is not None and called.writes([*args], kwargs)):
+        return True
+    name = str(getattr(func, "__name__", ""))
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.partition(".")[0].endswith("_")
+
+
+def quantizes(module: nn.Module) -> bool:
+    """Whether a module is a quantizer."""
+    return hasattr(type(module), "quantizes")
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a tree of containers that torch knows."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch without what tells that it is in place or an operator."""
+    name: str = getattr(func, "__name__", str(func))
+    if name == "__get__":  # a property, as `x.mT`
+        return func.__self__.__name__  # type: ignore[no-any-return]
+    name = name.partition(".")[0]  # of an operator's overload
+    if str(getattr(func, "namespace", "")).startswith("fakequant") and name.startswith(("fake_quantize", "checked")):
+        return FAKE_QUANTIZE  # by a function of this package
+    return name.strip("_") if name.startswith("__") else name.rstrip("_")
