@@ -95,8 +95,8 @@ MUTATIONS = [
     Mutation(
         "the gradient of a multiplier has the other sign",
         f"{NUMERICS}/reference.py",
-        "scale = -scale / (b.scale * b.scale)",
-        "scale = scale / (b.scale * b.scale)",
+        "scale = (-scale / b.scale / b.scale)",
+        "scale = (scale / b.scale / b.scale)",
         "tests/test_plans_learned.py",
     ),
     Mutation(
