@@ -228,6 +228,30 @@ def test_in_place_results_with_quantizers_keep_what_their_backward_needs() -> No
     assert_same_bits(found[0], found[1])
 
 
+@pytest.mark.parametrize("result", [None, "int8"])
+@pytest.mark.parametrize("name", ["addmm_", "baddbmm_", "addbmm_"])
+def test_products_that_are_added_in_place_overwrite_what_they_are_added_to(name: str, result: str | None) -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            held = (x[0] if name == "addbmm_" else x) * 1
+            return getattr(held, name)(x, y, alpha=0.5), held
+
+    shape = (3, 3) if name == "addmm_" else (2, 3, 3)
+    x, y = torch.randn(shape), torch.randn(shape)
+    rules = (fq.Rule("*", input="int8", output=result, ops=(name[:-1],)),)
+    model: Any = fq.prepare(Adds(), fq.Config("added", rules), example=(x, y))
+    fq.calibrate(model, [(x, y)], inputs=slice(2), progress=False)
+    given = x.clone()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            y_in_place, held = model(given, y)
+            site = model._sites.by_key()[f"{name}0"]
+            added = getattr(torch, name[:-1])(x[0] if name == "addbmm_" else x, site.input(x), site.other(y), alpha=0.5)
+            assert_same_bits(y_in_place, added if result is None else site.output(added))
+        assert held is y_in_place
+        assert torch.equal(given, x)
+
+
 def test_scalars_integers_and_masks_are_no_operands() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:

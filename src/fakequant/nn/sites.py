@@ -64,7 +64,7 @@ class Site(nn.Module):
         if names != self.operands:
             raise SiteError(_other_operands(mode.sites.owner, self, names))
         self._refuse_other_weights(mode, places)
-        written = places[0][1][places[0][2]] if called.writes(args, kwargs) else None
+        written = _first(args, kwargs) if called.writes(args, kwargs) else None
         for name, holder, key in places:
             quantizer = self._modules.get(name)
             if isinstance(quantizer, Quantizer):
@@ -75,7 +75,7 @@ class Site(nn.Module):
         output = self._modules.get("output")
         # A result in the place of the operand would be overwritten below, and its backward needs it.
         replaced = isinstance(output, Quantizer) and torch.is_grad_enabled() and output.mode is Mode.QUANTIZE
-        if written is not None and (replaced or places[0][1][places[0][2]] is not written):
+        if written is not None and (replaced or _first(args, kwargs) is not written):
             func = called.without_writing(func, args, kwargs)
         probabilities = self._modules.get("probabilities")
         if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
@@ -167,6 +167,11 @@ def functions_of(keys: Iterable[str]) -> tuple[str, ...]:
 def is_operand(value: object) -> bool:
     """Whether an argument is what a site can quantize: a float tensor with an axis."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+
+
+def _first(args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The argument that a function in place overwrites, which is no operand where a product is added to it."""
+    return args[0] if args else kwargs.get("input", kwargs.get("self"))
 
 
 def takes_floats(args: Any, kwargs: Any) -> bool:
