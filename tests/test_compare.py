@@ -128,7 +128,7 @@ def test_rows_of_a_model_that_differs_in_no_tensor_of_its_state_are_refused(chan
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"preset": 1, "method": "mse", "steps": ""}', "the row.preset is 1, not a str"),
+        ('{"preset": 1, "method": "mse", "steps": ""}', "the row.preset is 1, not a text"),
         ('{"preset": "INT8", "method": "mse", "steps": "", "bits": [8]}', r"the row.bits is \[8\], not a float"),
         ('{"preset": "INT8", "method": "mse"}', "the row lacks steps"),
         ('{"preset": "INT8", "method": "mse", "steps": "", "bits": 1' + "0" * 400 + "}", "the row.bits is 1000"),

@@ -239,7 +239,7 @@ def _put(path: Path, content: bytes) -> None:
     [
         ("values", torch.ones(3), r"is damaged: values of shape \[3\] for a weight of \[16, 16\]; remove it"),
         ("values", None, "is damaged: .*; remove it"),
-        ("result", {"layer": 1}, "is damaged: result.layer is 1, not a str; remove it"),
+        ("result", {"layer": 1}, "is damaged: result.layer is 1, not a text; remove it"),
         ("left", torch.ones(2), "is damaged: left is tensor.*, not an object; remove it"),
         ("bias", torch.ones(3), "is damaged: the change of a bias has another shape; remove it"),
         ("params", [], "is damaged: .*; remove it"),

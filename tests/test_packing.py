@@ -174,7 +174,7 @@ def entry(**values):
         (entry(shape=[2**40, 2**40]), "takes 604462909807314587353088 bytes"),
         (entry(shape=[32, 128]), "has shape"),
         (entry(shape="64"), "shape is '64', not a list"),
-        (entry(shape=[-1]), r"shape is -1, not a number of at least 0"),
+        (entry(shape=[-1]), r"shape\[0\] is -1, not a number of at least 0"),
         (entry(dtype="float31"), "has dtype 'float31', not one of a weight"),
         (entry(quantizer="0._input_quantizer"), "has codes, but 0._input_quantizer has no static range"),
         (entry(quantizer="nothing"), "has codes, but nothing has no static range"),

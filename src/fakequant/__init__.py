@@ -44,8 +44,17 @@ if TYPE_CHECKING:
     from fakequant.model.presets import Config, Rule, TensorConfig
     from fakequant.model.sites.sites import site_plan
     from fakequant.model.sites.targets import Target
-    from fakequant.model.state.checkpoint import load, save
-    from fakequant.model.state.state import float_state_dict
+    from fakequant.model.state import (
+        LazyTensor,
+        QuantizedState,
+        WeightCodes,
+        apply,
+        float_state_dict,
+        load,
+        register_codec,
+        save,
+        snapshot,
+    )
     from fakequant.model.training import qat
     from fakequant.model.training.fuse import fuse_batch_norm
     from fakequant.ptq import compare, search
@@ -60,12 +69,14 @@ __all__ = [
     "Gradient",
     "Granularity",
     "IntegerFormat",
+    "LazyTensor",
     "PerBlock",
     "PerChannel",
     "PerTensor",
     "PerToken",
     "QParams",
     "QuantSpec",
+    "QuantizedState",
     "Range",
     "Rounding",
     "Rule",
@@ -75,6 +86,8 @@ __all__ = [
     "TableFormat",
     "Target",
     "TensorConfig",
+    "WeightCodes",
+    "apply",
     "bake_weights",
     "calibrate",
     "choose_qparams",
@@ -98,6 +111,7 @@ __all__ = [
     "quantize",
     "recalibrate",
     "register_calibrator",
+    "register_codec",
     "register_format",
     "register_granularity",
     "report",
@@ -106,6 +120,7 @@ __all__ = [
     "sensitivity",
     "set_execution",
     "site_plan",
+    "snapshot",
     "summary",
     "unquantized",
     "verify_onnx",
@@ -128,7 +143,10 @@ _MEMBERS = {
     "fakequant.model.analysis.analysis": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold"),
     "fakequant.model.calibration.calibrate": ("calibrate", "recalibrate"),
-    "fakequant.model.state.checkpoint": ("load", "save"),
+    "fakequant.model.state": (
+        *("LazyTensor", "QuantizedState", "WeightCodes", "apply", "float_state_dict", "load", "register_codec"),
+        *("save", "snapshot"),
+    ),
     "fakequant.model.presets": ("Config", "Rule", "TensorConfig"),  # not from config: a rule takes a preset's name
     "fakequant.model.execution": ("set_execution",),
     "fakequant.model.training.fuse": ("fuse_batch_norm",),
@@ -136,7 +154,6 @@ _MEMBERS = {
     "fakequant.model.analysis.operations": ("unquantized",),
     "fakequant.model.prepare": ("prepare",),
     "fakequant.model.sites.sites": ("site_plan",),
-    "fakequant.model.state.state": ("float_state_dict",),
     "fakequant.model.analysis.summary": ("summary",),
     "fakequant.model.sites.targets": ("Target",),
     "fakequant.ptq": ("compare", "search"),

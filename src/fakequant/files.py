@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -73,10 +73,43 @@ def write_whole(path: Path, data: bytes) -> None:
     write_in_order({path: data})
 
 
-def write_in_order(files: Mapping[Path, bytes]) -> None:
+@contextmanager
+def temporary_file(folder: Path, parts: Iterable[bytes | memoryview], path: Path | None = None) -> Iterator[Path]:
+    """Write a file under a temporary name; it is removed on exit unless it was renamed.
+
+    Args:
+        folder: where it lies.
+        parts: of the content, asked for one after the other.
+        path: the file that it will replace: its name is in messages, and its permissions are kept.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    mode = None if path is None else _mode(path)
+    where = (folder, "to ") if path is None else (path, "")
+    with ExitStack() as stack:
+        with output_errors(*where):
+            temporary = stack.enter_context(_temporary(folder, mode))
+            file = stack.enter_context(open(temporary, "r+b"))
+        for part in parts:
+            with output_errors(*where):
+                file.write(part)
+        with output_errors(*where):
+            file.flush()
+            if mode is not None:
+                os.chmod(temporary, mode)
+            os.fsync(file.fileno())
+            file.close()
+        yield temporary
+
+
+def write_in_order(files: Mapping[Path, bytes | Path]) -> None:
     """Write several files whole: first all under temporary names, then rename them in the given order.
 
     The last file may therefore refer to the others: when it is new, they are complete.
+
+    Args:
+        files: their content, or the path of a `temporary_file` that has it.
 
     Raises:
         OutputError: a file cannot be written; if this is noticed before the first rename, all old files are unchanged.
@@ -84,16 +117,14 @@ def write_in_order(files: Mapping[Path, bytes]) -> None:
     with ExitStack() as stack:
         ready = []
         for path, data in files.items():
-            mode = _mode(path)
-            target = Path(os.path.realpath(path))
-            with output_errors(path):
-                temporary = stack.enter_context(_temporary(target.parent, mode))
-                with open(temporary, "r+b") as file:
-                    file.write(data)
-                    file.flush()
-                    if mode is not None:
+            mode, target = _mode(path), Path(os.path.realpath(path))
+            if isinstance(data, bytes):
+                temporary = stack.enter_context(temporary_file(target.parent, [data], path))
+            else:
+                temporary = data
+                if mode is not None:
+                    with output_errors(path):
                         os.chmod(temporary, mode)
-                    os.fsync(file.fileno())
             ready.append((path, temporary, target))
         for path, temporary, target in ready:
             with output_errors(path):

@@ -12,8 +12,7 @@ from fakequant.export.record import read
 from fakequant.export.verify import load_exported
 from fakequant.model.presets import ALIASES, presets
 from fakequant.model.sizes import spec_bits
-from fakequant.model.state.manifest import MANIFEST
-from fakequant.model.state.manifest_reading import read_manifest
+from fakequant.model.state.manifest import MANIFEST, read_manifest
 
 _SIDE = 4096
 """The side of the square layer for which presets count their bits."""

@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fakequant.files import locked, output_errors, writable_file, writable_folder, write_in_order, write_whole
-from fakequant.model.state.manifest import MANIFEST
-from fakequant.model.state.manifest_reading import named_files, remove_unnamed
+from fakequant.model.state.manifest import MANIFEST, named_files, remove_unnamed
 from fakequant.report.saved import RESULTS
 
 CHECKPOINT, ONNX, REPORT, GRAPH = "checkpoint", "model.onnx", "report.html", "graph.txt"

@@ -19,7 +19,7 @@ from fakequant.errors import ConfigError, FakeQuantError
 from fakequant.files import remove_abandoned, writable_file, write_whole
 from fakequant.model.state.checkpoint import load, save
 from fakequant.model.state.json_values import value_of
-from fakequant.model.state.manifest_reading import remove_checkpoint
+from fakequant.model.state.manifest import remove_checkpoint
 from fakequant.report import RESULTS, Accuracy, Improved, ReportData, read_results, write_report
 from fakequant.text import listed
 

@@ -6,6 +6,7 @@ it gets a warning from transformers that the method is unknown, and the float mo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,14 +15,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fakequant.errors import CheckpointError
-from fakequant.model.state.checkpoint import check_layers, layer_entry, restore_layers
-from fakequant.model.state.manifest import LayerEntry, SitesEntry, layer_values, sites_values
-from fakequant.model.state.manifest_reading import parse_layers, parse_sites
-from fakequant.model.state.stored_ranges import check_ranges, is_wide
-from fakequant.model.state.stored_sites import check_sites, site_quantizers, sites_entry
-from fakequant.model.ties import share_learned, tied_weights
-from fakequant.model.weights import note_weights, warn_stale_scales
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.model.state import QuantizedState, check_plan, restore_plan, settle, snapshot
 from fakequant.nn.quantizer import quantizers
 
 if TYPE_CHECKING:
@@ -64,46 +58,47 @@ class FakeQuantConfig(QuantizationConfigMixin):
     @classmethod
     def of(cls, model: nn.Module) -> FakeQuantConfig:
         """Return the configuration of a prepared model in its present state."""
-        layers = {
-            name: layer_values(layer_entry(layer))
-            for name, layer in model.named_modules()
-            if isinstance(layer, QuantizedLayer)
-        }
+        plan = snapshot(model).plan
         tensors = {
             f"{name}.{key}": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
             for name, quantizer in quantizers(model).items()
             for key, tensor in quantizer.state_dict().items()
         }
-        return cls(layers, tensors, sites_values(sites_entry(model)), warn_stale_scales(model))
+        return cls(plan["layers"], tensors, plan["sites"], plan["stale"])
 
 
 class FakeQuantHfQuantizer(HfQuantizer):
     """Quantizes the layers of a model before transformers loads their tensors, and writes the configuration."""
 
     quantization_config: FakeQuantConfig
-    entries: dict[str, LayerEntry]
-    sites: SitesEntry
+    state: QuantizedState
     requires_calibration = True
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        modules: dict[str, nn.Module] = dict(model.named_modules())
-        names = _names_in(model, parse_layers(self.quantization_config.layers, "the quantization_config"))
-        self.entries = entries = {name: entry for name, entry in names.items() if name in modules}
-        sites = parse_sites(self.quantization_config.sites, "the quantization_config")
-        self.sites = SitesEntry(
-            {name: owner for name, owner in _names_in(model, sites.owners).items() if name in modules},
-            [name for name in _names_in(model, dict.fromkeys(sites.shielded)) if name in modules],
+        config, modules = self.quantization_config, dict(model.named_modules())
+        plan = {"layers": config.layers, "sites": config.sites or {}, "stale": config.stale}
+        state = QuantizedState.from_plan(plan, {}, source="the quantization_config")
+        owners, shielded = _names_in(model, state.sites.owners), _names_in(model, dict.fromkeys(state.sites.shielded))
+        self.state = replace(
+            state,
+            layers={name: layer for name, layer in _names_in(model, state.layers).items() if name in modules},
+            sites=replace(
+                state.sites,
+                owners={name: owner for name, owner in owners.items() if name in modules},
+                shielded=[name for name in shielded if name in modules],
+            ),
+            stale=list(_names_in(model, dict.fromkeys(state.stale))),
         )
-        if not entries and not self.sites.owners:
+        if not self.state.layers and not self.state.sites.owners:
             raise CheckpointError(
                 f"the quantization_config names no layer of a {type(model).__name__}; load the class that was saved"
             )
-        check_layers(modules, entries)
-        check_sites(modules, self.sites)
-        restore_layers(model, entries, self.sites)
-        functions = site_quantizers(self.sites)
-        for path, described in _names_in(model, self.quantization_config.tensors).items():
-            if path.rpartition("._")[0] in entries or path.rpartition(".")[0] in functions:
+        check_plan(model, self.state)
+        restore_plan(model, self.state)
+        held = quantizers(model)
+        for path, described in _names_in(model, config.tensors).items():
+            owner = path.rpartition(".")[0]
+            if owner in held or owner.rpartition(".")[0] in held:  # of a learned range
                 _make_room(model, path, described)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
@@ -118,11 +113,7 @@ class FakeQuantHfQuantizer(HfQuantizer):
                 f"the files lack {len(absent)} tensors that the quantization_config names: {', '.join(absent)}; "
                 "save the model again"
             )
-        share_learned(model)
-        modules, functions = dict(model.named_modules()), site_quantizers(self.sites)
-        check_ranges(modules, self.entries, model.state_dict(), is_wide(model), functions)
-        note_weights(model, _names_in(model, dict.fromkeys(self.quantization_config.stale)))
-        warn_stale_scales(model)
+        settle(model, self.state)
         return model
 
     def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -131,13 +122,12 @@ class FakeQuantHfQuantizer(HfQuantizer):
         """Update the configuration to the present state of the model; `save_pretrained` calls this before it writes."""
         self.quantization_config = FakeQuantConfig.of(model)
         model.config.quantization_config = self.quantization_config
-        shared = [path for weights in tied_weights(model) for path in weights]
+        held, state = quantizers(model), model.state_dict()
+        # A learned range that tied layers share: transformers allows its own ties alone.
+        shared = [name for name in snapshot(model).shared if name.rpartition(".")[0].rpartition(".")[0] in held]
         if not shared:
             return None, {}
-        state = model.state_dict()
-        for name in state:  # a learned range that tied layers share: transformers allows its own ties alone
-            if name.startswith(tuple(f"{path}." for path in shared)):
-                state[name] = state[name].clone()
+        state |= {name: state[name].clone() for name in shared}
         return state, {}
 
     # transformers gives its two abstract methods no return type, so pyright takes it for None.

@@ -11,31 +11,43 @@ from torch import Tensor, nn
 
 from fakequant.errors import CheckpointError, QParamsError, ShapeError
 from fakequant.model.modes import in_eval_mode
-from fakequant.model.state.manifest import LayerEntry, QuantizerEntry
+from fakequant.model.sites.planned import site_path
+from fakequant.model.state.plan import Plan, QuantizerEntry, SiteQuantizerEntry
 from fakequant.nn.forms import quantized_class
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.learned import LearnedRange
-from fakequant.nn.operands import LayerWeight
 from fakequant.nn.paths import join
 from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.spec import QuantSpec
 
 
-def check_ranges(
-    modules: Mapping[str, nn.Module],
-    entries: Mapping[str, LayerEntry],
-    tensors: Mapping[str, Tensor],
-    wide: bool,
-    others: Mapping[str, QuantizerEntry] | None = None,
-) -> None:
-    """Check what a checkpoint holds for quantizers.
+def weight_places(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
+    """Where a model holds the weights of a plan's quantizers, by the paths of these.
 
     Args:
-        modules: the layers of the float model by path.
-        entries: the layers of the checkpoint.
-        tensors: of the checkpoint.
+        modules: of the float model, or of the quantized one, by path.
+        plan: whose layers and sites the model has.
+    """
+    found: dict[str, str] = {}
+    for path, layer in plan.layers.items():
+        module = modules[path]
+        form = type(module) if isinstance(module, QuantizedLayer) else quantized_class(module)
+        operands = {} if form is None else form.operands(module)
+        found |= {join(path, name): join(path, operands[name].weight) for name in layer.quantizers if name in operands}
+    for path, owner in plan.sites.owners.items():
+        for key, site in owner.sites.items():
+            found |= {f"{site_path(path, key)}.{name}": join(path, place) for name, place in site.weights.items()}
+    return {quantizer: place for quantizer, place in found.items() if not place.endswith(".") and place}
+
+
+def check_ranges(modules: Mapping[str, nn.Module], plan: Plan, tensors: Mapping[str, Tensor], wide: bool) -> None:
+    """Check what a state holds for quantizers.
+
+    Args:
+        modules: of the model by path.
+        plan: of the state.
+        tensors: of the state; a weight that it has as codes may be any tensor of its shape.
         wide: whether the model computes in float64.
-        others: the quantizers of functions by path.
 
     Raises:
         CheckpointError: a tensor that no call would take, that does not fit the layer's weight, or that belongs to
@@ -45,23 +57,25 @@ def check_ranges(
     for key, tensor in tensors.items():
         for prefix in _prefixes(key):
             by_quantizer.setdefault(prefix, {})[key[len(prefix) + 1 :]] = tensor
-    for name, layer in entries.items():
-        weights = _weights(modules[name])
-        for attribute, entry in layer.quantizers.items():
-            path = join(name, attribute)
-            weight = None
-            if attribute in weights:
-                # Its own weight, because a model of other shapes is another architecture, which torch says better.
-                place = weights[attribute]
-                weight = tensors.get(join(name, place))
-                if weight is None:  # a parametrization computes it; a spectral norm makes a step when read in training
-                    held = LayerWeight.of(modules[name], attribute, place)
-                    with in_eval_mode(held.owner):
-                        weight = getattr(held.owner, held.name, None)
-            _check_named(path, entry, by_quantizer.get(path, {}), weight, wide)
-    for path, entry in (others or {}).items():
+    places = weight_places(modules, plan)
+    for path, _, entry in plan.quantizers():
+        weight = None
+        if (place := places.get(path)) is not None:
+            # Its own weight, because a model of other shapes is another architecture, which torch says better.
+            weight = tensors.get(place)
+            if weight is None:
+                weight = _computed(modules, place)
         # A function may compute in float64 whatever the parameters are.
-        _check_named(path, entry, by_quantizer.get(path, {}), None, wide=True)
+        _check_named(path, entry, by_quantizer.get(path, {}), weight, wide or isinstance(entry, SiteQuantizerEntry))
+
+
+def _computed(modules: Mapping[str, nn.Module], place: str) -> object:
+    """A weight that a parametrization computes; a spectral norm makes a step when it is read in training."""
+    path, _, name = place.rpartition(".")
+    if (owner := modules.get(path)) is None:
+        return None
+    with in_eval_mode(owner):
+        return getattr(owner, name, None)
 
 
 def _check_named(path: str, entry: QuantizerEntry, held: Mapping[str, Tensor], weight: object, wide: bool) -> None:
@@ -72,12 +86,6 @@ def _check_named(path: str, entry: QuantizerEntry, held: Mapping[str, Tensor], w
             f"the checkpoint's quantizer {path} cannot be used: {error}. The file is damaged, or was not written by "
             "fakequant.save"
         ) from error
-
-
-def _weights(layer: nn.Module) -> dict[str, str]:
-    """Where a layer holds the weights of its quantizers, by the attributes of these."""
-    form = type(layer) if isinstance(layer, QuantizedLayer) else quantized_class(layer)
-    return {} if form is None else {a: operand.weight for a, operand in form.operands(layer).items() if operand.weight}
 
 
 def is_wide(model: nn.Module) -> bool:

@@ -7,16 +7,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from fakequant.errors import CheckpointError
-from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer, site_path
+from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.sites.sites import apply_sites, site_plan
-from fakequant.model.state.manifest import (
-    OwnerEntry,
-    QuantizerEntry,
-    SiteEntry,
-    SiteQuantizerEntry,
-    SitesEntry,
-    quantizer_entry,
-)
+from fakequant.model.state.plan import OwnerEntry, Plan, SiteEntry, SiteQuantizerEntry, SitesEntry, quantizer_values
 from fakequant.nn.forms import bypasses_class
 from fakequant.nn.paths import module_at
 from fakequant.nn.quantizer import Quantizer
@@ -36,19 +29,11 @@ def sites_entry(model: nn.Module) -> SitesEntry:
         for name, planned in site.quantizers.items():
             quantizer = module_at(model, f"{site.path}.{name}")
             assert isinstance(quantizer, Quantizer)
-            held[name] = SiteQuantizerEntry(quantizer_entry(quantizer), planned.kind, planned.group, quantizer.pinned)
-        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, dict(site.weights))
+            held[name] = SiteQuantizerEntry(
+                **quantizer_values(quantizer), kind=planned.kind, group=planned.group, pinned=quantizer.pinned
+            )
+        owners[site.owner].sites[site.key] = SiteEntry(list(site.operands), held, weights=dict(site.weights))
     return SitesEntry(owners, list(plan.shielded))
-
-
-def site_quantizers(entry: SitesEntry) -> dict[str, QuantizerEntry]:
-    """The quantizers of all sites by path."""
-    return {
-        f"{site_path(owner, key)}.{name}": held.quantizer
-        for owner, own in entry.owners.items()
-        for key, site in own.sites.items()
-        for name, held in site.quantizers.items()
-    }
 
 
 def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
@@ -73,41 +58,32 @@ def check_sites(modules: Mapping[str, nn.Module], entry: SitesEntry) -> None:
             )
 
 
-def restore_sites(model: nn.Module, entry: SitesEntry) -> None:
-    """Make the sites of a manifest in a float model, without ranges."""
-    pinned = {
-        f"{site_path(owner, key)}.{name}"
-        for owner, own in entry.owners.items()
-        for key, site in own.sites.items()
-        for name, held in site.quantizers.items()
-        if held.pinned
-    }
+def restore_sites(model: nn.Module, plan: Plan) -> None:
+    """Make the sites of a plan in a float model, without ranges."""
+    owners = plan.sites.owners
     planned = [
         PlannedSite(
             path,
             *_function(key),
             tuple(site.operands),
-            {n: _planned(held) for n, held in site.quantizers.items()},
+            {name: SiteQuantizer(held.tensor, held.kind, held.group) for name, held in site.quantizers.items()},
             site.weights,
         )
-        for path, owner in entry.owners.items()
+        for path, owner in owners.items()
         for key, site in owner.sites.items()
     ]
-    steps = {path: tuple(owner.steps) for path, owner in entry.owners.items()}
-    trained = {
-        path: tuple(owner.training_keys) for path, owner in entry.owners.items() if owner.training_keys is not None
-    }
-    apply_sites(model, SitePlan(tuple(planned), steps, tuple(entry.shielded), trained))
-    done: set[Quantizer] = set()
-    for path, stored in site_quantizers(entry).items():
-        quantizer = module_at(model, path)
+    steps = {path: tuple(owner.steps) for path, owner in owners.items()}
+    trained = {path: tuple(owner.training_keys) for path, owner in owners.items() if owner.training_keys is not None}
+    apply_sites(model, SitePlan(tuple(planned), steps, tuple(plan.sites.shielded), trained))
+    first: dict[nn.Module, SiteQuantizerEntry] = {}
+    for path, _, held in plan.quantizers():
+        if isinstance(held, SiteQuantizerEntry):
+            first.setdefault(module_at(model, path), held)  # functions may share one
+    for quantizer, held in first.items():
         assert isinstance(quantizer, Quantizer)
-        if quantizer not in done:
-            done.add(quantizer)
-            quantizer.mode = stored.mode
-            quantizer.pinned = path in pinned
-            if (learned := stored.make_learned()) is not None:
-                quantizer.attach_learned(learned)
+        quantizer.mode, quantizer.pinned = held.mode, held.pinned
+        if (learned := held.make_learned()) is not None:
+            quantizer.attach_learned(learned)
 
 
 def _listed(plan: SitePlan, owner: str) -> list[str] | None:
@@ -118,7 +94,3 @@ def _listed(plan: SitePlan, owner: str) -> list[str] | None:
 def _function(key: str) -> tuple[str, int]:
     name, _, index = key.rpartition("_")
     return name, int(index)
-
-
-def _planned(held: SiteQuantizerEntry) -> SiteQuantizer:
-    return SiteQuantizer(held.quantizer.tensor, held.kind, held.group)

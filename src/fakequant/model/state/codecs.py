@@ -1,0 +1,156 @@
+"""Formats of quantized models that others add: two functions between a state and the files of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fakequant.errors import CheckpointError
+from fakequant.files import temporary_file, write_in_order
+from fakequant.model.state.snapshots import LazyTensor, QuantizedState
+from fakequant.model.state.tensor_file import file_content, require_safetensors
+
+Tensors = Mapping[str, Tensor | LazyTensor]
+Files = Mapping[str, bytes | Tensors]
+_TENSORS = ".safetensors"
+
+
+class Codec(NamedTuple):
+    """How a format stores a state."""
+
+    encode: Callable[[QuantizedState], Files]
+    decode: Callable[[Mapping[str, bytes | Mapping[str, Tensor]]], QuantizedState]
+
+
+_codecs: dict[str, Codec] = {}
+
+
+def register_codec(
+    name: str,
+    encode: Callable[[QuantizedState], Files],
+    decode: Callable[[Mapping[str, bytes | Mapping[str, Tensor]]], QuantizedState],
+) -> None:
+    """Add a format to `save(model, folder, format=name)` and `load`; one of the same name is replaced.
+
+    The content of a file is bytes; of one whose name ends in ".safetensors" it is its tensors by name.
+
+    Args:
+        name: of the format.
+        encode: the files of a state, by name, in the order in which they shall appear. Use `LazyTensor` for what is
+            made while it is written. It raises CheckpointError for what the format cannot hold, before the work.
+        decode: the state in files, which are read when they are asked for. `apply` checks all of it.
+
+    Raises:
+        CheckpointError: the name of the format of this package.
+
+    >>> import json
+    >>> def encode(state):
+    ...     return {"t.safetensors": state.tensors, "plan.json": json.dumps(state.plan).encode()}
+    >>> def decode(files):
+    ...     return QuantizedState.from_plan(json.loads(files["plan.json"]), files["t.safetensors"])
+    >>> register_codec("plain", encode, decode)
+    >>> from tempfile import TemporaryDirectory
+    >>> net = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4))
+    >>> model = prepare(net(), "int8_weight_only")
+    >>> with TemporaryDirectory() as folder:
+    ...     again = load(net(), save(model, folder, format="plain"), format="plain")
+    >>> torch.equal(again(torch.ones(4)), model(torch.ones(4)))
+    True
+    """
+    if name == "fakequant":
+        raise CheckpointError('"fakequant" is the format of this package; give yours another name')
+    _codecs[name] = Codec(encode, decode)
+
+
+def codec(name: str) -> Codec:
+    """The functions of a format that was registered.
+
+    Raises:
+        CheckpointError: it was not.
+    """
+    if name not in _codecs:
+        known = ", ".join(sorted({"fakequant", *_codecs}))
+        raise CheckpointError(
+            f"unknown format {name!r:.80}, not one of {known}; import what registers it (fakequant.register_codec)"
+        )
+    return _codecs[name]
+
+
+def write_folder(folder: Path, files: Files) -> None:
+    """Write the files of a codec whole, the last one last; others in the folder stay.
+
+    Raises:
+        CheckpointError: a name that is no file of the folder, or content that does not fit it.
+        OutputError: a file cannot be written; the old ones are unchanged.
+    """
+    for name, content in files.items():
+        if Path(name).name != name or isinstance(content, bytes) is name.endswith(_TENSORS):
+            raise CheckpointError(
+                f"the codec gives a file {name!r:.80} with a {type(content).__name__}; names have no folder, and what "
+                f"ends in {_TENSORS} has a mapping of tensors, all others bytes"
+            )
+    with ExitStack() as stack:
+        ready: dict[Path, bytes | Path] = {}
+        for name, content in files.items():
+            if not isinstance(content, bytes):
+                ready[folder / name] = stack.enter_context(temporary_file(folder, file_content(content)))
+            else:
+                ready[folder / name] = content
+        write_in_order(ready)
+
+
+class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
+    """The files of a folder by name, read at each access."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> bytes | Mapping[str, Tensor]:
+        path = self._folder / name
+        if Path(name).name != name or not path.is_file():
+            raise CheckpointError(f"{self._folder} holds no checkpoint of this format: there is no {name!s:.80} in it")
+        try:
+            return _TensorFile(path) if name.endswith(_TENSORS) else path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in sorted(self._folder.glob("*")) if path.is_file())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in set(self)
+
+
+class _TensorFile(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, read at each access."""
+
+    def __init__(self, path: Path) -> None:
+        safetensors = require_safetensors()
+        try:
+            self._file = safetensors.safe_open(path, "pt")
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read_folder(folder: Path) -> Mapping[str, bytes | Mapping[str, Tensor]]:
+    """The files of a folder by name, as a codec reads them."""
+    return _Folder(folder)
