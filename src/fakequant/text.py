@@ -18,14 +18,24 @@ def visible(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
-def listed(names: Iterable[str], most: int = 4) -> str:
+def module_name(path: str) -> str:
+    """The path of a module in a message; in tables the model itself is "(model)".
+
+    >>> module_name("head"), module_name("")
+    ('head', 'the model')
+    """
+    return path or "the model"
+
+
+def listed(names: Iterable[str], most: int = 4, what: str = "more", *, between: str = ", ") -> str:
     """The first names, and how many more there are.
 
     >>> listed(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
     shown = [*names]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+    ending = f"{'' if between == ', ' else between.rstrip()} and {len(shown) - most} {what}"
+    return between.join(shown[:most]) + (ending if len(shown) > most else "")
 
 
 def table(

@@ -23,6 +23,7 @@ from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
+from fakequant.text import module_name
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -156,7 +157,7 @@ class SiteCheck:
             raise
         except _UNFIT as error:
             raise VerificationError(
-                f"{self.record.quantizer or 'the model'}: the exported constants do not fit: {first_line(error)}; "
+                f"{module_name(self.record.quantizer)}: the exported constants do not fit: {first_line(error)}; "
                 "pass the model that was exported, or export it again"
             ) from error
 
@@ -180,7 +181,7 @@ class SiteCheck:
             expected = expected if self._x == self.record.x else expected.to(actual.dtype)
         if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
             raise VerificationError(
-                f"{self.record.quantizer or 'the model'} gives {actual.dtype} {list(actual.shape)} in the file and "
+                f"{module_name(self.record.quantizer)} gives {actual.dtype} {list(actual.shape)} in the file and "
                 f"{expected.dtype} {list(expected.shape)} in torch; the model is not the one that was exported"
             )
         self.row.elements += actual.numel()

@@ -44,6 +44,7 @@ from fakequant.numerics.format import Format
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic, QuantSpec
 from fakequant.ops import library
+from fakequant.text import module_name
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -101,7 +102,7 @@ def lower(model: ModelProto, dynamic: frozenset[str] = frozenset(), style: Style
                 records.append(_express_once(site, path in dynamic or site.scale in computed, equal, outputs))
                 renamed[site.y] = records[-1].y
         except ExportError as error:
-            raise ExportError(f"{path or 'the model'}: {error}") from error
+            raise ExportError(f"{module_name(path)}: {error}") from error
         nodes += site.nodes
     _rename_inputs(nodes, renamed)
     editor.finish(nodes)

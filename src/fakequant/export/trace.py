@@ -29,6 +29,7 @@ from fakequant.model.run.tracing import quiet, traced_program
 from fakequant.nn.paths import module_at
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
+from fakequant.text import module_name
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -125,7 +126,7 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
         for node in module.graph.nodes:
             nesting += _NESTING.get(getattr(node.target, "__name__", ""), 0)
             if node.target is torch.ops.higher_order.flex_attention:
-                refused.append(f"{_path(node) or 'the model'}: {_NO_FLEX}")
+                refused.append(f"{module_name(_path(node))}: {_NO_FLEX}")
             if node.target is not _TARGET:
                 continue
             try:
@@ -135,7 +136,7 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
                     raise ExportError("lies inside torch.vmap, which cannot be exported; call the layer on the batch")
                 quantizers.append(_site(node, inputs, style))
             except ExportError as error:
-                refused.append(f"{_path(node) or 'the model'}: {error}")
+                refused.append(f"{module_name(_path(node))}: {error}")
     if refused:
         raise ExportError("cannot be expressed in ONNX:\n" + "\n".join(dict.fromkeys(refused)))
     return quantizers

@@ -20,7 +20,7 @@ from fakequant.nn.operands import NO_KERNEL, Kernel, Role
 from fakequant.nn.site_functions import canonical_ops
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
-from fakequant.text import listed
+from fakequant.text import listed, module_name
 
 _WILDCARDS = frozenset("*?[")
 """A pattern without these matches itself alone."""
@@ -357,7 +357,7 @@ def _nothing_matched(rule: Rule, candidates: dict[str, nn.Module], model: nn.Mod
         first, kind = next(iter(own.items()))
         return (
             f"the rule {rule.pattern!r} matches nothing: the weights of the model are in {len(own)} modules without "
-            f"a quantized form, the first is {first or 'the model'} ({kind}). The functions that read them get "
+            f"a quantized form, the first is {module_name(first)} ({kind}). The functions that read them get "
             "quantizers by a target, as in prepare(model, config, example, target='onnxruntime'), or by a rule, as "
             "Rule('*', config, ops=('linear', 'matmul', 'conv')); fakequant.nn.quantizes registers a quantized form"
         )

@@ -13,7 +13,7 @@ from fakequant.nn.operands import LayerWeight
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.numerics.spec import QuantSpec
-from fakequant.text import listed
+from fakequant.text import listed, module_name
 
 _NAMED = 3
 _MORE = 1.05
@@ -84,7 +84,7 @@ def scales_text(weights: Mapping[str, WeightBits]) -> str | None:
         return None
     large = {path: own for path, own in weights.items() if own.scales > own.elements}
     named = sorted(large, key=lambda path: large[path].elements - large[path].scales)
-    shown = listed([f"{path or '(model)'} ({large[path].per_weight:.2f} bits)" for path in named], _NAMED)
+    shown = listed([f"{module_name(path)} ({large[path].per_weight:.2f} bits)" for path in named], _NAMED)
     return (
         f"{total.per_weight:.2f} bits per weight with scales, where the codes have "
         f"{total.codes / total.elements:.2f}; the scales of {shown} take most of them"
@@ -106,7 +106,7 @@ def wide_text(weights: Mapping[str, WeightBits]) -> str | None:
     if not wide or total.per_weight <= narrowest + _MORE:
         return None
     named = sorted(wide, key=lambda path: -wide[path].codes)
-    shown = listed([f"{path or '(model)'} ({wide[path].per_weight:.2f} bits)" for path in named], _NAMED)
+    shown = listed([f"{module_name(path)} ({wide[path].per_weight:.2f} bits)" for path in named], _NAMED)
     verb = "has" if len(wide) == 1 else "have"
     said = f"{shown} {verb} more than {narrowest:g}-bit codes"
     return f"{total.per_weight:.2f} bits per weight with scales, because {said}"
@@ -127,7 +127,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
             found[weight.parameter] = layer_of(path), bits
     notes = []
     if too_small:
-        shown = listed([path or "the model" for path in too_small], _NAMED)
+        shown = listed([module_name(path) for path in too_small], _NAMED)
         notes.append(
             f"weights stay in float where their scales would take more room than floats: {shown}; one scale for "
             "all of a layer's weights takes less: Rule(name, weight='int8')"

@@ -7,6 +7,7 @@ from torch import nn
 from fakequant.model.weights import quantized_weights, weights_of
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.paths import layer_of
+from fakequant.text import module_name
 
 
 def tied_weights(model: nn.Module) -> list[dict[str, LayerWeight]]:
@@ -52,7 +53,7 @@ def untied(model: nn.Module, purposely: set[nn.Module]) -> str | None:
     for path, module in model.named_modules():
         if module not in layers and module not in purposely:
             said += [
-                f"{quantized[parameter]}, and {path or 'the model'} ({type(module).__name__}) uses it in float"
+                f"{quantized[parameter]}, and {module_name(path)} ({type(module).__name__}) uses it in float"
                 for parameter in weights_of(module)
                 if parameter in quantized
             ]

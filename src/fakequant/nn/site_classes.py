@@ -17,6 +17,7 @@ from fakequant.nn.sites import SITES, SiteMode, Sites, float_rule
 from fakequant.nn.traced_sites import MakeMode, is_traced, run_traced
 from fakequant.nn.unseen import hide_caches, unseen
 from fakequant.restore import stack_without
+from fakequant.text import module_name
 
 
 def add_sites(module: nn.Module, sites: Sites) -> None:
@@ -24,12 +25,12 @@ def add_sites(module: nn.Module, sites: Sites) -> None:
     if type(module).__reduce_ex__ is not object.__reduce_ex__ or type(module).__reduce__ is not object.__reduce__:
         if isinstance(module, torch.fx.GraphModule):
             raise ConfigError(
-                f"{sites.owner or 'the model'}: a torch.fx.GraphModule makes its class anew when it is copied, and "
+                f"{module_name(sites.owner)}: a torch.fx.GraphModule makes its class anew when it is copied, and "
                 "would lose the quantizers of its functions; prepare the model from which it was traced, or leave the "
                 f"functions in float by {float_rule(sites)}"
             )
         raise ConfigError(
-            f"{sites.owner or 'the model'}: copies of a {type(module).__name__} would lose the quantizers of its "
+            f"{module_name(sites.owner)}: copies of a {type(module).__name__} would lose the quantizers of its "
             "functions, because it says itself how it is pickled; leave its functions in float by "
             f"{float_rule(sites)}"
         )

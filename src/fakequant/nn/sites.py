@@ -23,6 +23,7 @@ from fakequant.nn.attention_parts import attend_in_parts
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.site_functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
 from fakequant.restore import stack_without
+from fakequant.text import module_name
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
 
@@ -136,7 +137,7 @@ class Sites(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raise: a loop over all modules of the owner calls this, too."""
         raise SiteError(
-            f"{self.owner or 'the model'} calls all modules that it holds, and with them the one of its quantizers, "
+            f"{module_name(self.owner)} calls all modules that it holds, and with them the one of its quantizers, "
             f"{SITES}; let it leave that out, or leave its functions in float by {float_rule(self)}"
         )
 
@@ -267,7 +268,7 @@ class SiteMode(TorchFunctionMode):
         while frame is not None and frame.f_locals.get("mode") is not self:
             if frame.f_globals is vars(checkpointing):
                 raise SiteError(
-                    f"{sites.owner or 'the model'} calls torch.utils.checkpoint on a function that has quantizers "
+                    f"{module_name(sites.owner)} calls torch.utils.checkpoint on a function that has quantizers "
                     f"({', '.join(sites._modules)}); the backward pass would compute it again without them. Move what "
                     "is checkpointed into a module, and checkpoint that, or leave these calls in float by "
                     f"{float_rule(sites)}"
@@ -340,7 +341,7 @@ def float_rule(sites: Sites) -> str:
 def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = False) -> str:
     sites = mode.sites
     return (
-        f"{sites.owner or 'the model'} calls functions that have quantizers in another order than planned.\n"
+        f"{module_name(sites.owner)} calls functions that have quantizers in another order than planned.\n"
         f"  planned: {', '.join(mode.steps) or 'none'}{'' if mode.keys is sites.keys else ' (in training mode)'}\n"
         f"  called:  {', '.join(came) or 'none'}{' (so far)' if unfinished else ''}\n"
         "Quantizers belong to calls by their order, so that none would fit. Run the model as with the example that was "
@@ -353,7 +354,7 @@ def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = Fa
 def _other_weight(mode: SiteMode, site: Site, path: str, found: nn.Parameter) -> str:
     name = next((name for name, one in mode.module.named_parameters() if one is found), "another parameter")
     return (
-        f"{mode.sites.owner or 'the model'}: a call of {site.function} reads {name}, and the call at this place was "
+        f"{module_name(mode.sites.owner)}: a call of {site.function} reads {name}, and the call at this place was "
         f"planned with {path}, whose scales do not fit it: a branch calls the same functions in the same order. Move "
         "each branch into a module of its own, or leave the function in float by a rule"
     )
@@ -361,7 +362,7 @@ def _other_weight(mode: SiteMode, site: Site, path: str, found: nn.Parameter) ->
 
 def _other_operands(owner: str, site: Site, names: tuple[str, ...]) -> str:
     return (
-        f"{owner or 'the model'}: a call of {site.function} has other operands than planned: float tensors are "
+        f"{module_name(owner)}: a call of {site.function} has other operands than planned: float tensors are "
         f"{', '.join(names) or 'none'}, planned were {', '.join(site.operands)}. Run the model as with the example "
         "that was given to fakequant.prepare, or prepare it with an example that takes this path"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fakequant.model.analysis.html import html_result
-from fakequant.text import listed, table
+from fakequant.text import listed, module_name, table
 
 MISSED = "no batch that chooses weights reaches it"
 TAKEN_BACK = "nearest: its choice does not lower the error of the output on the batches that judge"
@@ -45,7 +45,7 @@ def remarks_of(layers: Iterable[LayerResult]) -> list[str]:
     found: dict[str, list[str]] = {}
     for own in layers:
         for remark in own.remarks:
-            found.setdefault(remark, []).append(own.layer or "(model)")
+            found.setdefault(remark, []).append(module_name(own.layer))
     return [f"{listed(names)}: {remark}" for remark, names in found.items()]
 
 
@@ -103,7 +103,7 @@ class Improvement:
     def conclusions(self) -> list[str]:
         """The error of the model's output, what is left of the errors of layers, and the notes, a sentence each."""
         line = f"layers: {self.left_of_layers:.0%} of the error of rounding to nearest is left"
-        stay = [found.layer or "(model)" for found in self.layers if found.note]
+        stay = [module_name(found.layer) for found in self.layers if found.note]
         if stay:
             line += f"; nothing was chosen for {len(stay)} of {len(self.layers)}: {listed(stay)}"
         return [*filter(None, [self._headline, self.worst]), line, *self.notes]

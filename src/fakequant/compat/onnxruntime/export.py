@@ -22,6 +22,7 @@ from fakequant.files import write_whole
 from fakequant.numerics.granularity import PerTensor
 from fakequant.numerics.integers import IntegerFormat
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec
+from fakequant.text import module_name
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -95,7 +96,7 @@ def _lower(model: ModelProto) -> None:
             else:
                 nodes += _fake_quant_nodes(Emitter(editor, editor.label(path or "fake_quantize")), node, fmt)
         except ExportError as error:
-            refused.append(f"{path or 'the model'}: {error}")
+            refused.append(f"{module_name(path)}: {error}")
     if refused:
         raise ExportError("cannot be expressed as FakeQuant:\n" + "\n".join(dict.fromkeys(refused)))
     editor.finish(nodes)

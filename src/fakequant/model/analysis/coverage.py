@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from fakequant.model.weights import site_weights, weights_of
 from fakequant.nn.forms import own_class, quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.text import listed
+from fakequant.text import listed, module_name
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def scripted(model: nn.Module, purposely: set[nn.Module]) -> str | None:
             found.append(path)
     if not found:
         return None
-    named = listed([path or "the model" for path in found], 6)
+    named = listed([module_name(path) for path in found], 6)
     return (
         f"modules of torch.jit compute in float what no run shows, and are in no count of products: {named}. Prepare "
         "the modules as they were written, and script them afterwards"

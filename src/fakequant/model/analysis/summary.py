@@ -22,7 +22,7 @@ from fakequant.nn.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.nn.sites import Site
 from fakequant.nn.wrappers import unwraps
-from fakequant.text import table
+from fakequant.text import module_name, table
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class Summary:
     def _lines(self) -> list[str]:
         """What is said below the table."""
         lines = [
-            f"{layer.name or '(model)'} is simulated: {layer.why_simulated}"
+            f"{module_name(layer.name)} is simulated: {layer.why_simulated}"
             for layer in self.layers
             if layer.why_simulated
         ]
         lines += [
-            f"{layer.name or '(model)'} is never called with this example: {layer.why_never_called}"
+            f"{module_name(layer.name)} is never called with this example: {layer.why_never_called}"
             for layer in self.layers
             if layer.why_never_called is not None
         ]
@@ -139,7 +139,7 @@ def _never_called(model: nn.Module, recording: Recording) -> dict[nn.Module, str
     layers = {layer for layer in model.modules() if isinstance(layer, QuantizedLayer)}
     readers = weight_readers(model, recording)
     return {
-        layer: f"{readers[layer] or 'the model'} uses its weight in float" if layer in readers else _UNREAD
+        layer: f"{module_name(readers[layer])} uses its weight in float" if layer in readers else _UNREAD
         for layer in layers - modules_called(model, recording)
     }
 

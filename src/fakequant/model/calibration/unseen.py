@@ -16,6 +16,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import Range
+from fakequant.text import module_name
 
 UNSEEN = ("error", "float", "siblings")
 
@@ -131,13 +132,13 @@ class Unseen:
         missed = [name for name in layers if name not in read and name not in self.called]
         reasons = []
         for path in dict.fromkeys(read.values()):
-            used = [_shown(name) for name in layers if read.get(name) == path]
+            used = [module_name(name) for name in layers if read.get(name) == path]
             what = "the weight of {} is" if len(used) == 1 else "the weights of {} are"
-            reasons.append(f"{what.format(', '.join(used))} used by {_shown(path)} without calling the layer")
+            reasons.append(f"{what.format(', '.join(used))} used by {module_name(path)} without calling the layer")
         if empty:
-            reasons.append(f"only empty tensors reach {', '.join(map(_shown, empty))}")
+            reasons.append(f"only empty tensors reach {', '.join(map(module_name, empty))}")
         if missed:
-            reasons.append(f"no batch reaches {', '.join(map(_shown, missed))}")
+            reasons.append(f"no batch reaches {', '.join(map(module_name, missed))}")
         return "; ".join(reasons)
 
     def _advice(self, layers: list[str], starved: list[str]) -> str:
@@ -225,7 +226,3 @@ def _has_one_of(layer: nn.Module, parameters: Iterable[nn.Parameter | None]) -> 
 
 def _count(layers: list[str]) -> str:
     return "1 layer is" if len(layers) == 1 else f"{len(layers)} layers are"
-
-
-def _shown(path: str) -> str:
-    return path or "the model"

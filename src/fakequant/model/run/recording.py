@@ -26,7 +26,7 @@ from fakequant.nn.site_functions import CalledAs, called_as
 from fakequant.nn.sites import operands_of, takes_floats
 from fakequant.nn.unseen import OF_CACHE, hide_caches
 from fakequant.restore import Restore, restore_after, structure_of
-from fakequant.text import listed
+from fakequant.text import listed, module_name
 
 
 def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any] = evaluating) -> Recording:
@@ -58,7 +58,7 @@ def record(model: nn.Module, run: Callable[[], object], mode: Callable[..., Any]
         result = run()
         recorder.recording.kept = recorder.tensors.numbers()
     if recorder.recording.threads:
-        names = [path or "the model" for path in sorted(recorder.recording.threads)]
+        names = [module_name(path) for path in sorted(recorder.recording.threads)]
         warn_user(
             f"the model calls {listed(names, 3)} in threads of its own, where no function is seen: what they compute "
             "is in no list and gets no quantizers of functions. Give an example that runs in one thread",

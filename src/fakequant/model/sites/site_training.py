@@ -20,6 +20,7 @@ from fakequant.model.run.recording import record
 from fakequant.model.sites.planned import SitePlan
 from fakequant.model.sites.sites import different_orders, shielded_modules
 from fakequant.nn.sites import site_keys
+from fakequant.text import listed, module_name
 
 _NAMED = 3
 
@@ -97,11 +98,11 @@ def _note(plan: SitePlan, other: dict[str, tuple[str, ...]]) -> list[str]:
         said = [f"also calls {', '.join(added)}, which stay in float"] if added else []
         said += [f"does not call {', '.join(lost)}"] if lost else []
         if said:
-            parts.append(f"{owner or 'the model'} {' and '.join(said)}")
+            parts.append(f"{module_name(owner)} {' and '.join(said)}")
     if not parts:
         return []
-    more = f"; and {len(parts) - _NAMED} more modules differ" if len(parts) > _NAMED else ""
+    shown = listed(parts, _NAMED, "more modules differ", between="; ")
     return [
-        f"in training mode other functions run than in eval mode: {'; '.join(parts[:_NAMED])}{more}. If such a call "
+        f"in training mode other functions run than in eval mode: {shown}. If such a call "
         "computes the same in both modes, write it once, outside of the branch"
     ]

@@ -23,6 +23,7 @@ from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand, einsum_operand
 from fakequant.nn.sites import Site, Sites, site_keys, sites_of
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.qparams import QParams
+from fakequant.text import listed, module_name
 
 Placed = Mapping[Candidate, dict[str, SiteQuantizer]]
 
@@ -86,7 +87,7 @@ def complete_plan(
     for owner in steps:
         if bypasses_class(modules[owner]):
             raise ConfigError(
-                f"{owner or 'the model'}: a forward of its own (a hook's) would bypass the quantizers of its "
+                f"{module_name(owner)}: a forward of its own (a hook's) would bypass the quantizers of its "
                 "functions; remove the hook, or leave the functions in float by a rule"
             )
     return SitePlan(sites, steps, shielded_modules(modules, recording.called, steps))
@@ -200,7 +201,7 @@ def different_orders(owner: str, steps: tuple[str, ...], other: tuple[str, ...],
     """What is said of an owner that calls the functions of its sites in another order when it is called again."""
     ops = ", ".join(repr(name) for name in sorted({*steps, *other}))
     return (
-        f"{owner or 'the model'} is called {visits} times{mode} and calls functions in different orders, so that "
+        f"{module_name(owner)} is called {visits} times{mode} and calls functions in different orders, so that "
         f"their quantizers cannot be told apart:\n  {', '.join(steps) or 'none'}\n  {', '.join(other) or 'none'}\n"
         "Move the branch or the loop into a module of its own, or leave the functions in float by "
         f"Rule({owner!r}, ops=({ops},))"
@@ -252,7 +253,7 @@ def apply_sites(model: nn.Module, plan: SitePlan) -> None:
             held = {name: _made(q, f"{site.path}.{name}", shared) for name, q in site.quantizers.items()}
             sites[site.key] = Site(site.function, site.operands, held, site.weights)
         if unknown := sorted(set(sites) - set(site_keys(steps))):
-            raise ConfigError(f"{owner or 'the model'} has no calls {', '.join(unknown)}")
+            raise ConfigError(f"{module_name(owner)} has no calls {', '.join(unknown)}")
         made = Sites(owner, steps, sites, plan.training_keys.get(owner))
         add_sites(modules[owner], made.train(modules[owner].training))
     for path in plan.shielded:
@@ -315,9 +316,8 @@ def held_by(site: nn.Module) -> list[Quantizer]:
 
 
 def _nothing_matched(rule: Rule, found: list[Candidate]) -> str:
-    calls = ", ".join(dict.fromkeys(f"{one.owner or 'the model'}: {one.function}" for one in found[:8]))
-    more = f" and {len(found) - 8} more calls" if len(found) > 8 else ""
-    what = f"calls that can be quantized are {calls}{more}" if found else "the model calls no function to quantize"
+    calls = listed(dict.fromkeys(f"{module_name(one.owner)}: {one.function}" for one in found), 8)
+    what = f"calls that can be quantized are {calls}" if found else "the model calls no function to quantize"
     return (
         f"the rule {rule.pattern!r} with ops {', '.join(rule.ops)} matches no call of the example's run; {what}. "
         "Correct the pattern, or set optional=True if the rule may match nothing"

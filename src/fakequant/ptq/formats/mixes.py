@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config, Rule
-from fakequant.text import listed, table, visible
+from fakequant.text import listed, module_name, table, visible
 
 _BUDGETS = {"bits": "5", "size": "1e6", "loss": "1e-3", "operations": "40", "floor": "98.5"}
 """Examples."""
@@ -258,7 +258,7 @@ class Scores:
 
 def _stay_in_float(left: Mapping[str, str]) -> list[str]:
     """A text that names the first layers that stay in float; none if there are none."""
-    named = [f"{layer or '(model)'} ({why})" for layer, why in left.items()]
+    named = [f"{module_name(layer)} ({why})" for layer, why in left.items()]
     return [f"{len(left)} stay in float: {listed(named, _NAMED)}"] if left else []
 
 
@@ -267,7 +267,7 @@ def _of_these(in_float: Mapping[str, int]) -> str:
     if not in_float:
         return ""
     largest = sorted(in_float.items(), key=lambda item: -item[1])[:_NAMED]
-    named = ", ".join(f"{size:,} in {name or 'the model'}" for name, size in largest)
+    named = ", ".join(f"{size:,} in {module_name(name)}" for name, size in largest)
     more = f" and the others in {len(in_float) - _NAMED} more modules" if len(in_float) > _NAMED else ""
     return f", of which {sum(in_float.values()):,} stay in float ({named}{more})"
 

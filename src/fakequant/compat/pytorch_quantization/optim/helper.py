@@ -13,6 +13,7 @@ from torch import nn
 from fakequant.compat.pytorch_quantization.nn.modules.quant_rnn import QuantRNNBase, QuantRNNCellBase
 from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
 from fakequant.nn.recurrent import GateQuantizers, GateWeights
+from fakequant.text import module_name
 
 __all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_weight_inplace"]
 
@@ -75,7 +76,7 @@ def quant_weight_inplace(model: nn.Module) -> None:
             if quantizer.fake_quant:
                 replace()
             else:
-                logger.warning("the weight of %s is not replaced: its quantizer gives codes", name or "the model")
+                logger.warning("the weight of %s is not replaced: its quantizer gives codes", module_name(name))
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[Any, Callable[[], object]]]:
