@@ -19,6 +19,7 @@ from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.advising.advice import Known, advise
 from fakequant.ptq.advising.made_by import made_by
 from fakequant.ptq.advising.trial import Advice, Aim, Change, Halves, Trial
+from tests.support.kept import kept
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -110,7 +111,7 @@ def deep(blocks: int) -> nn.Module:
 
 
 def error(model: nn.Module, exact: nn.Module, batches: list[Tensor]) -> float:
-    return OutputDistance(exact, batches, run).of(model).mean
+    return OutputDistance(exact, kept(batches, run)).of(model).mean
 
 
 def reported(model: nn.Module, batches: list[Any], folder: Path, **how: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """How models are called with batches: labels are left out, wrappers are looked through, guesses are refused."""
 
 import copy
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
@@ -291,3 +292,21 @@ TAKERS: dict[str, Callable[[nn.Module, Any], Any]] = {
 def test_batches_of_any_iterable_give_what_a_list_gives(taker: str, stream: str) -> None:
     found = [TAKERS[taker](ready(), batches) for batches in (list(DataLoader(Stream(), 4)), STREAMS[stream]())]
     assert repr(found[1]) == repr(found[0])
+
+
+@pytest.mark.parametrize("taker", ["calibrate", "sensitivity", "layer_sqnr"])
+def test_a_stream_is_not_kept(taker: str) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def stream() -> Iterator[Any]:
+        for _ in range(6):
+            alive.append(sum(one() is not None for one in seen))
+            x = torch.randn(4, 4)
+            seen.append(weakref.ref(x))
+            yield x, LABELS
+            del x
+
+    TAKERS[taker](ready(), stream())
+    assert len(alive) == 6
+    assert max(alive) <= 1

@@ -76,6 +76,22 @@ def test_auto_takes_the_method_with_the_smallest_error_and_says_so(first: float,
     assert same(chosen, whole)  # all batches make the ranges
 
 
+def test_auto_chooses_by_the_tokens_that_count(capsys) -> None:
+    """What the mask leaves out does not judge: a token with a large error is as good as none."""
+    model, generator = net(), torch.Generator().manual_seed(3)
+    given = [{"x": torch.randn(4, 6, 16, generator=generator), "mask": torch.ones(4, 6).bool()} for _ in range(6)]
+    said = []
+    for padded in (False, True):
+        for batch in given if padded else ():
+            batch["x"][:, 4:] *= 50.0
+            batch["mask"][:, 4:] = False
+        batches = given if padded else [{name: value[:, :4] for name, value in batch.items()} for batch in given]
+        fq.calibrate(model, batches, "auto", forward=lambda model, batch: model(batch["x"]), mask="mask")
+        said.append(capsys.readouterr().err)
+    assert "error of the output" in said[0]
+    assert said[1] == said[0]
+
+
 def test_auto_with_one_batch_measures_on_it(capsys) -> None:
     model, whole = net(), net()
     batch = next(batches(200.0))

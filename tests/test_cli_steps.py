@@ -6,7 +6,6 @@ import io
 import math
 import re
 import runpy
-from collections.abc import Sized
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,12 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from fakequant.cli.batches import NamedBatches
+from fakequant.cli.batches import failures_named
 from fakequant.cli.commands import app
 from fakequant.cli.inspection import preset_lines
 from fakequant.cli.steps import Steps
 from fakequant.data import progress
+from fakequant.data.batches import Batches
 from fakequant.errors import RecipeError
 from fakequant.model.config import TensorConfig
 from fakequant.model.presets import presets
@@ -137,30 +137,23 @@ def test_an_error_while_a_batch_is_made_stays_as_it_is() -> None:
             raise KeyError("in the batch")
 
     def leave_early() -> None:
-        for _ in noted.of([1, 2]):
+        for batch in given:
+            assert batch == 1
             break
         raise KeyError("after the batches")
 
     def fail_inside() -> None:
-        for batch in noted.of([1, 2]):
-            model(batch)
+        for batch in given:
+            given.run(model, batch)
 
-    noted, model = NamedBatches(), Failing()
-    with pytest.raises(KeyError), noted.failures_named(model):
-        list(noted.of(batches()))
-    with pytest.raises(KeyError), noted.failures_named(model):
+    given, model = Batches([1, 2], "calibrate"), Failing()
+    with pytest.raises(KeyError), failures_named(model):
+        list(Batches(batches(), "calibrate"))
+    with pytest.raises(KeyError), failures_named(model):
         leave_early()
     with pytest.raises(RecipeError, match=r"^batch 1 of .*, a int, failed in Failing: KeyError"):  # noqa: SIM117
-        with noted.failures_named(model):
+        with failures_named(model):
             fail_inside()
-
-
-def test_batches_keep_their_length() -> None:
-    noted = NamedBatches()
-    listed = noted.of([1, 2])
-    assert isinstance(listed, Sized)
-    assert len(listed) == 2
-    assert not isinstance(noted.of(iter([1, 2])), Sized)
 
 
 def test_version() -> None:

@@ -21,6 +21,7 @@ from fakequant.model.run.traits import Trait, having
 from fakequant.ptq import equalize
 from fakequant.ptq.float_model.output_check import OutputCheck
 from tests.support.bits import assert_same_bits
+from tests.support.kept import kept
 
 TENSORS = fq.Config("tensors", (fq.Rule(input="int8", weight="int8"),))
 FACTORS = torch.logspace(-1, 1, 8)[:, None, None, None]
@@ -251,7 +252,7 @@ class Positive(nn.Module):
 def test_an_output_of_another_length_is_another_output() -> None:
     torch.manual_seed(0)
     model, x = Positive(), torch.randn(16, 4)
-    check = OutputCheck(model, x, lambda model, x: model(x))
+    check = OutputCheck(model, kept([x]))
     assert check.why_not() is None
     with torch.no_grad():
         model.layer.bias += 1

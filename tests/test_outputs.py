@@ -16,6 +16,7 @@ import fakequant as fq
 from fakequant.model.calibration.choice import METHODS
 from fakequant.model.run.outputs import Distance, OutputDistance, Power, decibels, named_tensors, shown_place
 from fakequant.ptq import Ways
+from tests.support.kept import kept
 
 ROWS = [torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 
@@ -51,7 +52,7 @@ LOW = fq.presets.INT8_WEIGHT_ONLY.with_rule(fq.Rule("scores", weight="int2 per_c
 
 
 def distance(model: nn.Module, float_model: nn.Module) -> Distance:
-    return OutputDistance(float_model, ROWS, lambda model, batch: model(batch)).of(model)
+    return OutputDistance(float_model, kept(ROWS)).of(model)
 
 
 @pytest.mark.parametrize("name", WRAPS)
@@ -103,7 +104,7 @@ def test_the_method_is_chosen_by_all_outputs(capsys: pytest.CaptureFixture[str])
         model = fq.prepare(Two(), "INT8")
         fq.calibrate(model, [x for number, x in enumerate(batches) if number % 4 != 1], method)
         held = batches[1], batches[5]
-        errors[method] = OutputDistance(Two(), held, lambda model, batch: model(batch)).of(model).mean
+        errors[method] = OutputDistance(Two(), kept(held)).of(model).mean
         power = Power()
         for x in held:
             for exact, found in zip(Two()(x), model(x), strict=True):
@@ -209,8 +210,6 @@ def test_a_complex_output_has_an_error(outputs: Any) -> None:
     with torch.no_grad():
         y, found = exact(batches[1]), model(batches[1])
         share = float((y - found).abs().double().square().sum() / y.abs().double().square().sum())
-    assert OutputDistance(exact, batches[1:2], lambda model, batch: model(batch)).of(model).mean == pytest.approx(
-        share, rel=1e-5
-    )
+    assert OutputDistance(exact, kept(batches[1:2])).of(model).mean == pytest.approx(share, rel=1e-5)
     assert 20 < fq.sensitivity(model, batches, progress=False)[0].value < 80
     assert fq.ptq.improve(model, batches, "fast", progress=False).before == pytest.approx(share, rel=1e-5)

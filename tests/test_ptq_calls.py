@@ -20,13 +20,14 @@ from fakequant.ptq.blocks import blocks
 from fakequant.ptq.improving.collector import Collector
 from fakequant.ptq.inputs.stream import NOT_REPEATED, Stage
 from tests.support.bits import assert_same_bits
+from tests.support.kept import kept
 from tests.support.loops import Loop, batches
 from tests.support.vision import import_torchvision
 
 
 def error_left(model: nn.Module, preset: str, work: Callable[[nn.Module], object], given: list[Tensor]) -> float:
     """The share of the output's error that is left, on the same batches."""
-    error = OutputDistance(model, given, lambda model, batch: model(batch))
+    error = OutputDistance(model, kept(given))
     quantized = fq.prepare(copy.deepcopy(model), preset)
     fq.calibrate(quantized, given, progress=False)
     before = error.of(quantized).mean
@@ -169,7 +170,7 @@ def test_a_model_that_draws_random_numbers_gets_no_drift() -> None:
 
 def test_the_error_of_the_output_is_measured_before_and_after() -> None:
     model = fq.prepare(Loop(1), "INT4_WEIGHT_ONLY")
-    error = OutputDistance(Loop(1), batches()[:4], lambda model, batch: model(batch))
+    error = OutputDistance(Loop(1), kept(batches()[:4]))
     before = error.of(model).mean
     found = fq.ptq.improve(model, batches(), "fast", judge=[], progress=False)
     assert (found.before, found.after) == (before, error.of(model).mean)
@@ -286,7 +287,7 @@ def test_a_single_batch_is_judged_in_parts() -> None:
     new = [torch.randn(64, 16, generator=generator) for _ in range(8)]
     model = fq.prepare(Loop(1), "INT8")
     fq.calibrate(model, batches(1), progress=False)
-    error = OutputDistance(Loop(1), new, lambda model, batch: model(batch))
+    error = OutputDistance(Loop(1), kept(new))
     before = error.of(model).mean
     fq.ptq.improve(model, batches(1), ["smooth", "input"], progress=False)
     assert error.of(model).mean < 1.5 * before

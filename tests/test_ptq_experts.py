@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.model.run.outputs import OutputDistance
+from tests.support.kept import kept
 from tests.support.loops import batches
 
 
@@ -86,7 +87,7 @@ def test_as_many_rows_in_another_order_are_no_drift() -> None:
 def test_experts_learn_by_their_own_inputs(size: int, calls_all: bool) -> None:
     model = fq.prepare(Experts(calls_all=calls_all), "INT4_WEIGHT_ONLY")
     given = [x[:size] for x in batches(32)]
-    error = OutputDistance(Experts(), given, lambda model, batch: model(batch))
+    error = OutputDistance(Experts(), kept(given))
     before = error.of(model).mean
     found = fq.ptq.reconstruct(model, given, iterations=60, judge=[], progress=False)
     assert error.of(model).mean < before

@@ -15,6 +15,7 @@ import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import OutputDistance
 from tests.support.bits import assert_same_bits
+from tests.support.kept import kept
 
 
 class Two(nn.Module):
@@ -72,8 +73,8 @@ def test_choices_that_do_not_help_on_other_rows_go_back(kind: str, preset: str) 
     lost = 0
     for seed in range(6):
         net, model, given = ready(kind, preset, seed)
-        new = OutputDistance(net, [torch.randn(512, 24)], run)
-        held = OutputDistance(net, given[1:2], run)
+        new = OutputDistance(net, kept([torch.randn(512, 24)], run))
+        held = OutputDistance(net, kept(given[1:2], run))
         before, state = new.of(model).mean, copy.deepcopy(model.state_dict())
         found = fq.ptq.improve(model, given, "fast", progress=False)
         lost += new.of(model).mean > 1.05 * before
@@ -92,7 +93,7 @@ def test_choices_that_do_not_help_on_other_rows_go_back(kind: str, preset: str) 
 def test_batches_that_judge_are_the_given_ones(work: Any) -> None:
     net, model, given = ready("tanh", "INT4", 0, rows=512)
     judge = [torch.randn(64, 24), torch.randn(1, 24)]
-    error = OutputDistance(net, judge, run)
+    error = OutputDistance(net, kept(judge, run))
     before = error.of(model).mean
     blocks = [["0", "2", "4"]] if work is LEARNED else []
     found = work(model, given, *blocks, judge=iter(judge), progress=False)

@@ -14,6 +14,7 @@ import fakequant as fq
 from fakequant.errors import ConfigError
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.ptq.formats.compare import Ways
+from tests.support.kept import kept
 from tests.support.loops import Loop, batches
 
 
@@ -38,7 +39,7 @@ def padded(count: int = 6) -> list[dict[str, Tensor]]:
 
 def test_padding_is_no_error_of_the_output() -> None:
     model = fq.prepare(Tagger(), "INT4_WEIGHT_ONLY")
-    error = OutputDistance(Tagger(), padded()[1:2], lambda model, batch: model(batch["tokens"])[batch["mask"]])
+    error = OutputDistance(Tagger(), kept(padded()[1:2], lambda model, batch: model(batch["tokens"])[batch["mask"]]))
     before = error.of(model).mean
     found = fq.ptq.improve(model, padded(), "fast", inputs=lambda batch: batch["tokens"], mask="mask", progress=False)
     assert (found.before, found.after) == (before, error.of(model).mean)
@@ -100,7 +101,7 @@ def test_few_rows_do_not_cost_what_new_rows_would_have(rows: int, steps: str) ->
         net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         model, given = fq.prepare(copy.deepcopy(net), "INT8_WEIGHT_ONLY"), [torch.randn(rows, 64)]
         fq.calibrate(model, given, progress=False)
-        error = OutputDistance(net, [torch.randn(512, 64)], lambda model, batch: model(batch))
+        error = OutputDistance(net, kept([torch.randn(512, 64)]))
         before = error.of(model).mean
         fq.ptq.improve(model, given, steps, progress=False)
         left.append(error.of(model).mean / before)
@@ -153,7 +154,7 @@ def test_a_transform_does_not_lose_what_calibration_won(steps: list[str], seed: 
     given = [values.sample((64, 32)) for _ in range(8)]
     model = fq.prepare(copy.deepcopy(net), "INT4")
     fq.calibrate(model, given, progress=False)
-    error = OutputDistance(net, given, lambda model, batch: model(batch))
+    error = OutputDistance(net, kept(given))
     before = error.of(model).mean
     fq.ptq.improve(model, given, steps, progress=False)
     assert error.of(model).mean <= before

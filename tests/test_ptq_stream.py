@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fakequant.errors import ConfigError
 from fakequant.ptq.inputs.stream import Stage, Stream, call_order
 from tests.support.bits import assert_same_bits
+from tests.support.kept import kept
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -47,10 +48,10 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 def test_a_stage_has_the_calls_of_all_batches_that_reach_its_layer() -> None:
     model = Branching()
     layers = layers_of(model)
-    recorded = call_order(model, layers, run, batches())
+    recorded = call_order(model, layers, kept(batches(), run))
     assert recorded.order == ["first", "skipped", "loop", "last"]
     assert recorded.siblings["skipped"] == ["skipped"]
-    with Stream(model, layers, run, batches(), recorded) as stream:
+    with Stream(model, layers, kept(batches(), run), recorded) as stream:
         stages = {stage.name: {number: len(calls) for number, calls in stage.calls.items()} for stage in stream}
     once = dict.fromkeys(range(4), 1)
     assert stages == {"first": once, "skipped": {0: 1, 3: 1}, "loop": {0: 3, 1: 1, 2: 2, 3: 4}, "last": once}
@@ -59,8 +60,8 @@ def test_a_stage_has_the_calls_of_all_batches_that_reach_its_layer() -> None:
 def test_what_changes_at_a_stage_is_what_later_layers_get() -> None:
     model, changed = Branching(), Branching()
     layers, seen = layers_of(model), {}
-    recorded = call_order(model, layers, run, batches())
-    with Stream(model, layers, run, batches(), recorded) as stream, torch.no_grad():
+    recorded = call_order(model, layers, kept(batches(), run))
+    with Stream(model, layers, kept(batches(), run), recorded) as stream, torch.no_grad():
         for stage in stream:
             seen[stage.name] = [calls[-1].first for calls in stage.calls.values()]
             if stage.name in ("first", "skipped"):
@@ -90,8 +91,8 @@ class Remembering(nn.Module):
 def test_a_model_that_mixes_up_its_batches_is_refused() -> None:
     model = Remembering()
     with pytest.raises(ConfigError, match="give all examples as one batch"):
-        call_order(model, layers_of(model), run, batches())
-    assert call_order(model, layers_of(model), run, batches()[:1]).order == ["first", "second"]
+        call_order(model, layers_of(model), kept(batches(), run))
+    assert call_order(model, layers_of(model), kept(batches()[:1], run)).order == ["first", "second"]
 
 
 class Noisy(Branching):
@@ -100,7 +101,7 @@ class Noisy(Branching):
 
 
 def test_a_model_that_draws_random_numbers_is_not() -> None:
-    assert len(call_order(Noisy(), {}, run, batches()).counts) == 4
+    assert len(call_order(Noisy(), {}, kept(batches(), run)).counts) == 4
 
 
 def test_layers_that_get_one_tensor_are_siblings() -> None:
@@ -113,7 +114,7 @@ def test_layers_that_get_one_tensor_are_siblings() -> None:
             return self.out(self.q(x) + self.k(x))
 
     model = Siblings()
-    siblings = call_order(model, layers_of(model), run, batches()).siblings
+    siblings = call_order(model, layers_of(model), kept(batches(), run)).siblings
     assert siblings == {"q": ["q", "k"], "k": ["q", "k"], "out": ["out"]}
 
 
@@ -129,8 +130,8 @@ def threads_after(before: int) -> int:
 @pytest.mark.parametrize("stages", [0, 1, 3])
 def test_a_stream_that_is_left_ends_its_threads(stages: int) -> None:
     model, before = Branching(), _thread._count()
-    recorded = call_order(model, layers_of(model), run, batches())
-    with Stream(model, layers_of(model), run, batches(), recorded) as stream:
+    recorded = call_order(model, layers_of(model), kept(batches(), run))
+    with Stream(model, layers_of(model), kept(batches(), run), recorded) as stream:
         for _ in range(stages):
             assert isinstance(stream.advance(), Stage)
     assert threads_after(before) == before
@@ -139,10 +140,11 @@ def test_a_stream_that_is_left_ends_its_threads(stages: int) -> None:
 
 def test_an_error_of_a_batch_is_that_of_the_caller() -> None:
     model, given = Branching(), batches()
-    recorded = call_order(model, layers_of(model), run, given)
+    recorded = call_order(model, layers_of(model), kept(given, run))
     model.last.weight = nn.Parameter(torch.zeros(4, 5))
     before = _thread._count()
-    with Stream(model, layers_of(model), run, given, recorded) as stream, pytest.raises(RuntimeError, match=r"4x5|5x4"):
+    stream = Stream(model, layers_of(model), kept(given, run), recorded)
+    with stream, pytest.raises(RuntimeError, match=r"4x5|5x4"):
         for _ in stream:
             pass
     assert threads_after(before) == before
@@ -151,7 +153,7 @@ def test_an_error_of_a_batch_is_that_of_the_caller() -> None:
 def test_the_threads_of_torch_are_as_before() -> None:
     model, before = Branching(), torch.get_num_threads()
     many = [torch.ones(1, 4)] * 1500  # with two threads of torch each: more than the limit
-    recorded = call_order(model, layers_of(model), run, many)
-    with Stream(model, layers_of(model), run, many, recorded) as stream:
+    recorded = call_order(model, layers_of(model), kept(many, run))
+    with Stream(model, layers_of(model), kept(many, run), recorded) as stream:
         assert sum(1 for _ in stream) == 3
     assert torch.get_num_threads() == before

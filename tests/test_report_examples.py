@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fakequant as fq
-from fakequant.data.batches import runner
+from fakequant.data.batches import run_batch
 from fakequant.model import presets
 from fakequant.report import measure
 from fakequant.report.examples import first_examples
@@ -24,7 +24,7 @@ def calibrated(*layers: nn.Module, shape: tuple[int, ...] = (4, 8)) -> nn.Module
 
 def test_layers_alone_are_measured_on_as_many_examples_as_they_need(tmp_path: Path) -> None:
     model, batch = calibrated(nn.Linear(8, 4096), shape=(64, 8)), torch.randn(64, 8)
-    part, said = first_examples(model, batch, model(batch), runner(None))
+    part, said = first_examples(model, batch, model(batch), run_batch)
     assert torch.equal(part, batch[:16])
     assert said == "Each layer is measured alone on 16 of the 64 examples of the first batch."
     found = measure(model, [batch, batch])
@@ -47,7 +47,7 @@ class _Fixed(nn.Module):
     ],
 )
 def test_other_batches_are_left_whole(model: nn.Module, batch: object) -> None:
-    run = (lambda model, batch: model(*batch[:2])) if isinstance(batch, tuple) else runner(None)
+    run = (lambda model, batch: model(*batch[:2])) if isinstance(batch, tuple) else run_batch
     part, said = first_examples(model, batch, run(model, batch), run)
     assert part is batch
     assert said == "Each layer is measured alone on the whole first batch."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError
 from fakequant.offload import offloaded
+from fakequant.text import module_name
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ def _first_sharded(model: nn.Module) -> str:
     """The first sharded parameter, or module: outside of a call `fully_shard` may leave those of the root whole."""
     names = (name for name, parameter in model.named_parameters() if is_sharded(parameter))
     modules = model.named_modules()
-    roots = (path or "(model)" for path, one in modules if hasattr(type(one), "set_reshard_after_forward"))
+    roots = (module_name(path) for path, one in modules if hasattr(type(one), "set_reshard_after_forward"))
     return next(names, "") or next(roots, "")
 
 
@@ -119,18 +119,6 @@ def gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
-
-
-def work_together(work: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
-    """Run a function on every process of a group and return all results in the order of the ranks.
-
-    Without a group the function runs on this process only.
-
-    Raises:
-        CalibrationError: the function failed on another process, which raises the original error.
-    """
-    with Together(group) as processes:
-        return processes.all(work())
 
 
 class Together:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.calibration import make_calibrator
-from fakequant.data.batches import Forward, Inputs, refuse_tensor, runner
+from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.distributed import whole
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.functional import dequantize
@@ -63,6 +63,7 @@ def histogram(
 
     Raises:
         ConfigError: there is no such quantizer, no batch reaches it, or matplotlib is not installed.
+        CalibrationError: the model failed on a batch.
 
     >>> model = prepare(nn.Sequential(nn.Linear(4, 4)), presets.INT8)
     >>> used = calibrate(model, [torch.ones(1, 4)])
@@ -70,7 +71,7 @@ def histogram(
     '0._weight_quantizer: int8 per_channel(0)'
     """
     _check_matplotlib()
-    refuse_tensor(batches, "histogram")
+    data = Batches(batches, "histogram", inputs=inputs, forward=forward)
     held = quantizers(model)
     if quantizer not in held:
         raise ConfigError(f"the model has no quantizer {quantizer!r}{nearest(quantizer, list(held))}")
@@ -78,11 +79,10 @@ def histogram(
     if (weight := quantized_weights(model).get(quantizer)) is not None:
         counts.observe(whole(fresh_weight(weight, quantizer).detach()))
     else:
-        run = runner(inputs, forward)
         with restore_after(state_of([model])), simulated(model), evaluating(model), torch.no_grad():
             held[quantizer].register_forward_pre_hook(lambda _, args: counts.observe(args[0].detach()))
-            for batch in batches:
-                run(model, batch)
+            for batch in data:
+                data.run(model, batch)
     seen = counts.histogram() if counts.observed else None
     shown = None if seen is None else distribution_of(quantizer, seen, {}, held[quantizer].spec, bins=bins)
     if shown is None:

@@ -6,12 +6,13 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fakequant.cli.batches import NamedBatches
+from fakequant.cli.batches import failures_named
 from fakequant.cli.recipe import Recipe
 from fakequant.errors import RecipeError
 from fakequant.ptq import Compared, Comparison, Ways
 from fakequant.ptq import compare as compare_ways
 from fakequant.ptq import search as search_mix
+from fakequant.text import table
 
 
 def compare(
@@ -19,10 +20,9 @@ def compare(
 ) -> Comparison:
     """The ways to quantize a recipe's model, side by side; by its `evaluate` where it has one."""
     metric = recipe.evaluate if recipe.offers("evaluate") else None
-    model, noted = recipe.model(), NamedBatches()
-    with noted.failures_named(model, verbose):
-        batches = noted.of(recipe.calibration_batches())
-        return compare_ways(model, batches, ways, metric=metric, path=out, told=told)
+    model = recipe.model()
+    with failures_named(model, verbose):
+        return compare_ways(model, recipe.calibration_batches(), ways, metric=metric, path=out, told=told)
 
 
 def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | None], verbose: bool = False) -> list[str]:
@@ -36,15 +36,14 @@ def search(recipe: Recipe, choices: Sequence[str], budget: dict[str, float | Non
             f"{recipe.path} defines no evaluate(model), which --floor speaks of; add it, or give --bits or --size"
         )
     metric = recipe.evaluate if has_floor else None
-    model, noted = recipe.model(), NamedBatches()
-    with noted.failures_named(model, verbose):
-        batches = noted.of(recipe.calibration_batches())
+    model = recipe.model()
+    with failures_named(model, verbose):
         bits, size, floor = (budget[name] for name in ("bits", "size", "floor"))
+        batches = recipe.calibration_batches()
         mix = search_mix(model, batches, choices, bits=bits, size=size, metric=metric, floor=floor)
-    width = max(map(len, mix.choices))
     measured = "" if mix.metric is None else f"evaluate(model) gives {mix.metric:.6g}; "
     return [
-        *(f"{layer.ljust(width)}  {choice}" for layer, choice in mix.choices.items()),
+        *table(mix.choices.items()).splitlines(),
         f"{mix.bits_per_weight:.3f} bits per weight of these, {mix.size:,} bytes in all, of which "
         f"{sum(mix.in_float.values()):,} stay in float; {measured}error of the output "
         f"{mix.measured:.2e} of its energy, predicted {mix.loss:.2e}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from fakequant.calibration import Calibrator, calibrators, find_method
-from fakequant.cli.batches import NamedBatches
+from fakequant.cli.batches import failures_named
 from fakequant.cli.examples import dynamic_batch, example_of, first_line, fitting, write_graph
 from fakequant.cli.recipe import Recipe, load_recipe
 from fakequant.cli.results import CHECKPOINT, GRAPH, ONNX, REPORT, publish, results_folder, staged
@@ -65,7 +65,6 @@ class _Progress:
     job: Job
     steps: Steps
     kept: Unfinished
-    noted: NamedBatches = field(default_factory=NamedBatches)
     remarks: list[str] = field(default_factory=list)
     accuracy: list[Accuracy] = field(default_factory=list)
     calibrators: dict[str, dict[str, Calibrator]] = field(default_factory=dict)
@@ -80,10 +79,6 @@ class _Progress:
             value = self.recipe.evaluate(model)
         self.accuracy.append(Accuracy(format, method, value))
         self.steps.note(f"{format} {method}: {value:.6g}")
-
-    def batches(self) -> Iterable[Any]:
-        """The calibration batches, from the first."""
-        return self.noted.of(self.recipe.calibration_batches())
 
     def page(self, config: Config, state: str) -> None:
         """Write the page of what was done so far."""
@@ -108,7 +103,7 @@ class _Progress:
 
     def named(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which the error of a batch names the batch; not if the traceback is wanted."""
-        return self.noted.failures_named(model, self.job.verbose)
+        return failures_named(model, self.job.verbose)
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,7 @@ def _write(job: Job, config: Config, progress: _Progress, model: nn.Module, fold
     export, check, refusal = _exported(job, progress, model, example, folder)
     progress.page(config, "the file is exported and verified, and the layers are not measured")
     with steps.step("measuring layers"), progress.named(model):
-        measured = measure(model, progress.batches())
+        measured = measure(model, progress.recipe.calibration_batches())
     with steps.step("writing the report"):
         has_graph = write_graph(model, example, folder / GRAPH)
         files = {CHECKPOINT: folder / CHECKPOINT} | ({} if export is None else {ONNX: folder / ONNX})
@@ -283,7 +278,7 @@ def quantized_model(job: Job, config: Config, progress: _Progress) -> nn.Module:
         kept.remove()
     model = recipe.model()
     with progress.named(model):
-        settings = job.settings(recipe, model, progress.batches())
+        settings = job.settings(recipe, model, progress.recipe.calibration_batches())
     if not settings:
         steps.note(
             "This run cannot go on after an interrupt: its batches hold more than tensors, arrays, numbers and texts."
@@ -319,7 +314,7 @@ def _model_steps(job: Job, recipe: Recipe) -> dict[str, Callable[..., None]]:
 
 def _improve(job: Job, config: Config, progress: _Progress, model: nn.Module) -> None:
     with progress.named(model):
-        found = improve(model, progress.batches(), job.improve or _IMPROVE[0])
+        found = improve(model, progress.recipe.calibration_batches(), job.improve or _IMPROVE[0])
     progress.improvement = improved(found)
     progress.remarks.append(f"Weights chosen by {job.improve} steps: {'; '.join(found.conclusions)}.")
     progress.steps.note(str(found) if job.verbose else "\n".join(found.conclusions))
@@ -338,7 +333,9 @@ def _prepare_and_calibrate(job: Job, config: Config, progress: _Progress, model:
     copies = {method: copy.deepcopy(model) for method in methods} | {job.method: model}
     for method, own in copies.items():
         with progress.named(own):
-            progress.calibrators[method] = calibrate(own, progress.batches(), method, unseen=job.unseen)
+            progress.calibrators[method] = calibrate(
+                own, progress.recipe.calibration_batches(), method, unseen=job.unseen
+            )
         progress.measure(own, config.name, method)
     progress.calibrators = {job.method: progress.calibrators.pop(job.method)} | progress.calibrators
     found = {row.method: row.value for row in progress.accuracy if row.method in copies}

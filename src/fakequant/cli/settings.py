@@ -12,7 +12,7 @@ from torch import nn
 
 from fakequant.cli.recipe import Recipe
 from fakequant.cli.results import CHECKPOINT
-from fakequant.data.batches import run_batch
+from fakequant.data.batches import Batches
 from fakequant.errors import ConfigError
 from fakequant.model.config import Config
 from fakequant.model.prepare import with_exceptions
@@ -80,7 +80,7 @@ class Job:
             torch.manual_seed(0)  # a data loader that shuffles gives the same batches at the next call
             try:
                 for number, batch in enumerate(batches):
-                    found += [digest(batch)] if number else run_of(model, [batch], run_batch).items()
+                    found += [digest(batch)] if number else run_of(model, Batches([batch], "quantize").kept()).items()
             except NoDigestError:
                 return ""
         return repr(found)

@@ -1,22 +1,23 @@
-"""How a model is called with a batch, and which part of the batch is its input."""
+"""Batches: how a model is called with one, which part of it is the input, and the error that names it."""
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, SupportsIndex
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.errors import CalibrationError, ConfigError, shown
+from fakequant.data.failures import OF_TORCH, BatchError, described, failure_named
+from fakequant.data.progress import length, track
+from fakequant.data.token_mask import Mask, TokenMask
+from fakequant.errors import CalibrationError, ConfigError, DTypeError, shown
 from fakequant.nn.wrappers import inside
 
 Forward = Callable[[nn.Module, Any], Any]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a call."""
 Inputs = SupportsIndex | slice | Callable[[Any], Any]
 """Which part of a batch the model gets, see `select_inputs`."""
 
@@ -28,6 +29,155 @@ _HOW = (
 
 class AmbiguousBatchError(ConfigError):
     """A tuple whose last item may be labels or an optional argument."""
+
+
+class Batches:
+    """What a user passes in: batches, how a model is called with one, and which tokens count.
+
+    It is iterated as the data is: once, if that is a stream, of which it keeps no batch. `kept` makes a list.
+
+    Args:
+        data: what a data loader gives.
+        caller: the function that takes them, for messages.
+        inputs: which part of a batch the model gets, see `select_inputs`; by default see `run_batch`.
+        forward: how the user calls the model with a batch, in place of `inputs`.
+        mask: which tokens of a batch count.
+        progress: whether to show a progress bar, see `track`.
+
+    Raises:
+        ConfigError: the data is no batches, or one; `inputs` and `forward` are both given; or a mask of another kind.
+
+    >>> batches = Batches([(torch.ones(1, 2), "label")], "calibrate", inputs=0)
+    >>> [batches.run(nn.Identity(), batch) for batch in batches]
+    [tensor([[1., 1.]])]
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        caller: str,
+        *,
+        inputs: Inputs | None = None,
+        forward: Forward | None = None,
+        mask: Mask | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        refuse_tensor(data, caller)
+        if inputs is not None and forward is not None:
+            raise ConfigError("inputs= and forward= both say how the model is called with a batch; give one of them")
+        self.call: Forward = forward or partial(run_batch, inputs=inputs)
+        self.mask, self.progress = TokenMask(mask), progress
+        self._data, self._caller = data, caller
+        self._numbers: dict[int, int] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self._data, 1):
+            self._numbers[id(batch)] = number  # a later batch may get the id of one that is gone
+            yield batch
+
+    def tracked(self, what: str) -> Iterator[Any]:
+        """The batches, with progress shown.
+
+        Args:
+            what: the work does.
+        """
+        return track(self, what, length(self._data), self.progress)
+
+    def run(self, model: nn.Module, batch: Any) -> Any:
+        """What a model gives for one of the batches.
+
+        Raises:
+            BatchError: the model failed; names the number of the batch, its shapes and the layer. Other errors of this
+                package than that of a dtype, and those that arise outside of the model, stay.
+        """
+        number = self._numbers[id(batch)]
+        kinds = (*OF_TORCH, DTypeError)  # the quantizers of a model refuse integers before torch does
+        with failure_named(model, lambda *failed: BatchError(number, batch, *failed), kinds):
+            return self.call(model, batch)
+
+    def kept(self) -> KeptBatches:
+        """All batches, for several runs.
+
+        Raises:
+            CalibrationError: there is no batch.
+            ConfigError: a mask that is none (see `TokenMask.mask`).
+        """
+        found = dict(enumerate(self))
+        if not found:
+            raise CalibrationError(f"{self._caller} needs batches, and got none")
+        return KeptBatches(self, found)
+
+
+class KeptBatches(Batches):
+    """Batches that are kept, for several runs in any order.
+
+    Args:
+        of: the batches, all or more than these.
+        numbered: these by their number from 0.
+    """
+
+    def __init__(self, of: Batches, numbered: Mapping[int, Any]) -> None:
+        vars(self).update(vars(of))
+        self._data = self.numbered = numbered
+        known = vars(of).get("masks", {})
+        self.masks = {n: known[n] if n in known else of.mask.mask(batch) for n, batch in numbered.items()}
+        """The mask of each batch, bool [batch, tokens]; None if all tokens count."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.numbered.values())
+
+    def __len__(self) -> int:
+        return len(self.numbered)
+
+    def run_first(self, model: nn.Module) -> Any:
+        """What a model gives for the first one; errors as by `run`."""
+        return self.run(model, next(iter(self)))
+
+    def part(self, numbers: Iterable[int]) -> KeptBatches:
+        """Some of the batches."""
+        return KeptBatches(self, {number: self.numbered[number] for number in numbers})
+
+    def followed_by(self, batches: Iterable[Any]) -> KeptBatches:
+        """These batches, and others after them.
+
+        Raises:
+            ConfigError: the others are no batches.
+        """
+        refuse_tensor(batches, self._caller)
+        others = dict(enumerate(batches, len(self)))
+        self._numbers |= {id(batch): number + 1 for number, batch in others.items()}
+        return KeptBatches(self, {**self.numbered, **others})
+
+
+def batch_of(error: BaseException) -> tuple[int, Any] | None:
+    """The number and the batch of the `Batches.run` in which an error arose; None if in none."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is Batches.run.__code__:
+            found = trace.tb_frame.f_locals["number"], trace.tb_frame.f_locals["batch"]
+        trace = trace.tb_next
+    return found
+
+
+class Arguments(NamedTuple):
+    """Positional and keyword arguments of a call of a model, such as an example."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, model: nn.Module) -> Any:
+        """What a model gives for them.
+
+        Raises:
+            ConfigError: the model failed; names the shapes and the layer. Errors of this package stay.
+        """
+        with failure_named(model, self._refused):
+            return model(*self.args, **self.kwargs)
+
+    def _refused(self, where: str, cause: str) -> ConfigError:
+        return ConfigError(
+            f"the example, {described(self)}, failed{where}: {cause}; give an example that the model takes"
+        )
 
 
 def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, Any]:
@@ -62,29 +212,7 @@ def select_inputs(batch: Any, inputs: Inputs) -> tuple[Any, ...] | Mapping[str, 
     return items[index] if isinstance(items[index], Mapping) else (items[index],)
 
 
-def runner(inputs: Inputs | None, forward: Forward | None = None) -> Forward:
-    """The function by which a model is called with a batch: run(model, batch).
-
-    Args:
-        inputs: which part of a batch the model gets; None for `run_batch`.
-        forward: how the user calls the model, in place of `inputs`.
-
-    Raises:
-        ConfigError: both are given.
-    """
-    if inputs is None:
-        return forward or run_batch
-    if forward is not None:
-        raise ConfigError("inputs= and forward= both say how the model is called with a batch; give one of them")
-
-    def run(model: nn.Module, batch: Any) -> Any:
-        chosen = select_inputs(batch, inputs)
-        return model(**chosen) if isinstance(chosen, Mapping) else model(*chosen)
-
-    return run
-
-
-def example_arguments(example: Any, inputs: Inputs | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_arguments(example: Any, inputs: Inputs | None = None) -> Arguments:
     """Positional and keyword arguments of an example: a tensor, a tuple of arguments, or a mapping.
 
     Args:
@@ -92,11 +220,11 @@ def example_arguments(example: Any, inputs: Inputs | None = None) -> tuple[tuple
     """
     chosen = example if inputs is None else select_inputs(example, inputs)
     if isinstance(chosen, Mapping):
-        return (), dict(chosen)
-    return (tuple(chosen) if _is_sequence(chosen) else (chosen,)), {}
+        return Arguments((), dict(chosen))
+    return Arguments(tuple(chosen) if _is_sequence(chosen) else (chosen,), {})
 
 
-def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
+def run_batch(model: nn.Module, batch: Any, *, inputs: Inputs | None = None, known: int | None = None) -> Any:
     """Call a model with a batch: a tensor, a mapping of keyword arguments, or a tuple of arguments.
 
     As many leading items of a tuple are passed as `forward` has parameters, which leaves out a loader's labels. If the
@@ -106,17 +234,19 @@ def run_batch(model: nn.Module, batch: Any, known: int | None = None) -> Any:
     Args:
         model: any module, or a wrapper such as DistributedDataParallel.
         batch: a batch of one of these kinds.
+        inputs: which part of it the arguments are, see `select_inputs`.
         known: how many leading items of a tuple are arguments, if the caller knows; the others are then passed to
             required parameters only.
 
     Raises:
         AmbiguousBatchError: the last item of a tuple would be passed to an optional parameter, and may be labels.
     """
+    if inputs is not None:
+        chosen = select_inputs(batch, inputs)
+        return model(**chosen) if isinstance(chosen, Mapping) else model(*chosen)
     if isinstance(batch, Mapping):
         return model(**batch)
-    if _is_sequence(batch):
-        return model(*_arguments(model, batch, known))
-    return model(batch)
+    return model(*_arguments(model, batch, known)) if _is_sequence(batch) else model(batch)
 
 
 def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
@@ -128,20 +258,6 @@ def refuse_tensor(batches: Iterable[Any], caller: str) -> None:
     iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if not iterable or isinstance(batches, (str, bytes, nn.Module, type)):
         raise ConfigError(f"{caller} takes batches, as a list or a data loader, got {shown(batches)}; give [tensor]")
-
-
-def batch_list(batches: Iterable[Any], caller: str) -> list[Any]:
-    """What a data loader gives, as a list.
-
-    Raises:
-        ConfigError: one tensor or one mapping, or nothing that can be iterated.
-        CalibrationError: no batches.
-    """
-    refuse_tensor(batches, caller)
-    given = list(chain(batches))  # list() asks for a length, which a data set of a stream may refuse
-    if not given:
-        raise CalibrationError(f"{caller} needs batches, and got none")
-    return given
 
 
 def _is_sequence(value: Any) -> bool:

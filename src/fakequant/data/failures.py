@@ -1,29 +1,20 @@
-"""The batch on which a model failed: its number and shapes, and the layer."""
+"""The error of a model that failed: the layer, and the batch or the example with its shapes."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.data.batches import Forward
-from fakequant.errors import CalibrationError, ConfigError, DTypeError, ExportError, FakeQuantError
+from fakequant.errors import CalibrationError
 from fakequant.nn.quantizer import Quantizer
-from fakequant.restore import restore_after
+from fakequant.text import module_name
 
-_OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+OF_TORCH = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 """What torch raises of wrong inputs. Other classes, such as torch.OutOfMemoryError, are left to the caller."""
-
-_OF_A_BATCH = (*_OF_TORCH, DTypeError)
-"""What wrong inputs raise in a quantized model: its quantizers refuse integers before torch does."""
-
-_LOG = "torch._subclasses.fake_tensor"
-"""Where torch writes the traceback of an error in tracing, which it raises, too."""
 
 
 class BatchError(CalibrationError):
@@ -32,7 +23,7 @@ class BatchError(CalibrationError):
     Attributes:
         number: of the batch, from 1.
         batch: itself.
-        where: in which layer, on what, see `place`.
+        where: in which layer, on what, see `locate`.
     """
 
     def __init__(self, number: int, batch: Any, where: str, cause: str) -> None:
@@ -41,34 +32,22 @@ class BatchError(CalibrationError):
 
 
 @contextmanager
-def failure_named(model: nn.Module, number: int, batch: Any) -> Iterator[None]:
-    """Turn an error of a model's call into one that names the batch, its shapes and the layer.
+def failure_named(
+    model: nn.Module, named: Callable[[str, str], Exception], kinds: tuple[type[Exception], ...] = OF_TORCH
+) -> Iterator[None]:
+    """Turn an error of a model's call into one that names the layer; errors that arise outside of the model stay.
 
     Args:
-        number: of the batch, from 1.
-
-    Raises:
-        BatchError: the model failed. Other errors of this package than that of a dtype, and those that arise outside of
-            the model, stay.
+        named: makes the error, from where the model failed (see `locate`) and why, in one line.
+        kinds: the classes of errors, without those derived from them.
     """
     try:
         yield
-    except _OF_A_BATCH as error:
-        where = place(model, error) if type(error) in _OF_A_BATCH else None
+    except kinds as error:
+        where = locate(model, error) if type(error) in kinds else None
         if where is None:
             raise
-        raise BatchError(number, batch, where, one_line(error)) from error
-
-
-def naming(run: Forward, batches: Sequence[Any]) -> Forward:
-    """A function that calls a model as `run` does; an error names the batch, whose number is its place in a list."""
-    numbers = {id(batch): number for number, batch in enumerate(batches, 1)}
-
-    def named(model: nn.Module, batch: Any) -> Any:
-        with failure_named(model, numbers[id(batch)], batch):
-            return run(model, batch)
-
-    return named
+        raise named(where, one_line(error)) from error
 
 
 @contextmanager
@@ -82,61 +61,7 @@ def input_named(layer: str, number: int) -> Iterator[None]:
     try:
         yield
     except CalibrationError as error:
-        raise CalibrationError(f"{layer or 'the model'}, batch {number + 1}: {error}") from error
-
-
-@contextmanager
-def example_failure_named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Turn an error of torch in a model's call with an example into one that names its shapes and the layer.
-
-    Raises:
-        ConfigError: the model failed. Errors of this package, and those that arise outside of the model, stay.
-    """
-    try:
-        yield
-    except _OF_TORCH as error:
-        if type(error) not in _OF_TORCH or (where := place(model, error)) is None:
-            raise
-        raise ConfigError(_refused(args, kwargs, where, error)) from error
-
-
-@contextmanager
-def example_named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Turn an error of torch's tracing into one that names shapes and layer, if the model itself fails on the example.
-
-    Raises:
-        ExportError: a call of the model with the example fails, too. Other errors stay.
-    """
-    log = logging.getLogger(_LOG)
-    level = log.level
-    try:
-        with restore_after(lambda: log.setLevel(level)):
-            log.setLevel(logging.CRITICAL)
-            yield
-    except FakeQuantError:
-        raise
-    except _OF_TORCH as error:
-        if (refused := _refusal(model, args, kwargs)) is None:
-            raise
-        raise ExportError(refused) from error
-
-
-def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What a model says of an example on which it fails; None if it takes it."""
-    try:
-        with torch.no_grad():
-            model(*args, **kwargs)
-    except _OF_TORCH as error:
-        where = place(model, error) if type(error) in _OF_TORCH else None
-        if where is None:
-            return None
-        return _refused(args, kwargs, where, error)
-    return None
-
-
-def _refused(args: Sequence[Any], kwargs: Mapping[str, Any], where: str, error: BaseException) -> str:
-    given = described((args, kwargs))
-    return f"the example, {given}, failed{where}: {one_line(error)}; give an example that the model takes"
+        raise CalibrationError(f"{module_name(layer)}, batch {number + 1}: {error}") from error
 
 
 def one_line(error: BaseException) -> str:
@@ -159,7 +84,7 @@ def described(batch: Any) -> str:
     return f"tensors of shape {', '.join(shapes)}" if shapes else f"a {type(batch).__name__}"
 
 
-def place(model: nn.Module, error: BaseException) -> str | None:
+def locate(model: nn.Module, error: BaseException) -> str | None:
     """The innermost module in whose call an error arose, as " in layer NAME (TYPE), on SHAPES"; None if in none.
 
     Of quantized layers the type is that of the float layer.

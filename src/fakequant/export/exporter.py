@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fakequant.data.arguments import check_model
 from fakequant.data.batches import Inputs, example_arguments, select_inputs
-from fakequant.data.failures import described, example_named
+from fakequant.data.failures import described
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ExportError, shown
 from fakequant.export.capability import FIRST_OPSET, check_opset, check_scale
@@ -29,12 +29,13 @@ from fakequant.export.style import Style
 from fakequant.export.trace import Site, sites, to_onnx, trace
 from fakequant.files import check_path, writable_file, write_whole
 from fakequant.model.modes import in_eval_mode
+from fakequant.model.run.tracing import example_named
 from fakequant.model.scale_floor import raise_scales, warn_raised
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn import fixed_ranges
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
-from fakequant.text import table
+from fakequant.text import module_name, table
 from fakequant.version import __version__
 
 if TYPE_CHECKING:
@@ -216,13 +217,13 @@ def traced(
     require("onnx", "onnxscript")
     target = writable_file(path)
     active = _check(model, opset, style)
-    args, kwargs = example_arguments(example)
+    arguments = args, kwargs = example_arguments(example)
     _check_example(model, example, args, kwargs)
     with (
         in_eval_mode(model),
         fixed_ranges(model),
         weights_fixed(model, args, kwargs),
-        example_named(model, args, kwargs),
+        example_named(model, arguments),
     ):
         program = trace(model, args, kwargs, dynamic_shapes)
     quantizing = sites(program, style)
@@ -305,7 +306,7 @@ def _check_size(model: nn.Module) -> None:
 def _most_demanding(quantizing: list[Site]) -> tuple[int, str]:
     """Return the opset that all quantizers together need, and the quantizer that needs it."""
     site = max(quantizing, key=lambda s: s.needs)
-    return max(site.needs, FIRST_OPSET), f"{site.path or 'the model'} ({site.spec})"
+    return max(site.needs, FIRST_OPSET), f"{module_name(site.path)} ({site.spec})"
 
 
 def _inputs(model: ModelProto, program: ExportedProgram) -> list[InputRecord]:

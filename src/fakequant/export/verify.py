@@ -176,7 +176,7 @@ def load_exported(path: Path) -> ModelProto:
 def _torch_outputs(model: nn.Module, batch: Any, known: int | None, found: list[Tensor]) -> list[Tensor]:
     """Return the outputs of the torch model for one batch, whose first `known` items are arguments."""
     with evaluating(model), torch.no_grad():
-        results = pytree.tree_leaves(run_batch(model, batch, known))
+        results = pytree.tree_leaves(run_batch(model, batch, known=known))
     expected = [result for result in results if isinstance(result, Tensor)]
     if [list(result.shape) for result in expected] != [list(result.shape) for result in found]:
         raise VerificationError(
@@ -192,7 +192,7 @@ def _calls(model: nn.Module, batch: Any, known: int | None, checks: list[SiteChe
     if not paths:
         return {}
     with recorded_calls(model, paths) as found, evaluating(model), simulated(model), torch.no_grad():
-        run_batch(model, batch, known)
+        run_batch(model, batch, known=known)
     return found
 
 

@@ -15,7 +15,6 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fakequant.data.batches import Inputs, example_arguments
-from fakequant.data.failures import example_failure_named
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import ConfigError, CoverageWarning, ShapeError, warn_user
 from fakequant.model.analysis.coverage import left_in_float, scripted
@@ -43,6 +42,7 @@ from fakequant.nn.paths import join
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import structure_of
+from fakequant.text import module_name
 
 Model = TypeVar("Model", bound=nn.Module)
 Run = Callable[[], object]
@@ -149,7 +149,7 @@ def refuse_exported(model: nn.Module) -> None:
         is_graph = isinstance(module, torch.fx.GraphModule) and "train" in vars(module)
         if is_graph or (module is model and isinstance(module, interpreted)):
             raise ConfigError(
-                f"{path or 'the model'} was made by torch.export and has no layers and functions to quantize, but "
+                f"{module_name(path)} was made by torch.export and has no layers and functions to quantize, but "
                 "operators of ATen; prepare the model itself, and export it afterwards"
             )
 
@@ -159,7 +159,7 @@ def _refuse_quantized(model: nn.Module, purposely: set[nn.Module]) -> None:
     for path, module in model.named_modules():
         if module not in purposely and (held := _foreign_codes(module)) is not None:
             raise ConfigError(
-                f"{path or 'the model'} is quantized already, by another library: its {held}. Prepare the float model, "
+                f"{module_name(path)} is quantized already, by another library: its {held}. Prepare the float model, "
                 f"or leave the layer as it is by skip=[{path!r}]"
             )
 
@@ -247,14 +247,9 @@ def _run_of(
     refuse_sharded(model, "look into", offloading=False)
     lazy = [path for path, module in model.named_modules() if isinstance(module, LazyModuleMixin)]
     if lazy:
-        raise ConfigError(f"{lazy[0] or 'the model'}: {_LAZY}")
-    args, kwargs = example_arguments(example, inputs)
-
-    def run() -> object:
-        with example_failure_named(model, args, kwargs):
-            return model(*args, **kwargs)
-
-    return run
+        raise ConfigError(f"{module_name(lazy[0])}: {_LAZY}")
+    arguments = example_arguments(example, inputs)
+    return lambda: arguments.run(model)
 
 
 def _without_read(model: nn.Module, layers: Mapping[str, Rule], recording: Recording) -> dict[str, Rule]:
@@ -338,7 +333,7 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
         if rule.execution is Execution.INTEGER:
             _check_integer(layer, quantized, configs)
     except (ConfigError, ShapeError) as error:
-        raise ConfigError(f"{name or 'the model'}: {error}") from error
+        raise ConfigError(f"{module_name(name)}: {error}") from error
 
 
 def _check_weight(weight: LayerWeight, config: TensorConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments, runner
+from fakequant.data.batches import Arguments, Forward, Inputs, example_arguments
 from fakequant.model.analysis.analysis import Metric
 from fakequant.ptq.advising.advice import Known, advise
 from fakequant.ptq.advising.trial import Advice, Tried
@@ -53,7 +53,7 @@ def advised(
         "".join(f", {name}={value if isinstance(value, int) else name}" for name, value in given.items()),
         _call(measured.parts.made[0], inputs) if forward is None else None,
     )
-    return with_advice(replace(data, advice=advise(model, measured.parts, runner(inputs, forward), known)))
+    return with_advice(replace(data, advice=advise(model, measured.parts, measured.run, known)))
 
 
 def _call(batch: Any, inputs: Inputs | None) -> Arguments | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.calibration.transformed import outside_of_transforms
-from fakequant.data.batches import Forward, refuse_tensor, runner
+from fakequant.data.batches import Batches, Forward, run_batch
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.analysis.analysis import run_all, sensitivity
 from fakequant.model.analysis.summary import LayerSummary, summary
@@ -44,6 +44,8 @@ class Measured:
     """On what the layers were measured alone, as a sentence; "" where they were not."""
     parts: Halves = field(default_factory=Halves)
     """Some of the batches, to try changes on."""
+    run: Forward = run_batch
+    """Calls a model with one of them."""
 
     @property
     def worst(self) -> list[str]:
@@ -100,8 +102,7 @@ def measure(
     Raises:
         ConfigError: there is no batch, or the model has no quantizers.
     """
-    refuse_tensor(batches, "report")
-    run = forward or runner(None)
+    data = Batches(batches, "report", forward=forward, progress=progress)
     watched = {name: _Watched(quantizer) for name, quantizer in quantizers(model).items()}
     if not watched:
         raise ConfigError("a report needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
@@ -120,15 +121,15 @@ def measure(
             first.extend([] if number else [batch, output])
             parts.see(number, batch)
 
-        run_all(model, batches, run, progress, after)
+        run_all(model, data, after)
     ordered = [*order, *(name for name in described if name not in order)]
     own: dict[str, dict[str, _Watched]] = {name: {} for name in ordered}
     for name, one in watched.items():
         own.setdefault(layer_of(name), {})[name] = one
     values, alone_on = {}, ""
     if alone:
-        part, alone_on = first_examples(model, first[0], first[1], run)
-        values = _alone(model, part, run, progress)
+        part, alone_on = first_examples(model, first[0], first[1], data.call)
+        values = {s.layer: s.value for s in sensitivity(model, [part], forward=data.call, progress=progress)}
     bits = _bits(model)
     return Measured(
         [
@@ -145,16 +146,12 @@ def measure(
         ],
         alone_on,
         parts,
+        data.run,
     )
 
 
 def _notes(order: dict[str, None], layer: str) -> Callable[..., None]:
     return lambda *_: order.setdefault(layer)
-
-
-def _alone(model: nn.Module, batch: Any, run: Forward, progress: bool | None) -> dict[str, float]:
-    found = sensitivity(model, [batch], forward=run, progress=progress)
-    return {one.layer: one.value for one in found}
 
 
 def _bits(model: nn.Module) -> dict[str, tuple[WeightBits, int]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fakequant.data.arguments import check_metric, check_model
 from fakequant.data.arguments import measured as value_of
-from fakequant.data.batches import Forward, Inputs, runner
+from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.export import VerifyReport
 from fakequant.files import check_path, writable_file
@@ -87,7 +87,7 @@ def report(  # noqa: PLR0913  all but the first four by name
     check_path(path, "report(model, batches, 'report.html')")
     target = writable_file(path)
     curve, curve_metric = ([], "") if comparison is None else curve_of(comparison)
-    measured = measure(model, batches, forward=runner(inputs, forward))
+    measured = measure(model, batches, forward=Batches(batches, "report", inputs=inputs, forward=forward).call)
     given = list(results)
     missing = {
         Section.ACCURACY: "Give metric= to fakequant.report: a function of the model, larger is better.",

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from fakequant.calibration.transformed import outside_of_transforms
 from fakequant.data.arguments import check_metric, check_model, measured
-from fakequant.data.batches import Forward, Inputs, refuse_tensor, runner
-from fakequant.data.failures import failure_named
-from fakequant.data.progress import length, track
+from fakequant.data.batches import Batches, Forward, Inputs
+from fakequant.data.progress import track
 from fakequant.errors import ConfigError
 from fakequant.model.analysis.html import html_result
 from fakequant.model.analysis.reuse import ReusedOutputs
@@ -63,7 +62,7 @@ def layer_sqnr(
     >>> sorted(layer_sqnr(model, [torch.ones(1, 4)]))
     ['0._input_quantizer', '0._weight_quantizer']
     """
-    refuse_tensor(batches, "layer_sqnr")
+    data = Batches(batches, "layer_sqnr", inputs=inputs, forward=forward, progress=progress)
     warn_stale_scales(model)
     found = quantizers(model)
     distances, calls = {name: Distance() for name in found}, Counter[str]()
@@ -79,7 +78,7 @@ def layer_sqnr(
     with restore_after(state_of(found.values())), simulated(model):  # products of codes call no quantizer
         for name, quantizer in found.items():
             quantizer.register_forward_hook(watch(name))
-        run_all(model, batches, runner(inputs, forward), progress, after=lambda *_: calls.clear())
+        run_all(model, data, lambda *_: calls.clear())
     return {name: decibels(found.mean) for name, found in distances.items() if not found.is_silent}
 
 
@@ -174,7 +173,7 @@ def sensitivity(
     """
     check_model(model, "sensitivity", "sensitivity(model, batches)")
     check_metric(metric, "sensitivity")
-    refuse_tensor(batches, "sensitivity")
+    data = Batches(batches, "sensitivity", inputs=inputs, forward=forward, progress=progress)
     warn_stale_scales(model)
     held = {
         name: [one for one in layer.children() if isinstance(one, Quantizer) and not _is_left_off(one)]
@@ -184,7 +183,7 @@ def sensitivity(
     if not held:
         raise ConfigError("sensitivity needs a prepared model; call fakequant.prepare and fakequant.calibrate first")
     if metric is None:
-        distances = _output_distances(model, batches, held, runner(inputs, forward), progress)
+        distances = _output_distances(model, data, held)
         found = [_by_output(name, distance) for name, distance in distances.items()]
     else:
         values = {}
@@ -206,33 +205,29 @@ def _by_output(layer: str, distance: Distance) -> Sensitivity:
     return Sensitivity(layer, value, value, shown_place(distance.worst), decibels(distance.shares[distance.worst]))
 
 
-def _output_distances(
-    model: nn.Module, batches: Iterable[Any], held: dict[str, list[Quantizer]], run: Forward, progress: bool | None
-) -> dict[str, Distance]:
+def _output_distances(model: nn.Module, batches: Batches, held: dict[str, list[Quantizer]]) -> dict[str, Distance]:
     """How far the outputs are from the float ones with the quantizers of one layer on, by layer."""
     distances, kept = {name: Distance() for name in held}, ReusedOutputs(model)
-    batches_seen = measured = 0
+    measured: int | None = None
     with disabled(model), evaluating(model), cached_weights(model), torch.no_grad():
-        for batch in track(batches, "measuring layers", length(batches), progress):
+        for batch in batches.tracked("measuring layers"):
             with kept.record():
-                with failure_named(model, batches_seen + 1, batch):
-                    output = run(model, batch)
+                output = batches.run(model, batch)
                 exact = {place: tensor.clone() for place, tensor in named_tensors(output).items()}
             if not exact:
                 raise ConfigError(
                     f"the model's output of type {type(output).__name__} holds no float tensor; give metric="
                 )
-            batches_seen += 1
-            measured += sum(tensor.numel() for tensor in exact.values())
+            measured = (measured or 0) + sum(tensor.numel() for tensor in exact.values())
             for name, own in held.items():
                 try:
                     _set(own, Mode.QUANTIZE)
                     with kept.reuse():
-                        outputs = named_tensors(run(model, batch))
+                        outputs = named_tensors(batches.run(model, batch))
                 finally:
                     _set(own, Mode.OFF)  # where it is interrupted, `disabled` gives all modes back
                 distances[name].add(exact, outputs)
-    if not batches_seen:
+    if measured is None:
         raise ConfigError(_NO_BATCHES)
     if not measured:
         raise ConfigError(
@@ -252,13 +247,7 @@ def _set(own: list[Quantizer], mode: Mode) -> None:
         quantizer.mode = mode
 
 
-def run_all(
-    model: nn.Module,
-    batches: Iterable[Any],
-    run: Forward,
-    progress: bool | None,
-    after: Callable[[int, Any, Any], object],
-) -> None:
+def run_all(model: nn.Module, batches: Batches, after: Callable[[int, Any, Any], object]) -> None:
     """Run all batches; `after` is called with the number, the batch and the output of each.
 
     Raises:
@@ -266,9 +255,7 @@ def run_all(
     """
     number = -1
     with evaluating(model), cached_weights(model), torch.no_grad():
-        for number, batch in enumerate(track(batches, "measuring", length(batches), progress)):
-            with failure_named(model, number + 1, batch):
-                output = run(model, batch)
-            after(number, batch, output)
+        for number, batch in enumerate(batches.tracked("measuring")):
+            after(number, batch, batches.run(model, batch))
     if number < 0:
         raise ConfigError(_NO_BATCHES)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from fakequant.data.batches import Inputs, example_arguments
-from fakequant.data.failures import example_failure_named
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import CoverageWarning, warn_user
 from fakequant.model.analysis.coverage import Operation, scripted
@@ -34,9 +33,8 @@ def operations(model: nn.Module, example: Any, inputs: Inputs | None = None) -> 
 def record_example(model: nn.Module, example: Any, inputs: Inputs | None = None) -> Recording:
     """The recording of a run of a model; arguments and errors are those of `operations`."""
     refuse_sharded(model, "look into", offloading=False)
-    args, kwargs = example_arguments(example, inputs)
-    with example_failure_named(model, args, kwargs):
-        return record(model, lambda: model(*args, **kwargs))
+    arguments = example_arguments(example, inputs)
+    return record(model, lambda: arguments.run(model))
 
 
 def operations_of(recording: Recording) -> list[Operation]:

@@ -10,10 +10,10 @@ from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, Calibrator, make_calibrator
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Forward, Inputs, refuse_tensor, runner
-from fakequant.data.positions import Mask, Positions
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.data.progress import say
-from fakequant.distributed import processes_of, work_together
+from fakequant.data.token_mask import Mask
+from fakequant.distributed import Together, processes_of
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.calibration.choice import AUTO, HeldBack, choose
 from fakequant.model.calibration.observation import Job, matches
@@ -115,24 +115,24 @@ def calibrate(  # noqa: PLR0913  all but the first three by name
     Quantizer(int8 per_tensor, input, scale 0.02)
     """
     check_model(model, "calibrate", "calibrate(model, batches)")
-    refuse_tensor(batches, "calibrate")
+    data = Batches(batches, "calibrate", inputs=inputs, forward=forward, mask=mask, progress=progress)
     check_unseen(unseen)
     found = _chosen(model, pattern)
     if method == AUTO:
-        shown = {"inputs": inputs, "forward": forward, "progress": progress, "unseen": unseen, "pattern": pattern}
         weights = {"weight_method": weight_method, "weight_options": weight_options}
-        return _calibrate_by_choice(model, batches, group, options, {"mask": mask} | shown | weights)
+        how = {"mask": mask, "progress": progress, "unseen": unseen, "pattern": pattern, **weights}
+        return _calibrate_by_choice(model, data, group, options, how)
 
     def make(name: str) -> Calibrator:
         if found[name].kind is Kind.INPUT:
             return make_calibrator(method, found[name].spec, **options)
         return make_calibrator(weight_method, found[name].spec, **(weight_options or {}))
 
-    job = Job(model, found, pattern, runner(inputs, forward), make, Positions(mask))
-    processes = processes_of(model, group)
+    job = Job(model, found, pattern, data, make)
+    group = processes_of(model, group)
     with restore_after(attributes_of(quantizers(model).values(), "calibrator")):
-        shared = processes is not None and processes.size() > 1
-        parts = work_together(lambda: job.observe(batches, progress, shared=shared), processes)
+        with Together(group) as processes:
+            parts = processes.all(job.observe(shared=group is not None and group.size() > 1))
         job.take(parts)
         idle = job.leave_out_unused()
         unreached = job.unseen()
@@ -300,7 +300,7 @@ def _set_ranges(
 
 
 def _calibrate_by_choice(
-    model: nn.Module, batches: Iterable[Any], group: Any, options: dict[str, Any], how: dict[str, Any]
+    model: nn.Module, data: Batches, group: Any, options: dict[str, Any], how: dict[str, Any]
 ) -> dict[str, Calibrator]:
     """Calibrate by the best of several methods, which one pass over the batches serves."""
     if options:
@@ -311,21 +311,21 @@ def _calibrate_by_choice(
             f'method "{AUTO}" chooses in one process, and {processes.size()} calibrate together; name a method, '
             f"such as {DEFAULT_METHOD!r}"
         )
-    given = HeldBack(batches)
+    given = HeldBack(data)
     found = quantizers(model)
     owners = [model.get_submodule(layer_of(name)) for name in found]
     with restore_on_error(ranges_of(found.values(), owners)):
-        used = calibrate(model, given, group=group, **how)
+        used = calibrate(model, given, group=group, forward=data.run, **how)
         collected = {name: calibrator for name, calibrator in used.items() if found[name].kind is Kind.INPUT}
         if not collected:
             return used
-        run = runner(how["inputs"], how["forward"])
-        choice = choose(model, given.held, run, lambda method: recalibrate(model, collected, method))
+        held = KeptBatches(data, given.held)
+        held.progress = False
+        choice = choose(model, held, lambda method: recalibrate(model, collected, method))
         if len(given.held) < given.count:  # else they were seen
             with restore_after(attributes_of(found.values(), "calibrator")):
                 remaining = {name: found[name] for name in used}
-                job = Job(model, remaining, how["pattern"], run, used.__getitem__, Positions(how["mask"]))
-                job.observe(given.held, progress=False, shared=False)
+                Job(model, remaining, how["pattern"], held, used.__getitem__).observe(shared=False)
         chosen = recalibrate(model, collected, choice.method)
     if how["progress"] is not False:
         say(str(choice))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD
-from fakequant.data.batches import Forward
+from fakequant.data.batches import KeptBatches
 from fakequant.errors import CalibrationError
 from fakequant.model.modes import disabled
 from fakequant.model.run.outputs import OutputDistance
@@ -32,27 +32,27 @@ class HeldBack:
     """Batches for calibration, of which the second of `every` few is held back to choose by.
 
     Attributes:
-        held: the batches held back; of a single batch that batch itself.
+        held: the batches held back, by their number from 0; of a single batch that batch itself.
 
     >>> batches = HeldBack(range(7))
     >>> list(batches), batches.held
-    ([0, 2, 3, 4, 6], [1, 5])
+    ([0, 2, 3, 4, 6], {1: 1, 5: 5})
     """
 
     def __init__(self, batches: Iterable[Any], every: int = _EVERY) -> None:
         self._batches, self._every = batches, every
-        self.held: list[Any] = []
+        self.held: dict[int, Any] = {}
         self.count = 0
         """The number of all batches."""
 
     def __iter__(self) -> Iterator[Any]:
-        only: list[Any] = []
+        only: dict[int, Any] = {}
         for number, batch in enumerate(self._batches):
             self.count = number + 1
             if number == 0:
-                only = [batch]
+                only = {number: batch}
             if number % self._every == 1 and len(self.held) < _AT_MOST:
-                self.held.append(batch)
+                self.held[number] = batch
             else:
                 yield batch
         self.held = self.held or only
@@ -86,20 +86,19 @@ class Choice(NamedTuple):
         )
 
 
-def choose(model: nn.Module, held: Sequence[Any], run: Forward, use: Callable[[str], object]) -> Choice:
+def choose(model: nn.Module, held: KeptBatches, use: Callable[[str], object]) -> Choice:
     """Measure the model's output by every method.
 
     Args:
         model: with calibrated quantizers.
         held: batches to measure on.
-        run: calls the model with a batch.
         use: sets the ranges of a method's name.
 
     Raises:
         CalibrationError: a batch gives no float output.
     """
     with disabled(model):
-        outputs = OutputDistance(model, held, run)
+        outputs = OutputDistance(model, held)
     if not outputs.has_outputs:
         raise CalibrationError(
             f'method "{AUTO}" compares float outputs, and the model returns none; name a method, such as '

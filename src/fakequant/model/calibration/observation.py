@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fakequant.calibration import Calibrator, check_mergeable, make_calibrator
-from fakequant.data.batches import Forward
-from fakequant.data.failures import failure_named
-from fakequant.data.positions import Positions
-from fakequant.data.progress import length, track
+from fakequant.data.batches import Batches
 from fakequant.distributed import is_data_parallel
 from fakequant.errors import ConfigError
 from fakequant.model.calibration.unseen import Unseen, observed
@@ -66,10 +63,9 @@ class Job:
     found: dict[str, Quantizer]
     """The quantizers that get a range."""
     pattern: str
-    run: Forward
+    data: Batches
     make: Callable[[str], Calibrator]
     """A fresh calibrator for the quantizer of a name."""
-    positions: Positions
     called: set[str] = field(default_factory=set)
     batches: int = 0
     read: dict[str, str] = field(default_factory=dict)
@@ -80,7 +76,7 @@ class Job:
         weights = quantized_weights(self.model).items()
         self.weights = {name: weight for name, weight in weights if matches(name, self.pattern)}
 
-    def observe(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> Part:
+    def observe(self, *, shared: bool) -> Part:
         """Show the batches of this process, and the weights, to fresh calibrators."""
         for name, quantizer in self.found.items():
             quantizer.calibrator = self.make(name)
@@ -90,7 +86,7 @@ class Job:
             if weight.quantizer.dynamic:
                 weight.quantizer.calibrator = make_calibrator("max", weight.quantizer.spec)
         with self._observing(), evaluating(self.model), torch.no_grad():
-            self._show(batches, progress, shared=shared)
+            self._show(shared=shared)
             called = {layer_of(name) for name, weight in self.weights.items() if observed(weight.quantizer)}
             for name, weight in self.weights.items():
                 if not weight.quantizer.dynamic and not observed(weight.quantizer):
@@ -98,23 +94,23 @@ class Job:
         task = [f"{name}: {type(q.calibrator).__name__}({q.spec})" for name, q in self.found.items()]
         return Part(task, self._states() if shared else {}, called, self.batches, self.read)
 
-    def _show(self, batches: Iterable[Any], progress: bool | None, *, shared: bool) -> None:
-        model = self._inner()
-        restore = self.positions.observe_through(self.model, self.inputs)
+    def _show(self, *, shared: bool) -> None:
+        model, mask = self._inner(), self.data.mask
+        restore = mask.observe_through(self.model, self.inputs)
         forms: set[str] = set()
-        for batch in track(batches, "calibrating", length(batches), progress):
-            self.positions.enter(batch)
+        for batch in self.data.tracked("calibrating"):
+            mask.enter(batch)
             # Not all: 24 batches of eight small blocks took 2.5 times as long.
             watch = self._watch() if (form := _form(batch)) not in forms else nullcontext()
             forms.add(form)
-            with failure_named(self.model, self.batches + 1, batch), watch:
-                self.run(model, batch)
+            with watch:
+                self.data.run(model, batch)
             self.batches += 1
             # One process of several may not stop alone: a sharded model is called by all of them.
             if not (self.inputs or shared) and all(observed(weight.quantizer) for weight in self.weights.values()):
                 break
         restore()  # after an error `calibrate` does it
-        self.positions.say_whole()
+        mask.warn_unmasked()
 
     @contextmanager
     def _watch(self) -> Iterator[None]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import Forward
+from fakequant.data.batches import KeptBatches
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.modes import evaluating
 from fakequant.nn.contexts import cached_weights
@@ -159,21 +159,17 @@ class OutputDistance:
 
     Args:
         model: the one in float, as it is now.
-        batches: those to compare on; the outputs of all of them are kept.
-        run: called as run(model, batch).
-        counts: for each batch the tokens that count, bool [batch, tokens]; None: all. Outputs with other leading axes
-            count as a whole.
+        batches: those to compare on; the outputs of all of them are kept. By their mask masked tokens do not count,
+            except in outputs with other leading axes than [batch, tokens].
 
-    >>> model, batches = nn.Linear(2, 2), [torch.randn(3, 2)]
-    >>> OutputDistance(model, batches, lambda model, batch: model(batch)).of(model).mean
+    >>> from fakequant.data.batches import Batches
+    >>> model = nn.Linear(2, 2)
+    >>> OutputDistance(model, Batches([torch.randn(3, 2)], "compare").kept()).of(model).mean
     0.0
     """
 
-    def __init__(
-        self, model: nn.Module, batches: Sequence[Any], run: Forward, counts: Sequence[Tensor | None] | None = None
-    ) -> None:
-        self._batches, self._run = batches, run
-        self._counts = [None] * len(batches) if counts is None else counts
+    def __init__(self, model: nn.Module, batches: KeptBatches) -> None:
+        self.batches = batches
         self._wanted = [{name: y.clone() for name, y in found.items()} for found in self._outputs(model)]
 
     @property
@@ -210,7 +206,7 @@ class OutputDistance:
     def by_row(self, model: nn.Module) -> Tensor:
         """The error of each row of each output as a share of this output's energy, float64 on the CPU.
 
-        A row is an example, or with `counts` a token. An output of another shape has one row, which is infinite.
+        A row is an example, or with a mask a token. An output of another shape has one row, which is infinite.
         """
         energy: dict[Place, float] = {}
         for wanted in self._wanted:
@@ -231,12 +227,12 @@ class OutputDistance:
         return torch.cat(rows)
 
     def _outputs(self, model: nn.Module) -> Iterator[dict[Place, Tensor]]:
-        for batch, counts in zip(self._batches, self._counts, strict=True):
+        for batch, mask in zip(self.batches, self.batches.masks.values(), strict=True):
             with evaluating(model), torch.no_grad():
-                outputs = named_tensors(self._run(model, batch))
-            yield {name: _counted(tensor, counts) for name, tensor in outputs.items()}
+                outputs = named_tensors(self.batches.run(model, batch))
+            yield {name: _unmasked(tensor, mask) for name, tensor in outputs.items()}
 
 
-def _counted(y: Tensor, counts: Tensor | None) -> Tensor:
+def _unmasked(y: Tensor, mask: Tensor | None) -> Tensor:
     """The unmasked tokens of an output [batch, tokens, ...]; other outputs unchanged."""
-    return y if counts is None or y.shape[:2] != counts.shape else y[counts.to(y.device)]
+    return y if mask is None or y.shape[:2] != mask.shape else y[mask.to(y.device)]

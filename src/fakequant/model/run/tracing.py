@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from fakequant.errors import ExportError, warn_user
+from fakequant.data.batches import Arguments
+from fakequant.data.failures import OF_TORCH
+from fakequant.errors import ConfigError, ExportError, FakeQuantError, warn_user
 from fakequant.restore import restore_after
+from fakequant.text import module_name
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?P<name>[^']+)'> in output")
 _CACHE = "use_cache"
 """The argument that tells a decoder whether to return keys and values together with its result."""
+_TRACEBACKS = "torch._subclasses.fake_tensor"
+"""Where torch logs the traceback of an error in tracing, which it raises, too."""
 
 
 def traced_program(
@@ -40,7 +45,7 @@ def traced_program(
         if not scripted:
             raise
         raise ExportError(
-            f"{scripted[0] or 'the model'} is a module of torch.jit.script, into which torch.export cannot look; trace "
+            f"{module_name(scripted[0])} is a module of torch.jit.script, into which torch.export cannot look; trace "
             "the model with the module as it was written, and script it afterwards"
         ) from error
     except RuntimeError as error:
@@ -51,6 +56,32 @@ def traced_program(
     warn_user(f"traced with {_CACHE}=False: torch.export does not know the {found['name']} that the model returns")
     shapes = _with_cache(model, dynamic_shapes)
     return traced_program(model, args, {**kwargs, _CACHE: False}, dynamic_shapes=shapes)
+
+
+@contextmanager
+def example_named(model: nn.Module, arguments: Arguments) -> Iterator[None]:
+    """Turn an error of torch's tracing into one that names shapes and layer, if the model itself fails on the example.
+
+    Raises:
+        ExportError: a call of the model with the example fails, too. Other errors stay.
+    """
+    log = logging.getLogger(_TRACEBACKS)
+    level = log.level
+    try:
+        with restore_after(lambda: log.setLevel(level)):
+            log.setLevel(logging.CRITICAL)
+            yield
+    except FakeQuantError:
+        raise
+    except OF_TORCH as error:
+        try:
+            with torch.no_grad():
+                arguments.run(model)
+        except ConfigError as refused:
+            raise ExportError(str(refused)) from error
+        except OF_TORCH:
+            pass
+        raise
 
 
 def _unmarked(example: Any) -> Any:

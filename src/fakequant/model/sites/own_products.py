@@ -34,7 +34,7 @@ def ends_in_product(model: nn.Module, layers: Mapping[Any, str], arguments: Argu
             if layer._parameters.get("bias") is None:  # one that is not used would not be seen
                 own: Any = layer
                 layer._parameters["bias"] = nn.Parameter(own.weight.new_zeros(_outputs(own)))
-        recording = record(model, lambda: model(*arguments[0], **arguments[1]))
+        recording = record(model, lambda: arguments.run(model))
         numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
         return {layer for layer, path in layers.items() if _ends(layer, path, recording, numbers)}
 

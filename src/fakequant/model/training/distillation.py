@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.data.positions import Mask, Positions
+from fakequant.data.token_mask import Mask, TokenMask
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.modes import disabled, in_eval_mode
 from fakequant.model.run.outputs import float_tensors
@@ -66,7 +66,7 @@ class Distillation:
             raise ConfigError(f"Distillation(weight={self.weight}): must be above 0 and at most 1")
         if not self.temperature > 0:
             raise ConfigError(f"Distillation(temperature={self.temperature}): must be positive")
-        Positions(self.mask)
+        TokenMask(self.mask)
         if isinstance(self.features, str):
             raise ConfigError(f"Distillation(features={self.features!r}): give a tuple, such as ({self.features!r},)")
 
@@ -89,7 +89,7 @@ class Distillation:
         if isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == _IGNORED).any()):
             found.append(labels != _IGNORED)
         if self.mask is not None:
-            found.append(Positions(self.mask).of(batch))
+            found.append(TokenMask(self.mask).mask(batch))
         elif isinstance(batch, Mapping) and _is_mask(batch.get(_MASK)):
             found.append(batch[_MASK].bool())
         return [mask for mask in found if mask is not None]

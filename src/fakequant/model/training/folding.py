@@ -19,6 +19,7 @@ from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.site_classes import set_class, unshielded_class
 from fakequant.restore import restore_on_error, structure_of
+from fakequant.text import module_name
 
 Model = TypeVar("Model", bound=nn.Module)
 _PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
@@ -55,15 +56,15 @@ def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None)
     refuse_sharded(model, "fold the batch normalisations of")
     if is_data_parallel(model):
         raise ConfigError("call fold_batch_norm before the model is wrapped in DistributedDataParallel")
-    args, kwargs = example_arguments(example, inputs)
+    arguments = example_arguments(example, inputs)
     with disabled(model):
-        recording = record(model, lambda: model(*args, **kwargs))
+        recording = record(model, lambda: arguments.run(model))
     found = _pairs(model, recording)
     modules = dict(model.named_modules())
     for path in found.fused.values():
         if (quantizer := cast("Any", modules[path])._weight_quantizer) is not None and quantizer.calibrated:
             raise ConfigError(
-                f"{path or 'the model'} is calibrated, and its range is not that of the folded weight; call "
+                f"{module_name(path)} is calibrated, and its range is not that of the folded weight; call "
                 "fold_batch_norm between fakequant.prepare and fakequant.calibrate"
             )
     with restore_on_error(structure_of([model])):

@@ -28,7 +28,7 @@ from fakequant.nn.hooks import is_as_made
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.leaf import as_leaf
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
-from fakequant.text import listed, visible
+from fakequant.text import listed, module_name, visible
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -167,7 +167,7 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
         arguments: positional and keyword arguments of a run; None where torch.fx can trace the model.
     """
     norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    if training := [name or "(model)" for name, norm in norms.items() if norm.training]:
+    if training := [module_name(name) for name, norm in norms.items() if norm.training]:
         raise ConfigError(
             f"{len(training)} batch normalisations are in training mode, the first is {training[0]}; "
             "call model.eval() before fuse_batch_norm"
@@ -203,7 +203,7 @@ def fusions_of(model: nn.Module, arguments: Arguments | None) -> Fusions:
 def _flow(model: nn.Module, layers: Set[nn.Module], norms: Set[nn.Module], arguments: Arguments | None) -> Neighbors:
     """Which normalisations read the output of which layer: by a run, without arguments by torch.fx."""
     if arguments is not None and not any(map(is_lazy, chain(model.parameters(), model.buffers()))):
-        recording = record(model, lambda: model(*arguments[0], **arguments[1]))
+        recording = record(model, lambda: arguments.run(model))
         return find_neighbors(model, recording, layers, norms, through=frozenset())
     try:
         with restore_after(structure_of([model])), in_eval_mode(model):  # a model may store what it sees: proxies
@@ -348,11 +348,11 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
 
 def _run_of(model: nn.Module, example: Any, inputs: Inputs | None) -> Any:
     """A function that runs the example; it returns the float tensors of the output by place."""
-    args, kwargs = example_arguments(example, inputs)
+    arguments = example_arguments(example, inputs)
 
     def run() -> dict[Place, Tensor]:
         with evaluating(model), torch.no_grad():
-            return named_tensors(model(*args, **kwargs))
+            return named_tensors(arguments.run(model))
 
     return run
 
@@ -375,7 +375,7 @@ def left_text(found: Fusions, done: str) -> str:
     """One line that says which batch normalisations stay, by reason, and how many are done."""
     reasons: dict[str, list[str]] = {}
     for name, why in found.left.items():
-        reasons.setdefault(why, []).append(name or "(model)")
+        reasons.setdefault(why, []).append(module_name(name))
     parts = [f"{listed(names, _NAMED)} ({why})" for why, names in reasons.items()]
     count = len(found.left)
     stay = "1 batch normalisation stays" if count == 1 else f"{count} batch normalisations stay"

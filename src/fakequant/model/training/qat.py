@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fakequant.data.batches import AmbiguousBatchError, Inputs, run_batch, runner
-from fakequant.data.positions import Mask
+from fakequant.data.batches import AmbiguousBatchError, Inputs, run_batch
 from fakequant.data.progress import length, track
+from fakequant.data.token_mask import Mask
 from fakequant.distributed import is_data_parallel, refuse_offloaded, refuse_sharded, whole
 from fakequant.errors import ConfigError
 from fakequant.model.scale_floor import raise_scales
@@ -309,7 +309,7 @@ def _outputs(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, i
     if loss is None:
         return _with_targets(model, batch, inputs)
     if inputs is not None:
-        return runner(inputs)(model, batch)
+        return run_batch(model, batch, inputs=inputs)
     if isinstance(batch, Mapping):
         return run_batch(model, {key: x for key, x in batch.items() if key != targets})
     return run_batch(model, tuple(batch[:-1]), known=len(batch) - 1)
@@ -317,7 +317,7 @@ def _outputs(model: nn.Module, batch: Any, *, loss: Loss | None, targets: str, i
 
 def _with_targets(model: nn.Module, batch: Any, inputs: Inputs | None) -> Any:
     try:
-        return runner(inputs)(model, batch)
+        return run_batch(model, batch, inputs=inputs)
     except AmbiguousBatchError as error:
         raise ConfigError(
             "with loss=None the model needs its targets as an argument, and a tuple does not say which item is which "

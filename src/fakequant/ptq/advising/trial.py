@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import measured
-from fakequant.data.batches import Forward
+from fakequant.data.batches import Batches, Forward
 from fakequant.errors import FakeQuantError
 from fakequant.model.analysis.analysis import Metric
 from fakequant.model.analysis.summary import parameter_bytes
@@ -256,7 +256,7 @@ class Trial:
 
     def _outputs_on(self, batches: list[Any]) -> OutputDistance:
         with disabled(self._model):
-            return OutputDistance(self._model, batches, self._run)
+            return OutputDistance(self._model, Batches(batches, "report", forward=self._run).kept())
 
     def _measured(self) -> float | None:
         if self._metric is None:

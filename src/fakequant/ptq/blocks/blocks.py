@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import Forward, Inputs, runner
-from fakequant.data.failures import naming
-from fakequant.data.positions import Positions
+from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.progress import track
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationError, ConfigError, nearest
@@ -33,7 +31,7 @@ from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.sums import MOST_DRIFT
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
 from fakequant.restore import in_order, restore_on_error, state_of, structure_of
-from fakequant.text import listed
+from fakequant.text import listed, module_name
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
@@ -64,8 +62,7 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
         blocks: names of modules; by default those of `find_blocks`.
         preset: "autoround", "omniquant", "brecq", "lsq", or a `Preset` of your own.
         iterations: for each block; one takes one batch.
-        inputs: which part of a batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
+        inputs, forward: as for `calibrate`.
         judge: batches that teach nothing and judge, as for `improve`.
         seed: of the order of batches.
         progress: whether to show a progress bar; by default on a terminal and in a notebook.
@@ -90,20 +87,20 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     (['0', '1'], True)
     """
     weights = calibrated_weights(model, "reconstruct")
-    split, preset = Split.of(batches, judge, "reconstruct"), preset_of(preset)
+    data = Batches(batches, "reconstruct", inputs=inputs, forward=forward, progress=progress)
+    split, preset = Split.of(data, judge), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
     given, result, reached = split.all, Improvement(), set[str]()
-    run = naming(runner(inputs, forward), given)
-    fixed = fixed_parameters(model, lambda: run(model, given[0]))
+    fixed = fixed_parameters(model, lambda: given.run_first(model))
     learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
     before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
     state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
-        recorded = call_order(model, found, run, given)
+        recorded = call_order(model, found, given)
         alone = Together(None)
-        effect = Effect(model, split, run, recorded, alone, Positions(None))
+        effect = Effect(model, split, recorded, alone)
         _, late = recorded.parts(alone)
-        own, floats = (Stream(model, found, run, split.fit, recorded) for _ in range(2))
+        own, floats = (Stream(model, found, split.fit, recorded) for _ in range(2))
         with own, floats:
             float_model = _FloatModel(model, found, floats, late)
             for stage in track(own, "learning blocks", len(recorded.order), progress):
@@ -130,7 +127,7 @@ def _notes(float_model: _FloatModel, recorded: CallOrder, late: Sequence[str]) -
         )
     if late:
         notes.append(
-            f"{len(late)} of {len(recorded.order)} blocks, from {late[0] or 'the model'} on, learn what they give in "
+            f"{len(late)} of {len(recorded.order)} blocks, from {module_name(late[0])} on, learn what they give in "
             "float for their quantized inputs: a batch calls it several times, and it learns before the last call"
         )
     return notes
@@ -157,7 +154,7 @@ def _learned(
         with examples[0][0].surroundings():
             learned = learn(block, [(call.args, call.kwargs) for call, _ in examples], [y for _, y in examples])
     except CalibrationError as error:
-        raise CalibrationError(f"{stage.name or 'the model'}: {error}") from error
+        raise CalibrationError(f"{module_name(stage.name)}: {error}") from error
     return replace(learned, layer=stage.name)
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import refuse_prepared
-from fakequant.data.batches import Forward, Inputs, runner
-from fakequant.data.failures import naming
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.calibration.calibrate import calibrate
@@ -100,8 +99,7 @@ def equalize(
         model: a float model; call this after `fuse_batch_norm` and before `prepare`.
         batch: what a data loader gives.
         config: the preset or the rules with which the model will be prepared.
-        inputs: which part of the batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
+        inputs, forward: as for `calibrate`.
 
     Raises:
         ConfigError: a prepared or sharded model, or one whose output is not the same in a second run, or is not finite.
@@ -118,8 +116,8 @@ def equalize(
     """
     refuse_prepared(model, "equalize")
     refuse_sharded(model, "equalize")
-    call = naming(runner(inputs, forward), [batch])
-    outputs = OutputCheck(model, batch, call)
+    given = Batches([batch], "equalize", inputs=inputs, forward=forward).kept()
+    outputs = OutputCheck(model, given)
     layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
     recording = record(model, outputs.run)
     found = find_neighbors(model, recording, layers.keys(), layers.keys())
@@ -127,7 +125,7 @@ def equalize(
     restore = state_of(layers)
 
     def error() -> float:
-        quantized = prepared_copy(model, batch, config, call)
+        quantized = _quantized(model, given, config)
         return outputs.of(quantized).mean
 
     with restore_on_error(restore):
@@ -146,15 +144,15 @@ def _outcome(layer: str, done: dict[str, float], notes: dict[str, str]) -> dict[
     return {"factor": done[layer]} if layer in done else {"note": notes[layer]}
 
 
-def prepared_copy(model: nn.Module, batch: Any, config: Config | str, call: Forward) -> nn.Module:
-    """A copy of a float model, prepared and calibrated with one batch."""
+def _quantized(model: nn.Module, batches: KeptBatches, config: Config | str) -> nn.Module:
+    """A copy of a float model, prepared and calibrated."""
     quantized = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `prepare` and `calibrate` say it of the model itself
         prepare(quantized, config)
         if not quantizers(quantized):
             raise ConfigError("the config quantizes no layer of the model; give the one that prepare will get")
-        calibrate(quantized, [batch], forward=call, progress=False, unseen="float")
+        calibrate(quantized, batches, forward=batches.run, progress=False, unseen="float")
     return quantized
 
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import Forward, Inputs, runner
-from fakequant.data.failures import naming
+from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.modes import disabled, evaluating
@@ -69,8 +68,7 @@ def fold_scales(
     Args:
         model: prepared, with channel scales such as `fakequant.ptq.improve` chooses.
         batch: what a data loader gives.
-        inputs: which part of the batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
+        inputs, forward: as for `calibrate`.
 
     Raises:
         ConfigError: a float or sharded model, or one whose output is not the same in a second run, or is not finite.
@@ -100,13 +98,13 @@ def fold_scales(
     }
     if not layers:
         return FoldedScales()
-    call = naming(runner(inputs, forward), [batch])
+    given = Batches([batch], "fold_scales", inputs=inputs, forward=forward)
 
-    def run(model: nn.Module, batch: Any) -> Any:
+    def in_float(model: nn.Module, batch: Any) -> Any:
         with disabled(model):
-            return call(model, batch)
+            return given.call(model, batch)
 
-    outputs = OutputCheck(model, batch, run)
+    outputs = OutputCheck(model, Batches([batch], "fold_scales", forward=in_float).kept())
     makers = {module: name for name, module in model.named_modules() if _weight(module) is not None}
     recording = record(model, outputs.run)
     found = find_neighbors(model, recording, makers.keys(), layers.keys())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import Forward
+from fakequant.data.batches import KeptBatches
 from fakequant.errors import ConfigError
 from fakequant.model.modes import evaluating
 from fakequant.model.run.outputs import OutputDistance
@@ -26,15 +26,14 @@ class OutputCheck(OutputDistance):
 
     Args:
         model: it runs in eval mode, without gradients.
-        batch: what it gets.
-        run: called as run(model, batch).
+        batches: one, which it gets.
 
     Raises:
         ConfigError: two runs give different outputs, an output holds NaN or inf, or there are no floats in it.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, run: Forward) -> None:
-        super().__init__(model, [batch], run)
+    def __init__(self, model: nn.Module, batches: KeptBatches) -> None:
+        super().__init__(model, batches)
         self._model = model
         if not self.wanted:
             raise ConfigError(
@@ -52,7 +51,7 @@ class OutputCheck(OutputDistance):
     def run(self) -> Any:
         """The model's result."""
         with evaluating(self._model), torch.no_grad():
-            return self._run(self._model, self._batches[0])
+            return self.batches.run_first(self._model)
 
     def difference(self) -> float:
         """The norm of the error of an output, as a share of the output's norm: the largest of all outputs."""

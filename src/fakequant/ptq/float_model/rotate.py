@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import refuse_prepared
-from fakequant.data.batches import Forward, Inputs, runner
-from fakequant.data.failures import naming
+from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.run.recording import record
@@ -87,9 +86,8 @@ def rotate(
         batch: what a data loader gives.
         kind: "hadamard": with random signs, times a random rotation where the width is no power of two; or "random".
         seed: of the random numbers.
-        inputs: which part of the batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model. If the model also returns a cache of keys and
-            values, let it return the output alone: rotated heads change the cache.
+        inputs, forward: as for `calibrate`. If the model also returns a cache of keys and values, let `forward` return
+            the output alone: rotated heads change the cache.
 
     Raises:
         ConfigError: an unknown kind, a prepared or sharded model, or one whose output is not the same in a second run,
@@ -106,8 +104,7 @@ def rotate(
         raise ConfigError(f"unknown kind {kind!r}{nearest(str(kind), list(KINDS))}")
     refuse_prepared(model, "rotate")
     refuse_sharded(model, "rotate")
-    call = naming(runner(inputs, forward), [batch])
-    outputs = OutputCheck(model, batch, call)
+    outputs = OutputCheck(model, Batches([batch], "rotate", inputs=inputs, forward=forward).kept())
     recording = record(model, outputs.run)
     found = follow(model, recording)
     unreached = Unreached(model, recording)

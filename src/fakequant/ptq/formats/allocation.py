@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from fakequant.data.arguments import check_model, refuse_prepared
-from fakequant.data.batches import Forward, Inputs, batch_list, runner
-from fakequant.data.failures import naming
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.calibration.calibrate import calibrate
@@ -28,6 +27,7 @@ from fakequant.nn.layers import QuantizedLayer
 from fakequant.ptq.formats.losses import Loss, arriving_errors, divergence, losses_alone
 from fakequant.ptq.formats.mixes import Allocation, Score, Scores
 from fakequant.ptq.solvers.kinds import has_rows, is_turned
+from fakequant.text import module_name
 
 
 def scores(
@@ -53,9 +53,7 @@ def scores(
         choices: names of presets.
         measure: "kl", the divergence from the float model's logits [..., classes]; or called as measure(model), smaller
             is better, such as 1 less an accuracy. Losses of `Scores` and `Allocation` are then what is added to it.
-        inputs: which part of a batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
-        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+        inputs, forward, progress: as for `calibrate`.
 
     Raises:
         ConfigError: an unknown preset or measure, no preset, or a model without linear layers and convolutions.
@@ -71,23 +69,22 @@ def scores(
     check_model(model, "scores", "scores(model, batches)")
     refuse_prepared(model, "scores")
     refuse_sharded(model, "score the layers of")
-    given = batch_list(batches, "scores")
-    run = naming(runner(inputs, forward), given)
+    given = Batches(batches, "scores", inputs=inputs, forward=forward, progress=progress).kept()
     choices = [choices] if isinstance(choices, str) else [*choices]
     if not choices:
         raise ConfigError('choices is empty; give names of presets, such as ["INT8", "INT4_GROUP32"]')
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if _is_scored(layer)}
     if not layers:
         raise ConfigError("the model has no linear layers and no convolutions to choose formats for")
-    quantized = {name: quantized_copy(model, find_preset(name), given, run) for name in choices}
+    quantized = {name: quantized_copy(model, find_preset(name), given) for name in choices}
     with evaluating(model):
-        ran = record(model, lambda: run(model, given[0]))
+        ran = record(model, lambda: given.run_first(model))
         siblings = read_together(ran, layers)
         reached = [layer for layer in layers if layer in siblings]
         if measure is None:
-            arriving = arriving_errors(model, layers, quantized, run, given, progress)
+            arriving = arriving_errors(model, layers, quantized, given)
         else:
-            chosen = divergence(model, given, run) if measure == "kl" else measure
+            chosen = divergence(model, given) if measure == "kl" else measure
             if not callable(chosen):
                 raise ConfigError(f'expected measure="kl" or a function of the model, got {measure!r}')
             arriving = losses_alone(model, quantized, reached, chosen, progress)
@@ -167,7 +164,7 @@ def _left(model: nn.Module, reached: Sequence[str], recording: Recording) -> dic
 
     def why(module: nn.Module) -> str:
         if module in readers:
-            return f"{readers[module] or 'the model'} uses its weight in float"
+            return f"{module_name(readers[module])} uses its weight in float"
         return "the first batch does not reach it" if _is_scored(module) else f"a {type(module).__name__} has no score"
 
     return {name: why(module) for name, module in matrices.items()}
@@ -188,10 +185,10 @@ def _score(layer: Any, loss: float, products: int, weights: int) -> Score:
     return Score(loss, bits.codes + bits.scales if weights else 0, products * each)
 
 
-def quantized_copy(model: nn.Module, config: Config, batches: list[Any], run: Forward) -> nn.Module:
+def quantized_copy(model: nn.Module, config: Config, batches: KeptBatches) -> nn.Module:
     """A quantized copy of a model, calibrated and in eval mode; what has no scores stays in float."""
     twin = prepare(copy.deepcopy(model), config.with_rule(*_left_in_float(model)))
-    calibrate(twin, batches, forward=run, progress=False, unseen="float")
+    calibrate(twin, batches, forward=batches.run, progress=False, unseen="float")
     return twin.eval()
 
 
@@ -219,14 +216,12 @@ def verify(
         model: in float; it stays as it is.
         batches: to calibrate and to measure on.
         allocations: such as points of `Scores.curve`.
-        inputs: which part of a batch the model gets.
-        forward: called as forward(model, batch) instead of the model.
+        inputs, forward: as for `calibrate`.
     """
-    given, found = batch_list(batches, "verify"), []
-    run = naming(runner(inputs, forward), given)
-    outputs = OutputDistance(model, given, run)
+    given, found = Batches(batches, "verify", inputs=inputs, forward=forward).kept(), []
+    outputs = OutputDistance(model, given)
     outputs.check()
     for allocation in allocations:
-        twin = quantized_copy(model, allocation.config(), given, run)
+        twin = quantized_copy(model, allocation.config(), given)
         found.append(replace(allocation, measured=outputs.of(twin).mean))
     return found

@@ -18,8 +18,7 @@ from torch import nn
 
 from fakequant.calibration import DEFAULT_METHOD, find_method
 from fakequant.data.arguments import check_metric, check_model, measured, refuse_prepared
-from fakequant.data.batches import Forward, Inputs, batch_list, runner
-from fakequant.data.failures import naming
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.data.progress import track
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError, FakeQuantError, shown
@@ -78,8 +77,7 @@ def compare(  # noqa: PLR0913  all but the first three by name
         path: a file of JSON lines that gets each row as soon as it is there. Rows that it holds of the same model,
             batches, `metric`, `inputs` and `forward` are not run again. Functions, and attributes of the model, are
             compared by the output of the first batch and by the metric in float.
-        inputs: which part of a batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
+        inputs, forward: as for `calibrate`.
         told: gets each new row as soon as it is there.
 
     Raises:
@@ -103,15 +101,13 @@ def compare(  # noqa: PLR0913  all but the first three by name
     if path is not None:
         check_path(path, "compare(model, batches, path='rows.jsonl')")
         path = writable_file(path)
-    given = batch_list(batches, "compare")
-    run = naming(runner(inputs, forward), given)
-    called = {"inputs": inputs, "forward": forward}
-    task = _Task(model, given, run, metric, called)
+    given = Batches(batches, "compare", inputs=inputs, forward=forward).kept()
+    task = _Task(model, given, metric)
     result = Comparison(float_metric=task.score(model), float_milliseconds=task.milliseconds(model))
     known = {}
     if path is not None:
         measure = getattr(metric, "__qualname__", ""), result.float_metric
-        known = _read(path, digest([run_of(model, given, run), measure]))
+        known = _read(path, digest([run_of(model, given), measure]))
     for way in track(tried, "comparing", len(tried)):
         row = known.get(way)
         if row is None:
@@ -145,22 +141,21 @@ def _has_static_inputs(name: str) -> bool:
 class _Task:
     """A float model and what its quantized copies are measured on."""
 
-    def __init__(
-        self, model: nn.Module, batches: list[Any], run: Forward, metric: Metric | None, how: dict[str, Any]
-    ) -> None:
-        self.model, self.batches, self.run, self.metric, self.how = model, batches, run, metric, how
-        self.outputs = OutputDistance(model, batches, run)
+    def __init__(self, model: nn.Module, batches: KeptBatches, metric: Metric | None) -> None:
+        self.model, self.batches, self.metric = model, batches, metric
+        self.outputs = OutputDistance(model, batches)
         self.outputs.check(has_metric=metric is not None)
 
     def measured(self, way: tuple[str, str, str]) -> Compared:
         """A row; errors of this package are its reason."""
         name, method, steps = way
+        how: dict[str, Any] = {"forward": self.batches.run, "progress": False}
         started = time.perf_counter()
         try:
             twin = prepare(copy.deepcopy(self.model), find_preset(name))
-            calibrate(twin, self.batches, method=method, progress=False, unseen="float", **self.how)
+            calibrate(twin, self.batches, method=method, unseen="float", **how)
             if steps:
-                improve(twin, self.batches, steps, progress=False, **self.how)
+                improve(twin, self.batches, steps, **how)
             seconds = time.perf_counter() - started
             distance = self.outputs.of(twin)
             error = distance.mean if self.outputs.has_outputs else math.nan
@@ -186,10 +181,10 @@ class _Task:
         """The time of a forward pass of the first batch: the shortest of up to five, or of those that fit in 0.2 s."""
         times: list[float] = []
         with evaluating(model), cached_weights(model), torch.no_grad():
-            self.run(model, self.batches[0])
+            self.batches.run_first(model)
             while len(times) < 5 and sum(times) < 0.2:
                 started = time.perf_counter()
-                self.run(model, self.batches[0])
+                self.batches.run_first(model)
                 times.append(time.perf_counter() - started)
         return round(1e3 * min(times), 4)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant.data.batches import KeptBatches
 from fakequant.data.progress import track
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.modes import evaluating, modes
@@ -20,26 +21,26 @@ from fakequant.ops import library
 from fakequant.ptq.inputs.call import Call
 from fakequant.ptq.solvers.kinds import product_of
 from fakequant.restore import attributes_of, restore_after
+from fakequant.text import module_name
 
 _PROBES = 16
 """Random directions of the output, for each batch."""
 Loss = Callable[[nn.Module], float]
 
 
-def divergence(model: nn.Module, batches: Sequence[Any], run: Callable[[nn.Module, Any], Any]) -> Loss:
+def divergence(model: nn.Module, batches: KeptBatches) -> Loss:
     """The mean Kullback-Leibler divergence from the model's logits to those of another model.
 
     Args:
         model: in float, in eval mode; its first floating output holds logits [..., classes].
         batches: those to compare on.
-        run: called as run(model, batch).
     """
     with torch.no_grad():
-        wanted = [_logits(run(model, batch)) for batch in batches]
+        wanted = [_logits(batches.run(model, batch)) for batch in batches]
 
     def loss(other: nn.Module) -> float:
         total = sum(
-            float(nn.functional.kl_div(_logits(run(other, batch)), one, log_target=True, reduction="sum"))
+            float(nn.functional.kl_div(_logits(batches.run(other, batch)), one, log_target=True, reduction="sum"))
             for batch, one in zip(batches, wanted, strict=True)
         )
         return total / sum(one.numel() // one.shape[-1] for one in wanted)
@@ -78,7 +79,7 @@ def losses_alone(
         with modes(twin, lambda path, own, prefix=prefix: own.mode if path.startswith(prefix) else Mode.OFF):
             added = float(loss(twin)) - before
         if math.isnan(added):
-            raise ConfigError(f"the loss with {layer or 'the model'} alone in {name} is NaN")
+            raise ConfigError(f"the loss with {module_name(layer)} alone in {name} is NaN")
         found[layer, name] = torch.zeros(len(layers), dtype=torch.float64)
         found[layer, name][place] = (len(layers) * max(added, 0.0)) ** 0.5
     return found
@@ -89,9 +90,7 @@ def arriving_errors(
     model: nn.Module,
     layers: Mapping[str, Any],
     quantized: Mapping[str, nn.Module],
-    run: Callable[[nn.Module, Any], Any],
-    batches: list[Any],
-    progress: bool | None,
+    batches: KeptBatches,
 ) -> dict[tuple[str, str], Tensor]:
     """The errors that arrive in random directions of the output; the mean of squares is a share of its energy.
 
@@ -102,7 +101,7 @@ def arriving_errors(
         ConfigError: no output depends on a layer by a gradient, or all are 0.
     """
     parts: dict[tuple[str, str], list[Tensor]] = {(layer, name): [] for layer in layers for name in quantized}
-    energies = {place: energy for place, energy in _energies(model, run, batches).items() if energy}
+    energies = {place: energy for place, energy in _energies(model, batches).items() if energy}
     if not energies:
         raise ConfigError("every output of the model is 0, and scores are shares of its energy; give measure=")
     least = min(energies.values())
@@ -110,8 +109,8 @@ def arriving_errors(
     # Without gradients of parameters, torch need not keep inputs of layers, which a model may write into.
     with restore_after(attributes_of(model.parameters(), "requires_grad")):
         model.requires_grad_(requires_grad=False)
-        for number, batch in enumerate(track(batches, "scoring layers", len(batches), progress)):
-            _add_errors(layers, quantized, lambda b=batch: run(model, b), parts, (number, weights))
+        for number, batch in enumerate(batches.tracked("scoring layers")):
+            _add_errors(layers, quantized, lambda b=batch: batches.run(model, b), parts, (number, weights))
             if not all(bool(values[-1].isfinite().all()) for values in parts.values()):
                 raise _nan(number)
     # The mean of squares over all samples and directions times their number for one direction is the error's energy.
@@ -119,12 +118,12 @@ def arriving_errors(
     return {key: torch.cat(values) * (len(torch.cat(values)) * share) ** 0.5 for key, values in parts.items()}
 
 
-def _energies(model: nn.Module, run: Callable[[nn.Module, Any], Any], batches: list[Any]) -> dict[Place, float]:
+def _energies(model: nn.Module, batches: KeptBatches) -> dict[Place, float]:
     """The sum of squares of each output; values that are infinite, as those of a mask are, have no error."""
     found: dict[Place, Power] = {}
     for number, batch in enumerate(batches):
         with torch.no_grad():
-            outputs = named_tensors(run(model, batch))
+            outputs = named_tensors(batches.run(model, batch))
         for place, y in outputs.items():
             if bool(y.isnan().any()):
                 raise _nan(number)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fakequant.data.arguments import check_metric, check_model, measured, refuse_prepared
-from fakequant.data.batches import Forward, Inputs, batch_list, runner
-from fakequant.data.failures import naming
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.modes import evaluating
@@ -48,8 +47,7 @@ def search(  # noqa: PLR0913  all but the first three by name
         loss: at most so much predicted error of the output, as a share of its energy; the smallest such mix.
         metric: called as metric(model), larger is better; only with `floor`.
         floor: the metric that the mix keeps; the smallest such mix, found in about ten measurements.
-        inputs: which part of a batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
+        inputs, forward: as for `calibrate`.
 
     Returns:
         The mix with its measured error; `fakequant.prepare(model, mix.config())` applies it.
@@ -76,21 +74,20 @@ def search(  # noqa: PLR0913  all but the first three by name
         raise ConfigError("metric= and floor= belong together: the metric is called as metric(model), larger is better")
     for name, value in (("bits", bits), ("size", size), ("loss", loss), ("floor", floor)):
         check_budget(name, value, any_number=name == "floor")
-    given = batch_list(batches, "search")
-    run = naming(runner(inputs, forward), given)
-    found = scores(model, given, choices, forward=run)
+    given = Batches(batches, "search", inputs=inputs, forward=forward).kept()
+    found = scores(model, given, choices, forward=given.run)
     if metric is None or floor is None:
         mix = found.allocate(bits=bits, size=size, loss=loss)
     else:
-        mix = _smallest(model, given, found.curve(), metric, floor, run)
-    return replace(verify(model, given, [mix], forward=run)[0], metric=mix.metric)
+        mix = _smallest(model, given, found.curve(), metric, floor)
+    return replace(verify(model, given, [mix], forward=given.run)[0], metric=mix.metric)
 
 
 def _smallest(
-    model: nn.Module, batches: list[Any], curve: list[Allocation], metric: Metric, floor: float, run: Forward
+    model: nn.Module, batches: KeptBatches, curve: list[Allocation], metric: Metric, floor: float
 ) -> Allocation:
     """The first point of a curve that keeps the floor, by bisection: larger points are taken to be no worse."""
-    best = replace(curve[-1], metric=_measured(model, batches, curve[-1], metric, run))
+    best = replace(curve[-1], metric=_measured(model, batches, curve[-1], metric))
     if best.metric is None or not best.metric >= floor:
         raise ConfigError(
             f"no mix of these choices keeps {floor:.6g}: the largest, {best.bits_per_weight:.2f} bits per weight, "
@@ -99,7 +96,7 @@ def _smallest(
     low, high = 0, len(curve) - 1
     while low < high:
         middle = (low + high) // 2
-        value = _measured(model, batches, curve[middle], metric, run)
+        value = _measured(model, batches, curve[middle], metric)
         if value >= floor:
             high, best = middle, replace(curve[middle], metric=value)
         else:
@@ -107,7 +104,7 @@ def _smallest(
     return best
 
 
-def _measured(model: nn.Module, batches: list[Any], mix: Allocation, metric: Metric, run: Forward) -> float:
-    twin = quantized_copy(model, mix.config(), batches, run)
+def _measured(model: nn.Module, batches: KeptBatches, mix: Allocation, metric: Metric) -> float:
+    twin = quantized_copy(model, mix.config(), batches)
     with evaluating(twin), cached_weights(twin), torch.no_grad():
         return measured(metric, twin)

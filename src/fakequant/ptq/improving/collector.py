@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fakequant.data.batches import KeptBatches
 from fakequant.data.failures import input_named
-from fakequant.data.positions import Positions
 from fakequant.distributed import Together
 from fakequant.nn.operands import LayerWeight
 from fakequant.nn.quantizer import Mode
@@ -38,23 +38,16 @@ class Collector:
 
     Args:
         layers: by name.
-        counts: for each batch of this process the tokens that count.
-        mask: where they come from.
+        batches: of this process, with their masks.
         recorded: of the same model and batches.
         processes: they choose together; the first one chooses transforms and ranges of inputs.
     """
 
     def __init__(
-        self,
-        layers: Mapping[str, Any],
-        counts: Sequence[Tensor | None],
-        mask: Positions,
-        recorded: CallOrder,
-        processes: Together,
+        self, layers: Mapping[str, Any], batches: KeptBatches, recorded: CallOrder, processes: Together
     ) -> None:
-        self._layers, self._mask, self._siblings = layers, mask, recorded.siblings
+        self._layers, self._batches, self._siblings = layers, batches, recorded.siblings
         self._processes = processes
-        self._counts = counts
         self._with_input = set[str]()
         """The layers whose input was chosen, or will not be."""
         self._last: tuple[str, list[Call], tuple[InputSums, InputSums]] | None = None
@@ -75,17 +68,17 @@ class Collector:
         return own, choice._replace(result=replace(choice.result, remarks=remarks))
 
     def inputs(self, stage: Stage) -> dict[int, list[tuple[Tensor, ...]]]:
-        """What counts of a layer's inputs, before their quantizers, for each call by the number of the batch."""
+        """The unmasked tokens of a layer's unquantized inputs, for each call by the number of the batch."""
         layer = self._layers[stage.name]
         return {
-            number: [self._counted(stage.name, inputs_of(layer, call), self._counts[number]) for call in calls]
+            number: [self._unmasked(stage.name, inputs_of(layer, call), self._batches.masks[number]) for call in calls]
             for number, calls in stage.calls.items()
         }
 
-    def _counted(self, name: str, inputs: Sequence[Tensor], counts: Tensor | None) -> tuple[Tensor, ...]:
-        """What counts of the inputs of a call; those that are one tensor stay one."""
+    def _unmasked(self, name: str, inputs: Sequence[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
+        """The unmasked tokens of the inputs of a call; those that are one tensor stay one."""
         layer = self._layers[name]
-        found = {id(x): with_axis(layer, self._mask.counted(name, layer, x, counts)) for x in inputs}
+        found = {id(x): with_axis(layer, self._batches.mask.select(name, layer, x, mask)) for x in inputs}
         return tuple(found[id(x)] for x in inputs)
 
     def choose_input(self, stage: Stage, steps: Sequence[str]) -> InputChoice:

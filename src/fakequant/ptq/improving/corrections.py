@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Forward, Inputs, batch_list, runner
-from fakequant.data.failures import input_named, naming
+from fakequant.data.batches import Batches, Forward, Inputs
+from fakequant.data.failures import input_named
 from fakequant.distributed import Together, refuse_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.modes import evaluating
@@ -34,8 +34,7 @@ def reestimate_batch_norm(
     Args:
         model: prepared and calibrated; its normalisations are not merged into convolutions.
         batches: what a data loader gives; they are kept as a list and run side by side.
-        inputs: which part of a batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
+        inputs, forward: as for `calibrate`.
 
     Returns:
         The paths of the normalisations that were set. Those that no batch reaches keep their statistics.
@@ -54,11 +53,11 @@ def reestimate_batch_norm(
     """
     check_model(model, "reestimate_batch_norm", "reestimate_batch_norm(model, batches)")
     refuse_sharded(model, "estimate the statistics of")
-    given, norms = batch_list(batches, "reestimate_batch_norm"), _norms(model)
-    run = naming(runner(inputs, forward), given)
+    given = Batches(batches, "reestimate_batch_norm", inputs=inputs, forward=forward).kept()
+    norms = _norms(model)
     with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
-        recorded = call_order(model, norms, run, given)
-        with Stream(model, norms, run, given, recorded) as stages:
+        recorded = call_order(model, norms, given)
+        with Stream(model, norms, given, recorded) as stages:
             for stage in stages:
                 if stage.is_first:
                     _sums(stage).set(norms[stage.name])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import Forward, batch_list, refuse_tensor
-from fakequant.data.positions import Positions
+from fakequant.data.batches import Batches, KeptBatches
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.model.calibration.choice import HeldBack
@@ -33,30 +31,27 @@ _GROUPS = 16
 
 
 class Split(NamedTuple):
-    """Batches by their number: those that choose, and those that judge and choose nothing.
+    """All batches; those that choose; and those that judge and choose nothing.
 
-    >>> Split.of(list("abcd"), None, "improve")
-    Split(fit={0: 'a', 2: 'c', 3: 'd'}, held={1: 'b'})
+    >>> split = Split.of(Batches(list("abcd"), "improve"), None)
+    >>> split.fit.numbered, split.held.numbered
+    ({0: 'a', 2: 'c', 3: 'd'}, {1: 'b'})
     """
 
-    fit: dict[int, Any]
-    held: dict[int, Any]
+    all: KeptBatches
+    fit: KeptBatches
+    held: KeptBatches
 
     @classmethod
-    def of(cls, batches: Iterable[Any], judge: Iterable[Any] | None, caller: str) -> Split:
-        """Hold batches back to judge, unless they are given; `[]`: none judges. Errors are those of `batch_list`."""
-        given = dict(enumerate(batch_list(batches, caller)))
+    def of(cls, batches: Batches, judge: Iterable[Any] | None) -> Split:
+        """Hold batches back to judge, unless they are given; `[]`: none judges."""
+        given = batches.kept()
         if judge is not None:
-            refuse_tensor(judge, caller)
-            return cls(given, dict(enumerate(chain(judge), len(given))))
-        numbers = HeldBack(given, _EVERY)
-        fit = {number: given[number] for number in numbers}
-        return cls(fit, {number: given[number] for number in numbers.held if number not in fit})
-
-    @property
-    def all(self) -> list[Any]:
-        """All batches by their number."""
-        return [batch for _, batch in sorted({**self.fit, **self.held}.items(), key=lambda item: item[0])]
+            both = given.followed_by(judge)
+            return cls(both, given, both.part(range(len(given), len(both))))
+        numbers = HeldBack(given.numbered, _EVERY)
+        fit = given.part(numbers)
+        return cls(given, fit, given.part(number for number in numbers.held if number not in fit.numbered))
 
 
 class Effect:
@@ -65,31 +60,21 @@ class Effect:
     Args:
         model: quantized, before the change.
         batches: the held-back ones judge. Without them nothing goes back, and the first ones that choose measure.
-        run: called as run(model, batch).
         recorded: of the same model and batches.
         processes: they judge together.
-        positions: the tokens that count.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Split,
-        run: Forward,
-        recorded: CallOrder,
-        processes: Together,
-        positions: Positions,
-    ) -> None:
+    def __init__(self, model: nn.Module, batches: Split, recorded: CallOrder, processes: Together) -> None:
         self._model, self._processes = model, processes
         self._judges = all(processes.all(bool(batches.held)))
-        judged = list(batches.held.values()) if self._judges else list(batches.fit.values())[:_MEASURED]
+        judged = batches.held if self._judges else batches.fit.part([*batches.fit.numbered][:_MEASURED])
         self._where = f"on {len(judged)} {'batch' if len(judged) == 1 else 'batches'} that "
         self._where += "chose nothing" if self._judges else "chose, too, and new data may lose more"
         why_not = None if recorded.outputs_repeat else NOT_REPEATED
         self._before, self._rows_before = math.nan, torch.zeros(0)
         if why_not is None:
             with disabled(model):
-                self._outputs = OutputDistance(model, judged, run, [positions.of(batch) for batch in judged])
+                self._outputs = OutputDistance(model, judged)
             self._before = self._outputs.of(model).mean
             if not self._outputs.has_outputs:
                 why_not = "the model gives no floats"

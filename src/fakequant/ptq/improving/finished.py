@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import Forward
+from fakequant.data.batches import KeptBatches
 from fakequant.errors import CheckpointError, ConfigError
 from fakequant.files import writable_folder, write_whole
 from fakequant.model.modes import disabled, evaluating
@@ -172,13 +172,7 @@ def _on(params: tuple[Tensor, Tensor | None], device: torch.device) -> QParams:
 _OUTPUT = "output in float, by an attribute of the model, inputs= or forward="
 
 
-def run_of(
-    model: nn.Module,
-    batches: list[Any],
-    run: Forward,
-    steps: Iterable[str] = (),
-    masks: Sequence[Any] = (),
-) -> dict[str, str]:
+def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) -> dict[str, str]:
     """What a run of `improve` or `compare` depends on, as texts.
 
     Attributes, functions and buffers that are not stored are in no state: the output of the first batch stands for
@@ -187,33 +181,31 @@ def run_of(
     Args:
         model: before the run.
         batches: all of them.
-        run: called as run(model, batch).
         steps: their names.
-        masks: of the batches.
 
     Raises:
         NoDigestError: a batch holds an object that is not plain.
 
-    >>> net = nn.Linear(2, 2)
-    >>> one, other = (run_of(net, [x], lambda net, x: net(x)) for x in (torch.ones(2), torch.zeros(2)))
+    >>> from fakequant.data.batches import Batches
+    >>> one, other = (run_of(nn.Linear(2, 2), Batches([x], "improve").kept()) for x in (torch.ones(2), torch.zeros(2)))
     >>> [what for what in one if one[what] != other[what]][0]
     'set of batches'
     """
     try:
-        of_batches = digest(batches)
+        of_batches = digest([*batches])
     except NoDigestError as error:
         raise NoDigestError(f"in a batch, {error}, or leave out the folder or file") from error
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices), evaluating(model), disabled(model), torch.no_grad():
         torch.manual_seed(0)
-        output = run(model, batches[0])
+        output = batches.run_first(model)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return {
         "version of fakequant": __version__,
         "model": digest([repr(model), *state.items()]),
         "set of batches": of_batches,
         "list of steps": ", ".join(steps),
-        "mask": digest(masks),
+        "mask": digest([mask for mask in batches.masks.values() if mask is not None]),
         _OUTPUT: _of_output(output),
     }
 

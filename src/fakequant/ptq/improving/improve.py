@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from fakequant.data.arguments import check_model
-from fakequant.data.batches import Forward, Inputs, runner
-from fakequant.data.failures import naming
-from fakequant.data.positions import Mask, Positions
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
 from fakequant.data.progress import track
+from fakequant.data.token_mask import Mask
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.modes import evaluating, off
@@ -85,9 +84,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
         model: prepared, and calibrated if its inputs are quantized.
         batches: what a data loader gives; a few hundred examples. They are kept as a list.
         steps: "best", "fast" (no descent, one damping and one share of the drift), or names of `fakequant.ptq.STEPS`.
-        inputs: which part of a batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
-        mask: which tokens count, where batches have padding, as for `calibrate`.
+        inputs, forward, mask: as for `calibrate`.
         checkpoint: a folder that gets what is chosen, layer after layer. The same call after a kill goes on from there,
             so that only the other layers are chosen; the result is the same to the bit.
         judge: batches that choose nothing and judge, in place of those that are held back. `[]`: none judges, and
@@ -126,12 +123,10 @@ def improve(  # noqa: PLR0913  all but the first three by name
         _check_same(
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
-        split, masked = Split.of(batches, judge, "improve"), Positions(mask)
-        given, fit = split.all, [*split.fit.values()]
-        run, counts = naming(runner(inputs, forward), given), [masked.of(batch) for batch in given]
-        masks = [own for number in split.fit if (own := counts[number]) is not None]
-        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, fit, run, chosen_steps, masks))
-        fixed = fixed_parameters(model, lambda: run(model, given[0]))
+        split = Split.of(Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask), judge)
+        given = split.all
+        finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
+        fixed = fixed_parameters(model, lambda: given.run_first(model))
     views = {path: as_layer(weight) for path, weight in weights.items()}
     notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
     layers = {path: view for path, view in views.items() if notes[path] is None}
@@ -140,20 +135,20 @@ def improve(  # noqa: PLR0913  all but the first three by name
     before = {whole: state_of([whole]) for whole in dict.fromkeys(map(whole_layer, layers.values()))}
     state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
-        for path in _with_other_forward(layers, lambda: run(model, given[0])):
+        for path in _with_other_forward(layers, lambda: given.run_first(model)):
             result.layers.append(LayerResult(row_name(path, layers.pop(path)), note=_OTHER_FORWARD))
-        recorded = call_order(model, layers, run, given)
+        recorded = call_order(model, layers, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
-        effect = Effect(model, split, run, recorded, processes, masked)
+        effect = Effect(model, split, recorded, processes)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
-        collector = Collector(layers, counts, masked, recorded, processes)
+        collector = Collector(layers, given, recorded, processes)
         choices = _Choices(weights, layers, chosen_steps, collector, finished, fixed)
         sums = f"in up to {memory(layers[path] for path in recorded.order) / 1e9:.1f} GB"
-        with _Pass(model, layers, run, split.fit, recorded, with_drift) as stages:
+        with _Pass(model, layers, split.fit, recorded, with_drift) as stages:
             for stage, wanted in track(stages, f"choosing weights, {sums}", len(recorded.order), progress):
                 choices.add(stage, wanted, stages.keep)
             result.layers += choices.results.values()
-        masked.say_whole()
+        given.mask.warn_unmasked()
         _check_same(processes, _digests(weights, processes), "computed other weights; their processors round otherwise")
         chosen = dict.fromkeys(whole_layer(layers[path]) for path in choices.results)
         undone = effect.keep_what_helps({whole: before[whole] for whole in chosen})
@@ -305,14 +300,13 @@ class _Pass:
         self,
         model: nn.Module,
         layers: Mapping[str, Any],
-        run: Forward,
-        batches: Mapping[int, Any],
+        batches: KeptBatches,
         recorded: CallOrder,
         with_drift: Sequence[str],
     ) -> None:
         self._layers, self._with_drift = layers, frozenset(with_drift)
-        self._quantized = Stream(model, layers, run, batches, recorded)
-        self._float = Stream(model, layers, run, batches, recorded) if with_drift else None
+        self._quantized = Stream(model, layers, batches, recorded)
+        self._float = Stream(model, layers, batches, recorded) if with_drift else None
         self._float_values, self._stack = FloatValues(), ExitStack()
         self._quantizers = quantizers(model).values()
         self._paths: dict[nn.Module, list[str]] = {}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.data.batches import Forward, Inputs, batch_list, runner
-from fakequant.data.failures import input_named, naming
-from fakequant.data.positions import Mask, Positions
+from fakequant.data.batches import Batches, Forward, Inputs, KeptBatches
+from fakequant.data.failures import input_named
 from fakequant.data.progress import track
+from fakequant.data.token_mask import Mask
 from fakequant.errors import ConfigError
 from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.model.modes import disabled, evaluating
@@ -57,10 +57,7 @@ def low_rank(
         model: prepared; calibrated if its inputs are quantized.
         batches: what a data loader gives; they are kept as a list.
         rank: rows of A and columns of B.
-        inputs: which part of a batch the model gets, as for `calibrate`.
-        forward: called as forward(model, batch) instead of the model.
-        mask: which tokens count, where batches have padding, as for `calibrate`.
-        progress: whether to show a progress bar; by default on a terminal and in a notebook.
+        inputs, forward, mask, progress: as for `calibrate`.
 
     Returns:
         The errors of all layers by rounding to nearest, before and after. Layers that stay as they are have the reason.
@@ -78,27 +75,25 @@ def low_rank(
     (True, LowRank(rank 4, float16))
     """
     weights = prepared_weights(model, "low_rank")
-    given, positions = batch_list(batches, "low_rank"), Positions(mask)
-    run = naming(runner(inputs, forward), given)
+    given = Batches(batches, "low_rank", inputs=inputs, forward=forward, mask=mask).kept()
     if not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
-    fixed = fixed_parameters(model, lambda: run(model, given[0]))
+    fixed = fixed_parameters(model, lambda: given.run_first(model))
     names = {path: row_name(path, weight.layer) for path, weight in weights.items()}
     notes = {path: _why_not(weight, fixed, rank) for path, weight in weights.items()}
     layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
     result, reached = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note]), set()
-    counts = [positions.of(batch) for batch in given]
     state = state_of([model])
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), disabled(model), torch.no_grad():
-        recorded = call_order(model, layers, run, given)
-        with Stream(model, layers, run, given, recorded) as stages:
+        recorded = call_order(model, layers, given)
+        with Stream(model, layers, given, recorded) as stages:
             for stage in track(stages, "splitting weights", len(recorded.order), progress):
                 if stage.is_first:
-                    sums = _sums(stage, layers[stage.name], positions, counts)
+                    sums = _sums(stage, layers[stage.name], given)
                     if sums.count:
                         reached.add(stage.name)
                         result.layers.append(_split(names[stage.name], weights[stage.name], sums, rank))
-        positions.say_whole()
+        given.mask.warn_unmasked()
     missed = [path for path in layers if path not in reached]
     result.layers += [LayerResult(names[path], note=MISSED) for path in missed]
     return result
@@ -123,12 +118,13 @@ def _why_not(weight: LayerWeight, fixed: Mapping[nn.Parameter, str], rank: int) 
     return None
 
 
-def _sums(stage: Stage, layer: Any, positions: Positions, counts: list[Tensor | None]) -> InputSums:
+def _sums(stage: Stage, layer: Any, batches: KeptBatches) -> InputSums:
     found = InputSums()
     for number, calls in stage.calls.items():
         with input_named(layer_of(stage.name), number):
             for call in calls:
-                found.add(rows_of(layer, positions.counted(stage.name, layer, call.first, counts[number])))
+                x = batches.mask.select(stage.name, layer, call.first, batches.masks[number])
+                found.add(rows_of(layer, x))
     return found
 
 

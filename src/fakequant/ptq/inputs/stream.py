@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fakequant.data.batches import Forward
+from fakequant.data.batches import Batches, KeptBatches
 from fakequant.distributed import Together
 from fakequant.errors import ConfigError
 from fakequant.nn.paths import layer_of
@@ -86,7 +86,7 @@ class CallOrder:
         return self.order[:first], self.order[first:]
 
 
-def call_order(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, batches: Sequence[Any]) -> CallOrder:
+def call_order(model: nn.Module, layers: Mapping[str, nn.Module], batches: KeptBatches) -> CallOrder:
     """Run all batches once and count the calls of the layers.
 
     Raises:
@@ -108,7 +108,7 @@ def call_order(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, 
     with watched(layers, count), torch.no_grad():
         for number, batch in enumerate(batches):
             found.counts.append(Counter())
-            result = run(model, batch)
+            result = batches.run(model, batch)
             seen.append({name: [] for name in found.counts[-1]})
             for _, names in readers.values():
                 for name in dict.fromkeys(names):
@@ -118,7 +118,7 @@ def call_order(model: nn.Module, layers: Mapping[str, nn.Module], run: Forward, 
                 outputs.append(result)
     found.order = sorted(last, key=last.__getitem__)
     found.siblings = _siblings(seen)
-    _check_side_by_side(model, layers, run, batches, found, outputs)
+    _check_side_by_side(model, layers, batches, found, outputs)
     return found
 
 
@@ -133,23 +133,23 @@ def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[s
 def _check_side_by_side(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
-    run: Forward,
-    batches: Sequence[Any],
+    batches: KeptBatches,
     found: CallOrder,
     outputs: list[Any],
 ) -> None:
     results: dict[int, Any] = {}
 
-    def kept(model: nn.Module, numbered: tuple[int, Any]) -> None:
-        results[numbered[0]] = run(model, numbered[1])
+    def store(model: nn.Module, numbered: tuple[int, Any]) -> None:
+        results[numbered[0]] = batches.run(model, numbered[1])
 
-    with Stream(model, layers, kept, list(enumerate(batches[:_CHECKED])), found) as stream:
+    checked = Batches(list(batches.numbered.items())[:_CHECKED], "", forward=store).kept()
+    with Stream(model, layers, checked, found) as stream:
         for _ in stream:
             pass
     if all(_equal(results[number], output) for number, output in enumerate(outputs)):
         return
     with torch.no_grad():
-        found.outputs_repeat = _equal(run(model, batches[0]), outputs[0])
+        found.outputs_repeat = _equal(batches.run_first(model), outputs[0])
     if not found.outputs_repeat:
         return
     raise ConfigError(
@@ -165,16 +165,13 @@ class Stream:
     Args:
         model: what runs; in the mode and with the quantizers that it has at the time.
         layers: where to stop, by name.
-        run: run(model, batch).
-        batches: all of them stay in memory, with what their forward pass needs at a stage; some of those that were
-            recorded by their numbers.
-        recorded: of the same model and batches.
+        batches: all of them stay in memory, with what their forward pass needs at a stage.
+        recorded: of the same model and these batches, or more.
 
     >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
     >>> layers = {"first": model[0], "second": model[1]}
-    >>> def run(model, batch):
-    ...     return model(batch)
-    >>> with Stream(model, layers, run, batches, call_order(model, layers, run, batches)) as stream:
+    >>> batches = Batches(batches, "improve").kept()
+    >>> with Stream(model, layers, batches, call_order(model, layers, batches)) as stream:
     ...     for stage in stream:
     ...         print(stage.name, [list(calls[0].args[0].shape) for calls in stage.calls.values()])
     first [[3, 2], [1, 2]]
@@ -185,15 +182,14 @@ class Stream:
         self,
         model: nn.Module,
         layers: Mapping[str, nn.Module],
-        run: Forward,
-        batches: Sequence[Any] | Mapping[int, Any],
+        batches: KeptBatches,
         recorded: CallOrder,
     ) -> None:
         self._rank = {name: place for place, name in enumerate(recorded.order)}
         self._layers, self._stack, self._reached = layers, ExitStack(), set[str]()
-        numbered = batches.items() if isinstance(batches, Mapping) else enumerate(batches)
         self.lanes = [
-            _Lane(number, recorded.counts[number], lambda batch=batch: run(model, batch)) for number, batch in numbered
+            _Lane(number, recorded.counts[number], lambda batch=batch: batches.run(model, batch))
+            for number, batch in batches.numbered.items()
         ]
 
     def __enter__(self) -> Stream:

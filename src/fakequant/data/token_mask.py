@@ -1,4 +1,4 @@
-"""Which positions of a batch count: padding tokens move neither ranges nor sums."""
+"""The mask of the tokens of a batch: padding moves neither ranges nor sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.granularity import Granularity
 from fakequant.restore import Restore, attributes_of
-from fakequant.text import listed
+from fakequant.text import listed, module_name
 
 Mask = str | Callable[[Any], Tensor]
 """Which tokens of a batch count, bool or 0 and 1 [batch, tokens]: a function of the batch, or a key of a dict batch."""
@@ -21,16 +21,16 @@ Mask = str | Callable[[Any], Tensor]
 _SHOWN = 3  # inputs that a warning names with their shapes
 
 
-class Positions:
+class TokenMask:
     """The tokens of each batch that count.
 
     Args:
         mask: see `Mask`; None: all count.
 
-    >>> positions = Positions("attention_mask")
-    >>> counts = positions.of({"attention_mask": torch.tensor([[1, 0], [1, 1]])})
+    >>> tokens = TokenMask("attention_mask")
+    >>> mask = tokens.mask({"attention_mask": torch.tensor([[1, 0], [1, 1]])})
     >>> x = torch.arange(8.0).view(2, 2, 2)
-    >>> positions.counted("0", nn.Linear(2, 2), x, counts)
+    >>> tokens.select("0", nn.Linear(2, 2), x, mask)
     tensor([[[0., 1.],
              [4., 5.],
              [6., 7.]]])
@@ -39,32 +39,32 @@ class Positions:
     def __init__(self, mask: Mask | None) -> None:
         if not (mask is None or isinstance(mask, str) or callable(mask)):
             raise ConfigError(f"mask must be a function of a batch, or a key of dict batches, got {mask!r}")
-        self._mask = mask
+        self._key = mask
         self._masked: set[str] = set()
         self._whole: dict[str, tuple[int, ...]] = {}
         self._shape: tuple[int, ...] = ()
         self.present: Tensor | None = None
         """The mask of the present batch; None if all tokens count."""
 
-    def of(self, batch: Any) -> Tensor | None:
+    def mask(self, batch: Any) -> Tensor | None:
         """The mask of a batch, bool [batch, tokens]; None if all tokens count.
 
         Raises:
             ConfigError: it is no tensor of two axes with True and False, or 1 and 0.
         """
-        if self._mask is None:
+        if self._key is None:
             return None
-        if isinstance(self._mask, str):
-            if not isinstance(batch, Mapping) or self._mask not in batch:
+        if isinstance(self._key, str):
+            if not isinstance(batch, Mapping) or self._key not in batch:
                 what = f"a dict with the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
                 what = what or f"a {type(batch).__name__}"
                 raise ConfigError(
-                    f"mask={self._mask!r} is a key of dict batches, but a batch is {what}; give a function of a batch, "
+                    f"mask={self._key!r} is a key of dict batches, but a batch is {what}; give a function of a batch, "
                     "such as mask=lambda batch: batch[1]"
                 )
-            found = batch[self._mask]
+            found = batch[self._key]
         else:
-            found = self._mask(batch)
+            found = self._key(batch)
         wanted = "mask must give a bool tensor [batch, tokens], True for tokens that count"
         if not isinstance(found, Tensor) or found.dim() != 2:
             shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
@@ -74,29 +74,29 @@ class Positions:
         self._shape = tuple(found.shape)
         return found.bool()
 
-    def counted(
-        self, name: str, layer: nn.Module, x: Tensor, counts: Tensor | None, granularity: Granularity | None = None
+    def select(
+        self, name: str, layer: nn.Module, x: Tensor, mask: Tensor | None, granularity: Granularity | None = None
     ) -> Tensor:
-        """What counts of an input [batch, tokens, ...] of a layer: [1, tokens that count, ...]; others as they are.
+        """The unmasked tokens of an input [batch, tokens, ...] of a layer: [1, unmasked, ...]; other inputs unchanged.
 
         Args:
-            name: of the input, for `say_whole`.
+            name: of the input, for `warn_unmasked`.
             layer: that gets the input.
             x: the input.
-            counts: the mask of the batch.
+            mask: of the batch.
             granularity: of a fixed range for the input, which may have scales for positions.
         """
-        if counts is None:
+        if mask is None:
             return x
-        if _has_tokens(layer, x, counts) and (granularity is None or not _counts_positions(granularity, x)):
+        if _has_tokens(layer, x, mask) and (granularity is None or not _counts_positions(granularity, x)):
             self._masked.add(name)
-            return x[counts.to(x.device)][None]
-        if x.dim() != 2 or len(x) != len(counts) or x.shape == counts.shape:  # one row for each example has no tokens
+            return x[mask.to(x.device)][None]
+        if x.dim() != 2 or len(x) != len(mask) or x.shape == mask.shape:  # one row for each example has no tokens
             self._whole[name] = tuple(x.shape)
         return x
 
     def observe_through(self, model: nn.Module, inputs: Mapping[str, Quantizer]) -> Restore:
-        """Have the calibrators of input quantizers see what counts of the batch that `enter` got last.
+        """Have the calibrators of input quantizers see the unmasked tokens of the batch that `enter` got last.
 
         Args:
             model: that the quantizers are in.
@@ -106,25 +106,25 @@ class Positions:
             A function that gives the quantizers their own calibrators back.
         """
         restore = attributes_of(inputs.values(), "calibrator")
-        for name, quantizer in inputs.items() if self._mask is not None else ():
+        for name, quantizer in inputs.items() if self._key is not None else ():
             layer: Any = model.get_submodule(layer_of(name))
-            show: Any = _Counting(self, name, layer, quantizer)
+            show: Any = _Unmasked(self, name, layer, quantizer)
             quantizer.calibrator = show
         return restore
 
     def enter(self, batch: Any) -> None:
         """Make a batch the present one."""
-        self.present = self.of(batch)
+        self.present = self.mask(batch)
 
-    def say_whole(self) -> None:
-        """Warn once about inputs of other shapes, whose padding counts.
+    def warn_unmasked(self) -> None:
+        """Warn once about inputs that the mask does not fit, whose padding counts.
 
         Raises:
             CalibrationError: the mask fits no input at all.
         """
         if not self._whole:
             return
-        shapes = [f"{layer_of(name) or 'the model'} {list(shape)}" for name, shape in self._whole.items()]
+        shapes = [f"{module_name(layer_of(name))} {list(shape)}" for name, shape in self._whole.items()]
         shown = listed(shapes, _SHOWN)
         if not self._masked:
             raise CalibrationError(
@@ -138,11 +138,11 @@ class Positions:
         )
 
 
-class _Counting:
-    """Shows a calibrator what counts of each tensor."""
+class _Unmasked:
+    """Shows a calibrator the unmasked tokens of each tensor."""
 
-    def __init__(self, positions: Positions, name: str, layer: nn.Module, quantizer: Quantizer) -> None:
-        self._positions, self._name, self._layer = positions, name, layer
+    def __init__(self, tokens: TokenMask, name: str, layer: nn.Module, quantizer: Quantizer) -> None:
+        self._tokens, self._name, self._layer = tokens, name, layer
         self._granularity, self._calibrator = quantizer.spec.granularity, quantizer.calibrator
 
     @property
@@ -151,17 +151,16 @@ class _Counting:
 
     def observe(self, x: Tensor) -> None:
         if self._calibrator is not None:
-            positions = self._positions
-            shown = positions.counted(self._name, self._layer, x, positions.present, self._granularity)
-            self._calibrator.observe(shown)
+            mask = self._tokens.present
+            self._calibrator.observe(self._tokens.select(self._name, self._layer, x, mask, self._granularity))
 
 
-def _has_tokens(layer: nn.Module, x: Tensor, counts: Tensor) -> bool:
+def _has_tokens(layer: nn.Module, x: Tensor, mask: Tensor) -> bool:
     """Whether the leading axes of an input are those of the mask, and no other axis may be that of its tokens."""
-    if isinstance(layer, SpatialLayer) or x.dim() < 3 or x.shape[:2] != counts.shape:
+    if isinstance(layer, SpatialLayer) or x.dim() < 3 or x.shape[:2] != mask.shape:
         return False  # a convolution has channels where other layers have tokens
     others = x.shape[2:-1] if isinstance(layer, nn.Linear) else x.shape[2:]
-    return counts.shape[1] not in others
+    return mask.shape[1] not in others
 
 
 def _counts_positions(granularity: Granularity, x: Tensor) -> bool:
