@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fakequant.export.runtime import WITHOUT_OPTIMISATIONS
 from fakequant.model.analysis.html import html_result
-from fakequant.text import listed, table
+from fakequant.text import table
 
 OPTIMISED_ERROR = f"it runs with {WITHOUT_OPTIMISATIONS.text}, as it did here"
 
@@ -204,9 +204,10 @@ class VerifyReport:
         """The faults of the file apart from differing quantizers, one sentence each."""
         found = [] if self.rows else ["The file names no quantizer, so nothing was compared."]
         if self.uncovered:
+            first = ", ".join(self.uncovered[:_NAMED]) + (", ..." if len(self.uncovered) > _NAMED else "")
             found.append(
                 f"{len(self.uncovered)} nodes quantize but belong to no quantizer of the file, so they were not "
-                f"compared: {listed(self.uncovered, _NAMED)}. Export the model again."
+                f"compared: {first}. Export the model again."
             )
         return found
 

@@ -123,6 +123,11 @@ class Distance:
         return {name: power.share for name, power in self._powers.items()}
 
     @property
+    def energies(self) -> dict[Any, float]:
+        """The energy of the exact tensors by name; values that are infinite or NaN do not count."""
+        return {name: power.signal for name, power in self._powers.items()}
+
+    @property
     def mean(self) -> float:
         """The mean of the shares, by which decisions are made; 0 without tensors."""
         return sum(self.shares.values()) / max(len(self._powers), 1)

@@ -18,6 +18,7 @@ from fakequant.model.state.snapshots import LazyTensor, LiveTensors, QuantizedSt
 from fakequant.model.state.weight_codes import WeightCodes, count_of, lowest_of, patterns_of
 from fakequant.numerics.format import Format
 from fakequant.numerics.spec import QuantSpec
+from fakequant.text import listed
 
 _CHUNK = 1 << 18
 """Codes whose bits are spread at once, of a multiple of 8 so that each chunk ends with a byte."""
@@ -48,10 +49,9 @@ def encode(state: QuantizedState, *, packed: bool) -> Encoded:
     }
     entries = {name: _coded(name, state.weights, tensors) for name in weights}
     if packed and (left := state.in_float):
-        shown = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:_NAMED])
-        more = f"; and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        shown = listed((f"{name}: {reason}" for name, reason in left.items()), _NAMED, between="; ")
         total = len(left) + len(entries)
-        warn_user(f"packed=True stores {len(left)} of {total} quantized weights in float: {shown}{more}")
+        warn_user(f"packed=True stores {len(left)} of {total} quantized weights in float: {shown}")
     return Encoded(tensors, entries)
 
 

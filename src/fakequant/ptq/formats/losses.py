@@ -14,7 +14,7 @@ from fakequant.data.batches import KeptBatches
 from fakequant.data.progress import track
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.modes import evaluating, modes
-from fakequant.model.run.outputs import Place, Power, float_tensors, named_tensors
+from fakequant.model.run.outputs import Distance, Place, float_tensors, named_tensors
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
@@ -120,15 +120,14 @@ def arriving_errors(
 
 def _energies(model: nn.Module, batches: KeptBatches) -> dict[Place, float]:
     """The sum of squares of each output; values that are infinite, as those of a mask are, have no error."""
-    found: dict[Place, Power] = {}
+    found = Distance()
     for number, batch in enumerate(batches):
         with torch.no_grad():
             outputs = named_tensors(batches.run(model, batch))
-        for place, y in outputs.items():
-            if bool(y.isnan().any()):
-                raise _nan(number)
-            found.setdefault(place, Power()).add(y, y)
-    return {place: power.signal for place, power in found.items()}
+        if any(bool(y.isnan().any()) for y in outputs.values()):
+            raise _nan(number)
+        found.add(outputs, outputs)
+    return found.energies
 
 
 def _nan(number: int) -> CalibrationError:

@@ -187,7 +187,8 @@ def run_of(model: nn.Module, batches: KeptBatches, steps: Iterable[str] = ()) ->
         NoDigestError: a batch holds an object that is not plain.
 
     >>> from fakequant.data.batches import Batches
-    >>> one, other = (run_of(nn.Linear(2, 2), Batches([x], "improve").kept()) for x in (torch.ones(2), torch.zeros(2)))
+    >>> net = nn.Linear(2, 2)
+    >>> one, other = (run_of(net, Batches([x], "improve").kept()) for x in (torch.ones(2), torch.zeros(2)))
     >>> [what for what in one if one[what] != other[what]][0]
     'set of batches'
     """
