@@ -239,7 +239,10 @@ def test_quantizers_have_the_scales_of_codes() -> None:
         (lambda w: replace(w, scale=-w.scale), "_weight_quantizer cannot be used: scale must be a positive"),
         (lambda w: replace(w, scale=w.scale[:3]), r"scale has shape \[3, 1\]"),
         (lambda w: replace(w, zero_point=torch.zeros(16, 1, dtype=torch.int32)), "has a zero point, but .* symmetric"),
-        (lambda w: replace(w, spec=fq.QuantSpec("int3", fq.PerChannel(0))), "no quantizer of it .* is int3"),
+        (
+            lambda w: replace(w, spec=fq.QuantSpec("int3", fq.PerChannel(0))),
+            "as int3 per_channel.*: 0._weight_quantizer is int4 per_ch",
+        ),
     ],
 )
 def test_codes_that_do_not_fit_are_refused_before_the_model_changes(change: Any, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from itertools import chain, product
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from fakequant.data.arguments import check_model
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import CheckpointError, ConfigError, QParamsError, ShapeError
 from fakequant.model.prepare import attach
-from fakequant.model.state.plan import LayerEntry, Plan
+from fakequant.model.state.plan import LayerEntry, Plan, QuantizerEntry
 from fakequant.model.state.snapshots import QuantizedState, versions_of
 from fakequant.model.state.stored_ranges import check_ranges, is_wide, weight_places
 from fakequant.model.state.stored_sites import check_sites, restore_sites
@@ -112,10 +113,13 @@ def _tensors(model: nn.Module, state: QuantizedState) -> dict[str, Tensor]:
     readers: dict[str, list[str]] = {}
     for path, name in weight_places(modules, state).items():
         readers.setdefault(state.shared.get(name, name), []).append(path)
-    static = {path: entry.tensor.spec for path, _, entry in state.quantizers() if entry.is_static}
+    entries = {path: entry for path, _, entry in state.quantizers()}
     for name, weight in coded.items():
-        own = [path for path in readers.get(name, []) if static.get(path) == weight.spec]
-        _check_codes(name, weight, own)
+        held = {path: entries[path] for path in readers.get(name, [])}
+        own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
+        if not own:
+            raise CheckpointError(_no_reader(name, weight, held))
+        _check_codes(name, weight)
         for path, (key, value) in product(own, (("scale", weight.scale), ("zero_point", weight.zero_point))):
             if value is not None:
                 tensors.setdefault(f"{path}.{key}", value)
@@ -126,11 +130,15 @@ def _tensors(model: nn.Module, state: QuantizedState) -> dict[str, Tensor]:
     return _with_shared(state, {**tensors, **{name: weight.values() for name, weight in coded.items()}})
 
 
-def _check_codes(name: str, weight: WeightCodes, readers: list[str]) -> None:
-    if not readers:
-        raise CheckpointError(
-            f"the checkpoint has codes of {name}, but no quantizer of it with a fixed scale is {weight.spec}"
-        )
+def _no_reader(name: str, weight: WeightCodes, held: Mapping[str, QuantizerEntry]) -> str:
+    shown = ", ".join(f"{path} is {entry.tensor}" for path, entry in held.items())
+    return (
+        f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of it is that: "
+        f"{shown or 'none reads it'}"
+    )
+
+
+def _check_codes(name: str, weight: WeightCodes) -> None:
     try:
         weight.check()
     except (ShapeError, QParamsError) as error:
