@@ -15,7 +15,6 @@ from fakequant.model.training.qat import Scales, set_scales
 from fakequant.model.weights import quantized_weights
 from fakequant.ptq import InputSums, adaround
 from fakequant.ptq.solvers.grid import Grid
-from fakequant.ptq.solvers.kinds import rows_of
 from tests.support.matrix import full, sweep
 
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
@@ -64,7 +63,7 @@ def learned(preset: str) -> Callable[[nn.Module], Any]:
 def rounded(model: Any) -> None:
     """Write what `adaround` gives for one layer, as a user of the function does."""
     layer, sums = model[5], InputSums()
-    sums.add(rows_of(layer, model[:5](torch.cat(batches()))))
+    sums.add(layer.products()[0].rows(model[:5](torch.cat(batches()))))
     quantizer, weight = layer.weight_quantizer, layer.weight.detach().clone()
     params = quantizer.qparams(weight)
     grid = Grid(quantizer.spec, params, weight.shape)

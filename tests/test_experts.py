@@ -213,3 +213,49 @@ def test_refusals() -> None:
         fq.prepare(module, "int8")
     with pytest.raises(ConfigError, match=r"layers of transformers\.integrations\.moe already become QuantExperts"):
         quantizes_made_by("transformers.integrations.moe")(QuantExperts)
+
+
+@pytest.mark.parametrize("spec", ["int4 per_channel(0)", "int4 per_block(-1:8)", "uint4 per_block(-1:4)"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_the_weights_of_experts_are_chosen_as_those_of_layers(name: str, spec: str) -> None:
+    model: Any = nn.ModuleList([experts(name)])
+    torch.manual_seed(1)
+    tokens = [torch.randn(40, 16) * torch.linspace(0.1, 3, 16) for _ in range(5)]
+    index = [torch.stack([torch.randperm(3)[:2] for _ in range(40)]) for _ in tokens]  # the last expert gets none
+    batches = [(x, own, torch.full((40, 2), 0.5)) for x, own in zip(tokens, index, strict=True)]
+    first = "gate_up_proj" if model[0].has_gate else "up_proj"
+    of_floats = getattr(model[0], first).detach().clone()
+    fq.prepare(model, fq.Config("own", (Rule(weight=spec),)))
+    how: Any = {"judge": [], "progress": False}
+    found = fq.ptq.improve(
+        model, batches, ["ranges", "gptq", "descend"], forward=lambda model, batch: model[0](*batch), **how
+    )
+    rows = {row.layer: row for row in found.layers}
+    assert all(row.after < 0.9 * row.before and "1 of its 4 experts" in row.remarks[-1] for row in rows.values())
+    for expert in range(3):
+        layer = nn.Linear(16, 1, bias=False)
+        own = of_floats[expert].T if model[0].is_transposed else of_floats[expert]
+        layer.weight = nn.Parameter(own.contiguous())
+        alone = fq.prepare(nn.Sequential(layer), fq.Config("own", (Rule(weight=spec),)))
+        seen = [x[(chosen == expert).any(1)] for x, chosen in zip(tokens, index, strict=True)]
+        fq.ptq.improve(alone, seen, ["ranges", "gptq", "descend"], **how)
+        chosen = getattr(model[0], first)[expert]
+        assert torch.equal(chosen.T if model[0].is_transposed else chosen, layer.weight)
+
+
+def test_experts_of_llama4_and_jetmoe_are_chosen() -> None:
+    from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    config: Any = SimpleNamespace(num_local_experts=3, intermediate_size=8, hidden_size=16, hidden_act="silu")
+    torch.manual_seed(0)
+    llama, jet = Llama4TextExperts(config), JetMoeParallelExperts(3, 16, 8)
+    for parameter in (*llama.parameters(), *jet.parameters()):
+        parameter.data = torch.randn_like(parameter)
+    how: Any = {"judge": [], "progress": False}
+    for model, run in ((llama, lambda own, x: own[0](x)), (jet, lambda own, x: own[0](x, [20, 8, 20]))):
+        held = fq.prepare(nn.ModuleList([model]), "int4_weight_only")
+        batches = [torch.randn(48, 16) * torch.linspace(0.1, 3, 16) for _ in range(4)]
+        found = fq.ptq.improve(held, batches, ["ranges", "gptq"], forward=run, **how)
+        assert found.layers
+        assert all(row.after < 0.9 * row.before for row in found.layers)

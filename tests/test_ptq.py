@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
+from fakequant.nn.layers import product_class
+from fakequant.nn.products import MatrixProduct
 from fakequant.ops import library
 from fakequant.ptq import InputSums, descend, gptq
 from fakequant.ptq.solvers.grid import Grid
-from fakequant.ptq.solvers.kinds import rows_of
 from fakequant.ptq.solvers.problem import Problem
-from fakequant.ptq.solvers.turn import Turn
 from tests.support.bits import assert_same_bits
 from tests.support.matrix import full, in_turn, sweep
 from tests.support.weight_specs import WEIGHTS
@@ -168,8 +168,10 @@ def test_rows_times_the_weight_matrix_are_the_output(name: str) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
     layer = copy.deepcopy(layer).double()
     with torch.no_grad():
-        rows = rows_of(layer, x)
-        matrix = Turn(layer).tensor(layer.weight).reshape(len(rows), -1, rows.shape[-1])
+        product = product_class(layer).of(layer, "_weight_quantizer", "weight")
+        assert isinstance(product, MatrixProduct)
+        rows = product.rows(x)
+        matrix = product.matrix(layer.weight).reshape(len(rows), -1, rows.shape[-1])
         products = torch.einsum("grk,gok->rgo", rows, matrix).reshape(rows.shape[1], -1) + layer.bias
         y = layer(x)
         right = y if isinstance(layer, nn.Linear) else (y[None] if name == "conv3d unbatched" else y).movedim(1, -1)

@@ -185,7 +185,7 @@ def test_an_ended_run_of_an_attention_goes_on(case: str, tmp_path: Path, monkeyp
 def _last_inputs(model: nn.Module) -> list[Tensor]:
     """What the last projection of the attention gets."""
     seen = list[Tensor]()
-    handle = model.attention.watch_out_proj(seen.append)
+    handle = model.attention.watch(seen.append)
     with torch.no_grad():
         for x in batches():
             model(x)

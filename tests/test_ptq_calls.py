@@ -370,10 +370,10 @@ def test_registered_convolutions_with_a_forward_of_their_own(cls: type[Any], gro
         del _layers[cls]
 
 
-def test_weights_of_functions_have_a_row_that_says_why_nothing_is_chosen() -> None:
+def test_weights_of_functions_are_chosen_beside_layers() -> None:
     model, x = nn.Sequential(SamePadding(4, 4, 3), nn.Conv2d(4, 4, 1)), torch.randn(4, 4, 6, 6)
     config = fq.presets.INT4_WEIGHT_ONLY
     model = fq.prepare(model, config.with_rule(fq.Rule("*", config, ops=("conv",))), x)
-    notes = {row.layer: row.note for row in fq.ptq.improve(model, [x]).layers}
-    why = "nearest: improve has no steps for a parameter that a function takes"
-    assert notes == {"0._sites.conv2d_0": why, "1": ""}
+    rows = {row.layer: row for row in fq.ptq.improve(model, [x]).layers}
+    assert {name: row.note for name, row in rows.items()} == {"0._sites.conv2d_0": "", "1": ""}
+    assert all(row.after < row.before for row in rows.values())

@@ -10,8 +10,10 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.data import progress
-from fakequant.ptq.solvers import kinds, parts
-from fakequant.ptq.solvers.kinds import rows_of
+from fakequant.nn import windows
+from fakequant.nn.layers import product_class
+from fakequant.nn.products import MatrixProduct
+from fakequant.ptq.solvers import parts
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.sums import InputSums
 
@@ -42,8 +44,8 @@ def net(spec: str) -> Any:
 def test_wide_convolutions_gain_in_parts(spec: str) -> None:
     model, batches = net(spec), [torch.randn(4, 16, 9, 9) for _ in range(8)]
     count = 2 if "64" in spec else 4  # that divides the groups of a channel
-    assert Parts.of(model[0]).count == count
-    assert Parts.of(model[2]).count == 1
+    assert Parts.of(model[0].products()[0]).count == count
+    assert Parts.of(model[2].products()[0]).count == 1
     found = fq.ptq.improve(model, batches, "fast")
     assert found.left < 0.9
     assert [row.layer for row in found.layers if row.remarks and f"{count} parts" in row.remarks[-1]] == ["0"]
@@ -55,14 +57,14 @@ def test_wide_convolutions_gain_in_parts(spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_parts_of_a_weight_are_joined_to_the_bit(spec: str) -> None:
     layer = net(spec)[0]
-    own, params = Parts.of(layer), layer.weight_quantizer.qparams(layer.weight)
+    own, params = Parts.of(layer.products()[0]), layer.weight_quantizer.qparams(layer.weight)
     assert torch.equal(own.join(own.split(layer.weight)), layer.weight)
     back = own.join_params(own.split_params(params))
     assert torch.equal(back.scale, params.scale)
     if params.zero_point is not None:
         assert back.zero_point is not None
         assert torch.equal(back.zero_point, params.zero_point)
-    rows = rows_of(layer, torch.randn(2, 16, 5, 5))
+    rows = layer.products()[0].rows(torch.randn(2, 16, 5, 5))
     together = (own.rows(rows) @ own.split(layer.weight).reshape(own.count, 8, -1).mT).sum(0)
     torch.testing.assert_close(together, rows[0] @ layer.weight.reshape(8, -1).mT)
 
@@ -82,7 +84,9 @@ def test_parts_of_a_weight_are_joined_to_the_bit(spec: str) -> None:
 def test_rows_times_the_weight_are_the_product(layer: Any, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     with torch.no_grad():
-        rows, wanted = rows_of(layer, x), kinds.product_of(layer, layer.weight, x).movedim(1, -1)
+        product = product_class(layer).of(layer, "_weight_quantizer", "weight")
+        assert isinstance(product, MatrixProduct)
+        rows, wanted = product.rows(x), product.product(layer.weight, x).movedim(1, -1)
         weight = layer.weight.transpose(0, 1) if isinstance(layer, nn.ConvTranspose2d) else layer.weight
         found = (rows @ weight.reshape(len(rows), -1, rows.shape[-1]).mT).movedim(0, 1)
         torch.testing.assert_close(found.reshape(wanted.shape), wanted)
@@ -96,7 +100,7 @@ def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.Monkey
         sizes.append(rows.numel())
         add(self, rows, *wanted)
 
-    monkeypatch.setattr(kinds, "_MOST", 3 * 16 * 81 * 9)
+    monkeypatch.setattr(windows, "_MOST", 3 * 16 * 81 * 9)
     monkeypatch.setattr(InputSums, "add", see)
     fq.ptq.improve(net("int4 per_channel(0)"), [torch.randn(8, 16, 9, 9) for _ in range(2)], "fast", judge=[])
     assert max(sizes) <= 3 * 16 * 81 * 9
@@ -116,7 +120,7 @@ def test_windows_are_made_in_blocks_of_bounded_memory(monkeypatch: pytest.Monkey
 )
 def test_the_memory_of_sums_is_that_of_the_widest_layer(layer: nn.Module, columns: list[int]) -> None:
     model = fq.prepare(nn.Sequential(layer), "int8_weight_only")
-    assert parts.memory([model[0]]) == 14 * 8 * sum(count**2 for count in columns)
+    assert parts.memory(model[0].products()) == 14 * 8 * sum(count**2 for count in columns)
 
 
 def test_the_memory_of_sums_is_said_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

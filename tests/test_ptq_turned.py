@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant.ptq.solvers.kinds import rows_of
 from tests.support.bits import assert_same_bits
 from tests.support.vision import import_torchvision
 from tests.support.weight_specs import WEIGHTS
@@ -107,7 +106,7 @@ def test_layers_that_pad_themselves(preset: str) -> None:
     assert not any(row.failed for row in fq.compare(net, given, [preset]).rows)
     for layer, x in ((net[0], given[0]), (net[2], net[:2](given[0]))):
         quantized = fq.prepare(nn.Sequential(copy.deepcopy(layer)), preset)[0]
-        rows = rows_of(quantized, x)
+        rows = quantized.products()[0].rows(x)
         products = torch.einsum("grc,goc->gro", rows, layer.weight.reshape(len(rows), -1, rows.shape[-1]))
         wanted = (layer(x) - layer.bias.view(-1, 1, 1)).movedim(1, -1).reshape(rows.shape[1], -1)
         torch.testing.assert_close(products.movedim(0, 1).reshape(wanted.shape), wanted, atol=1e-5, rtol=1e-5)

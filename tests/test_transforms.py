@@ -138,14 +138,14 @@ def with_outliers(input: str, size: float = 100.0) -> Any:
 
 def test_smoothing_takes_away_what_outliers_cost() -> None:
     model = with_outliers("int8")
-    found = smooth([model[0]], [[x] for x in outliers()])
+    found = smooth(model[0].products(), [[x] for x in outliers()])
     assert isinstance(model[0].input_transform, ChannelScale)
     assert found.after < 0.01 * found.before
 
 
 def test_rotations_spread_outliers() -> None:
     model = with_outliers("int4 per_token dynamic", 10.0)
-    found = rotate([model[0]], [[x] for x in outliers(10.0)])
+    found = rotate(model[0].products(), [[x] for x in outliers(10.0)])
     assert isinstance(model[0].input_transform, BlockHadamard)
     assert found.after < 0.5 * found.before
 
@@ -157,7 +157,7 @@ def test_what_does_not_help_is_not_done() -> None:
     fq.calibrate(model, [x for (x,) in inputs], progress=False)
     before = model[0].weight.clone()
     for transform in (smooth, rotate):
-        found = transform([model[0]], inputs)
+        found = transform(model[0].products(), inputs)
         assert found.transform is None
         assert found.before == found.after
     assert model[0].input_transform is None
@@ -238,6 +238,6 @@ def test_what_a_few_batches_alone_would_win_is_not_done(step: str, rows: int, se
 
 def test_a_single_batch_is_judged_by_itself() -> None:
     model = with_outliers("int8")
-    found = smooth([model[0]], [outliers()[:1]])
+    found = smooth(model[0].products(), [outliers()[:1]])
     assert isinstance(model[0].input_transform, ChannelScale)
     assert found.after < 0.01 * found.before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from fakequant.model.analysis.analysis import Sensitivities
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
 from fakequant.model.weights import fresh_weight, quantized_weights
-from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.operands import LayerWeight
+from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.ptq.formats.comparison import Comparison, check_axis
 from fakequant.ptq.results import Improvement
@@ -231,14 +230,12 @@ def _ends(quantizer: Quantizer) -> list[float]:
     return [lowest, highest] if lowest < 0 else [highest]
 
 
-def _extremes(weight: LayerWeight, values: Tensor) -> tuple[list[float], list[float]]:
+def _extremes(weight: Product, values: Tensor) -> tuple[list[float], list[float]]:
     """The smallest and the largest value of every output channel; those of a stack of weights one after the other."""
-    layer = cast("QuantizedLayer", weight.layer)
-    operand = layer.operands(layer)[weight.attribute]
-    if operand.is_stack:
-        rows = values.movedim(operand.channels, 1).flatten(0, 1)
+    if isinstance(weight, MatrixProduct) and weight.is_stack:
+        rows = values.movedim(weight.channels, 1).flatten(0, 1)
     else:
-        rows = values.movedim(operand.channels, 0)
+        rows = values.movedim(weight.channels, 0)
     rows = rows.double().flatten(1)
     return rows.amin(1).tolist(), rows.amax(1).tolist()
 

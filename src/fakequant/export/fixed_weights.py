@@ -12,12 +12,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fakequant.model.execution import simulated
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.operands import LayerWeight
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.restore import attributes_of, restore_after
 
 
-def active_weights(model: nn.Module) -> list[LayerWeight]:
+def active_weights(model: nn.Module) -> list[Product]:
     """The weights of layers that will be quantized in the file."""
     return [weight for weight in quantized_weights(model).values() if weight.quantizer.mode is Mode.QUANTIZE]
 

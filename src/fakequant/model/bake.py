@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
-from fakequant.model.weights import all_weights, warn_stale_scales
-from fakequant.nn.operands import LayerWeight
+from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.paths import layer_of
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Mode
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import restore_on_error
@@ -39,7 +39,7 @@ def bake_weights(model: Model) -> Model:
     True
     """
     refuse_sharded(model, "bake the weights of")
-    weights = all_weights(model)
+    weights = quantized_weights(model)
     for name, weight in weights.items():
         _check(layer_of(name), weight)
     groups = _by_tensor(model, weights)
@@ -70,7 +70,7 @@ def fold(model: Model) -> Model:
 
 
 @torch.no_grad()
-def _bake_all(groups: list[list[LayerWeight]]) -> None:
+def _bake_all(groups: list[list[Product]]) -> None:
     """Replace the tensor that the weights of each group share; an interrupt is raised when all are replaced."""
     begun: dict[int, Tensor] = {}
 
@@ -89,7 +89,7 @@ def _bake_all(groups: list[list[LayerWeight]]) -> None:
         finish()
 
 
-def _check(name: str, weight: LayerWeight) -> None:
+def _check(name: str, weight: Product) -> None:
     if weight.quantizer.mode is not Mode.QUANTIZE:
         raise ConfigError(
             f"{name}: its weight quantizer is {weight.quantizer.mode.value}; set its mode to QUANTIZE first"
@@ -102,9 +102,9 @@ def _check(name: str, weight: LayerWeight) -> None:
         )
 
 
-def _by_tensor(model: nn.Module, weights: dict[str, LayerWeight]) -> list[dict[str, LayerWeight | None]]:
+def _by_tensor(model: nn.Module, weights: dict[str, Product]) -> list[dict[str, Product | None]]:
     """The paths of all modules that use each of the tensors, with the weight that each of them quantizes."""
-    users: dict[int, dict[str, LayerWeight | None]] = {id(weight.tensor): {} for weight in weights.values()}
+    users: dict[int, dict[str, Product | None]] = {id(weight.tensor): {} for weight in weights.values()}
     by_place = {(weight.owner, id(weight.tensor)): weight for weight in weights.values()}
     for name, module in model.named_modules():
         for tensor in {id(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None}:
@@ -113,7 +113,7 @@ def _by_tensor(model: nn.Module, weights: dict[str, LayerWeight]) -> list[dict[s
     return list(users.values())
 
 
-def _check_alike(users: dict[str, LayerWeight | None]) -> None:
+def _check_alike(users: dict[str, Product | None]) -> None:
     """Raise unless all users of one tensor quantize it to the same values."""
     if len(users) == 1:
         return
@@ -129,7 +129,7 @@ def _check_alike(users: dict[str, LayerWeight | None]) -> None:
             )
 
 
-def _difference(weight: LayerWeight | None, other: LayerWeight | None) -> str | None:
+def _difference(weight: Product | None, other: Product | None) -> str | None:
     """How the values of a tensor differ that two layers share; None if they are the same."""
     if weight is None or other is None:
         return "only one of them quantizes"

@@ -37,8 +37,9 @@ from fakequant.nn.fast_paths import leave_fast_paths
 from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.operands import LayerWeight, Operand, Role
+from fakequant.nn.operands import Operand, Role
 from fakequant.nn.paths import join
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import structure_of
@@ -299,7 +300,7 @@ def _too_small(quantized: type[QuantizedLayer], layer: nn.Module, rule: Rule) ->
         return []
     found = []
     for attribute, operand in quantized.factors(layer).items():
-        parameter = LayerWeight.of(layer, attribute, operand.weight).parameter if operand.weight else None
+        parameter = Product.of(layer, attribute, operand.weight).parameter if operand.weight else None
         config = _placed(rule, operand)
         if config is None or parameter is None or isinstance(parameter, UninitializedParameter):
             continue
@@ -329,14 +330,14 @@ def _check_layer(layer: nn.Module, rule: Rule, name: str) -> None:
         quantized.check(layer)
         for attribute, operand in quantized.operands(layer).items():
             if operand.role is Role.WEIGHT and attribute in configs:
-                _check_weight(LayerWeight.of(layer, attribute, operand.weight), configs[attribute])
+                _check_weight(Product.of(layer, attribute, operand.weight), configs[attribute])
         if rule.execution is Execution.INTEGER:
             _check_integer(layer, quantized, configs)
     except (ConfigError, ShapeError) as error:
         raise ConfigError(f"{module_name(name)}: {error}") from error
 
 
-def _check_weight(weight: LayerWeight, config: TensorConfig) -> None:
+def _check_weight(weight: Product, config: TensorConfig) -> None:
     with in_eval_mode(weight.layer):  # a spectral norm makes a step whenever its weight is read in training
         if not isinstance(value := getattr(weight.owner, weight.name, None), Tensor):
             raise ConfigError("its weight is computed in the first call; run the model once first")

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, StaleScaleWarning, warn_user
-from fakequant.model.weights import all_weights, fresh_weight, holds_codes, note_weight
+from fakequant.model.weights import fresh_weight, holds_codes, note_weight, quantized_weights
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.operands import LayerWeight, Role
+from fakequant.nn.operands import Role
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic
@@ -34,7 +35,7 @@ def raise_scales(model: nn.Module) -> list[str]:
         The paths of the quantizers that got other scales.
     """
     raised = []
-    for path, weight in all_weights(model).items():
+    for path, weight in quantized_weights(model).items():
         quantizer, inputs = weight.quantizer, _input_scales(weight)
         plain = quantizer.spec.format.has_zero_point and quantizer.spec.arithmetic is not Arithmetic.MULTIPLIER
         if not inputs or not plain or quantizer.mode is not Mode.QUANTIZE:
@@ -66,7 +67,7 @@ def warn_raised(paths: list[str]) -> None:
         )
 
 
-def _input_scales(weight: LayerWeight) -> list[Tensor]:
+def _input_scales(weight: Product) -> list[Tensor]:
     """The fixed scales of the inputs that a layer may multiply with a weight."""
     layer = weight.layer
     operands = layer.operands(layer) if isinstance(layer, QuantizedLayer) else {}
@@ -96,7 +97,7 @@ def _floor(scale: Tensor, biases: list[Tensor], input_scale: float) -> Tensor:
     return torch.maximum(floor / (input_scale * _BIAS), scale.max() * _SPAN)
 
 
-def _set(weight: LayerWeight, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:
+def _set(weight: Product, tensor: Tensor, floor: Tensor, zero: Tensor) -> None:
     """Set the scales of a weight to at least a floor, those of zeros to the largest; chosen codes stay codes."""
     quantizer, chosen = weight.quantizer, holds_codes(weight)
     if quantizer.follows_input:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fakequant.model.weights import all_weights
-from fakequant.nn.operands import LayerWeight
+from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed, module_name
@@ -121,7 +121,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
         by_name: whether a preset by its name chose all layers.
     """
     found: dict[nn.Parameter, tuple[str, WeightBits]] = {}
-    for path, weight in all_weights(model).items():
+    for path, weight in quantized_weights(model).items():
         alone = all(own.kind is Kind.WEIGHT for own in weight.layer.children() if isinstance(own, Quantizer))
         if alone and weight.parameter is not None and (bits := weight_bits(weight)) is not None:
             found[weight.parameter] = layer_of(path), bits
@@ -139,7 +139,7 @@ def note_on_scales(model: nn.Module, too_small: Sequence[str], *, by_name: bool)
     return notes
 
 
-def weight_bits(weight: LayerWeight) -> WeightBits | None:
+def weight_bits(weight: Product) -> WeightBits | None:
     """The bits of a weight that has a quantizer; None where it is computed, or has none."""
     if weight.quantizer is None or weight.parameter is None:
         return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from fakequant.model.weights import quantized_weights, weights_of
-from fakequant.nn.operands import LayerWeight
 from fakequant.nn.paths import layer_of
+from fakequant.nn.products import Product
 from fakequant.text import module_name
 
 
-def tied_weights(model: nn.Module) -> list[dict[str, LayerWeight]]:
+def tied_weights(model: nn.Module) -> list[dict[str, Product]]:
     """The quantized parameters that several layers share, each by the paths of its quantizers.
 
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
@@ -18,7 +18,7 @@ def tied_weights(model: nn.Module) -> list[dict[str, LayerWeight]]:
     >>> [list(weights) for weights in tied_weights(prepare(model, "int8"))]
     [['0._weight_quantizer', '1._weight_quantizer']]
     """
-    groups: dict[nn.Parameter, dict[str, LayerWeight]] = {}
+    groups: dict[nn.Parameter, dict[str, Product]] = {}
     for path, weight in quantized_weights(model).items():
         if (parameter := weight.parameter) is not None:
             groups.setdefault(parameter, {})[path] = weight

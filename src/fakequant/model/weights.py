@@ -17,10 +17,10 @@ from fakequant.errors import CalibrationError, CalibrationWarning, ShapeError, S
 from fakequant.model.modes import in_eval_mode
 from fakequant.nn.fitted import is_stale, magnitudes, mark
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.operands import LayerWeight
-from fakequant.nn.paths import join, layer_of, module_at
+from fakequant.nn.paths import join, layer_of
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.sites import sites_of
+from fakequant.nn.site_products import site_products
 from fakequant.numerics.qparams import Range
 from fakequant.ops import library
 from fakequant.text import listed
@@ -45,23 +45,22 @@ def _is_weight(parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in parameter.shape) >= 2
 
 
-def quantized_weights(model: nn.Module) -> dict[str, LayerWeight]:
-    """The weights of a model that have a quantizer, by the path of the quantizer."""
-    return {
-        join(path, weight.attribute): weight
-        for path, layer in model.named_modules()
+def quantized_weights(model: nn.Module) -> dict[str, Product]:
+    """The weights of layers and of functions that have a quantizer, by the path of the quantizer."""
+    modules = [*model.named_modules()]
+    of_layers = {
+        join(path, product.attribute): product
+        for path, layer in modules
         if isinstance(layer, QuantizedLayer)
-        for weight in layer.weights()
-        if weight.quantizer is not None
+        for product in layer.products()
+        if product.quantizer is not None
+    }
+    return of_layers | {
+        join(path, place): product for path, owner in modules for place, product in site_products(owner).items()
     }
 
 
-def all_weights(model: nn.Module) -> dict[str, LayerWeight]:
-    """The weights of layers and of functions that have a quantizer, by the path of the quantizer."""
-    return {**quantized_weights(model), **site_weights(model)}
-
-
-def fresh_weight(weight: LayerWeight, name: str) -> Tensor:
+def fresh_weight(weight: Product, name: str) -> Tensor:
     """The weight that the layer's next call uses.
 
     `weight_norm`, `spectral_norm` and `prune` of torch.nn.utils compute it by a hook when the layer is called. What the
@@ -75,7 +74,7 @@ def fresh_weight(weight: LayerWeight, name: str) -> Tensor:
         CalibrationError: something else computes it in the layer's call.
     """
     hooks = _weight_hooks(weight)
-    if weight.is_attribute and not hooks:
+    if weight.computed_by_hook and not hooks:
         path = layer_of(name)
         raise CalibrationError(
             f"the weight of {path or 'the model'} is computed when the layer is called, and no call has shown it; give "
@@ -87,11 +86,11 @@ def fresh_weight(weight: LayerWeight, name: str) -> Tensor:
         return weight.tensor
 
 
-def _weight_hooks(weight: LayerWeight) -> list[Any]:
+def _weight_hooks(weight: Product) -> list[Any]:
     return [hook for hook in weight.owner._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
 
 
-def holds_codes(weight: LayerWeight) -> bool:
+def holds_codes(weight: Product) -> bool:
     """Whether a weight has the values that its quantizer gives, as after `fakequant.ptq.improve`: no range is nearer.
 
     Its codes are then what was chosen, and a range taken anew would change them. A conversion of the model to another
@@ -118,12 +117,12 @@ def holds_codes(weight: LayerWeight) -> bool:
         return any(torch.equal(values.to(dtype).to(parameter.dtype), parameter) for dtype in dtypes)
 
 
-def scaled_weights(model: nn.Module) -> dict[str, LayerWeight]:
+def scaled_weights(model: nn.Module) -> dict[str, Product]:
     """The weights of layers and of functions whose quantizer has parameters, by the path of the quantizer."""
-    return {name: weight for name, weight in all_weights(model).items() if weight.quantizer.calibrated}
+    return {name: weight for name, weight in quantized_weights(model).items() if weight.quantizer.calibrated}
 
 
-def note_weight(weight: LayerWeight) -> None:
+def note_weight(weight: Product) -> None:
     """Record that the parameters of a weight's quantizer fit the weight as it is now."""
     quantizer = weight.quantizer
     if quantizer is None or not quantizer.calibrated:
@@ -161,7 +160,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     found = []
     for name, weight in scaled_weights(model).items():
         quantizer = weight.quantizer
-        if quantizer.fitted_to is None or (weight.is_attribute and not _weight_hooks(weight)):
+        if quantizer.fitted_to is None or (weight.computed_by_hook and not _weight_hooks(weight)):
             continue
         tensor = fresh_weight(weight, name)
         if not is_sharded(tensor) and is_stale(quantizer, tensor):
@@ -170,8 +169,10 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     stale = list(dict.fromkeys(layer_of(name) or "(model)" for name in found))
     if stale:
         weights = "the weight of 1 layer" if len(stale) == 1 else f"the weights of {len(stale)} layers"
-        sites = site_weights(model).keys() & set(found)
-        cure = "model, batches)" if sites else 'model, pattern="*_weight_quantizer"), which needs no batches'
+        all_in_layers = all(name.endswith("_weight_quantizer") for name in found)
+        cure = (
+            "model, batches)" if not all_in_layers else 'model, pattern="*_weight_quantizer"), which needs no batches'
+        )
         warn_user(
             f"{weights} changed by more than 10 % or in shape since the scales were set: {listed(stale, _NAMED)}. Set "
             f"them anew by fakequant.calibrate({cure}",
@@ -180,7 +181,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
     return found
 
 
-def give_range(weight: LayerWeight, range: Range) -> None:
+def give_range(weight: Product, range: Range) -> None:
     """Set the range of a weight's quantizer. A weight that is zero as a whole gets none: its scale follows it.
 
     By a fixed scale training cannot move what is zero. Channels and groups of zeros have the range of the others, see
@@ -201,7 +202,7 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
         model: with ranges.
         names: the paths of the quantizers to look at.
     """
-    weights = {name: weight.quantizer for name, weight in all_weights(model).items() if name in names}
+    weights = {name: weight.quantizer for name, weight in quantized_weights(model).items() if name in names}
     waiting = {n: q for n, q in weights.items() if not q.dynamic and not q.calibrated}
     if zeros := list(dict.fromkeys(layer_of(name) or "(model)" for name in waiting)):
         warn_user(
@@ -210,20 +211,3 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
             'fakequant.calibrate(model, pattern="*_weight_quantizer") fixes their scales',
             CalibrationWarning,
         )
-
-
-def site_weights(model: nn.Module) -> dict[str, LayerWeight]:
-    """The parameters that functions alone read and quantize as weights, by the path of the quantizer."""
-    return {
-        join(path, f"_sites.{key}.{operand}"): LayerWeight(site, operand, *_holder(owner, name))
-        for path, owner in model.named_modules()
-        if (sites := sites_of(owner)) is not None
-        for key, site in sites.by_key().items()
-        for operand, name in site.weights.items()
-        if site._modules.get(operand) is not None
-    }
-
-
-def _holder(owner: nn.Module, path: str) -> tuple[nn.Module, str]:
-    module, _, name = path.rpartition(".")
-    return module_at(owner, module), name

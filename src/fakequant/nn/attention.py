@@ -7,20 +7,19 @@ quantizers have the same bits.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fakequant.errors import CalibrationError, ShapeError
+from fakequant.nn.attention_products import InProjection, OutProjection
+from fakequant.nn.hooks import Watched
 from fakequant.nn.layers import QuantizedLayer, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
+from fakequant.nn.products import Product
 
 _torch: Any = F
 """Its private functions, which its type stub lacks."""
@@ -52,7 +51,7 @@ class _Masks(NamedTuple):
 
 
 @quantizes(nn.MultiheadAttention)
-class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
+class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
     """MultiheadAttention with quantized inputs, weights, factors of its two products, and input of its last projection.
 
     Inputs are quantized as they come. A tensor that is passed as query and key, or as key and value, is quantized once,
@@ -63,20 +62,9 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
 
     With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the quantizer of
     the probabilities is on: then it computes softmax(query @ key.T + mask) @ value in three operations.
+
+    Functions that watch it see each input [queries, n, embed_dim] of the last projection, before its quantizer.
     """
-
-    _watching: Mapping[int, Callable[[Tensor], None]] = MappingProxyType({})
-
-    def watch_out_proj(self, see: Callable[[Tensor], None]) -> RemovableHandle:
-        """Have a function see each input [queries, n, embed_dim] of the last projection, before its quantizer.
-
-        Returns:
-            What ends it, as for hooks of torch.
-        """
-        watching = vars(self).setdefault("_watching", OrderedDict())
-        handle = RemovableHandle(watching)
-        watching[handle.id] = see
-        return handle
 
     @classmethod
     def factors(cls, layer: nn.Module) -> dict[str, Operand]:
@@ -95,6 +83,14 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
             "_out_proj_input_quantizer": Operand(Role.INPUT),
             "_out_proj_weight_quantizer": Operand(Role.WEIGHT, weight="out_proj.weight"),
         }
+
+    @classmethod
+    def products_of(cls, layer: nn.Module) -> list[Product]:
+        return [
+            (OutProjection if "." in own.weight else InProjection).of(layer, attribute, own.weight)
+            for attribute, own in cls.factors(layer).items()
+            if own.weight
+        ]
 
     def forward(  # noqa: PLR0913  as torch's
         self,
@@ -184,8 +180,7 @@ class QuantMultiheadAttention(QuantizedLayer, nn.MultiheadAttention):
         else:
             y = self._in_one_operation(q, k, v, mask, is_causal=is_causal)
             y = y.permute(2, 0, 1, 3)
-        for see in self._watching.values():
-            see(y.reshape(queries, n, width))
+        self.show(y.reshape(queries, n, width))
         y = self.quantized("_out_proj_input_quantizer", y.reshape(queries * n, width))
         y = F.linear(y, self.quantized("_out_proj_weight_quantizer", self.out_proj.weight), self.out_proj.bias)
         weights = weights.view(n, self.num_heads, queries, -1) if need_weights and weights is not None else None

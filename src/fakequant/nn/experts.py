@@ -15,6 +15,7 @@ from fakequant.errors import CallError, ConfigError
 from fakequant.nn.layers import QuantizedLayer, quantizes_made_by
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
+from fakequant.nn.stacks import ExpertProduct
 
 _ONE_BY_ONE = (None, "eager")
 _VISIBLE = ("batched_mm", "grouped_mm")
@@ -53,6 +54,7 @@ class QuantExperts(QuantizedLayer):
     ranges of its own, as if it were a layer. All experts share the two quantizers of activations.
     """
 
+    product_class = ExpertProduct
     inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_down_input_quantizer")
     input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
     output_channels: ClassVar[int | None] = None
@@ -75,6 +77,20 @@ class QuantExperts(QuantizedLayer):
                     f"its experts are expected in one parameter {name} with three axes, which it lacks; leave it in "
                     f"float by Rule('*', layers={type(layer).__name__!r})"
                 )
+
+    def tokens(self, attribute: str, hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+        """The inputs of one of the products before its quantizer, in a call with these arguments, for each expert."""
+        first: Any = _first(self)
+        experts: Any = self
+        hit = _tokens_of_experts(top_k_index, experts.num_experts)
+        tokens = {expert: hidden_states[token] for expert, _, token in hit}
+        if attribute != f"_{first}_weight_quantizer":
+            seen = _Seen(self, first)
+            gate = experts._apply_gate if experts.has_gate else experts.act_fn
+            of_input = self.quantized_input(hidden_states)
+            tokens = {expert: gate(_product(seen, first, expert, of_input[token])) for expert, _, token in hit}
+        width = hidden_states.shape[-1] if not tokens else next(iter(tokens.values())).shape[-1]
+        return [tokens.get(expert, hidden_states.new_zeros(0, width)) for expert in range(experts.num_experts)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum [tokens, in] of the experts [tokens, k] of every token."""
@@ -106,12 +122,7 @@ def _one_by_one(seen: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     """What the classes compute as they are written: the tokens of one expert after those of another."""
     first = _first(seen)
     result = torch.zeros_like(x)
-    with torch.no_grad():
-        # One more class than experts: expert parallelism gives tokens of other processes that index.
-        mask = F.one_hot(top_k_index, num_classes=seen.num_experts + 1).permute(2, 1, 0)
-        hit = mask[:-1].sum(dim=(-1, -2)).nonzero().flatten().tolist()
-    for expert in hit:
-        place, token = torch.where(mask[expert])
+    for expert, place, token in _tokens_of_experts(top_k_index, seen.num_experts):
         y = _product(seen, first, expert, x[token])
         y = seen._apply_gate(y) if seen.has_gate else seen.act_fn(y)
         y = _product(seen, "down_proj", expert, y)
@@ -120,6 +131,16 @@ def _one_by_one(seen: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         y = y * top_k_weights[token, place, None]
         result.index_add_(0, token, y.to(result.dtype))
     return result
+
+
+@torch.no_grad()
+def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Tensor, Tensor]]:
+    """The experts that get tokens, each with the places and the tokens of an index [tokens, k]."""
+    # One more class than experts: expert parallelism gives tokens of other processes that index.
+    mask = F.one_hot(top_k_index, num_classes=experts + 1).permute(2, 1, 0)
+    hit = mask[:-1].sum(dim=(-1, -2)).nonzero().flatten().tolist()
+    places = [torch.where(mask[expert]) for expert in hit]
+    return [(expert, place, token) for expert, (place, token) in zip(hit, places, strict=True)]
 
 
 def _product(seen: Any, name: str, expert: int, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,8 @@ from fakequant.nn.integer import IntegerProduct
 from fakequant.nn.layers import QuantConv2d, QuantizedLayer, QuantLinear, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
+from fakequant.nn.products import TurnedProduct
+from fakequant.nn.stacks import ExpertProduct
 
 quantizes("timm.layers.linear.Linear")(QuantLinear)
 
@@ -83,6 +86,7 @@ class QuantConv1D(QuantizedLayer):
 
     output_channels: ClassVar[int | None] = 1
     weight_reduction: ClassVar[int] = 0
+    product_class = TurnedProduct
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,6 +146,12 @@ class _ParallelExperts(QuantizedLayer):
         weight = Operand(Role.WEIGHT, -1, -2, weight="weight", is_stack=True)
         return {"_input_quantizer": Operand(Role.INPUT), "_weight_quantizer": weight}
 
+    product_class = ExpertProduct
+
+    def tokens(self, attribute: str, inputs: Tensor, expert_size: list[int]) -> Sequence[Tensor]:
+        """The inputs of the experts before their quantizer, in a call with these arguments."""
+        return inputs.split(expert_size, dim=0)
+
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
         """The results [tokens, out] of as many tokens for each expert as its size."""
         parts = self.quantized_input(inputs).split(expert_size, dim=0)
@@ -152,6 +162,7 @@ class _ParallelExperts(QuantizedLayer):
 class _Llama4Experts(QuantizedLayer):
     """Experts that all see as many tokens, with quantized inputs of both products and weights [experts, in, out]."""
 
+    product_class = ExpertProduct
     inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_down_input_quantizer")
     input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
     output_channels: ClassVar[int | None] = None
@@ -163,11 +174,21 @@ class _Llama4Experts(QuantizedLayer):
             found[f"_{name}_weight_quantizer"] = Operand(Role.WEIGHT, -2, -1, weight=name, is_stack=True)
         return found
 
+    def tokens(self, attribute: str, hidden_states: Tensor) -> Sequence[Tensor]:
+        """The inputs of one of the products before its quantizer, in a call with this argument, for each expert."""
+        own: Any = self
+        x = hidden_states.view(own.num_experts, -1, own.hidden_size)
+        return (x if attribute == "_gate_up_proj_weight_quantizer" else self._gated(self.quantized_input(x))).unbind()
+
+    def _gated(self, x: Tensor) -> Tensor:
+        """The input [experts, tokens, hidden] of the second product, of that of the first."""
+        own: Any = self
+        gate, up = torch.bmm(x, self.quantized("_gate_up_proj_weight_quantizer", own.gate_up_proj)).chunk(2, dim=-1)
+        return up * own.act_fn(gate)
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The results [experts * tokens, in] of the tokens of the first expert, of the second, and so on."""
         own: Any = self
-        x = self.quantized_input(hidden_states.view(own.num_experts, -1, own.hidden_size))
-        first = self.quantized("_gate_up_proj_weight_quantizer", own.gate_up_proj)
-        gate, up = torch.bmm(x, first).chunk(2, dim=-1)
-        x = self.quantized("_down_input_quantizer", up * own.act_fn(gate))
+        x = self._gated(self.quantized_input(hidden_states.view(own.num_experts, -1, own.hidden_size)))
+        x = self.quantized("_down_input_quantizer", x)
         return torch.bmm(x, self.quantized("_down_proj_weight_quantizer", own.down_proj)).view(-1, own.hidden_size)

@@ -1,8 +1,32 @@
-"""Whether anything but its class takes part in the calls of a module."""
+"""What looks at the calls of a module, or takes part in them."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Watched:
+    """Shows functions what a module computes inside of a call, where hooks of torch do not look."""
+
+    _watching: Mapping[int, Callable[..., None]] = MappingProxyType({})
+
+    def watch(self, see: Callable[..., None]) -> RemovableHandle:
+        """Have a function called with what the class shows; the handle ends it, as for hooks of torch."""
+        watching: dict[int, Any] = vars(self).setdefault("_watching", OrderedDict())
+        handle = RemovableHandle(watching)
+        watching[handle.id] = see
+        return handle
+
+    def show(self, *values: Any) -> None:
+        """Show values to all functions that watch."""
+        for see in self._watching.values():
+            see(*values)
 
 
 def is_as_made(module: nn.Module) -> bool:

@@ -21,9 +21,11 @@ from fakequant.nn.integer import Execution, IntegerProduct
 from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.low_rank import LowRank
-from fakequant.nn.operands import Kernel, LayerWeight, Operand, Role
+from fakequant.nn.operands import Kernel, Operand, Role
+from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.transforms import InputTransform
+from fakequant.nn.windows import WindowProduct
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 _ATTRIBUTES["input_transform"] = "_input_transform"
@@ -53,6 +55,8 @@ class QuantizedLayer(nn.Module):
 
     # Axes that a class does not name are those of the torch layer that it is a subclass of.
 
+    product_class: ClassVar[type[Product]] = Product
+    """The view of the layer's weight for algorithms; see `products`."""
     product: ClassVar[IntegerProduct | None] = None
     """How codes are multiplied; None where they cannot be."""
     execution: Execution = Execution.SIMULATE
@@ -66,7 +70,7 @@ class QuantizedLayer(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         form = next((_layers[base] for base in cls.__mro__ if base in _layers), None)
-        for name in ("output_channels", "input_reductions", "weight_reduction"):
+        for name in ("output_channels", "input_reductions", "weight_reduction", "product_class"):
             owner = next(base for base in cls.__mro__ if name in vars(base))
             if form is not None and owner is QuantizedLayer:
                 setattr(cls, name, getattr(form, name))
@@ -131,10 +135,15 @@ class QuantizedLayer(nn.Module):
         """The lengths of the kernel of a float or quantized layer, which lies along the last axes; none without one."""
         return getattr(layer, "kernel_size", ())
 
-    def weights(self) -> list[LayerWeight]:
+    @classmethod
+    def products_of(cls, layer: nn.Module) -> list[Product]:
+        """The weights of a float or quantized layer that have a quantizer or could have one."""
+        operands = cls.operands(layer).items()
+        return [cls.product_class.of(layer, attribute, own.weight) for attribute, own in operands if own.weight]
+
+    def products(self) -> list[Product]:
         """The weights that have a quantizer or could have one."""
-        operands = self.operands(self).items()
-        return [LayerWeight.of(self, attribute, operand.weight) for attribute, operand in operands if operand.weight]
+        return self.products_of(self)
 
     @classmethod
     def takes(cls, layer: nn.Module) -> bool:
@@ -270,6 +279,17 @@ def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
     return register
 
 
+def product_class(layer: nn.Module) -> type[Product]:
+    """How the weight of a float or quantized layer is multiplied; `Product` where no form of the layer says it.
+
+    >>> product_class(nn.Linear(2, 2)), product_class(nn.Embedding(2, 2))
+    (<class 'fakequant.nn.products.MatrixProduct'>, <class 'fakequant.nn.products.Product'>)
+    """
+    forms = (registered(base) for base in type(layer).__mro__ if issubclass(base, nn.Module))
+    form = type(layer) if isinstance(layer, QuantizedLayer) else next(filter(None, forms), None)
+    return Product if form is None else form.product_class
+
+
 def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
     """The table: float layer to quantized layer."""
     return dict(_layers)
@@ -288,6 +308,7 @@ def registered(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
 class QuantLinear(QuantizedLayer, nn.Linear):
     """Linear with quantized input [..., in] and weight [out, in]."""
 
+    product_class = MatrixProduct
     product = LinearProduct()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -318,6 +339,7 @@ class SpatialLayer(QuantizedLayer):
 
 class _QuantConv(SpatialLayer):
     weight_reduction: ClassVar[int] = 1
+    product_class = WindowProduct
     product = ConvolutionProduct()
     bias: Tensor | None
     _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]

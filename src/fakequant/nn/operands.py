@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
-
-from torch import Tensor, nn
-
-from fakequant.offload import fetched
+from typing import NamedTuple
 
 
 class Role(Enum):
@@ -62,41 +57,3 @@ class Operand(NamedTuple):
             return {-1: self.reduction}
         named = {0: self.channels, -1: self.reduction}
         return {**named, -2: self.channels, 1: self.reduction} if self.is_stack else named
-
-
-@dataclass(frozen=True)
-class LayerWeight:
-    """A weight of a quantized layer, and the attribute of the layer that holds its quantizer."""
-
-    layer: nn.Module
-    attribute: str
-    owner: nn.Module
-    """The module that holds the weight: the layer, or a submodule of it."""
-    name: str
-    """The attribute of the owner."""
-
-    @classmethod
-    def of(cls, layer: nn.Module, attribute: str, path: str) -> LayerWeight:
-        """The weight at a path in a layer."""
-        owner, _, name = path.rpartition(".")
-        return cls(layer, attribute, layer.get_submodule(owner), name)
-
-    @property
-    def quantizer(self) -> Any:
-        """The quantizer, or None while the weight stays in float."""
-        return getattr(self.layer, self.attribute, None)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The weight as it is now; a parametrization computes it, and a hook that keeps it elsewhere gives it."""
-        return fetched(self.owner, self.name, getattr(self.owner, self.name))
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        """The weight if it is a parameter, None if it is computed."""
-        return self.owner._parameters.get(self.name)
-
-    @property
-    def is_attribute(self) -> bool:
-        """Whether it is a plain attribute, which a hook computes when the owner is called."""
-        return self.name in vars(self.owner)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from fakequant.errors import SiteError
 from fakequant.nn.attention_parts import attend_in_parts
+from fakequant.nn.hooks import Watched
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.site_functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
 from fakequant.restore import stack_without
@@ -31,10 +32,11 @@ SITES = "_sites"
 """The attribute of an owner that holds its sites."""
 
 
-class Site(nn.Module):
+class Site(Watched, nn.Module):
     """The quantizers of one call of a function, by operand; `output` is that of the result.
 
     Attention may have one of its `probabilities`. It is computed in visible parts then, unless that quantizer is off.
+    Functions that watch a site see the operands by name, and all arguments, before they are quantized.
 
     Attributes:
         function: the canonical name.
@@ -65,6 +67,7 @@ class Site(nn.Module):
         if names != self.operands:
             raise SiteError(_other_operands(mode.sites.owner, self, names))
         self._refuse_other_weights(mode, places)
+        self._show_operands(places, args, kwargs)
         written = _first(args, kwargs) if called.writes(args, kwargs) else None
         for name, holder, key in places:
             quantizer = self._modules.get(name)
@@ -90,6 +93,10 @@ class Site(nn.Module):
         if written is not None and result is not written:
             result = written.copy_(result)
         return result
+
+    def _show_operands(self, places: list[tuple[str, Any, Any]], args: Any, kwargs: Any) -> None:
+        if self._watching:
+            self.show({name: holder[key] for name, holder, key in places}, tuple(args), dict(kwargs))
 
     def _refuse_other_weights(self, mode: SiteMode, places: list[tuple[str, Any, Any]]) -> None:
         """Raise if an operand is another parameter than the planned one, whose scales would not fit it."""

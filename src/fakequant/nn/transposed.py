@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fakequant.nn.layers import SpatialLayer, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.windows import TransposedWindowProduct
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -34,6 +35,7 @@ def conv_transpose(layer: nn.Module, input: Tensor, weight: Tensor, output_size:
 class _QuantConvTranspose(SpatialLayer):
     output_channels: ClassVar[int | None] = 1
     weight_reduction: ClassVar[int] = 0
+    product_class = TransposedWindowProduct
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if isinstance(input, Proxy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fakequant.model.analysis.html import html_result
@@ -135,3 +135,16 @@ class Improvement:
             shown = ["-" if found.note or number is None else f"{number:.2e}" for number in numbers]
             rows.append([found.layer or "(model)", *shown, share])
         return rows
+
+
+def joined_result(results: Sequence[LayerResult]) -> LayerResult:
+    """The mean of the results of several matrices of one weight, without those that saw no rows."""
+    seen = [one for one in results if one.steps or one.before]
+    if len(seen) < 2:
+        return next(iter(seen), results[0])
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(seen)
+
+    steps = {step: mean(one.steps[step] for one in seen) for step in seen[0].steps}
+    return LayerResult(seen[0].layer, mean(one.before for one in seen), mean(one.after for one in seen), steps)

@@ -15,11 +15,11 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.run.queries import weight_readers
 from fakequant.model.run.recording import record
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.operands import LayerWeight
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Mode, quantizers
 
 
-def prepared_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
+def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
     """The quantized weights of a model, by the path of their quantizer.
 
     Args:
@@ -36,7 +36,7 @@ def prepared_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
     return weights
 
 
-def calibrated_weights(model: Any, caller: str) -> dict[str, LayerWeight]:
+def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
     """The same of a model whose inputs have ranges.
 
     Raises:

@@ -159,7 +159,7 @@ def _bits(model: nn.Module) -> dict[str, tuple[WeightBits, int]]:
     found: dict[str, tuple[WeightBits, int]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLayer):
-            for weight in layer.weights():
+            for weight in layer.products():
                 if (bits := weight_bits(weight)) is not None and weight.parameter is not None:
                     before, size = found.get(name, (WeightBits(0, 0, 0), 0))
                     found[name] = before.plus(bits), size + bits.elements * weight.parameter.element_size()

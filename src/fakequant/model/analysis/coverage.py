@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from fakequant.model.weights import site_weights, weights_of
+from fakequant.model.weights import quantized_weights, weights_of
 from fakequant.nn.forms import own_class, quantized_class, why_changed
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.text import listed, module_name
@@ -100,7 +100,7 @@ def left_in_float(
     decided = {module for module in model.modules() if _is_decided(module)}
     meant = purposely | {part for module in decided for part in module.modules()}
     quantized = {p for module in decided if isinstance(module, QuantizedLayer) for p in module.parameters()}
-    quantized |= {weight.parameter for weight in site_weights(model).values() if weight.parameter is not None}
+    quantized |= {weight.parameter for weight in quantized_weights(model).values() if weight.parameter is not None}
     quantized.update(computed)
     sizes: Counter[type[nn.Module]] = Counter()
     counts: Counter[type[nn.Module]] = Counter()

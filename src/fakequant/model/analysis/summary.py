@@ -16,7 +16,7 @@ from fakequant.model.analysis.operations import left_of, record_example
 from fakequant.model.run.queries import modules_called, weight_readers
 from fakequant.model.run.recorded import Recording
 from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
-from fakequant.model.weights import all_weights, warn_stale_scales
+from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
@@ -183,7 +183,7 @@ def parameter_bytes(model: nn.Module, unused: Collection[nn.Module] = ()) -> tup
     """
     bits = {
         parameter: found
-        for weight in all_weights(model).values()
+        for weight in quantized_weights(model).values()
         if weight.layer not in unused
         and weight.quantizer.mode is Mode.QUANTIZE
         # Not its value: a computed one is no parameter, and may change when it is read.
@@ -238,7 +238,7 @@ def _layer_summary(name: str, layer: QuantizedLayer, why_never_called: str | Non
         type(layer).float_class.__name__,
         texts,
         _is_calibrated(held),
-        bool(layer.weights()),
+        bool(layer.products()),
         "integer" if told and why is None else "simulate",
         why,
         why_never_called,

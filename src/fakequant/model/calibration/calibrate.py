@@ -21,10 +21,10 @@ from fakequant.model.calibration.unseen import check_unseen, leave_in_float, obs
 from fakequant.model.run.masks import warn_of_masks
 from fakequant.model.scale_floor import raise_scales
 from fakequant.model.weights import (
-    all_weights,
     give_range,
     holds_codes,
     note_weight,
+    quantized_weights,
     scaled_weights,
     warn_of_zeros,
 )
@@ -279,7 +279,7 @@ def _set_ranges(
         leave_in_float(modules)
         for name, layer in owners.items():
             setattr(layer, name.rpartition(".")[2], None)
-        weights = all_weights(model)
+        weights = quantized_weights(model)
         for name, range in ranges.items():
             quantizer = found[name]
             if quantizer.needs_calibration and quantizer.collected is not None:  # it was zero before

@@ -220,7 +220,7 @@ def _counts(layers: Iterable[str]) -> Counter[str]:
 
 
 def _has_one_of(layer: nn.Module, parameters: Iterable[nn.Parameter | None]) -> bool:
-    held = {weight.parameter for weight in layer.weights()} if isinstance(layer, QuantizedLayer) else set()
+    held = {weight.parameter for weight in layer.products()} if isinstance(layer, QuantizedLayer) else set()
     return any(parameter is not None and parameter in held for parameter in parameters)
 
 

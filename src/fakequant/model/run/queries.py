@@ -44,7 +44,7 @@ def weight_readers(model: nn.Module, recording: Recording, others: Iterable[nn.M
     numbers = recording.numbers(model)
     modules = dict(model.named_modules())
     # Parameters alone: a parametrization would compute an unused weight, and may change its buffers.
-    held = {m: [w.parameter for w in m.weights()] for m in modules.values() if isinstance(m, QuantizedLayer)}
+    held = {m: [w.parameter for w in m.products()] for m in modules.values() if isinstance(m, QuantizedLayer)}
     held |= {layer: [layer._parameters.get("weight")] for layer in others}
     holders: dict[int, list[nn.Module]] = {}
     for layer, parameters in held.items():

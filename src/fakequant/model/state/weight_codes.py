@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fakequant.distributed import is_sharded
 from fakequant.errors import QParamsError, ShapeError
 from fakequant.functional import dequantize
-from fakequant.model.weights import all_weights
-from fakequant.nn.operands import LayerWeight
+from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.format import Format
 from fakequant.numerics.qparams import QParams
@@ -106,12 +106,12 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
     """
 
     def __init__(self, model: nn.Module, shared: Mapping[str, str]) -> None:
-        weights = all_weights(model)
-        by_parameter: dict[int, dict[str, LayerWeight]] = {}
+        weights = quantized_weights(model)
+        by_parameter: dict[int, dict[str, Product]] = {}
         for path, weight in weights.items():
             by_parameter.setdefault(id(weight.parameter), {})[path] = weight
         names: dict[str, list[str]] = {}
-        self._held: dict[str, dict[str, LayerWeight]] = {}
+        self._held: dict[str, dict[str, Product]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if held := by_parameter.get(id(parameter)):
                 first = shared.get(name, name)
@@ -161,7 +161,7 @@ class QuantizedWeights(Mapping[str, WeightCodes]):
         return WeightCodes(codes, *params[:2], quantizer.spec, shape, weight.dtype, readers)
 
 
-def _reason(held: Mapping[str, LayerWeight]) -> str:
+def _reason(held: Mapping[str, Product]) -> str:
     """Why the codes of a weight cannot stand for it, or an empty text."""
     (_, first), *_ = held.items()
     weight = first.tensor

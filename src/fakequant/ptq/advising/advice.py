@@ -24,7 +24,6 @@ from fakequant.model.training.fuse import fuse_found, fusions_of
 from fakequant.model.weights import holds_codes, quantized_weights
 from fakequant.nn.forms import quantized_class
 from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.operands import LayerWeight
 from fakequant.nn.paths import layer_of
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.advising.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
@@ -318,9 +317,9 @@ def _set_off(held: Sequence[Quantizer]) -> None:
 def _sizes(layer: nn.Module) -> tuple[int, int] | None:
     """The elements and the bits of the weights of a layer that is quantized or could be; None for others."""
     if isinstance(layer, QuantizedLayer):
-        weights = layer.weights()
+        weights = layer.products()
     elif (form := quantized_class(layer)) is not None:
-        weights = [LayerWeight.of(layer, name, one.weight) for name, one in form.factors(layer).items() if one.weight]
+        weights = form.products_of(layer)
     else:
         return None
     elements = bits = 0

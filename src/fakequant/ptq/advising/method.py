@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fakequant.calibration import Calibrator, make_calibrator
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.calibration.choice import METHODS
-from fakequant.model.weights import all_weights, fresh_weight
+from fakequant.model.weights import fresh_weight, quantized_weights
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range
 from fakequant.numerics.qparams import lend
@@ -44,7 +44,7 @@ def methods_of(held: Iterable[Quantizer]) -> list[str]:
 
 def weight_method_of(model: nn.Module) -> str | None:
     """The method that gives the ranges of the weights as they are; None where none does, as after training."""
-    held = {path: one for path, one in all_weights(model).items() if one.quantizer.scale is not None}
+    held = {path: one for path, one in quantized_weights(model).items() if one.quantizer.scale is not None}
     try:
         tensors = {path: fresh_weight(one, path).detach() for path, one in held.items()}
     except CalibrationError:  # the weight of a function that no call has shown

@@ -18,9 +18,11 @@ from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.modes import evaluating, off
 from fakequant.model.run.outputs import float_tensors
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.operands import LayerWeight
+from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import layer_of
+from fakequant.nn.products import Product
 from fakequant.nn.quantizer import quantizers
+from fakequant.nn.sites import SITES
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.blocks.reconstruction import Preset, preset_of, reconstruct_block
 from fakequant.ptq.improving.effect import Effect, Split
@@ -133,7 +135,7 @@ def _notes(float_model: _FloatModel, recorded: CallOrder, late: Sequence[str]) -
     return notes
 
 
-def _notes_of_fixed(weights: Mapping[str, LayerWeight], fixed: Mapping[nn.Parameter, str]) -> list[str]:
+def _notes_of_fixed(weights: Mapping[str, Product], fixed: Mapping[nn.Parameter, str]) -> list[str]:
     """Which weights keep their values, and why."""
     return remarks_of(
         LayerResult(layer_of(path), remarks=[f"its values stay: {fixed[weight.parameter]}"])
@@ -168,16 +170,18 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     ['0', '1.0', '1.1']
     """
     holders = {weight.layer for weight in quantized_weights(model).values()}
+    layers = {layer for layer in holders if isinstance(layer, QuantizedLayer)}
     found: dict[str, nn.Module] = {}
 
     def look(name: str, module: nn.Module, *, is_item: bool) -> None:
         is_container = type(module) in _CONTAINERS
-        if module in holders or (is_item and not is_container):
+        if module in layers or (is_item and not is_container):
             if module not in found.values() and not holders.isdisjoint(module.modules()):
                 found[name] = module
             return
         for key, child in module.named_children():
-            look(f"{name}.{key}" if name else key, child, is_item=is_container)
+            if key != SITES:
+                look(f"{name}.{key}" if name else key, child, is_item=is_container)
 
     look("", model, is_item=False)
     return found

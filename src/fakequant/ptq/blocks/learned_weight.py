@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.operands import LayerWeight
+from fakequant.nn.products import Product
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library
 from fakequant.ptq.solvers.grid import Grid, of_elements
@@ -18,7 +18,7 @@ _LOW, _HIGH = -0.1, 1.1  # the ends of AdaRound's stretched sigmoid
 _MOST = torch.finfo(torch.float32).max
 
 
-def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozenset()) -> dict[str, LayerWeight]:
+def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozenset()) -> dict[str, Product]:
     """The weights whose values can be chosen, by the names of their parameters in a block."""
     names = {parameter: name for name, parameter in block.named_parameters()}
     weights = list(quantized_weights(block).values())
@@ -31,7 +31,7 @@ def learnable_weights(block: nn.Module, fixed: frozenset[nn.Parameter] = frozens
     }
 
 
-def _moves(weight: LayerWeight) -> bool:
+def _moves(weight: Product) -> bool:
     quantizer = weight.quantizer
     return quantizer.dynamic or quantizer.pinned or quantizer.learned is not None
 
@@ -44,7 +44,7 @@ class LearnedWeight:
         mode: how rounding is learned; None for nearest.
     """
 
-    def __init__(self, weight: LayerWeight, mode: Literal["offset", "relaxed"] | None) -> None:
+    def __init__(self, weight: Product, mode: Literal["offset", "relaxed"] | None) -> None:
         parameter = weight.parameter
         assert parameter is not None
         with torch.no_grad():

@@ -23,10 +23,11 @@ from fakequant.model.run.queries import read_together, weight_readers
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import record
 from fakequant.model.sizes import spec_bits
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.layers import QuantizedLayer, product_class
+from fakequant.nn.products import MatrixProduct
+from fakequant.nn.windows import WindowProduct
 from fakequant.ptq.formats.losses import Loss, arriving_errors, divergence, losses_alone
 from fakequant.ptq.formats.mixes import Allocation, Score, Scores
-from fakequant.ptq.solvers.kinds import has_rows, is_turned
 from fakequant.text import module_name
 
 
@@ -193,7 +194,7 @@ def quantized_copy(model: nn.Module, config: Config, batches: KeptBatches) -> nn
 
 
 def _is_scored(module: nn.Module) -> bool:
-    return has_rows(module) and not is_turned(module)
+    return product_class(module) in (MatrixProduct, WindowProduct)
 
 
 def _left_in_float(model: nn.Module) -> list[Rule]:

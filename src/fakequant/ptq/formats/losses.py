@@ -16,10 +16,10 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.modes import evaluating, modes
 from fakequant.model.run.outputs import Distance, Place, float_tensors, named_tensors
 from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.products import MatrixProduct
 from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
 from fakequant.ptq.inputs.call import Call
-from fakequant.ptq.solvers.kinds import product_of
 from fakequant.restore import attributes_of, restore_after
 from fakequant.text import module_name
 
@@ -202,7 +202,8 @@ def _error(layer: nn.Module, x: Tensor) -> Tensor:
     """What quantizing a layer changes in its output for a float input; 0 where it is not quantized."""
     if not isinstance(layer, QuantizedLayer) or layer.weight_quantizer is None:
         return torch.zeros(())
-    weight = library.fake_quantize(
-        layer.weight, layer.weight_quantizer.qparams(layer.weight), layer.weight_quantizer.spec
-    )
-    return product_of(layer, weight, layer.quantized_input(x)) - product_of(layer, layer.weight, x)
+    (product,) = layer.products()
+    assert isinstance(product, MatrixProduct)
+    weight, quantizer = product.tensor, product.quantizer
+    rounded = library.fake_quantize(weight, quantizer.qparams(weight), quantizer.spec)
+    return product.product(rounded, layer.quantized_input(x)) - product.product(weight, x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -84,18 +84,21 @@ class Effect:
         if self._judges and self._why_not is None:
             self._rows_before = self._rows()
 
-    def keep_what_helps(self, changed: Mapping[nn.Module, Restore]) -> set[nn.Module]:
+    def keep_what_helps(
+        self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
+    ) -> set[nn.Module]:
         """Take back changes of modules if they do not lower the error, but those that do in their order.
 
         Args:
             changed: by module, in the order of the changes, what restores it as it was before all of them.
+            state: returns a function that restores a module as it is now.
 
         Returns:
             The modules that are as they were before.
         """
         if self._why_not or not self._judges or helps(self._rows_before, self._rows(), SURE):
             return set()
-        redo = {module: state_of([module]) for module in changed}
+        redo = {module: state(module) for module in changed}
         for undo in changed.values():
             undo()
         best, modules, undone = self._rows_before, [*changed], set[nn.Module]()

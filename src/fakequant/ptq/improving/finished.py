@@ -20,12 +20,12 @@ from fakequant.files import writable_folder, write_whole
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.run.outputs import named_tensors
 from fakequant.model.state.json_values import value_of
+from fakequant.nn.products import MatrixProduct
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
 from fakequant.ptq.improving.digest import NoDigestError, digest
 from fakequant.ptq.results import LayerResult
 from fakequant.ptq.solvers.layer import Choice
-from fakequant.ptq.solvers.projections import bias_of
 from fakequant.version import __version__
 
 _SUFFIX = ".layer"
@@ -58,14 +58,14 @@ class InputChoice(NamedTuple):
         }
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], layer: Any) -> InputChoice:
-        """The choice with these values, on the device of a layer."""
+    def of(cls, values: Mapping[str, Any], product: MatrixProduct) -> InputChoice:
+        """The choice with these values, on the device of a weight."""
         transform, params, left = None, values["input"], value_of(values["left"], "left", dict[str, float])
         if values["transform"] is not None:
             kind, options, state = values["transform"]
-            transform = make_transform(kind, layer, **options)
+            transform = make_transform(kind, product.layer, **options)
             transform.load_state_dict(state)
-        return cls(transform, None if params is None else _on(params, layer.weight.device), left)
+        return cls(transform, None if params is None else _on(params, product.tensor.device), left)
 
 
 class Finished:
@@ -87,7 +87,7 @@ class Finished:
             for path in sorted(self._folder.glob(f"*{_SUFFIX}"))[:1]:
                 self._read(path)
 
-    def get(self, number: int, name: str, layer: Any) -> tuple[InputChoice, Choice] | None:
+    def get(self, number: int, name: str, product: MatrixProduct) -> tuple[InputChoice, Choice] | None:
         """What was chosen for a layer as the number-th one, or None.
 
         Raises:
@@ -99,10 +99,10 @@ class Finished:
         if (held := found.get("name")) != name:
             raise CheckpointError(f"{path} holds the layer {held!s:.80}, and {name} is next; give another folder")
         try:
-            device, values, bias = layer.weight.device, found["values"], found["bias"]
-            if values.shape != layer.weight.shape or not values.is_floating_point():
-                raise ValueError(f"values of shape {list(values.shape)} for a weight of {list(layer.weight.shape)}")
-            own, place = bias_of(layer)
+            device, values, bias = product.tensor.device, found["values"], found["bias"]
+            if values.shape != product.tensor.shape or not values.is_floating_point():
+                raise ValueError(f"values of shape {list(values.shape)} for a weight of {list(product.tensor.shape)}")
+            own, place = product.bias
             if bias is not None and (own is None or bias.shape != own[place].shape):
                 raise ValueError("the change of a bias has another shape")
             chosen = Choice(
@@ -111,7 +111,7 @@ class Finished:
                 None if bias is None else bias.to(device),
                 value_of(found["result"], "result", LayerResult),
             )
-            return InputChoice.of(found, layer), chosen
+            return InputChoice.of(found, product), chosen
         except _DAMAGE as error:
             raise CheckpointError(f"{path} is damaged: {error}; remove it, and its layer is chosen again") from error
 

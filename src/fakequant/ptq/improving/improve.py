@@ -19,9 +19,8 @@ from fakequant.distributed import Together, processes_of
 from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.modes import evaluating, off
 from fakequant.model.scale_floor import raise_scales
-from fakequant.model.weights import site_weights
-from fakequant.nn.operands import LayerWeight
 from fakequant.nn.paths import layer_of
+from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.improving.collector import Collector
@@ -32,12 +31,10 @@ from fakequant.ptq.inputs.call import Call
 from fakequant.ptq.inputs.float_values import FloatValues
 from fakequant.ptq.inputs.stream import NOT_REPEATED, CallOrder, Stage, Stream, call_order, watched
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
-from fakequant.ptq.solvers.kinds import computes_product, has_own_forward, has_rows
 from fakequant.ptq.solvers.layer import SOLVERS, write
 from fakequant.ptq.solvers.parts import memory
-from fakequant.ptq.solvers.projections import as_layer, bias_of, row_name, whole_layer
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
-from fakequant.restore import in_order, restore_on_error, state_of, structure_of
+from fakequant.restore import in_order, restore_on_error, structure_of
 from fakequant.text import listed
 
 STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
@@ -46,7 +43,7 @@ _NAMED_STEPS = {
     "best": ("input", "smooth", "ranges", "gptq", "descend", "drift", "bias"),
     "fast": ("input", "smooth", "ranges", "gptq", "drift", "bias"),
 }
-_OF_A_FUNCTION = "nearest: improve has no steps for a parameter that a function takes"
+_NO_STEPS = "nearest: improve has no steps for a"
 _OTHER_FORWARD = "nearest: its own forward computes something else than one product of its weight"
 _SHARED_BIAS = 'the step "bias" was left out: layers share its bias'
 
@@ -127,22 +124,23 @@ def improve(  # noqa: PLR0913  all but the first three by name
         given = split.all
         finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
         fixed = fixed_parameters(model, lambda: given.run_first(model))
-    views = {path: as_layer(weight) for path, weight in weights.items()}
-    notes = {path: _why_not(weight, views[path], fixed) for path, weight in weights.items()}
-    layers = {path: view for path, view in views.items() if notes[path] is None}
-    result = Improvement([LayerResult(row_name(path, views[path]), note=note) for path, note in notes.items() if note])
-    result.layers += [LayerResult(layer_of(path), note=_OF_A_FUNCTION) for path in site_weights(model)]
-    before = {whole: state_of([whole]) for whole in dict.fromkeys(map(whole_layer, layers.values()))}
+    notes = {path: _why_not(product, fixed) for path, product in weights.items()}
+    layers = {path: own for path, own in weights.items() if notes[path] is None and isinstance(own, MatrixProduct)}
+    names = {path: product.row_name(path) for path, product in weights.items()}
+    result = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note])
+    by_layer: dict[nn.Module, MatrixProduct] = {own.layer: own for own in layers.values()}
+    before = {layer: own.state() for layer, own in by_layer.items()}
     state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
-        for path in _with_other_forward(layers, lambda: given.run_first(model)):
-            result.layers.append(LayerResult(row_name(path, layers.pop(path)), note=_OTHER_FORWARD))
+        for path, note in _first_look(layers, lambda: given.run_first(model)).items():
+            del layers[path]
+            result.layers.append(LayerResult(names[path], note=note))
         recorded = call_order(model, layers, given)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         effect = Effect(model, split, recorded, processes)
         with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
         collector = Collector(layers, given, recorded, processes)
-        choices = _Choices(weights, layers, chosen_steps, collector, finished, fixed)
+        choices = _Choices(layers, chosen_steps, collector, finished, fixed)
         sums = f"in up to {memory(layers[path] for path in recorded.order) / 1e9:.1f} GB"
         with _Pass(model, layers, split.fit, recorded, with_drift) as stages:
             for stage, wanted in track(stages, f"choosing weights, {sums}", len(recorded.order), progress):
@@ -150,13 +148,12 @@ def improve(  # noqa: PLR0913  all but the first three by name
             result.layers += choices.results.values()
         given.mask.warn_unmasked()
         _check_same(processes, _digests(weights, processes), "computed other weights; their processors round otherwise")
-        chosen = dict.fromkeys(whole_layer(layers[path]) for path in choices.results)
-        undone = effect.keep_what_helps({whole: before[whole] for whole in chosen})
-        result.take_back(row_name(path, own) for path, own in layers.items() if whole_layer(own) in undone)
+        chosen = {layers[path].layer: before[layers[path].layer] for path in choices.results}
+        undone = effect.keep_what_helps(chosen, lambda layer: by_layer[layer].state())
+        result.take_back(names[path] for path, own in layers.items() if own.layer in undone)
         effect.put_into(result, "improve")
         result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
-        missed = [row_name(path, layer) for path, layer in layers.items() if path not in choices.results]
-        result.layers += [LayerResult(name, note=MISSED) for name in missed]
+        result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
         raise_scales(model)
     return result
 
@@ -165,8 +162,7 @@ class _Choices:
     """Chooses one layer after the other, or takes what an earlier run chose.
 
     Args:
-        weights: of all layers, by the paths of their quantizers.
-        layers: those that are chosen.
+        layers: what is chosen, by the paths of the quantizers.
         steps: their names.
         collector: chooses.
         finished: what an earlier run chose.
@@ -175,33 +171,32 @@ class _Choices:
 
     def __init__(
         self,
-        weights: Mapping[str, LayerWeight],
-        layers: Mapping[str, Any],
+        layers: Mapping[str, MatrixProduct],
         steps: tuple[str, ...],
         collector: Collector,
         finished: Finished,
         fixed: Mapping[nn.Parameter, str],
     ) -> None:
-        self._weights, self._layers, self._steps, self._fixed = weights, layers, steps, fixed
+        self._layers, self._steps, self._fixed = layers, steps, fixed
         self._collector, self._finished = collector, finished
         self.results: dict[str, LayerResult] = {}
 
-    def add(self, stage: Stage, wanted: Stage | None, keep: Callable[[LayerWeight], None]) -> None:
+    def add(self, stage: Stage, wanted: Stage | None, keep: Callable[[MatrixProduct], None]) -> None:
         """Choose the layer of a stage, and write what was chosen; `keep` is called with its weight before that."""
-        name, weight, layer = stage.name, self._weights[stage.name], self._layers[stage.name]
+        name, product = stage.name, self._layers[stage.name]
         number, steps = len(self.results), self._steps
-        bias = bias_of(layer)[0]
+        bias = product.bias[0]
         shares_bias = "bias" in steps and bias is not None and bias in self._fixed
         if shares_bias:
             steps = tuple(step for step in steps if step != "bias")
-        earlier = self._finished.get(number, name, layer)
-        own, choice = earlier or self._collector.choose(stage, wanted, weight, steps)
+        earlier = self._finished.get(number, name, product)
+        own, choice = earlier or self._collector.choose(stage, wanted, steps)
         if choice is None:
             return
         if earlier is not None:
             self._collector.put_input(stage, own)
-        keep(weight)
-        write(row_name(name, layer), weight, choice)
+        keep(product)
+        write(product.row_name(name), product, choice)
         if earlier is None:
             self._finished.put(number, name, own, choice)
         remarks = [*choice.result.remarks, *([_SHARED_BIAS] if shares_bias else [])]
@@ -232,7 +227,7 @@ def _chosen_by_part(paths: Sequence[str]) -> list[str]:
     return [f"{names}: chosen by a part of the batches; the others call layers in another order, and reach it later"]
 
 
-def _digests(weights: Mapping[str, LayerWeight], processes: Together) -> dict[str, str]:
+def _digests(weights: Mapping[str, Product], processes: Together) -> dict[str, str]:
     """By quantizer, the digest of its weight and its format; none where one process is alone."""
     if processes.group is None:
         return {}
@@ -265,30 +260,32 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(step for step in STEPS if step in steps)
 
 
-def _with_other_forward(layers: Mapping[str, Any], run: Callable[[], object]) -> list[str]:
-    """The layers whose own forward computes something else than one product of their weight in a run."""
-    found = dict[str, bool]()
+def _first_look(layers: Mapping[str, MatrixProduct], run: Callable[[], object]) -> dict[str, str]:
+    """The reasons why nothing is chosen for weights, as a run shows: what is computed is not one product of them."""
+    found = dict[str, str]()
 
-    def see(path: str, layer: Any, call: Call) -> None:
-        found[path] = found.get(path, True) and computes_product(layer, call.first)
+    def see(path: str, call: Call) -> None:
+        product = layers[path]
+        if not product.is_matrix:
+            found[path] = f"{_NO_STEPS} {product.kind}"
+        elif product.has_own_forward and not product.computes_product(call.first):
+            found[path] = _OTHER_FORWARD
 
-    own = {path: layer for path, layer in layers.items() if has_own_forward(layer)}
-    if own:
-        with watched(own, lambda path, call: see(path, own[path], call)):
+    if looked_at := {path: own for path, own in layers.items() if own.has_own_forward or own.needs_call}:
+        with watched(looked_at, see):
             run()
-    return [path for path, is_product in found.items() if not is_product]
+    return found
 
 
-def _why_not(weight: LayerWeight, layer: Any, fixed: Mapping[nn.Parameter, str]) -> str | None:
+def _why_not(product: Product, fixed: Mapping[nn.Parameter, str]) -> str | None:
     """Why nothing is chosen for a weight, or None."""
-    if not has_rows(layer):
-        groups = " with groups" if getattr(weight.layer, "groups", 1) > 1 else ""
-        return f"nearest: improve has no steps for a {type(weight.layer).__name__}{groups}"
-    if weight.parameter is None:
+    if not product.is_matrix:
+        return f"{_NO_STEPS} {product.kind}"
+    if product.parameter is None:
         return "nearest: its weight is computed"
-    if weight.parameter in fixed:
-        return f"nearest: {fixed[weight.parameter]}"
-    if weight.quantizer.learned is not None or weight.quantizer.dynamic:
+    if product.parameter in fixed:
+        return f"nearest: {fixed[product.parameter]}"
+    if product.quantizer.learned is not None or product.quantizer.dynamic:
         return "nearest: its range is not fixed"
     return None
 
@@ -299,7 +296,7 @@ class _Pass:
     def __init__(
         self,
         model: nn.Module,
-        layers: Mapping[str, Any],
+        layers: Mapping[str, MatrixProduct],
         batches: KeptBatches,
         recorded: CallOrder,
         with_drift: Sequence[str],
@@ -311,7 +308,7 @@ class _Pass:
         self._quantizers = quantizers(model).values()
         self._paths: dict[nn.Module, list[str]] = {}
         for path, layer in layers.items():
-            self._paths.setdefault(whole_layer(layer), []).append(path)
+            self._paths.setdefault(layer.layer, []).append(path)
         self.notes = list[str]()
         self.chosen_by_part = list[str]()
         """The layers that other batches reach only after they were chosen."""
@@ -336,7 +333,7 @@ class _Pass:
                     self.notes = [
                         f'"drift" was left out from {layer_of(stage.name)} on: the float model calls other layers'
                     ]
-                self._forget(whole_layer(self._layers[stage.name]))
+                self._forget(self._layers[stage.name].layer)
             if stage.is_first:
                 yield stage, wanted if stage.name in self._with_drift else None
             elif stage.name not in self.chosen_by_part:
@@ -353,8 +350,8 @@ class _Pass:
 
         self._float_values.forget(is_needed)
 
-    def keep(self, weight: LayerWeight) -> None:
+    def keep(self, product: MatrixProduct) -> None:
         """Keep the float values of a layer that is about to change, for the float model's next calls of it."""
         if self._float is not None:
-            own = (weight.parameter, bias_of(as_layer(weight))[0])
-            self._float_values.keep(weight.layer, [parameter for parameter in own if parameter is not None])
+            own = (product.parameter, product.bias[0])
+            self._float_values.keep(product.layer, [parameter for parameter in own if parameter is not None])

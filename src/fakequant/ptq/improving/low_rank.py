@@ -18,16 +18,14 @@ from fakequant.model.modes import disabled, evaluating
 from fakequant.model.weights import holds_codes, note_weight
 from fakequant.nn.layers import QuantLinear
 from fakequant.nn.low_rank import LowRank
-from fakequant.nn.operands import LayerWeight
 from fakequant.nn.paths import layer_of
+from fakequant.nn.products import MatrixProduct, Product
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.ptq.inputs.stream import Stage, Stream, call_order
 from fakequant.ptq.results import MISSED, Improvement, LayerResult
-from fakequant.ptq.solvers.kinds import rows_of
 from fakequant.ptq.solvers.problem import Problem, damped_factor
-from fakequant.ptq.solvers.projections import row_name
 from fakequant.ptq.solvers.sums import InputSums
 from fakequant.ptq.weights import fixed_parameters, prepared_weights
 from fakequant.restore import restore_on_error, state_of
@@ -79,9 +77,9 @@ def low_rank(
     if not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
     fixed = fixed_parameters(model, lambda: given.run_first(model))
-    names = {path: row_name(path, weight.layer) for path, weight in weights.items()}
+    names = {path: weight.row_name(path) for path, weight in weights.items()}
     notes = {path: _why_not(weight, fixed, rank) for path, weight in weights.items()}
-    layers = {path: weight.layer for path, weight in weights.items() if notes[path] is None}
+    layers = {path: own for path, own in weights.items() if notes[path] is None and isinstance(own, MatrixProduct)}
     result, reached = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note]), set()
     state = state_of([model])
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), disabled(model), torch.no_grad():
@@ -99,11 +97,11 @@ def low_rank(
     return result
 
 
-def _why_not(weight: LayerWeight, fixed: Mapping[nn.Parameter, str], rank: int) -> str | None:
+def _why_not(weight: Product, fixed: Mapping[nn.Parameter, str], rank: int) -> str | None:
     """Why a weight stays as it is, or None."""
     layer, parameter = weight.layer, weight.parameter
     if not isinstance(layer, QuantLinear):
-        return f"a {type(layer).__name__} is no linear layer"
+        return f"a {weight.kind} is no linear layer"
     if layer.low_rank is not None:
         return "it has a product of low rank already"
     if parameter is None or parameter in fixed:
@@ -118,17 +116,17 @@ def _why_not(weight: LayerWeight, fixed: Mapping[nn.Parameter, str], rank: int) 
     return None
 
 
-def _sums(stage: Stage, layer: Any, batches: KeptBatches) -> InputSums:
+def _sums(stage: Stage, product: MatrixProduct, batches: KeptBatches) -> InputSums:
     found = InputSums()
     for number, calls in stage.calls.items():
         with input_named(layer_of(stage.name), number):
             for call in calls:
-                x = batches.mask.select(stage.name, layer, call.first, batches.masks[number])
-                found.add(rows_of(layer, x))
+                x = batches.mask.select(stage.name, product.layer, call.first, batches.masks[number])
+                found.add(product.rows(x))
     return found
 
 
-def _split(name: str, weight: LayerWeight, sums: InputSums, rank: int) -> LayerResult:
+def _split(name: str, weight: Product, sums: InputSums, rank: int) -> LayerResult:
     """Split one weight, if that lowers the error of its layer's output by rounding to nearest."""
     parameter, spec = weight.parameter, weight.quantizer.spec
     assert parameter is not None

@@ -11,11 +11,11 @@ import _thread
 import contextvars
 import ctypes
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,13 @@ _MOST_WORKERS = 2048
 """Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
 NOT_REPEATED = "a second run gives other outputs: the model draws random numbers, or keeps values of earlier batches"
 _CHECKED = 2  # batches that run side by side and alone before anything is changed
+
+
+class Watchable(Protocol):
+    """A module, or a product of a weight: hooks see its calls before they run."""
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
+        """Have a hook called as hook(self, args, kwargs); returns what removes it."""
 
 
 class Stage(NamedTuple):
@@ -86,7 +93,7 @@ class CallOrder:
         return self.order[:first], self.order[first:]
 
 
-def call_order(model: nn.Module, layers: Mapping[str, nn.Module], batches: KeptBatches) -> CallOrder:
+def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptBatches) -> CallOrder:
     """Run all batches once and count the calls of the layers.
 
     Raises:
@@ -132,7 +139,7 @@ def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[s
 
 def _check_side_by_side(
     model: nn.Module,
-    layers: Mapping[str, nn.Module],
+    layers: Mapping[str, Watchable],
     batches: KeptBatches,
     found: CallOrder,
     outputs: list[Any],
@@ -181,7 +188,7 @@ class Stream:
     def __init__(
         self,
         model: nn.Module,
-        layers: Mapping[str, nn.Module],
+        layers: Mapping[str, Watchable],
         batches: KeptBatches,
         recorded: CallOrder,
     ) -> None:
@@ -336,7 +343,7 @@ class _Lane:
 
 
 @contextmanager
-def watched(layers: Mapping[str, nn.Module], see: Any) -> Iterator[None]:
+def watched(layers: Mapping[str, Watchable], see: Any) -> Iterator[None]:
     """Have all calls of layers seen before they run."""
     hooks = []
     try:

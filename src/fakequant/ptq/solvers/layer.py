@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,19 +10,17 @@ from torch import Tensor
 
 from fakequant.errors import CalibrationError
 from fakequant.model.weights import note_weight
-from fakequant.nn.operands import LayerWeight
+from fakequant.nn.products import Matrix, MatrixProduct
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
-from fakequant.ptq.results import LayerResult
+from fakequant.ptq.results import LayerResult, joined_result
 from fakequant.ptq.solvers.adaround import adaround
 from fakequant.ptq.solvers.grid import Grid
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.problem import Problem
-from fakequant.ptq.solvers.projections import as_layer, bias_of
 from fakequant.ptq.solvers.ranges import searched_params
 from fakequant.ptq.solvers.rounding import descend, gptq
 from fakequant.ptq.solvers.sums import InputSums
-from fakequant.ptq.solvers.turn import Turn
 
 
 class Setting(NamedTuple):
@@ -48,39 +46,47 @@ class Choice(NamedTuple):
     result: LayerResult
 
 
-def choose(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
-    """The values of one layer's weight that lose least, never more than the nearest ones.
+def choose(
+    name: str, product: MatrixProduct, sums: Iterable[tuple[InputSums, InputSums]], steps: Sequence[str]
+) -> Choice:
+    """The values of one weight that lose least, never more than the nearest ones.
 
     Args:
-        name: of the layer.
-        weight: in float.
-        fit: sums over the rows by which values are chosen.
-        held: sums over other rows, by which a setting is chosen; empty where there are too few.
+        name: of the weight.
+        product: in float.
+        sums: for each matrix of the weight those over the rows by which values are chosen, and those over other rows,
+            by which a setting is chosen; empty where there are too few. A matrix without rows keeps the nearest values.
         steps: names of `fakequant.ptq.STEPS`.
 
     Raises:
         CalibrationError: the sums have no solution (names the layer).
     """
-    try:
-        return _chosen(name, weight, fit, held, steps)
-    except CalibrationError as error:
-        raise CalibrationError(f"{name or 'the model'}: {error}") from error
+    chosen = list[Choice]()
+    for matrix, (fit, held) in zip(product.matrices(), sums, strict=True):
+        try:
+            chosen.append(_chosen(name, product, matrix, fit, held, steps))
+        except CalibrationError as error:
+            raise CalibrationError(f"{name or 'the model'}: {error}") from error
+    params, values = [own.params for own in chosen], [own.values for own in chosen]
+    values, params = product.joined(values, params)
+    return Choice(params, values, chosen[0].bias, joined_result([own.result for own in chosen]))
 
 
-def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, steps: Sequence[str]) -> Choice:
-    layer = as_layer(weight)
-    turn, parts = Turn(layer), Parts.of(layer)
-    quantizer, parameter = weight.quantizer, weight.parameter
-    assert parameter is not None
-    float_weight, spec = parts.split(turn.tensor(parameter.detach()).clone()), turn.spec(quantizer.spec)
+def _chosen(
+    name: str, product: MatrixProduct, matrix: Matrix, fit: InputSums, held: InputSums, steps: Sequence[str]
+) -> Choice:
+    if not fit.count + held.count:
+        return Choice(matrix.params, matrix.nearest, None, LayerResult(name))
+    parts, spec = Parts.of(product), matrix.spec
+    float_weight = parts.split(matrix.weight.clone())
     whole = InputSums()
     whole.merge(fit)
     whole.merge(held)
-    bias = bias_of(layer)[0] if "bias" in steps else None
+    bias = product.bias[0] if "bias" in steps else None
     plain = Problem(float_weight, whole)
     solved = plain if bias is None else Problem(float_weight, whole.about_mean())
-    params = parts.split_params(turn.params(quantizer.qparams(parameter.detach())))
-    tried = {"nearest": (params, parts.split(turn.tensor(quantizer(parameter.detach()))))}
+    params = parts.split_params(matrix.params)
+    tried = {"nearest": (params, parts.split(matrix.nearest))}
     if "ranges" in steps:
         params = searched_params(float_weight, spec, solved.sums.moments, parts)
         tried["ranges"] = (params, library.fake_quantize(float_weight, params, spec))
@@ -101,7 +107,7 @@ def _chosen(name: str, weight: LayerWeight, fit: InputSums, held: InputSums, ste
         {("bias" if k == "nearest" else k): v for k, v in losses.items() if k != "nearest" or bias is not None},
     )
     change = None if bias is None else _bias_change(plain, values).reshape(parts.count, -1).sum(0)
-    return Choice(turn.params(parts.join_params(params)), turn.tensor(parts.join(values)), change, result)
+    return Choice(parts.join_params(params), parts.join(values), change, result)
 
 
 class _Part(NamedTuple):
@@ -178,13 +184,13 @@ def _bias_change(problem: Problem, values: Tensor) -> Tensor:
     return (wanted - torch.einsum("gok,gk->go", values, problem.sums.mean())).reshape(-1)
 
 
-def write(name: str, weight: LayerWeight, choice: Choice) -> None:
+def write(name: str, product: MatrixProduct, choice: Choice) -> None:
     """Put chosen values into a weight, with the scales by which its quantizer leaves them as they are.
 
     Raises:
         CalibrationError: it does not, because the weight has a dtype that cannot hold its values.
     """
-    quantizer, parameter = weight.quantizer, weight.parameter
+    quantizer, parameter = product.quantizer, product.parameter
     assert parameter is not None
     parameter.data.copy_(choice.values)
     quantizer.set_qparams(choice.params)
@@ -194,7 +200,7 @@ def write(name: str, weight: LayerWeight, choice: Choice) -> None:
             "convert the model to float32 first"
         )
     if choice.bias is not None:
-        bias, place = bias_of(as_layer(weight))
+        bias, place = product.bias
         assert bias is not None
         bias.data[place] += choice.bias.to(bias.dtype)
-    note_weight(weight)
+    note_weight(product)

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from fakequant.nn.products import MatrixProduct
 from fakequant.numerics.qparams import QParams
-from fakequant.ptq.solvers.kinds import is_turned
 
 _WIDEST = 4608
 """Columns of the largest matrix of sums, that of a 3 x 3 convolution of 512 channels."""
@@ -42,12 +41,11 @@ class Parts:
         self.count, self._shares = count, shares_scales
 
     @classmethod
-    def of(cls, layer: Any) -> Parts:
-        """The parts of a layer with a weight matrix; one where all its columns fit, or its blocks cannot be parted."""
-        weight = layer.weight
-        granularity = layer.weight_quantizer.spec.granularity
+    def of(cls, product: MatrixProduct) -> Parts:
+        """The parts of a product; one where all its columns fit, or its blocks cannot be parted."""
+        weight, granularity = product.tensor, product.quantizer.spec.granularity
         groups, shares = granularity.group_shape(weight.shape), True
-        if isinstance(layer, _ConvNd) and not isinstance(layer, _ConvTransposeNd) and layer.groups == 1:
+        if product.takes_parts and product.groups == 1:
             columns, channels, shares = weight[0].numel(), weight.shape[1], groups[1:] == (1,) * (weight.dim() - 1)
             if columns > _WIDEST and (granularity.block_shape(weight.shape)[0] == 1 or groups[0] == 1):
                 counts = [n for n in range(1, channels + 1) if channels % n == 0 and (shares or groups[1] % n == 0)]
@@ -87,16 +85,15 @@ class Parts:
         return reduce(values.unflatten(0, (self.count, -1)), 0).repeat(self.count, *[1] * (values.dim() - 1))
 
 
-def memory(layers: Iterable[Any]) -> int:
+def memory(products: Iterable[MatrixProduct]) -> int:
     """Bytes that the sums and the choice of the widest layer take at most, beside the inputs that wait there.
 
     They are up to 14 matrices of float64 with a row and a column for each column of a weight: 0.47 GB for 2,048.
     """
     widest = 0
-    for layer in layers:
-        parts, groups = Parts.of(layer).count, getattr(layer, "groups", 1)
-        columns = layer.weight.numel() // layer.weight.shape[is_turned(layer)] // parts
-        widest = max(widest, groups * parts * columns**2)
+    for product in products:
+        parts = Parts.of(product).count
+        widest = max(widest, product.groups * parts * (product.columns // parts) ** 2)
     return _MATRICES * 8 * widest
 
 

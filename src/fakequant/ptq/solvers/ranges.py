@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from fakequant.nn.products import MatrixProduct
 from fakequant.numerics.blocks import block_axes, blocked
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
 from fakequant.ptq.solvers.grid import of_elements
-from fakequant.ptq.solvers.kinds import product_of
 from fakequant.ptq.solvers.parts import Parts
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def sampled(count: int) -> range:
     return range(0, count, max(1, count // _SAMPLED))
 
 
-def searched_input(layers: Sequence[Any], inputs: Inputs) -> tuple[QParams, float, float]:
+def searched_input(layers: Sequence[MatrixProduct], inputs: Inputs) -> tuple[QParams, float, float]:
     """The parameters of an input's quantizer with which the outputs of its layers have the smallest error.
 
     A few batches judge each multiple of the range, and none of them made the range that it is judged by. So values
@@ -103,17 +103,19 @@ def searched_input(layers: Sequence[Any], inputs: Inputs) -> tuple[QParams, floa
     layers err together: a range that is too small costs the model more than it costs the layer.
 
     Args:
-        layers: those that get the inputs, with a weight matrix each; their quantizers are alike.
+        layers: the products that get the inputs; their quantizers are alike.
         inputs: of each batch and call.
 
     Returns:
         The parameters, the error with those that the first layer's quantizer has, and with those found.
     """
-    spec = layers[0].input_quantizer.spec
+    quantizer = layers[0].input_quantizer
+    assert quantizer is not None
+    spec = quantizer.spec
     seen = [whole_range([calls], spec) for calls in inputs]
     others, widest = others_of(seen), max(range(len(seen)), key=lambda place: _width(seen[place]))
     judged = {place: others[place] for place in sampled(len(inputs))} | {widest: seen}
-    given = layers[0].input_quantizer.qparams(inputs[0][0])
+    given = quantizer.qparams(inputs[0][0])
 
     def loss(params: Callable[[Sequence[Range]], QParams]) -> float:
         tried = [(layer, params(own), x) for place, own in judged.items() for x in inputs[place] for layer in layers]
@@ -140,7 +142,7 @@ def _scaled(seen: Sequence[Range], factor: float, spec: QuantSpec) -> QParams:
     return choose_qparams(Range(whole.lo * factor, whole.hi * factor), spec)
 
 
-def _output_error(layer: Any, spec: QuantSpec, params: QParams, x: Tensor) -> float:
+def _output_error(layer: MatrixProduct, spec: QuantSpec, params: QParams, x: Tensor) -> float:
     """The squared error of the output that quantizing an input makes."""
     error = library.fake_quantize(x, params, spec) - x
-    return float(product_of(layer, layer.weight, error).double().square().sum())
+    return float(layer.product(layer.tensor, error).double().square().sum())

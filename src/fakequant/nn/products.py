@@ -1,0 +1,315 @@
+"""The weights of layers and functions, and how rows of inputs are multiplied with them.
+
+`layer.products()` and `site.products()` give a `Product` for each weight. Algorithms, files and reports ask these, so
+that they know no class of layers. A kind of layer whose weight is a matrix names a `MatrixProduct`; algorithms list
+other weights as left at the nearest values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.errors import ConfigError
+from fakequant.nn.integer import Execution
+from fakequant.nn.low_rank import LowRank
+from fakequant.nn.paths import join, layer_of
+from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.transforms import InputTransform
+from fakequant.numerics.qparams import QParams
+from fakequant.numerics.spec import QuantSpec
+from fakequant.offload import fetched
+from fakequant.restore import Restore, state_of_parts
+
+_SUFFIX = "_weight_quantizer"
+_PARTS = (Quantizer, InputTransform, LowRank)
+
+
+class Matrix(NamedTuple):
+    """A matrix that multiplies rows, as solvers see it.
+
+    Attributes:
+        weight: float [out, ...]; its columns are those of the rows.
+        spec: of its quantizer, with the axes of this weight.
+        params: what the quantizer uses.
+        nearest: the values that the quantizer gives.
+    """
+
+    weight: Tensor
+    spec: QuantSpec
+    params: QParams
+    nearest: Tensor
+
+
+class Product:
+    """A weight of a layer or a function, and its quantizer.
+
+    Args:
+        layer: that holds the quantizer: a quantized layer, a float layer that may become one, or a `Site`.
+        attribute: of the layer, which holds the quantizer.
+        owner: the module that holds the weight: the layer, or a module inside of it; for a site, the caller.
+        name: the attribute of the owner that holds the weight.
+    """
+
+    def __init__(self, layer: nn.Module, attribute: str, owner: nn.Module, name: str) -> None:
+        self.layer: Any = layer
+        self.attribute, self.owner, self.name = attribute, owner, name
+
+    @classmethod
+    def of(cls, layer: nn.Module, attribute: str, path: str) -> Product:
+        """The product of the weight at a path in a layer."""
+        owner, _, name = path.rpartition(".")
+        return cls(layer, attribute, layer.get_submodule(owner), name)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it multiplies rows of inputs with a matrix, so that algorithms can choose its values."""
+        return False
+
+    @property
+    def kind(self) -> str:
+        """What computes it, for messages."""
+        return type(self.layer).__name__
+
+    @property
+    def channels(self) -> int:
+        """The axis of the weight that holds output channels."""
+        return self.layer.operands(self.layer)[self.attribute].channels
+
+    @property
+    def quantizer(self) -> Any:
+        """The quantizer, or None while the weight stays in float."""
+        return getattr(self.layer, self.attribute, None)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weight as it is now; a parametrization computes it, and a hook that keeps it elsewhere gives it."""
+        return fetched(self.owner, self.name, getattr(self.owner, self.name))
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The weight if it is a parameter, None if it is computed."""
+        return self.owner._parameters.get(self.name)
+
+    @property
+    def computed_by_hook(self) -> bool:
+        """Whether it is a plain attribute, which a hook computes when the owner is called."""
+        return self.name in vars(self.owner)
+
+    def state(self) -> Restore:
+        """Return a function that restores the layer and the parameters beside the weight as they are now."""
+        held = {*self.layer.parameters()}
+        beside = [own for own in self.owner._parameters.values() if own is not None and own not in held]
+        return state_of_parts(self.layer, [self.layer, *beside])
+
+    def row_name(self, path: str) -> str:
+        """How results name the weight: by its layer, and in a layer with several also by the weight.
+
+        Args:
+            path: of its quantizer.
+
+        >>> layer = prepare(nn.Linear(2, 2), "INT8_WEIGHT_ONLY")
+        >>> layer.products()[0].row_name("encoder.0._weight_quantizer")
+        'encoder.0'
+        >>> cell = prepare(nn.LSTMCell(2, 2), "INT8_WEIGHT_ONLY")
+        >>> cell.products()[1].row_name("encoder.1._hh_weight_quantizer")
+        'encoder.1.hh'
+        """
+        name = layer_of(path)
+        if sum(other.quantizer is not None for other in self.layer.products()) <= 1:
+            return name
+        return join(name, path.rpartition(".")[2].removeprefix("_").removesuffix(_SUFFIX))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows [groups, rows, columns] of an input x that are multiplied with the matrix.
+
+        Raises:
+            ConfigError: the weight is no matrix.
+        """
+        raise ConfigError(f"a {self.kind} has no weight matrix")
+
+
+class MatrixProduct(Product):
+    """Rows of an input multiplied with a weight [out, in], as a linear layer does."""
+
+    takes_transform: ClassVar[bool] = True
+    """Whether a transform of the input can stand before it."""
+
+    takes_parts: ClassVar[bool] = False
+    """Whether rows may be taken in parts of the input's channels."""
+    needs_call: ClassVar[bool] = False
+    """Whether a call must be seen before rows can be made."""
+    is_stack: ClassVar[bool] = False
+    """Whether the weight is a stack of matrices, each with inputs of its own."""
+
+    reads: tuple[int, ...] = (0,)
+    """For each block of rows of the weight, the place of the input that it is multiplied with."""
+
+    @property
+    def is_matrix(self) -> bool:
+        return True
+
+    @property
+    def has_own_forward(self) -> bool:
+        """Whether the layer computes by a function of another package than torch and this one."""
+        return type(self.layer).forward.__module__.partition(".")[0] not in ("torch", "fakequant")
+
+    @property
+    def bias(self) -> tuple[nn.Parameter | None, slice]:
+        """The parameter that holds the bias, and the place of this weight's part of it."""
+        return self.layer._parameters.get("bias"), slice(None)
+
+    @property
+    def input_quantizer(self) -> Quantizer | None:
+        """The quantizer of the input, if this weight alone gets what it quantizes."""
+        return self.layer.input_quantizer
+
+    @property
+    def input_transform(self) -> InputTransform | None:
+        """What the input goes through before its quantizer."""
+        return self.layer.input_transform
+
+    @property
+    def columns(self) -> int:
+        """The length of the rows."""
+        return self.tensor[0].numel()
+
+    @property
+    def groups(self) -> int:
+        """The number of parts of the output channels that multiply other rows each."""
+        return 1
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
+        """Have a hook called as hook(self, args, kwargs) before each product, the input as its first argument."""
+        return self.layer.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+
+    def inputs(self, call: Any) -> tuple[Tensor, ...]:
+        """The inputs of a call that a hook got, before their quantizers; `reads` has their places."""
+        return (call.first,)
+
+    def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The same inputs as the product sees them."""
+        return (self.layer.quantized_input(inputs[0]),)
+
+    def with_axis(self, x: Tensor) -> Tensor:
+        """An input with a first axis of rows or examples, which is added where a call left it out."""
+        return x[None] if x.dim() == 1 else x
+
+    def pieces(self, x: Tensor) -> Sequence[Tensor]:
+        """An input in pieces of bounded memory: of a convolution, those whose windows take 16 MB."""
+        return [x]
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.reshape(1, -1, x.shape[-1])
+
+    def product(self, weight: Tensor, x: Tensor) -> Tensor:
+        """The output for an input and another weight, without the bias.
+
+        Args:
+            weight: of the shape of its own.
+            x: of any float dtype: under autocast, layers get inputs of another dtype than their weight's.
+        """
+        x = x.to(weight.dtype)
+        return own_forward(self.layer, weight, x) if self.has_own_forward else self.multiplied(weight, x)
+
+    def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:
+        """The output by the function of torch that the layer stands for."""
+        return F.linear(x, weight)
+
+    def computes_product(self, x: Tensor) -> bool:
+        """Whether the call of the layer multiplies its rows of an input with its weight, and does nothing else."""
+        x, weight = self.with_axis(x), self.tensor
+        try:
+            rows, wanted = self.rows(x), self.product(weight, x)
+        except (RuntimeError, TypeError):  # of torch, for what its own forward does
+            return False
+        matrix, wanted = self.matrix(weight).reshape(len(rows), -1, rows.shape[-1]), self.channels_last(wanted)
+        found = (rows.to(matrix.dtype) @ matrix.mT).movedim(0, 1).reshape(-1, wanted.shape[-1])
+        return found.numel() == wanted.numel() and torch.allclose(found, wanted.reshape_as(found), 1e-3, 1e-4)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A weight, or one value for each of its groups, as [out, ...]."""
+        return weight
+
+    def channels_last(self, y: Tensor) -> Tensor:
+        """An output with its channels along the last axis."""
+        return y
+
+    def makes_same_rows(self, other: MatrixProduct) -> bool:
+        """Whether another product makes the same rows of the same input."""
+        return type(self) is type(other)
+
+    def matrices(self) -> list[Matrix]:
+        """The matrix of the weight; of stacked weights all, in the order of the inputs."""
+        weight, quantizer = self.tensor.detach(), self.quantizer
+        return [Matrix(weight, quantizer.spec, quantizer.qparams(weight), quantizer(weight))]
+
+    def joined(self, values: Sequence[Tensor], params: Sequence[QParams]) -> tuple[Tensor, QParams]:
+        """Values of all matrices, and their parameters, as those of the weight."""
+        return values[0], params[0]
+
+
+def own_forward(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
+    """The result of a layer's own forward with another weight, without bias and quantizers."""
+    parts = {name: None if isinstance(own, _PARTS) else own for name, own in layer._modules.items()}
+    parameters = {**layer._parameters, "weight": weight, "bias": None}
+    twin = with_attributes(layer, _parameters=parameters, _modules=parts, execution=Execution.SIMULATE)
+    return type(layer).forward(twin, x)
+
+
+def with_attributes(layer: Any, **attributes: Any) -> Any:
+    """The same layer with other attributes."""
+    twin = object.__new__(type(layer))
+    vars(twin).update(vars(layer) | attributes)
+    return twin
+
+
+class TurnedProduct(MatrixProduct):
+    """Rows of an input multiplied with a weight [in, out, ...]."""
+
+    takes_transform = False
+
+    @property
+    def columns(self) -> int:
+        return self.tensor[:, 0].numel()
+
+    def multiplied(self, weight: Tensor, x: Tensor) -> Tensor:
+        return x @ weight
+
+    def matrices(self) -> list[Matrix]:
+        axes = self.tensor.dim()
+        exchanged = {0: 1, 1: 0, -axes: 1, 1 - axes: 0}
+        return [
+            Matrix(
+                self.matrix(own.weight), remapped(own.spec, exchanged), _turned(own.params), self.matrix(own.nearest)
+            )
+            for own in super().matrices()
+        ]
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        return _exchanged(weight)
+
+    def joined(self, values: Sequence[Tensor], params: Sequence[QParams]) -> tuple[Tensor, QParams]:
+        return _exchanged(values[0]), _turned(params[0])
+
+
+def _exchanged(values: Tensor) -> Tensor:
+    """A weight, or one value for each of its groups, with its first two axes exchanged."""
+    return values.transpose(0, 1).contiguous() if values.dim() > 1 else values
+
+
+def _turned(params: QParams) -> QParams:
+    return QParams(_exchanged(params.scale), None if params.zero_point is None else _exchanged(params.zero_point))
+
+
+def remapped(spec: QuantSpec, axes: dict[int, int]) -> QuantSpec:
+    """A specification of a weight whose axes have other places."""
+    spec = spec.replace(granularity=spec.granularity.remap_axes(axes))
+    if spec.scale.granularity is None:
+        return spec
+    return spec.replace(scale=replace(spec.scale, granularity=spec.scale.granularity.remap_axes(axes)))
