@@ -11,7 +11,7 @@ import ast
 import itertools
 import re
 import warnings
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,9 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
     """
     quantizers: list[Site] = []
     refused: list[str] = []
-    inputs = set(program.graph_signature.user_inputs)
+    inputs, graph = set(program.graph_signature.user_inputs), program.graph_module.graph
+    moving = _depending(graph, lambda node: node.name in inputs)
+    by_bits = _depending(graph, lambda node: node.target in _BITS)
     for module in program.graph_module.modules():
         if not isinstance(module, fx.GraphModule):
             continue
@@ -134,7 +136,7 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
                     raise ExportError("lies inside control flow (torch.cond or a loop), which cannot be exported")
                 if nesting:
                     raise ExportError("lies inside torch.vmap, which cannot be exported; call the layer on the batch")
-                quantizers.append(_site(node, inputs, style))
+                quantizers.append(_site(node, moving, by_bits, style))
             except ExportError as error:
                 refused.append(f"{module_name(_path(node))}: {error}")
     if refused:
@@ -142,7 +144,7 @@ def sites(program: ExportedProgram, style: Style = Style.PORTABLE) -> list[Site]
     return quantizers
 
 
-def _site(node: fx.Node, inputs: Container[object], style: Style) -> Site:
+def _site(node: fx.Node, moving: Container[fx.Node], by_bits: Container[fx.Node], style: Style) -> Site:
     x, scale, _, text = node.args[:4]
     assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
@@ -151,27 +153,25 @@ def _site(node: fx.Node, inputs: Container[object], style: Style) -> Site:
     value = x.meta["val"]
     if value.dtype == torch.float64:
         raise ExportError("quantizes a float64 tensor, but QuantizeLinear takes float32; export model.float()")
-    if spec.scale.format is not None and any(source.target in _BITS for source in _sources(scale)):
+    if spec.scale.format is not None and scale in by_bits:
         raise ExportError(
             f"{spec}: the model computes scales in {spec.scale.format} from the bits of numbers, which ONNX cannot "
             "read; call fake_quantize without scale and amax, so that it uses the range of its tensor, or pass a "
             "constant scale"
         )
-    constant, static = (not any(source.name in inputs for source in _sources(value)) for value in (x, scale))
+    constant, static = x not in moving, scale not in moving
     check(spec, style, _shape(value), constant=constant, dynamic=not static)
     placement = place(spec, style, _shape(value), _shape(scale.meta["val"]))
     return Site(_path(node), spec, placement.opset(constant=constant))
 
 
-def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield a node and all nodes that it depends on."""
-    seen: set[fx.Node] = {node}
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        yield current
-        waiting += [source for source in current.all_input_nodes if source not in seen]
-        seen.update(current.all_input_nodes)
+def _depending(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The sources among the nodes of a graph, and all nodes that depend on one."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:  # in the order of the program
+        if is_source(node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _shape(value: torch.Tensor) -> list[Dimension]:
