@@ -310,6 +310,7 @@ _BY_TORCH = "torch's exporter matches its rules against all nodes for each node:
 REASONS: dict[str, str] = {
     "`export_onnx`": _BY_TORCH,
     "`export_onnx` of a model for a target": _BY_TORCH,
+    "`load`": "torch's `load_state_dict` looks at all keys of a list of modules for each module in it",
     "`search`": "as many mixes as layers and choices, each of all layers: a quarter of its time at 512 blocks",
 }
 """Why a function may grow faster, by its name; measured."""

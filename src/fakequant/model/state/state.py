@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from torch import Tensor, nn
 
 from fakequant.nn.layers import QuantLinear
@@ -26,18 +28,19 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     <All keys matched successfully>
     """
     state = fetched_state(model)
-    paths = [
-        f"{name}." if name else ""
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Quantizer)
-    ]
+    added = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Quantizer)}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantLinear) and module.low_rank is not None:
             weight = state[join(name, "weight")].detach()
             state[join(name, "weight")] = weight + module.low_rank.product().to(weight.dtype)
-            paths.append(join(name, "_low_rank."))
-    metadata = getattr(state, "_metadata", {})
-    for names, end in ((state, ""), (metadata, ".")):
-        for name in [name for name in names if f"{name}{end}".startswith(tuple(paths))]:
+            added.add(join(name, "_low_rank"))
+    for names in (state, getattr(state, "_metadata", {})):
+        for name in [name for name in names if _is_within(name, added)]:
             del names[name]
     return state
+
+
+def _is_within(path: str, modules: Container[str]) -> bool:
+    """Whether a path is that of one of some modules, or of what one holds."""
+    parts = path.split(".")
+    return any(".".join(parts[:count]) in modules for count in range(len(parts) + 1))
