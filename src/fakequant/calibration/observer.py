@@ -90,7 +90,7 @@ class Observer(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the state of an observer of the same kind.
+        """Replace all that was seen by a state of an observer like this one.
 
         Raises:
             CalibrationError: a tensor is missing, unknown or of a wrong shape; nothing is replaced.

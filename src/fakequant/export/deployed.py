@@ -127,7 +127,7 @@ def without_rounding(model: ModelProto, checks: Sequence[SiteCheck]) -> ModelPro
     nodes: list[NodeProto] = []
     for node in copy.graph.node:
         y = node.output[0]
-        dtype = helper.tensor_dtype_to_np_dtype(types.get(y, TensorProto.FLOAT))
+        dtype = helper.tensor_dtype_to_np_dtype(types.get(y) or TensorProto.FLOAT)
         if y in weights:
             editor.add(y, weights[y].moved(generator).numpy().astype(dtype))
         elif y in activations:

@@ -186,7 +186,7 @@ def _inputs(count: int) -> str:
 
 
 def _check(call: Call) -> None:
-    """Check the types of the arguments.
+    """Check that every argument is what its parameter takes.
 
     Raises:
         GraphError: one is not.

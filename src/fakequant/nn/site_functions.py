@@ -1,27 +1,31 @@
 """The functions whose operands can get quantizers where a model calls them: names, aliases, operands and axes.
 
-torch offers one function under many objects (`torch.add`, `Tensor.add`, `Tensor.add_`, `operator.add` ...). The table
-gives all of them one name, so that a call counts as the same whether it runs eagerly, compiled or in an export. A new
-function is one entry here.
+torch offers one function under many objects (`torch.add`, `Tensor.add_`, `operator.add`, `torch.ops.aten.add` ...). The
+table gives all of them one name, so that a call counts as the same whether it runs eagerly, compiled or in an export. A
+new function is one entry here, from which targets, counts, transforms and coverage know it; `register_function` adds
+one from outside.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from fakequant.errors import ConfigError, nearest
+from fakequant.nn.equations import axes_of, of_chain, of_einsum, of_tensordot, of_vecdot
+from fakequant.nn.traits import NO_TRAITS, Trait, read_traits
 
 
 @dataclass(frozen=True)
-class Operand:
+class SiteOperand:
     """One tensor argument of a function that may be quantized.
 
     Attributes:
@@ -48,16 +52,23 @@ class SiteFunction:
     Attributes:
         name: the canonical name, which counts calls and names quantizers.
         operands: its tensor arguments; empty where it takes a list of tensors, see `list_position`.
-        is_product: whether quantized hardware would compute it as a product.
+        traits: what it does with their values.
+        also: other names of torch for it, and operators with their namespace, as "mylib::product".
         fewest: how many float tensors a call needs to be a site: `x + 1` is none.
         list_position: the first argument that belongs to a list of tensors, or None.
+        equation: of the arguments, the `einsum` that the call computes; None where the axes of `operands` always hold.
+        multiplications: the multiply-accumulates, from the number of results and the operands, where torch's counter
+            does not know them; None for one for each result and place along the reduction of the first operand.
     """
 
     name: str
-    operands: tuple[Operand, ...] = ()
-    is_product: bool = False
+    operands: tuple[SiteOperand, ...] = ()
+    traits: Trait = NO_TRAITS
+    also: tuple[str, ...] = ()
     fewest: int = 1
     list_position: int | None = None
+    equation: Callable[[Sequence[Any], Mapping[str, Any]], str] | None = None
+    multiplications: Callable[..., int] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ class CalledAs:
     """
 
     function: SiteFunction
-    operands: tuple[Operand, ...]
+    operands: tuple[SiteOperand, ...]
     plain: Callable[..., Any] | None = None
     inplace_position: int | None = None
 
@@ -95,66 +106,86 @@ class CalledAs:
         return func
 
 
-_INPUT = Operand("input", 0, ("input", "self"))
-_OTHER = Operand("other", 1, ("other",))
+_INPUT = SiteOperand("input", 0, ("input", "self"))
+_OTHER = SiteOperand("other", 1, ("other", "tensor", "vec2"))
+_ROWS = SiteOperand("input", 0, ("input", "self", "a"), channels=-2)
 
 
-def _weighted(channels: int, reduction: int, positions: int = 0) -> tuple[Operand, ...]:
-    weight = Operand("weight", 1, ("weight",), channels, reduction, positions)
-    return Operand("input", 0, ("input",), reduction=-1 - positions, positions=positions), weight
+def _weighted(channels: int, reduction: int, positions: int = 0) -> tuple[SiteOperand, ...]:
+    weight = SiteOperand("weight", 1, ("weight",), channels, reduction, positions)
+    return SiteOperand("input", 0, ("input", "self"), reduction=-1 - positions, positions=positions), weight
 
 
-_MATMUL = (
-    Operand("input", 0, ("input", "self"), channels=-2),
-    Operand("other", 1, ("other", "mat2", "tensor2"), channels=-1, reduction=-2),
-)
+_MATMUL = (_ROWS, SiteOperand("other", 1, ("other", "mat2", "tensor2"), channels=-1, reduction=-2))
 _ADDED = (
-    Operand("input", 1, ("mat1", "batch1"), channels=-2),
-    Operand("other", 2, ("mat2", "batch2"), channels=-1, reduction=-2),
+    SiteOperand("input", 1, ("mat1", "mat", "batch1"), channels=-2),
+    SiteOperand("other", 2, ("mat2", "batch2"), channels=-1, reduction=-2),
 )
+_VECTORS = SiteOperand("input", 0, ("x",)), SiteOperand("other", 1, ("y",))
+_ADDED_VECTORS = SiteOperand("input", 1, ("vec1",)), SiteOperand("other", 2, ("vec2",))
 _ATTENTION = (
-    Operand("query", 0, ("query",)),
-    Operand("key", 1, ("key",)),
-    Operand("value", 2, ("value",), reduction=-2),
+    SiteOperand("query", 0, ("query",)),
+    SiteOperand("key", 1, ("key",)),
+    SiteOperand("value", 2, ("value",), reduction=-2),
 )
 _BILINEAR = (
-    Operand("input", 0, ("input1",)),
-    Operand("other", 1, ("input2",)),
-    Operand("weight", 2, ("weight",)),
+    SiteOperand("input", 0, ("input1",)),
+    SiteOperand("other", 1, ("input2",)),
+    SiteOperand("weight", 2, ("weight",)),
 )
+_TABLE = (SiteOperand("weight", 1, ("weight",)),)
 # Functions of one tensor that engines know as operators with a quantized input.
 _UNARY = """
-    softmax log_softmax sigmoid tanh relu relu6 leaky_relu elu gelu silu mish hardtanh hardswish hardsigmoid softplus
-    mean layer_norm group_norm instance_norm batch_norm rms_norm normalize avg_pool1d avg_pool2d avg_pool3d
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pixel_shuffle
-""".split()  # noqa: SIM905
+softmax log_softmax | softmax
+relu | codes scales
+relu6 hardtanh | codes
+leaky_relu avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d | scales
+mean | scales channels
+sigmoid tanh elu gelu silu mish hardswish hardsigmoid softplus layer_norm group_norm instance_norm batch_norm |
+rms_norm normalize interpolate pixel_shuffle |
+"""
+_PRODUCT = Trait.PRODUCT
+_STACKS = ("concat", "concatenate", "hstack", "vstack", "dstack", "row_stack", "column_stack")
+
+
+def _each(outputs: int, *_: Tensor) -> int:
+    return outputs
+
 
 _FUNCTIONS = [
-    SiteFunction("linear", _weighted(0, -1), is_product=True),
-    *(SiteFunction(f"conv{n}d", _weighted(0, 1, n), is_product=True) for n in (1, 2, 3)),
-    *(SiteFunction(f"conv_transpose{n}d", _weighted(1, 0, n), is_product=True) for n in (1, 2, 3)),
-    SiteFunction("matmul", _MATMUL, is_product=True),
-    *(SiteFunction(name, _ADDED, is_product=True) for name in ("addmm", "baddbmm", "addbmm")),
-    SiteFunction("scaled_dot_product_attention", _ATTENTION, is_product=True),
-    SiteFunction("attention_function", _ATTENTION, is_product=True),
-    SiteFunction("bilinear", _BILINEAR, is_product=True),
-    SiteFunction("einsum", is_product=True, list_position=1),
-    SiteFunction("embedding", (Operand("weight", 1, ("weight",)),), is_product=True),
-    *(SiteFunction(name, (_INPUT, _OTHER), fewest=2) for name in ("add", "sub", "mul", "div", "maximum", "minimum")),
-    *(SiteFunction(name, fewest=2, list_position=0) for name in ("cat", "stack")),
-    *(SiteFunction(name, (_INPUT,)) for name in _UNARY),
+    SiteFunction("linear", _weighted(0, -1), _PRODUCT),
+    *(SiteFunction(f"conv{n}d", _weighted(0, 1, n), _PRODUCT) for n in (1, 2, 3)),
+    *(SiteFunction(f"conv_transpose{n}d", _weighted(1, 0, n), _PRODUCT) for n in (1, 2, 3)),
+    SiteFunction("conv_tbc", _weighted(2, 1), _PRODUCT, multiplications=lambda n, x, w: n * w[..., 0].numel()),
+    SiteFunction("matmul", _MATMUL, _PRODUCT | Trait.HEADS, also=("mm", "bmm")),
+    *(SiteFunction(name, _ADDED, _PRODUCT) for name in ("addmm", "baddbmm")),
+    SiteFunction("addbmm", _ADDED, _PRODUCT, multiplications=lambda n, x, _: n * x.shape[0] * x.shape[-1]),
+    SiteFunction("mv", (_INPUT, SiteOperand("other", 1, ("vec",))), _PRODUCT),
+    SiteFunction("addmv", (_ADDED[0], SiteOperand("other", 2, ("vec",))), _PRODUCT),
+    *(SiteFunction(name, (_INPUT, _OTHER), _PRODUCT) for name in ("inner", "dot", "vdot")),
+    SiteFunction("linalg_vecdot", _VECTORS, _PRODUCT, also=("vecdot",), equation=of_vecdot),
+    *(SiteFunction(name, (_INPUT, _OTHER), _PRODUCT, multiplications=_each) for name in ("outer", "ger", "kron")),
+    SiteFunction("addr", _ADDED_VECTORS, _PRODUCT, multiplications=_each),
+    SiteFunction("tensordot", (_ROWS, SiteOperand("other", 1, ("b", "other"))), _PRODUCT, equation=of_tensordot),
+    SiteFunction("scaled_dot_product_attention", _ATTENTION, _PRODUCT | Trait.ATTENTION | Trait.HEADS),
+    SiteFunction("attention_function", _ATTENTION, _PRODUCT | Trait.ATTENTION | Trait.HEADS),
+    SiteFunction("bilinear", _BILINEAR, _PRODUCT, multiplications=lambda n, _, __, w: n * w[0].numel()),
+    SiteFunction("einsum", (), _PRODUCT, fewest=2, list_position=1, equation=of_einsum),
+    SiteFunction("linalg_multi_dot", (), _PRODUCT, ("multi_dot",), fewest=2, list_position=0, equation=of_chain),
+    SiteFunction("chain_matmul", (), _PRODUCT, fewest=2, list_position=0, equation=of_chain),
+    *(SiteFunction(name, _TABLE, _PRODUCT | Trait.LOOKUP) for name in ("embedding", "embedding_bag")),
+    SiteFunction("add", (_INPUT, _OTHER), Trait.SUMS, fewest=2),
+    SiteFunction("sub", (_INPUT, _OTHER), also=("subtract",), fewest=2),
+    SiteFunction("mul", (_INPUT, _OTHER), Trait.CHANNELS, also=("multiply",), fewest=2),
+    SiteFunction("div", (_INPUT, _OTHER), Trait.CHANNELS, also=("divide", "true_divide", "truediv"), fewest=2),
+    *(SiteFunction(name, (_INPUT, _OTHER), fewest=2) for name in ("maximum", "minimum")),
+    SiteFunction("cat", (), Trait.CODES | Trait.SUMS, also=_STACKS, fewest=2, list_position=0),
+    SiteFunction("stack", (), Trait.CODES | Trait.SUMS, fewest=2, list_position=0),
+    *(SiteFunction(name, (_INPUT,), traits) for name, traits in read_traits(_UNARY).items()),
 ]
 SITE_FUNCTIONS = {function.name: function for function in _FUNCTIONS}
 """The table, by canonical name."""
 
-# Other names of torch for the same function.
-_SYNONYMS = {
-    "matmul": ("mm", "bmm"),
-    "sub": ("subtract",),
-    "mul": ("multiply",),
-    "div": ("divide", "true_divide", "truediv"),
-    "cat": ("concat", "concatenate", "hstack", "vstack", "dstack", "row_stack", "column_stack"),
-}
 # Names for rules that stand for several functions, or are shorter.
 _SHORT = {
     "sdpa": ("scaled_dot_product_attention",),
@@ -164,6 +195,8 @@ _SHORT = {
     "concat": ("cat",),
     "bmm": ("matmul",),
     "mm": ("matmul",),
+    "multi_dot": ("linalg_multi_dot",),
+    "vecdot": ("linalg_vecdot",),
 }
 _C_nn: Any = torch._C._nn  # type: ignore[attr-defined]  a room of torch without type stubs
 _ROOMS = (torch, F, torch.special, torch.linalg, _C_nn, Tensor, operator)
@@ -192,51 +225,51 @@ def _inplace_position(function: Callable[..., Any]) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def _swapped(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+def _swapped(operands: tuple[SiteOperand, ...]) -> tuple[SiteOperand, ...]:
     first, second = operands
-    return (
-        Operand(first.name, second.position, (), first.channels, first.reduction),
-        Operand(second.name, first.position, (), second.channels, second.reduction),
-    )
+    return replace(first, position=second.position, keywords=()), replace(second, position=first.position, keywords=())
 
 
 def _table() -> dict[Any, CalledAs]:
     table: dict[Any, CalledAs] = {}
     for function in _FUNCTIONS:
-        for name in (function.name, *_SYNONYMS.get(function.name, ())):
+        for name in (function.name, *function.also):
             for found, plain, swapped in _objects(name):
                 operands = function.operands
                 if swapped:
-                    if len(operands) != 2 or function.is_product != (function.name == "matmul"):
+                    if len(operands) != 2 or (_PRODUCT in function.traits) != (function.name == "matmul"):
                         continue
                     operands = _swapped(operands)
                 table[found] = CalledAs(function, operands, plain, _inplace_position(found))
+            table |= _operators(function, name)
     # `torch.embedding` takes the table first; `F.embedding` and what calls it take the indices first.
-    table[torch.embedding] = CalledAs(SITE_FUNCTIONS["embedding"], (Operand("weight", 0, ("weight",)),))
+    for name in ("embedding", "embedding_bag"):
+        called = CalledAs(SITE_FUNCTIONS[name], (SiteOperand("weight", 0, ("weight",)),))
+        table |= {getattr(torch, name): called, f"aten.{name}": called}
     return table
 
 
-def einsum_operand(equation: str, name: str) -> Operand:
+def _operators(function: SiteFunction, name: str) -> dict[str, CalledAs]:
+    """How operators of torch.ops call a function, by their names without an overload."""
+    if "::" in name:
+        return {name.replace("::", "."): CalledAs(function, function.operands)}
+    written = CalledAs(function, function.operands, getattr(torch.ops.aten, name, None))
+    return {f"aten.{name}": CalledAs(function, function.operands), f"aten.{name}_": written}
+
+
+def einsum_operand(equation: str, name: str, place: int | None = None) -> SiteOperand:
     """The axes of an operand of an `einsum`: of its outputs, which no other operand has, and of the sum.
 
+    Args:
+        equation: as for `torch.einsum`.
+        name: of the operand.
+        place: its term of the equation; None if the name ends in it.
+
     >>> einsum_operand("bsd,dhk->bshk", "input_1")
-    Operand(name='input_1', position=2, keywords=(), channels=1, reduction=0, positions=0)
+    SiteOperand(name='input_1', position=2, keywords=(), channels=1, reduction=0, positions=0)
     """
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms, place = left.split(","), int(name.rpartition("_")[2])
-    own, others = terms[place], "".join(terms[:place] + terms[place + 1 :])
-    summed = {index for index in left if left.count(index) > 1} if not arrow else {*left} - {*right}
-    outputs = [index for index in own if index.isalpha() and index not in summed and index not in others]
-    sums = [index for index in own if index.isalpha() and index in summed]
-
-    def axis(indices: list[str], otherwise: int) -> int:
-        if not indices:
-            return otherwise
-        before, dots, after = own.partition("...")
-        first = indices[0]
-        return before.index(first) if first in before else after.index(first) - len(after) if dots else otherwise
-
-    return Operand(name, place + 1, (), axis(outputs, 0), axis(sums, -1))
+    place = int(name.rpartition("_")[2]) if place is None else place
+    return SiteOperand(name, place + 1, (), *axes_of(equation, place))
 
 
 CALLED_AS = _table()
@@ -254,7 +287,32 @@ def called_as(func: Any) -> CalledAs | None:
     for method, called in _IN_PYTHON:
         if func is method:
             return called
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        return CALLED_AS.get(".".join(str(func).split(".")[:2]))
     return CALLED_AS.get(func)
+
+
+def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> None:
+    """Let calls of a function from outside of torch have quantizers.
+
+    Args:
+        function: names, operands and traits. Operators of torch.ops are known by `also`: "mylib::product".
+        objects: functions in Python that dispatch by `__torch_function__`.
+
+    Raises:
+        ConfigError: the name is taken, or no identifier.
+
+    >>> register_function(SiteFunction("my_product", _MATMUL, Trait.PRODUCT, also=("mylib::product",)))
+    >>> sorted(canonical_ops(["my_product"]))
+    ['my_product']
+    >>> del SITE_FUNCTIONS["my_product"], CALLED_AS["mylib.product"]
+    """
+    if function.name in SITE_FUNCTIONS or not function.name.isidentifier():
+        raise ConfigError(f"a function needs a name that no other has and that is an identifier, got {function.name!r}")
+    SITE_FUNCTIONS[function.name] = function
+    for name in function.also:
+        CALLED_AS.update(_operators(function, name))
+    CALLED_AS.update(dict.fromkeys(objects, CalledAs(function, function.operands)))
 
 
 def canonical_ops(ops: Iterable[str]) -> frozenset[str]:

@@ -197,9 +197,12 @@ def takes_floats(args: Any, kwargs: Any) -> bool:
 
 def operands_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Tensor]:
     """The arguments of a call that a site can quantize, by name."""
-    args, kwargs = list(args), dict(kwargs)
-    values = {name: holder[key] for name, holder, key in _places(called, args, kwargs)}
-    return {name: value for name, value in values.items() if is_operand(value)}
+    return {name: value for name, value in arguments_of(called, args, kwargs).items() if is_operand(value)}
+
+
+def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call at the places of its operands, by name."""
+    return {name: holder[key] for name, holder, key in _places(called, list(args), dict(kwargs))}
 
 
 def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:

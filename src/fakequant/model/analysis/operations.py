@@ -12,7 +12,9 @@ from fakequant.errors import CoverageWarning, warn_user
 from fakequant.model.analysis.coverage import Operation, scripted
 from fakequant.model.run.recorded import QUANTIZED, Call, Recording
 from fakequant.model.run.recording import record
-from fakequant.model.run.traits import Trait, has
+from fakequant.model.run.traits import has
+from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.nn.traits import Trait
 from fakequant.nn.wrappers import unwraps
 
 
@@ -55,12 +57,12 @@ def operations_of(recording: Recording) -> list[Operation]:
             if read and quantized.issuperset(read):
                 quantized.update(call.outputs)
         elif operands := _operands(recording, call, floats, fixed):
-            in_float = sum(value not in quantized for value in operands)
-            found.append(
-                Operation(
-                    call.owner or "", name, has(name, Trait.PRODUCT), in_float, len(operands), call.multiplications
-                )
-            )
+            # What comes of two of several tensors is multiplied with the next one, in float.
+            is_list = name in SITE_FUNCTIONS and SITE_FUNCTIONS[name].list_position is not None
+            between = max(len(operands) - 2, 0) if call.is_product and is_list else 0
+            in_float = sum(value not in quantized for value in operands) + between
+            inputs = len(operands) + between
+            found.append(Operation(call.owner or "", name, call.is_product, in_float, inputs, call.multiplications))
     return found
 
 
@@ -125,6 +127,6 @@ def _operands(recording: Recording, call: Call, floats: list[int], fixed: set[in
     """
     if recording.is_constant(call) or not any(recording.values[output].is_float for output in call.outputs):
         return []
-    if has(call.function, Trait.PRODUCT):
+    if call.is_product:
         return list(call.factors)
     return [value for value in floats if value not in fixed]

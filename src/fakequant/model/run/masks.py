@@ -12,16 +12,14 @@ from collections.abc import Mapping
 from torch import nn
 
 from fakequant.errors import CalibrationWarning, warn_user
-from fakequant.model.run.recorded import EXTREME, Call, Recording
-from fakequant.model.run.traits import Trait, has
+from fakequant.model.run.recorded import EXTREME, Recording
+from fakequant.model.run.traits import has
 from fakequant.nn.paths import layer_of
-from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.nn.sites import Site
+from fakequant.nn.traits import Trait
 from fakequant.numerics.qparams import Range
 from fakequant.text import listed
 
-_SOFTMAX = frozenset({"softmax", "log_softmax"})
-_TAKES_MASK = frozenset({"scaled_dot_product_attention", "attention_function"})
 _STILL_LARGE = EXTREME / 100
 """What is left of a mask behind a temperature or a factor."""
 
@@ -36,7 +34,7 @@ def masked_values(recording: Recording) -> set[int]:
     sizes = [value.size for value in recording.values]
     found = set(recording.masks)
     for call in recording.calls:
-        if is_product(call):
+        if call.is_product:
             continue
         carries = not found.isdisjoint(call.inputs)
         if carries or (has(call.function, Trait.FILLS) and not any(sizes[value] >= EXTREME for value in call.inputs)):
@@ -44,17 +42,11 @@ def masked_values(recording: Recording) -> set[int]:
             found.update(value for value in call.outputs if least <= sizes[value] < math.inf)
     scores: set[int] = set()  # values that reach a softmax
     for call in reversed(recording.calls):
-        if call.function in _TAKES_MASK:
+        if has(call.function, Trait.ATTENTION):
             scores.update(value for value in call.inputs if value not in call.operands.values())
-        elif not is_product(call) and (call.function in _SOFTMAX or not scores.isdisjoint(call.outputs)):
+        elif not call.is_product and (has(call.function, Trait.SOFTMAX) or not scores.isdisjoint(call.outputs)):
             scores.update(call.inputs)
     return found | {value for value in scores if EXTREME <= sizes[value] < math.inf}
-
-
-def is_product(call: Call) -> bool:
-    """Whether a call computes a product, whose result is no mask."""
-    known = SITE_FUNCTIONS.get(call.function)
-    return bool(call.multiplications) or (known is not None and known.is_product)
 
 
 def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
@@ -68,7 +60,7 @@ def warn_of_masks(model: nn.Module, ranges: Mapping[str, Range]) -> None:
     functions: set[str] = set()
     for name, range in ranges.items():
         site = model.get_submodule(layer_of(name))
-        if isinstance(site, Site) and not SITE_FUNCTIONS[site.function].is_product and range.lo.numel():
+        if isinstance(site, Site) and not has(site.function, Trait.PRODUCT) and range.lo.numel():
             lowest = range.lo.min().item()
             if lowest <= -EXTREME:
                 low[name] = lowest

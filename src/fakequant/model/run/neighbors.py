@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fakequant.model.run.recorded import Call, ModuleCall, Recording, Step
-from fakequant.model.run.traits import Trait, having
+from fakequant.model.run.traits import having
+from fakequant.nn.traits import Trait
 
 
 @dataclass
@@ -32,7 +33,7 @@ def find_neighbors(
     recording: Recording,
     makers: Set[nn.Module],
     layers: Set[nn.Module],
-    through: Set[str] = having(Trait.SCALES),
+    through: Set[str] | None = None,
 ) -> Neighbors:
     """Follow the outputs of makers, also through functions such as ReLU.
 
@@ -50,7 +51,7 @@ def find_neighbors(
     >>> found.readers[model[0]] == [model[2]]
     True
     """
-    walk = _Walk(model, recording, makers, layers, through)
+    walk = _Walk(model, recording, makers, layers, having(Trait.SCALES) if through is None else through)
     for step, one in recording.steps():
         if step is Step.CALL:
             walk.call(one)

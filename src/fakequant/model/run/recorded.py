@@ -61,7 +61,7 @@ class Call:
         multiplications: the multiply-accumulates of a product; 0 for other functions, and for tables.
         where: the places in the code, from the call up to the owner's `forward`; empty for functions that cannot be
             quantized.
-        equation: that of an `einsum`; empty where it has none.
+        equation: the `einsum` that it computes, of a function whose axes depend on its arguments; empty of others.
         factors: of a product, without its bias; empty for other functions.
     """
 
@@ -85,6 +85,11 @@ class Call:
         if name.endswith("_like") or name.startswith("new_"):
             return ()
         return self.inputs[:1] if name == "to" or name.endswith("_as") else self.inputs
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it computes a product: an `einsum` of one tensor does not."""
+        return bool(self.factors)
 
     @property
     def site(self) -> tuple[str | None, str, int]:

@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fakequant.model.modes import not_compiled
 from fakequant.model.run.memory import Tensors, unwrapped, version_of
 from fakequant.model.run.recorded import FAKE_QUANTIZE, IN_A_BRANCH, QUANTIZER, Call, ModuleCall, Recording, Value
-from fakequant.model.run.traits import Trait, factors_of, has, is_number
+from fakequant.model.run.traits import factors_of, has, is_number
 from fakequant.nn.site_functions import CalledAs, called_as
+from fakequant.nn.traits import Trait
 from fakequant.restore import restore_after, stack_without
 
 
@@ -102,14 +103,14 @@ class Recorder(TorchFunctionMode):
         if isinstance(func, HigherOrderOperator) and not is_product:
             args = tree_map_only((FunctionType, partial, nn.Module), self._branch, args)
         arguments = tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
-        numbers = [x for x in arguments if is_number(x)] if is_product else []
+        plain = name.partition(" ")[0]
+        factors = factors_of(func, plain, args, kwargs) if is_product else []
         inputs = tuple(self.value_of(tensor) for tensor in arguments)
         detail = PLAIN if called is None else self._detail(called, args, kwargs)
         versions = [version_of(tensor) for tensor in arguments]
-        plain = name.partition(" ")[0]
-        if numbers and called is None:
-            detail = PLAIN._replace(factors=tuple(map(self.value_of, factors_of(plain, args, kwargs))))
-        result, count = self._computed(plain, lambda: func(*args, **kwargs), numbers)
+        if factors:
+            detail = detail._replace(factors=tuple(map(self.value_of, factors)))
+        result, count = self._computed(plain, lambda: func(*args, **kwargs), factors)
         written = [x for x, version in zip(arguments, versions, strict=True) if version_of(x) != version]
         if versions[:1] == [None] and _overwrites(func, called, args, kwargs):  # an inference tensor has no version
             written = arguments[:1]
@@ -131,8 +132,8 @@ class Recorder(TorchFunctionMode):
     def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> Detail:
         return PLAIN
 
-    def _computed(self, product: str, run: Callable[[], Any], numbers: list[Tensor]) -> tuple[Any, int]:
-        """The result of a function, and its multiply-accumulates; `numbers` is empty for others than products."""
+    def _computed(self, product: str, run: Callable[[], Any], factors: list[Tensor]) -> tuple[Any, int]:
+        """The result of a function, and its multiply-accumulates; `factors` is empty for others than products."""
         return run(), 0
 
     def _size(self, tensor: Tensor, number: int) -> float:

@@ -179,8 +179,8 @@ class _WholeRecorder(Recorder):
 
         return run
 
-    def _computed(self, product: str, run: Callable[[], Any], numbers: list[Tensor]) -> tuple[Any, int]:
-        return counted(product, run, numbers) if numbers else (run(), 0)
+    def _computed(self, product: str, run: Callable[[], Any], factors: list[Tensor]) -> tuple[Any, int]:
+        return counted(product, run, factors) if factors else (run(), 0)
 
     def _size(self, tensor: Tensor, number: int) -> float:
         size = largest(tensor)
@@ -193,17 +193,16 @@ class _WholeRecorder(Recorder):
         if called is None:
             return None, name_of(func)
         if not takes_floats(args, kwargs):
-            return None, name_of(func) + WITHOUT_FLOATS  # as in a prepared model, which does not count such calls
+            return None, called.function.name + WITHOUT_FLOATS  # as a prepared model, which does not count such calls
         if self._is_of_cache():
-            return None, name_of(func) + OF_A_CACHE
+            return None, called.function.name + OF_A_CACHE
         return called, called.function.name
 
     def _detail(self, called: CalledAs, args: Any, kwargs: Any) -> Detail:
         operands = operands_of(called, args, kwargs)
         numbers = {operand: self.value_of(tensor) for operand, tensor in operands.items()}
-        equation = args[0] if called.function.name == "einsum" and args and isinstance(args[0], str) else ""
-        factors = tuple(numbers.values()) if called.function.is_product else ()
-        return Detail(numbers, self._where(), equation, factors)
+        read = called.function.equation
+        return Detail(numbers, self._where(), "" if read is None else read(args, kwargs))
 
     def _is_of_cache(self) -> bool:
         """Whether a cache of transformers makes the call."""

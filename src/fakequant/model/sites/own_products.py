@@ -15,9 +15,11 @@ from fakequant.model.config import Config, Rule, all_names
 from fakequant.model.modes import evaluating
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import record
-from fakequant.model.run.traits import Trait, has
+from fakequant.model.run.traits import has
 from fakequant.nn.forms import own_class, why_changed
 from fakequant.nn.integer import Execution
+from fakequant.nn.site_products import OF_LAYERS
+from fakequant.nn.traits import Trait
 from fakequant.restore import restore_after, structure_of
 
 
@@ -98,7 +100,7 @@ def _ends(layer: nn.Module, path: str, recording: Recording, numbers: Mapping[nn
         return False
     (call,) = reads
     weight = numbers.get(layer._parameters["weight"])  # type: ignore[arg-type]  it has one
-    last = call.owner == path and call.function.startswith(("linear", "conv")) and call.factors[1:] == (weight,)
+    last = call.owner == path and call.function in OF_LAYERS and call.factors[1:] == (weight,)
     return last and own <= {*call.inputs} and all(other.number <= call.number for other in _of(path, recording))
 
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from fakequant.model.config import Config, Rule, TensorConfig, all_names
-from fakequant.model.run.masks import is_product, masked_values
+from fakequant.model.run.masks import masked_values
 from fakequant.model.run.recorded import Call, Recording
+from fakequant.model.run.traits import having
 from fakequant.model.sites.planned import Candidate, SiteQuantizer
 from fakequant.model.sites.sites import candidates, operand_quantizer, rules_of_sites
 from fakequant.model.sites.targets import FixedRange, Target
-from fakequant.model.sites.targets.table import ATTENTION_LAYER, PRODUCTS
+from fakequant.model.sites.targets.table import ATTENTION_LAYER
 from fakequant.model.sites.values import Flow
 from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.nn.traits import Trait
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 
 Held = dict[str, SiteQuantizer]
-_NOT_EXPORTED = frozenset({"dropout", "contiguous", "detach", "clone"})
-"""Functions that an exported file does not have."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Planner:
         self.masked = {
             call.site
             for call in recording.calls
-            if not masks.isdisjoint([*call.operands.values(), *call.outputs]) and not is_product(call)
+            if not masks.isdisjoint([*call.operands.values(), *call.outputs]) and not call.is_product
         }
         self.held: dict[Candidate, Held] = {}
         self.quantized: set[int] = set()  # values with a quantizer of their own
@@ -147,7 +147,7 @@ class _Planner:
     def _is_of_product(self, value: int, through: Iterable[str]) -> bool:
         producer = self.flow.producer(value)
         while producer is not None and self.flow.alone(value):
-            if producer.function in PRODUCTS - {"embedding"}:
+            if producer.function in self.flow.products:
                 return True
             if producer.function not in through or not producer.inputs:
                 return False
@@ -233,7 +233,7 @@ class _Planner:
                 continue
             # `nn.MultiheadAttention` transposes its result; engines move quantizers over that.
             quantized = {value for same in self.same[last.site] for value in same.outputs[:1]}
-            self._drop_after(quantized, self.target.keeps if inside else _NOT_EXPORTED)
+            self._drop_after(quantized, self.target.keeps if inside else having(Trait.IDENTITY))
 
     def _quantize_output(self, call: Call) -> bool:
         """Give the result of a call the quantizer of its layer or its site; False where it stays in float."""

@@ -19,9 +19,11 @@ from fakequant.nn.operands import Kernel, Role
 from fakequant.nn.paths import module_at
 from fakequant.nn.quantizer import Kind, Quantizer
 from fakequant.nn.site_classes import add_sites, is_shielded, shield
-from fakequant.nn.site_functions import SITE_FUNCTIONS, Operand, einsum_operand
+from fakequant.nn.site_functions import SITE_FUNCTIONS, SiteOperand, einsum_operand
 from fakequant.nn.sites import Site, Sites, site_keys, sites_of
+from fakequant.nn.traits import Trait
 from fakequant.nn.wrappers import unwraps
+from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams
 from fakequant.text import listed, module_name
 
@@ -155,23 +157,26 @@ def candidates(model: nn.Module, recording: Recording) -> list[Candidate]:
     return sorted(found, key=lambda one: order[one.owner, one.function, one.index])
 
 
-def operand_of(one: Candidate, name: str) -> Operand:
-    """What the table says of an operand, or the equation of an `einsum`; one of another list is nothing special."""
+def operand_of(one: Candidate, name: str) -> SiteOperand:
+    """What the table or an equation says of an operand; one of a list without an equation is nothing special."""
+    known = {operand.name: operand for operand in SITE_FUNCTIONS[one.function].operands}
     if one.equation:
-        return einsum_operand(one.equation, name)
-    return next((known for known in SITE_FUNCTIONS[one.function].operands if known.name == name), Operand(name, 0))
+        return einsum_operand(one.equation, name, [*known].index(name) if name in known else None)
+    return known.get(name, SiteOperand(name, 0))
 
 
 def operand_quantizer(one: Candidate, name: str, rule: Rule) -> SiteQuantizer | None:
     """The quantizer that a rule gives an operand of a call; None if it gives none."""
     operand = operand_of(one, name)
     # A constant that is no weight may be cut to the length of the input, so that its range is not always one.
-    weight = name in one.constants and SITE_FUNCTIONS[one.function].is_product
+    weight = name in one.constants and Trait.PRODUCT in SITE_FUNCTIONS[one.function].traits
     axes = {0: operand.channels, -1: operand.reduction} if weight else {-1: operand.reduction}
     own, whole = one.shape(name), one.shape("weight")
     sizes = whole[len(whole) - operand.positions :]
     kernel = Kernel.of(sizes, own[operand.reduction] if weight and sizes else None)
     config = rule.tensor(Role.WEIGHT if weight else Role.INPUT, axes, kernel)
+    if weight and config is not None and len(own) == 1 and isinstance(config.spec.granularity, PerChannel):
+        config = TensorConfig(config.spec.replace(granularity=PerTensor()), config.dynamic)  # a vector has no channels
     if weight and config is not None and rule.input is None and exceeds_float(config.spec, own):
         return None
     return None if config is None else SiteQuantizer(config, Kind.WEIGHT if weight else Kind.INPUT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fakequant.model.run.recorded import Call, Recording
-from fakequant.model.sites.targets.table import PRODUCTS
+from fakequant.model.sites.targets.table import products
 
 
 class Flow:
@@ -16,6 +16,7 @@ class Flow:
         self.calls = recording.calls
         self.consumers = recording.consumers
         self.of_owner = recording.calls_of
+        self.products = products()
 
     def producer(self, value: int) -> Call | None:
         """The call that made a value."""
@@ -73,7 +74,7 @@ class Flow:
                 break
             for own in depths:
                 reached = [own[output] for output in call.outputs if output in own]
-                depth = max(reached, default=0) + (call.function in PRODUCTS)
+                depth = max(reached, default=0) + (call.function in self.products)
                 own.update({parent: max(own.get(parent, 0), depth) for parent in call.inputs if reached})
             waiting.difference_update(call.outputs)
             waiting.update(parent for parent in call.inputs if self.producer(parent) is not None)

@@ -18,11 +18,11 @@ from fakequant.nn.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, Folded
 from fakequant.nn.hooks import is_as_made
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.site_classes import set_class, unshielded_class
+from fakequant.nn.site_products import OF_LAYERS
 from fakequant.restore import restore_on_error, structure_of
 from fakequant.text import module_name
 
 Model = TypeVar("Model", bound=nn.Module)
-_PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 
 
 def fold_batch_norm(model: Model, example: Any, *, inputs: Inputs | None = None) -> Model:
@@ -137,7 +137,7 @@ def _layer_before(path: str, recording: Recording) -> str | None:
         return None
     taken = call.inputs[0]
     producer = recording.values[taken].producer
-    if producer is None or recording.calls[producer].function not in _PRODUCTS:
+    if producer is None or recording.calls[producer].function not in OF_LAYERS:
         return None
     return recording.calls[producer].owner
 
@@ -176,7 +176,7 @@ def _why_layer_stays(
 
 
 def _product(path: str, recording: Recording) -> int:
-    return next(call.number for call in recording.calls_of[path] if call.function in _PRODUCTS)
+    return next(call.number for call in recording.calls_of[path] if call.function in OF_LAYERS)
 
 
 def _is_alone(path: str, recording: Recording) -> bool:

@@ -9,10 +9,9 @@ from typing import NamedTuple
 from torch import nn
 
 from fakequant.model.run.recorded import Call, ModuleCall, Recording, Step
-from fakequant.model.run.traits import Trait, has
-
-_VALUE_OF_ATTENTION = {"scaled_dot_product_attention": "value", "attention_function": "value", "matmul": "other"}
-"""The operand from which heads are made."""
+from fakequant.model.run.traits import has
+from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.nn.traits import Trait
 
 
 @dataclass(eq=False)
@@ -177,12 +176,13 @@ class _Walk:
             return self._values[known[0]] if alone else None
         if has(name, Trait.SUMS):
             return self._sum(call, known)
-        if name in _VALUE_OF_ATTENTION:
+        if has(name, Trait.HEADS):
             return self._attention(name, call, known)
         return None
 
     def _attention(self, name: str, call: Call, known: list[int]) -> _Value | None:
-        number = call.operands.get(_VALUE_OF_ATTENTION[name])
+        values = {operand.name for operand in SITE_FUNCTIONS[name].operands if operand.reduction == -2}
+        number = next((value for operand, value in call.operands.items() if operand in values), None)
         for one in known:
             if one != number:
                 self.read(one, f"torch.{name}")

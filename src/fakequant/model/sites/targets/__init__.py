@@ -1,18 +1,21 @@
-"""Where engines want quantizers: one table per engine, read by `model/sites/placement.py`. Tables hold no code."""
+"""Where engines want quantizers: one table per engine, read by `model/sites/placement.py`. Tables hold names alone.
+
+They are made when asked for, so that a function that `register_function` adds stands in all of them.
+"""
 
 from __future__ import annotations
 
 from fakequant.errors import ConfigError, nearest
-from fakequant.model.sites.targets.onnxruntime import ONNXRUNTIME
-from fakequant.model.sites.targets.openvino import OPENVINO
-from fakequant.model.sites.targets.qnn import QNN
+from fakequant.model.sites.targets.onnxruntime import onnxruntime
+from fakequant.model.sites.targets.openvino import openvino
+from fakequant.model.sites.targets.qnn import qnn
 from fakequant.model.sites.targets.table import FixedRange, Target
-from fakequant.model.sites.targets.tensorrt import TENSORRT
-from fakequant.model.sites.targets.xnnpack import XNNPACK
+from fakequant.model.sites.targets.tensorrt import tensorrt
+from fakequant.model.sites.targets.xnnpack import xnnpack
 
 __all__ = ["FixedRange", "Target", "find_target", "targets"]
 
-_targets = {target.name: target for target in (ONNXRUNTIME, TENSORRT, OPENVINO, QNN, XNNPACK)}
+_TARGETS = {made.__name__: made for made in (onnxruntime, tensorrt, openvino, qnn, xnnpack)}
 
 
 def targets() -> dict[str, Target]:
@@ -21,7 +24,7 @@ def targets() -> dict[str, Target]:
     >>> sorted(targets())
     ['onnxruntime', 'openvino', 'qnn', 'tensorrt', 'xnnpack']
     """
-    return dict(_targets)
+    return {name: made() for name, made in _TARGETS.items()}
 
 
 def find_target(name: str | Target) -> Target:
@@ -32,6 +35,6 @@ def find_target(name: str | Target) -> Target:
     """
     if isinstance(name, Target):
         return name
-    if name not in _targets:
-        raise ConfigError(f"unknown target {name!r}{nearest(str(name), sorted(_targets))}")
-    return _targets[name]
+    if name not in _TARGETS:
+        raise ConfigError(f"unknown target {name!r}{nearest(str(name), sorted(_TARGETS))}")
+    return _TARGETS[name]()

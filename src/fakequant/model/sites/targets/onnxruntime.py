@@ -8,24 +8,37 @@ Gather, Slice or Resize.
 
 from __future__ import annotations
 
-from fakequant.model.sites.targets.table import ATTENTION_LAYER, MOVES, PRODUCTS, FixedRange, Target, after_products
-
-ONNXRUNTIME = Target(
-    name="onnxruntime",
-    inputs=PRODUCTS
-    | {"scaled_dot_product_attention", "add", "mul", "cat", "stack", "softmax", "sigmoid", "leaky_relu"}
-    | {"avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"},
-    keeps=MOVES | {"interpolate", "relu", "relu6"},
-    fixed={"softmax": FixedRange(0.0, 1.0, has_high=False)},
-    outputs=frozenset({"conv1d", "conv2d", "conv3d", "linear", "addmm", "add", "mul", "cat", ATTENTION_LAYER}),
-    fused=after_products("relu", "relu6") | {("add", "relu")},
-    moved_back=frozenset(
-        """
-        view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach dropout data ravel
-        max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims T mT H mH
-        """.split()  # noqa: SIM905
-    ),
-    attention_in_parts=True,
-    symmetric=False,
-    folds_norms=False,
+from fakequant.model.sites.targets.table import (
+    ATTENTION_LAYER,
+    POOLS,
+    FixedRange,
+    Target,
+    after_products,
+    lookups,
+    moves,
+    products,
 )
+
+
+def onnxruntime() -> Target:
+    """The table of ONNX Runtime."""
+    return Target(
+        name="onnxruntime",
+        inputs=products()
+        | lookups()
+        | POOLS
+        | {"scaled_dot_product_attention", "add", "mul", "cat", "stack", "softmax", "sigmoid", "leaky_relu"},
+        keeps=moves() | {"interpolate", "relu", "relu6"},
+        fixed={"softmax": FixedRange(0.0, 1.0, has_high=False)},
+        outputs=frozenset({"conv1d", "conv2d", "conv3d", "linear", "addmm", "add", "mul", "cat", ATTENTION_LAYER}),
+        fused=after_products("relu", "relu6") | {("add", "relu")},
+        moved_back=frozenset(
+            """
+            view reshape flatten unflatten squeeze unsqueeze permute transpose t contiguous clone detach dropout data
+            ravel max_pool1d max_pool2d max_pool3d movedim moveaxis swapaxes swapdims T mT H mH
+            """.split()  # noqa: SIM905
+        ),
+        attention_in_parts=True,
+        symmetric=False,
+        folds_norms=False,
+    )

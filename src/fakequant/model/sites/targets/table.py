@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fakequant.errors import ConfigError, nearest
-from fakequant.model.run.traits import Trait, having
-from fakequant.nn.site_functions import SITE_FUNCTIONS, canonical_ops
+from fakequant.model.run.traits import having
+from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.nn.traits import Trait
 
 
 class FixedRange(NamedTuple):
@@ -76,16 +77,29 @@ class Target:
                 raise ConfigError(f"the target {self.name} names an unknown function {name!r}{nearest(name, [*known])}")
 
 
+POOLS = frozenset(f"{kind}_pool{n}d" for kind in ("avg", "adaptive_avg") for n in (1, 2, 3))
 ATTENTION = frozenset({"scaled_dot_product_attention"})
 ATTENTION_LAYER = "multi_head_attention_forward"
 """What `nn.MultiheadAttention` calls: its projections, both products and the softmax in one function."""
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """What the recurrent layers call, for a whole sequence."""
-MOVES = having(Trait.MOVES)
-PRODUCTS = frozenset(name for name, one in SITE_FUNCTIONS.items() if one.is_product) - canonical_ops(["attention"])
-"""Products in one function, which all engines quantize alike."""
+
+
+def moves() -> frozenset[str]:
+    """Functions that move or pick values."""
+    return having(Trait.MOVES)
+
+
+def products() -> frozenset[str]:
+    """Products in one function, which all engines quantize alike."""
+    return (having(Trait.PRODUCT) & frozenset(SITE_FUNCTIONS)) - having(Trait.ATTENTION) - lookups()
+
+
+def lookups() -> frozenset[str]:
+    """Functions that read rows of a quantized table."""
+    return having(Trait.LOOKUP) & frozenset(SITE_FUNCTIONS)
 
 
 def after_products(*functions: str) -> frozenset[tuple[str, str]]:
     """Pairs of every product and the functions that engines compute together with it, and of batch normalisation."""
-    return frozenset((first, second) for first in (*PRODUCTS, "batch_norm") for second in ("batch_norm", *functions))
+    return frozenset((first, second) for first in (*products(), "batch_norm") for second in ("batch_norm", *functions))

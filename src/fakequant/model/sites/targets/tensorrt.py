@@ -6,16 +6,16 @@ keeps them apart, so that a residual sum has one on the identity branch alone. S
 
 from __future__ import annotations
 
-from fakequant.model.sites.targets.table import ATTENTION, MOVES, PRODUCTS, Target, after_products
+from fakequant.model.sites.targets.table import ATTENTION, POOLS, Target, after_products, moves, products
 
-TENSORRT = Target(
-    name="tensorrt",
-    inputs=(PRODUCTS - {"embedding"})
-    | ATTENTION
-    | {"add", "avg_pool1d", "avg_pool2d", "avg_pool3d"}
-    | {"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"},
-    keeps=MOVES | {"relu", "cat"},
-    fused=after_products("relu", "relu6", "hardtanh", "leaky_relu", "sigmoid", "silu") | {("add", "relu")},
-    identity_only=True,
-    symmetric=True,
-)
+
+def tensorrt() -> Target:
+    """The table of TensorRT."""
+    return Target(
+        name="tensorrt",
+        inputs=products() | ATTENTION | POOLS | {"add"},
+        keeps=moves() | {"relu", "cat"},
+        fused=after_products("relu", "relu6", "hardtanh", "leaky_relu", "sigmoid", "silu") | {("add", "relu")},
+        identity_only=True,
+        symmetric=True,
+    )

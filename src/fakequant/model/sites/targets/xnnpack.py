@@ -6,15 +6,18 @@ has the quantizers of what it reads and of what reads it: behind it alone, the s
 
 from __future__ import annotations
 
-from fakequant.model.sites.targets.table import MOVES, Target, after_products
+from fakequant.model.sites.targets.table import Target, after_products, moves
 
 _PRODUCTS = frozenset({"linear", "conv1d", "conv2d", "conv_transpose2d", "addmm"})
 
-XNNPACK = Target(
-    name="xnnpack",
-    inputs=_PRODUCTS | {"add", "mul", "cat"},
-    keeps=MOVES | {"relu", "hardtanh", "relu6"},
-    shared=frozenset({"cat"}),
-    outputs=_PRODUCTS | {"add", "mul", "cat"},
-    fused=after_products("relu", "relu6", "hardtanh") | {("add", "relu"), ("mul", "relu")},
-)
+
+def xnnpack() -> Target:
+    """The table of XNNPACK."""
+    return Target(
+        name="xnnpack",
+        inputs=_PRODUCTS | {"add", "mul", "cat"},
+        keeps=moves() | {"relu", "hardtanh", "relu6"},
+        shared=frozenset({"cat"}),
+        outputs=_PRODUCTS | {"add", "mul", "cat"},
+        fused=after_products("relu", "relu6", "hardtanh") | {("add", "relu"), ("mul", "relu")},
+    )
