@@ -122,7 +122,7 @@ def gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
 
 
 class Together:
-    """A context in which processes exchange values; what one of them raises, the others raise at their next exchange.
+    """A context in which processes exchange values; an error of one is raised in all at their next exchange.
 
     Args:
         group: the processes; None is this process alone.

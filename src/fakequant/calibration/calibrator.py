@@ -58,7 +58,7 @@ class Calibrator(Observer):
         return [*members]
 
     def load_from(self, other: Calibrator) -> None:
-        """Replace all that was seen by what a calibrator of any method has seen, bit for bit as if seen by this one.
+        """Copy what a calibrator of any method has seen; the bits are those of having seen it here.
 
         Raises:
             ConfigError: the other has another specification or resolution, or collects less than this method needs.

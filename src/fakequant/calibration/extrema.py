@@ -103,7 +103,7 @@ class ExtremaCalibrator(Calibrator):
         self._seen = seen
 
     def load_from(self, other: Calibrator) -> None:
-        """Replace all that was seen by what another calibrator has seen; see `Calibrator.load_from`."""
+        """Copy what another calibrator has seen; see `Calibrator.load_from`."""
         kept = other.state_dict()
         needed = self._state_names()
         if other.spec != self.spec or not (not kept or set(needed) <= set(kept)):

@@ -90,7 +90,7 @@ class Observer(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replace all that was seen by a state of an observer like this one.
+        """Load the state of an observer of the same kind.
 
         Raises:
             CalibrationError: a tensor is missing, unknown or of a wrong shape; nothing is replaced.

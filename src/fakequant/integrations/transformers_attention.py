@@ -62,7 +62,7 @@ def name_attention(model: Model) -> Model:
 
 
 def _own_config(model: nn.Module) -> None:
-    """Give a model a copy of its configuration, which another model may hold, too."""
+    """Copy the configuration of a model, because models may share one."""
     copies: dict[int, Any] = {}
     deepcopy(model.config, copies)
     for module in model.modules():

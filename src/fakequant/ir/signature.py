@@ -186,7 +186,7 @@ def _inputs(count: int) -> str:
 
 
 def _check(call: Call) -> None:
-    """Check that every argument is what its parameter takes.
+    """Check the types of the arguments.
 
     Raises:
         GraphError: one is not.

@@ -108,7 +108,7 @@ class GraphStructure:
         return id
 
     def free_name(self, name: str) -> str:
-        """A name that no constant has: the given one, or that with a number."""
+        """A unique name for a constant: the given one, or the given one with a number."""
         taken = {constant.name for constant in self.constants.values()}
         return next(n for n in itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1))) if n not in taken)
 

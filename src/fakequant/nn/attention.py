@@ -134,7 +134,7 @@ class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
         return [changed[id(x)] for x in inputs]
 
     def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tensors that are one before are one after: torch projects them in one product."""
+        """The inputs quantized; one tensor given twice stays one tensor, which torch projects in one product."""
         q = self.quantized("_input_quantizer", query)
         k = q if key is query else self._other_input("_key_input_quantizer", key, "key")
         if value is key or value is query:

@@ -95,7 +95,7 @@ def become(layer: nn.Module, quantized: type[QuantizedLayer], quantizers: dict[s
 
 
 def change_class(layer: nn.Module, cls: type[Any]) -> None:
-    """Give a module another class, and methods of its class that it holds itself those of the other class."""
+    """Change the class of a module, and rebind the methods of its class that are stored on the instance."""
     # A bound method of the class, in the layer itself: put there by a hook, or left when a hook was removed.
     bound = [name for name in ("forward", "_old_forward") if _is_own_forward(layer, name)]
     layer.__class__ = cls

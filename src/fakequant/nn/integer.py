@@ -87,7 +87,7 @@ class IntegerProduct(ABC):
     """How a kind of layer runs in integers: the product of its input's codes and those of its weight or other input."""
 
     quantizers: ClassVar[tuple[str, str]] = ("_input_quantizer", "_weight_quantizer")
-    """The layer's attributes that hold those of the factors."""
+    """The attributes of the layer that hold the quantizers of both factors."""
     fewest_axes: ClassVar[int] = 1
     """The least number of axes of each factor."""
 

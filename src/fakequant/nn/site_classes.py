@@ -60,7 +60,7 @@ def unshielded_class(module: nn.Module) -> type[nn.Module]:
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module another class, and shield it again if it was shielded."""
+    """Change the class of a module, which stays shielded if it was."""
     shielded = is_shielded(module)
     module.__class__ = cls
     if shielded:

@@ -12,7 +12,7 @@ from fakequant.nn.sites import pause, resume
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as it is, except that the owner that calls it does not count what it calls."""
+    """A function whose calls are hidden from the owner of sites that calls it."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

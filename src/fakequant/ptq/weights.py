@@ -77,7 +77,7 @@ def fixed_parameters(model: nn.Module, run: Callable[[], object]) -> dict[nn.Par
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that several modules hold, or one module by several names, and those that lie in one memory."""
+    """Parameters with several names in a model, and parameters whose memory overlaps."""
     held = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     return {parameter for parameter, count in held.items() if count > 1} | _in_one_memory([*held])
 

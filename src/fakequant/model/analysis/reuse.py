@@ -50,7 +50,7 @@ class ReusedOutputs:
 
     @contextmanager
     def reuse(self) -> Iterator[None]:
-        """A context in which one pass through the model computes only what the recorded one did not."""
+        """Run the model once; a module whose inputs are those of the recorded run returns its recorded output."""
         self._next = dict.fromkeys(self._modules, 0)
         with self._watching():
             yield

@@ -27,7 +27,7 @@ from fakequant.nn.quantizer import Kind, Mode, Quantizer
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern speaks of a quantizer: of its path where it ends with "_quantizer", else of its layer's."""
+    """Whether a pattern matches a quantizer: its path if the pattern ends with "_quantizer", else its layer's."""
     return fnmatchcase(name if pattern.endswith("_quantizer") else layer_of(name), pattern)
 
 

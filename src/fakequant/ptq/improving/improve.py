@@ -115,7 +115,7 @@ def improve(  # noqa: PLR0913  all but the first three by name
     processes = Together(processes_of(model, group))
     if processes.group is not None and checkpoint is not None:
         raise ConfigError("several processes keep nothing in a folder; leave out checkpoint=, or give group=False")
-    with processes:  # what one of them raises, the others raise too
+    with processes:  # an error of one process is raised in all
         weights, chosen_steps = calibrated_weights(model, "improve"), checked_steps(steps)
         _check_same(
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"

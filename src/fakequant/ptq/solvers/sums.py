@@ -72,7 +72,7 @@ class InputSums:
         self.count += rows.shape[1]
 
     def merge(self, other: InputSums) -> None:
-        """Add what another one saw of the same layer."""
+        """Merge the sums of another `InputSums` of the same layer."""
         if not other.count:
             return
         if not self.count:
@@ -87,7 +87,7 @@ class InputSums:
             self.drift_total = self.drift_total + other.drift_total
 
     def merge_processes(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Add what all processes of a group saw of the same layer; each of them calls this, and gets the same bits.
+        """Merge the sums of all processes of a group; each of them calls this, and gets the same bits.
 
         Args:
             group: of torch.distributed.

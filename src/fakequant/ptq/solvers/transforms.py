@@ -41,7 +41,7 @@ class Transformed(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A transform, and the one that all batches but that at a place make."""
+    """A transform of all batches, and a function that gives the transform of all batches but one."""
 
     whole: InputTransform
     without: Callable[[int], InputTransform]
