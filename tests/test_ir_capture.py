@@ -287,6 +287,15 @@ def test_concatenations_of_empty_parts_and_of_several_types():
     assert [op.op_type for op in graph.ops if op.op_type in ("Slice", "Cast")] == ["Cast"]
 
 
+def test_concatenations_of_parts_whose_length_depends_on_data():
+    class Selects(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x.flatten().nonzero().flatten(), torch.arange(3)])
+
+    model, x = Selects().eval(), torch.tensor([[1.0, 0.0, 2.0]])
+    assert torch.equal(fq.ir.capture(model, x).run(x), model(x))
+
+
 def test_weights_standardized_by_batch_norm_without_statistics():
     class Standardized(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:

@@ -26,12 +26,16 @@ PLANNED = PlannedSite("blocks.0", "add", 0, ("input", "other"), {"other": SiteQu
 SCORE = ptq.Score(0.001, 4000)
 LAYERS = [LayerSummary(f"blocks.{i}", "Linear", {}, calibrated=True, has_weight=True) for i in range(50)]
 
+STATE = fq.snapshot(fq.prepare(torch.nn.Linear(4, 4), "int8_weight_only"))
 SHORT: list[Any] = [
     *fq.presets.presets().values(),
     *(rule for preset in fq.presets.presets().values() for rule in preset.rules),
     *(rule.weight for preset in fq.presets.presets().values() for rule in preset.rules if rule.weight),
     *(rule.weight.spec for preset in fq.presets.presets().values() for rule in preset.rules if rule.weight),
     *map(parse_format, fq.formats()),
+    STATE,
+    *STATE.weights.values(),
+    fq.LazyTensor((2, 3), torch.float32, lambda: torch.zeros(2, 3)),
     fq.PerTensor(),
     fq.PerToken(),
     fq.PerChannel(0),

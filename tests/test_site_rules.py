@@ -167,10 +167,9 @@ def test_weights_of_functions_follow_their_parameters_until_calibrated() -> None
     made = fq.prepare(
         model(), fq.Config("w", (fq.Rule("*", weight="int8 per_channel(0)", ops=("matmul",)),)), example=X
     )
-    fq.calibrate(made)
     weight = made[0]._sites.matmul_0.other
     assert not weight.calibrated
-    fq.calibrate(made, [X])
+    fq.calibrate(made)  # as for the weights of layers, without batches
     assert weight.scale.shape == (1, 4)
     assert torch.equal(weight.scale.flatten(), made[0].table.abs().amax(0).clamp(min=0) / 127)
 

@@ -18,9 +18,14 @@ def unite_types(graph: fx.Graph) -> None:
         if node.target is _CAT and isinstance(node.meta.get("val"), Tensor):
             given = node.args[0]
             # torch lets a tensor [0] be concatenated with any other: it counts for the type alone.
-            kept = [one for one in given if 0 not in one.meta["val"].shape] or list(given)
+            kept = [one for one in given if not _is_empty(one.meta["val"])] or list(given)
             with graph.inserting_before(node):
                 node.update_arg(0, [_of_type(one, node) for one in kept])
+
+
+def _is_empty(value: Tensor) -> bool:
+    """Whether a tensor has no elements; a length that depends on data (`nonzero`) counts as some."""
+    return any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
 def _of_type(one: fx.Node, node: fx.Node) -> fx.Node:

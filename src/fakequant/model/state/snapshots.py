@@ -36,6 +36,9 @@ class LazyTensor:
     dtype: torch.dtype
     make: Callable[[], Tensor]
 
+    def __repr__(self) -> str:
+        return f"LazyTensor({list(self.shape)}, {self.dtype})"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedState(Plan):
@@ -64,6 +67,9 @@ class QuantizedState(Plan):
 
     tensors: Mapping[str, Tensor]
     weights: Mapping[str, WeightCodes] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"QuantizedState({len(self.weights)} weights as codes, {len(self.tensors)} tensors)"
 
     @property
     def plan(self) -> dict[str, Any]:

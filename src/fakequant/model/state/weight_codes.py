@@ -49,6 +49,9 @@ class WeightCodes:
     dtype: torch.dtype
     quantizers: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"WeightCodes({list(self.shape)}, {str(self.spec)!r}, {self.dtype})"
+
     def values(self) -> Tensor:
         """The values of the codes, in the shape and dtype of the weight."""
         groups = self.spec.granularity.group_shape(tuple(self.shape))
