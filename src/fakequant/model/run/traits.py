@@ -75,7 +75,7 @@ def has(name: str, trait: Trait) -> bool:
     return trait is Trait.PRODUCT and (own.startswith(_PRODUCT_FAMILIES) or own.endswith(_PRODUCT_ENDINGS))
 
 
-_UNCOUNTED = frozenset({"flex_attention"})  # fails under torch's counter
+_UNCOUNTED = frozenset({"flex_attention", "attention_function"})  # fails under torch's counter
 # Where a product's factors are among its tensors; the rest is a bias. All of them where nothing is said.
 _FACTORS = {
     **dict.fromkeys(("convolution", "_grouped_mm", "grouped_mm", "_scaled_mm", "_scaled_grouped_mm"), slice(2)),
