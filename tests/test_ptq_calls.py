@@ -377,3 +377,24 @@ def test_weights_of_functions_are_chosen_beside_layers() -> None:
     rows = {row.layer: row for row in fq.ptq.improve(model, [x]).layers}
     assert {name: row.note for name, row in rows.items()} == {"0._sites.conv2d_0": "", "1": ""}
     assert all(row.after < row.before for row in rows.values())
+
+
+def test_a_forward_of_its_own_may_add_its_bias_itself() -> None:
+    class Adds(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input @ self.weight.mT + self.bias
+
+    class Quantized(QuantizedLayer, Adds):
+        def forward(self, input: Tensor) -> Tensor:
+            return self.quantized_input(input) @ self.quantized_weight().mT + self.bias
+
+    Adds.forward.__module__ = Quantized.forward.__module__ = "another.package"
+    quantizes(Adds)(Quantized)
+    try:
+        torch.manual_seed(0)
+        model = fq.prepare(nn.Sequential(Adds(8, 8)), "INT4_WEIGHT_ONLY")
+        (row,) = fq.ptq.improve(model, [torch.randn(32, 8) for _ in range(4)], judge=[]).layers
+        assert row.note == ""
+        assert row.after < row.before
+    finally:
+        del _layers[Adds]

@@ -206,7 +206,8 @@ def made_up() -> Iterator[None]:
     library._destroy()
 
 
-# Of the product, and of the function without traits; XNNPACK names the few products that it computes.
+# The operands with quantizers: those of the product, then those of the function without traits. XNNPACK computes a few
+# named products alone.
 OPERANDS = {
     **dict.fromkeys(("onnxruntime", "openvino", "tensorrt"), (["input", "weight"], [])),
     "qnn": (["input", "weight", "output"], ["input"]),  # whose result is what the product reads

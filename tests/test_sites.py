@@ -398,3 +398,27 @@ def test_forwards_that_would_bypass_the_quantizers_are_refused() -> None:
     model[1].forward = lambda x: x + x
     with pytest.raises(ConfigError, match="1: a forward of its own"):
         fq.prepare(model, only("add"), example=example())
+
+
+def test_classes_that_are_allowed_in_graphs_are_traced() -> None:
+    @torch.compiler.allow_in_graph  # as diffusers marks its attention
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(self.query(x), -1) @ x.mT @ x
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.last = Attention(), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.attention(self.last(x))
+
+    x = torch.randn(4, 8)
+    model = fq.prepare(Net().eval(), "int8", x, target="onnxruntime")
+    fq.calibrate(model, [x])
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))

@@ -164,6 +164,17 @@ def named(implementation: str, rule: Rule) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+def test_attention_counts_as_many_multiplications_by_any_name(implementation: str) -> None:
+    def count(model: nn.Module) -> int:
+        return sum(call.multiplications for call in record(model, lambda: model(**uncached())).calls)
+
+    with torch.compiler.set_stance("force_eager"):
+        own = DECODER.make(attn_implementation=implementation)
+        wanted = count(DECODER.make(attn_implementation="sdpa"))
+        assert count(own) == count(name_attention(deepcopy(own))) == wanted  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 def test_attention_is_named_as_one_function(implementation: str) -> None:
     with torch.compiler.set_stance("force_eager"):  # transformers compiles flex attention, which takes seconds
         float_model, model = named(implementation, Rule("*", input=TensorConfig("int8 per_tensor"), ops=("attention",)))

@@ -18,7 +18,7 @@ from fakequant.model.analysis.analysis import Sensitivities
 from fakequant.model.execution import simulated
 from fakequant.model.modes import evaluating
 from fakequant.model.weights import fresh_weight, quantized_weights
-from fakequant.nn.products import MatrixProduct, Product
+from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.ptq.formats.comparison import Comparison, check_axis
 from fakequant.ptq.results import Improvement

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fakequant.model.execution import simulated
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.products import Product
+from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.restore import attributes_of, restore_after
 

@@ -12,7 +12,7 @@ from fakequant.distributed import refuse_sharded
 from fakequant.errors import ConfigError
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products import Product
+from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Mode
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import restore_on_error

@@ -39,7 +39,7 @@ from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import Operand, Role
 from fakequant.nn.paths import join
-from fakequant.nn.products import Product
+from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import structure_of

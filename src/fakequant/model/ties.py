@@ -6,7 +6,7 @@ from torch import nn
 
 from fakequant.model.weights import quantized_weights, weights_of
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products import Product
+from fakequant.nn.products.product import Product
 from fakequant.text import module_name
 
 

@@ -18,12 +18,12 @@ from fakequant.model.modes import in_eval_mode
 from fakequant.nn.fitted import is_stale, magnitudes, mark
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import join, layer_of
-from fakequant.nn.products import Product
+from fakequant.nn.products.of_sites import site_products
+from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.site_products import site_products
 from fakequant.numerics.qparams import Range
 from fakequant.ops import library
-from fakequant.text import listed
+from fakequant.text import listed, module_name
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _WEIGHT_HOOKS = (BasePruningMethod, SpectralNorm, WeightNorm)
@@ -77,7 +77,7 @@ def fresh_weight(weight: Product, name: str) -> Tensor:
     if weight.computed_by_hook and not hooks:
         path = layer_of(name)
         raise CalibrationError(
-            f"the weight of {path or 'the model'} is computed when the layer is called, and no call has shown it; give "
+            f"the weight of {module_name(path)} is computed when the layer is called, and no call has shown it; give "
             "batches that reach the layer"
         )
     with in_eval_mode(weight.owner), torch.no_grad():  # spectral_norm changes its vectors in training mode
@@ -166,7 +166,7 @@ def warn_stale_scales(model: nn.Module) -> list[str]:
         if not is_sharded(tensor) and is_stale(quantizer, tensor):
             quantizer.seen = mark(tensor)  # the next call need not say it again
             found.append(name)
-    stale = list(dict.fromkeys(layer_of(name) or "(model)" for name in found))
+    stale = list(dict.fromkeys(module_name(layer_of(name)) for name in found))
     if stale:
         weights = "the weight of 1 layer" if len(stale) == 1 else f"the weights of {len(stale)} layers"
         all_in_layers = all(name.endswith("_weight_quantizer") for name in found)
@@ -204,7 +204,7 @@ def warn_of_zeros(model: nn.Module, names: Container[str]) -> None:
     """
     weights = {name: weight.quantizer for name, weight in quantized_weights(model).items() if name in names}
     waiting = {n: q for n, q in weights.items() if not q.dynamic and not q.calibrated}
-    if zeros := list(dict.fromkeys(layer_of(name) or "(model)" for name in waiting)):
+    if zeros := list(dict.fromkeys(module_name(layer_of(name)) for name in waiting)):
         warn_user(
             "weights that are zero get no range; their scales follow them at each call: "
             f"{listed(zeros, _NAMED)}. Once training has moved them, "

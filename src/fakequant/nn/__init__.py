@@ -13,7 +13,10 @@ from fakequant.nn.elementwise import Add, MatMul
 from fakequant.nn.integer import Execution
 from fakequant.nn.layers import QuantizedLayer, layers, quantizes
 from fakequant.nn.learned import LearnedRange, learned_ranges, register_learned_range
+from fakequant.nn.products.product import MatrixProduct, Product, TurnedProduct
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
+from fakequant.nn.site_functions import SiteFunction, SiteOperand, register_function
+from fakequant.nn.traits import Trait
 from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform
 
 __all__ = [
@@ -25,14 +28,21 @@ __all__ = [
     "Kind",
     "LearnedRange",
     "MatMul",
+    "MatrixProduct",
     "Mode",
+    "Product",
     "QuantizedLayer",
     "Quantizer",
+    "SiteFunction",
+    "SiteOperand",
+    "Trait",
+    "TurnedProduct",
     "cached_weights",
     "fixed_ranges",
     "layers",
     "learned_ranges",
     "quantizers",
     "quantizes",
+    "register_function",
     "register_learned_range",
 ]

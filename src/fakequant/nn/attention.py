@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, ShapeError
-from fakequant.nn.attention_products import InProjection, OutProjection
 from fakequant.nn.hooks import Watched
 from fakequant.nn.layers import QuantizedLayer, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
-from fakequant.nn.products import Product
+from fakequant.nn.products.of_attention import InProjection, OutProjection
+from fakequant.nn.products.product import Product
 
 _torch: Any = F
 """Its private functions, which its type stub lacks."""

@@ -15,7 +15,7 @@ from fakequant.errors import CallError, ConfigError
 from fakequant.nn.layers import QuantizedLayer, quantizes_made_by
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
-from fakequant.nn.stacks import ExpertProduct
+from fakequant.nn.products.stacks import ExpertProduct
 
 _ONE_BY_ONE = (None, "eager")
 _VISIBLE = ("batched_mm", "grouped_mm")

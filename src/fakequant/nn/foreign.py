@@ -16,8 +16,8 @@ from fakequant.nn.integer import IntegerProduct
 from fakequant.nn.layers import QuantConv2d, QuantizedLayer, QuantLinear, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.operands import Operand, Role
-from fakequant.nn.products import TurnedProduct
-from fakequant.nn.stacks import ExpertProduct
+from fakequant.nn.products.product import TurnedProduct
+from fakequant.nn.products.stacks import ExpertProduct
 
 quantizes("timm.layers.linear.Linear")(QuantLinear)
 

@@ -11,6 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fakequant.errors import ConfigError
 from fakequant.nn.layers import QuantizedLayer, registered
+from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Quantizer
 
 # A subclass may override these: they make, print, store and train a layer. Any other override may change results.
@@ -200,3 +201,14 @@ def _new(float_class: type[nn.Module]) -> nn.Module:
             "(fakequant.nn.quantizes) before unpickling"
         )
     return form.__new__(form)
+
+
+def product_class(layer: nn.Module) -> type[Product]:
+    """How the weight of a float or quantized layer is multiplied; `Product` where no form of the layer says it.
+
+    >>> product_class(nn.Linear(2, 2)), product_class(nn.Embedding(2, 2))
+    (<class 'fakequant.nn.products.product.MatrixProduct'>, <class 'fakequant.nn.products.product.Product'>)
+    """
+    forms = (registered(base) for base in type(layer).__mro__ if issubclass(base, nn.Module))
+    form = type(layer) if isinstance(layer, QuantizedLayer) else next(filter(None, forms), None)
+    return Product if form is None else form.product_class

@@ -22,10 +22,10 @@ from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, Mat
 from fakequant.nn.leaf import Proxy, as_leaf
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.operands import Kernel, Operand, Role
-from fakequant.nn.products import MatrixProduct, Product
+from fakequant.nn.products.product import MatrixProduct, Product
+from fakequant.nn.products.windows import WindowProduct
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.nn.transforms import InputTransform
-from fakequant.nn.windows import WindowProduct
 
 _ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
 _ATTRIBUTES["input_transform"] = "_input_transform"
@@ -277,17 +277,6 @@ def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
         return quantized
 
     return register
-
-
-def product_class(layer: nn.Module) -> type[Product]:
-    """How the weight of a float or quantized layer is multiplied; `Product` where no form of the layer says it.
-
-    >>> product_class(nn.Linear(2, 2)), product_class(nn.Embedding(2, 2))
-    (<class 'fakequant.nn.products.MatrixProduct'>, <class 'fakequant.nn.products.Product'>)
-    """
-    forms = (registered(base) for base in type(layer).__mro__ if issubclass(base, nn.Module))
-    form = type(layer) if isinstance(layer, QuantizedLayer) else next(filter(None, forms), None)
-    return Product if form is None else form.product_class
 
 
 def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:

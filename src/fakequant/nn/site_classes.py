@@ -157,10 +157,15 @@ def _subclass(
     if (cls, role) in _made:
         return _made[cls, role]
 
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked up in each call: torch.export puts a `__call__` of its own into nn.Module, which notes the path. Not by
+        # the name of the class, which torch's compiler does not look into after `torch.compiler.allow_in_graph`.
+        above: Any = super(made, self)
+        return above.__call__(*args, **kwargs)
+
     values = {
         "forward": forward,
-        # Looked up in each call: torch.export puts a `__call__` of its own into nn.Module, which notes the path.
-        "__call__": unseen(lambda self, *args, **kwargs: cls.__call__(self, *args, **kwargs)),
+        "__call__": unseen(call),
         "__reduce_ex__": _reduce,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -168,7 +173,7 @@ def _subclass(
         "swapped_from": (cls, role),
         **(methods or {}),
     }
-    made = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(values))
+    made: type[Any] = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(values))
     return _made.setdefault((cls, role), made)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fakequant.nn.layers import SpatialLayer, quantizes
 from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.windows import TransposedWindowProduct
+from fakequant.nn.products.windows import TransposedWindowProduct
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from torch import nn
@@ -15,8 +15,13 @@ from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.run.queries import weight_readers
 from fakequant.model.run.recording import record
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.products import Product
-from fakequant.nn.quantizer import Mode, quantizers
+from fakequant.nn.paths import layer_of
+from fakequant.nn.products.product import Product
+from fakequant.nn.quantizer import Kind, Mode, quantizers
+from fakequant.text import listed, module_name
+
+COMPUTED = "the forward computes it, several functions read it, or it is no parameter"
+"""Why a weight of a function is in no list of weights."""
 
 
 def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
@@ -31,6 +36,8 @@ def prepared_weights(model: Any, caller: str) -> dict[str, Product]:
     check_model(model, caller, f"{caller}(model, batches)")
     refuse_sharded(model, f"call {caller} on")
     weights = quantized_weights(model)
+    if not weights and (paths := [layer_of(path) for path in computed_weights(model, weights)]):
+        raise ConfigError(f"{caller} has no steps for the quantized weights {listed(paths)}: {COMPUTED}")
     if not weights:
         raise ConfigError("the model has no quantized weights; call fakequant.prepare(model, config) first")
     return weights
@@ -52,8 +59,17 @@ def calibrated_weights(model: Any, caller: str) -> dict[str, Product]:
         )
     for path, weight in weights.items():
         if weight.parameter is not None and not bool(weight.parameter.isfinite().all()):
-            raise CalibrationError(f"{path.rpartition('.')[0] or 'the model'}: its weight holds NaN or inf")
+            raise CalibrationError(f"{module_name(layer_of(path))}: its weight holds NaN or inf")
     return weights
+
+
+def computed_weights(model: nn.Module, weights: Container[str]) -> list[str]:
+    """The paths of quantizers of weights of functions that no single parameter holds, such as `self.weight.T`.
+
+    Args:
+        weights: the paths of the others.
+    """
+    return [path for path, own in quantizers(model).items() if own.kind is Kind.WEIGHT and path not in weights]
 
 
 def fixed_parameters(model: nn.Module, run: Callable[[], object]) -> dict[nn.Parameter, str]:
@@ -67,12 +83,18 @@ def fixed_parameters(model: nn.Module, run: Callable[[], object]) -> dict[nn.Par
     >>> found[model[0].weight], len(found)
     ('the model reads its weight outside of the layer', 1)
     """
-    found = dict.fromkeys(shared_parameters(model), "layers share its weight")
-    readers = weight_readers(model, record(model, run))
+    shared = shared_parameters(model)
+    found = {own: f"layers share its {'weight' if own.dim() > 1 else 'bias'}" for own in shared}
+    recording = record(model, run)
+    readers = weight_readers(model, recording)
     for weight in quantized_weights(model).values():
         if weight.layer in readers and weight.parameter is not None:
             reader = readers[weight.layer] or "the model"
             found.setdefault(weight.parameter, f"{reader} reads its weight outside of the layer")
+    for parameter, number in recording.numbers(model).items():
+        readers_of_vector = recording.consumers.get(number, ()) if parameter.dim() == 1 else ()
+        if len({(own.owner, own.function, own.index) for own in readers_of_vector if number in own.read}) > 1:
+            found.setdefault(parameter, "several functions read it")
     return found
 
 

@@ -43,7 +43,7 @@ def masked_values(recording: Recording) -> set[int]:
     scores: set[int] = set()  # values that reach a softmax
     for call in reversed(recording.calls):
         if has(call.function, Trait.ATTENTION):
-            scores.update(value for value in call.inputs if value not in call.operands.values())
+            scores.update(value for value in call.inputs if value not in call.factors)
         elif not call.is_product and (has(call.function, Trait.SOFTMAX) or not scores.isdisjoint(call.outputs)):
             scores.update(call.inputs)
     return found | {value for value in scores if EXTREME <= sizes[value] < math.inf}

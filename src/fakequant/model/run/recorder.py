@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
         handles: list[Any] = []
         with restore_after(lambda: [handle.remove() for handle in handles]):
             for path, module in self.modules.items():
-                handles += self._hooks(path, module)
+                self._hook(path, module, handles.append)
             with not_compiled(), restore_after(stack_without(self)), self:
                 try:
                     yield
@@ -191,17 +191,20 @@ class Recorder(TorchFunctionMode):
         self.recording.values.append(Value(number, constant, shape, is_float, producer, size))
         return number
 
-    def _hooks(self, path: str, module: nn.Module) -> list[Any]:
-        """Hooks around the calls of a module. They are lambdas: a copy that a model makes of it would copy methods."""
+    def _hook(self, path: str, module: nn.Module, keep: Callable[[Any], None]) -> None:
+        """Put hooks around the calls of a module. They are lambdas: a copy of it that a model makes would copy methods.
+
+        Args:
+            path: of the module.
+            module: that the hooks see.
+            keep: gets the handle of each hook at once, so that an interrupt between two leaves none.
+        """
         if quantizes(module):
-            return [
-                module.register_forward_pre_hook(lambda *_: self._pause()),
-                module.register_forward_hook(lambda _, args, y: self._resume(args, y), always_call=True),
-            ]
-        return [
-            module.register_forward_pre_hook(lambda _, args, kw: self.enter(path, args, kw), with_kwargs=True),
-            module.register_forward_hook(lambda _, __, y: self.leave(y), always_call=True),
-        ]
+            keep(module.register_forward_pre_hook(lambda *_: self._pause()))
+            keep(module.register_forward_hook(lambda _, args, y: self._resume(args, y), always_call=True))
+            return
+        keep(module.register_forward_pre_hook(lambda _, args, kw: self.enter(path, args, kw), with_kwargs=True))
+        keep(module.register_forward_hook(lambda _, __, y: self.leave(y), always_call=True))
 
     def is_here(self) -> bool:
         """Whether the run goes on, in this thread."""

@@ -130,11 +130,9 @@ class _WholeRecorder(Recorder):
             with super().recording_on():
                 yield
 
-    def _hooks(self, path: str, module: nn.Module) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(lambda *_: self._enter_hooks(), prepend=True),
-            module.register_forward_hook(lambda _, __, y: self._leave_hooks(path, y), always_call=True),
-        ]
+    def _hook(self, path: str, module: nn.Module, keep: Callable[[Any], None]) -> None:
+        keep(module.register_forward_pre_hook(lambda *_: self._enter_hooks(), prepend=True))
+        keep(module.register_forward_hook(lambda _, __, y: self._leave_hooks(path, y), always_call=True))
 
     def _enter_hooks(self) -> None:
         if self.is_here():

@@ -39,7 +39,8 @@ _embedding_bag | product lookup
 lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell | product
 linalg_solve linalg_solve_triangular linalg_lstsq linalg_lu_solve lu_solve cholesky_solve triangular_solve | product
 linalg_solve_ex linalg_ldl_solve linalg_tensorsolve | product
-_native_multi_head_attention _transformer_encoder_layer_fwd multi_head_attention_forward flex_attention | product
+_native_multi_head_attention _transformer_encoder_layer_fwd multi_head_attention_forward | product
+flex_attention | product attention
 zeros zeros_like new_zeros empty empty_like new_empty zero | empty
 size dim ndimension stride numel nelement is_contiguous is_floating_point is_complex element_size | shape
 storage_offset get_device len | shape
@@ -75,7 +76,6 @@ def has(name: str, trait: Trait) -> bool:
     return trait is Trait.PRODUCT and (own.startswith(_PRODUCT_FAMILIES) or own.endswith(_PRODUCT_ENDINGS))
 
 
-_UNCOUNTED = frozenset({"flex_attention", "attention_function"})  # fails under torch's counter
 # Where a product's factors are among its tensors; the rest is a bias. All of them where nothing is said.
 _FACTORS = {
     **dict.fromkeys(("convolution", "_grouped_mm", "grouped_mm", "_scaled_mm", "_scaled_grouped_mm"), slice(2)),
@@ -97,7 +97,6 @@ def _recurrent(_: int, x: torch.Tensor, *others: torch.Tensor) -> int:
 # The number of multiply-accumulates for a given number of outputs, for products that torch's counter does not know.
 _COUNTS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
-    "flex_attention": _attention,
 }
 
 
@@ -132,7 +131,8 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
         run: computes it.
         factors: its tensors, as of `factors_of`.
     """
-    if name in _UNCOUNTED:
+    attends = has(name, Trait.ATTENTION)
+    if attends:  # flex_attention fails under torch's counter
         output = run()
     else:
         with FlopCounterMode(display=False) as counter:
@@ -140,7 +140,7 @@ def counted(name: str, run: Callable[[], Any], factors: Sequence[torch.Tensor]) 
         if operations := counter.get_total_flops():
             return output, operations // 2
     first = output[0] if isinstance(output, (tuple, list)) else output
-    attends = name.removeprefix("_").startswith(_ATTENTION)
+    attends = attends or name.removeprefix("_").startswith(_ATTENTION)
     count = _attention if attends else _COUNTS.get(name, _along_reduction(name))
     return output, 0 if has(name, Trait.LOOKUP) else count(first.numel(), *factors)
 

@@ -18,7 +18,7 @@ from fakequant.model.run.recording import record
 from fakequant.model.run.traits import has
 from fakequant.nn.forms import own_class, why_changed
 from fakequant.nn.integer import Execution
-from fakequant.nn.site_products import OF_LAYERS
+from fakequant.nn.products.of_sites import OF_LAYERS
 from fakequant.nn.traits import Trait
 from fakequant.restore import restore_after, structure_of
 

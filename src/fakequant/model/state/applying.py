@@ -116,6 +116,10 @@ def _tensors(model: nn.Module, state: QuantizedState) -> dict[str, Tensor]:
     entries = {path: entry for path, _, entry in state.quantizers()}
     for name, weight in coded.items():
         held = {path: entries[path] for path in readers.get(name, [])}
+        if unknown := set(weight.quantizers) - set(entries):
+            raise CheckpointError(
+                f"the checkpoint is damaged: {name} names the quantizer {min(unknown)}, which it lacks"
+            )
         own = [path for path, entry in held.items() if entry.is_static and entry.tensor.spec == weight.spec]
         if not own:
             raise CheckpointError(_no_reader(name, weight, held))
@@ -134,7 +138,7 @@ def _no_reader(name: str, weight: WeightCodes, held: Mapping[str, QuantizerEntry
     shown = ", ".join(f"{path} is {entry.tensor}" for path, entry in held.items())
     return (
         f"the checkpoint has codes of {name} as {weight.spec} with fixed scales, but no quantizer of it is that: "
-        f"{shown or 'none reads it'}"
+        f"{shown or 'no layer and no function of its plan reads it'}"
     )
 
 

@@ -16,7 +16,7 @@ from fakequant.data.arguments import check_model
 from fakequant.errors import CheckpointError
 from fakequant.files import check_path, locked, temporary_file, writable_folder, write_in_order
 from fakequant.model.state.applying import apply
-from fakequant.model.state.codecs import codec, read_folder, write_folder
+from fakequant.model.state.codecs import codec, decoded, write_folder
 from fakequant.model.state.manifest import (
     MANIFEST,
     Manifest,
@@ -44,8 +44,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, packed: bool = 
     the old model or the new one. The tensors of the model that was there before are kept until the next save, for
     processes that read them now; other files in the folder are left alone. Several processes may save to one folder at
     once (the last one's model stays), but one is enough: of data-parallel ranks let one save. Weights that are sharded
-    over processes are gathered: all of these must call `save`. Tensors are written one after the other; no second copy
-    of the model is in memory.
+    over processes are gathered: all of these must call `save`. It writes one tensor after the other, and
+    makes no second copy of the model.
 
     Args:
         model: a prepared model.
@@ -135,7 +135,7 @@ def load(model: Model, directory: str | os.PathLike[str], *, format: str = FORMA
     check_model(model, "load", "load(model, folder)", CheckpointError)
     check_path(directory, "load(model, folder)", CheckpointError)
     folder = Path(directory)
-    return apply(model, read(folder) if format == FORMAT else codec(format).decode(read_folder(folder)))
+    return apply(model, read(folder) if format == FORMAT else decoded(format, folder))
 
 
 def read(folder: Path) -> QuantizedState:

@@ -80,6 +80,23 @@ def codec(name: str) -> Codec:
     return _codecs[name]
 
 
+def decoded(name: str, folder: Path) -> QuantizedState:
+    """The state in the files of a folder, by a format that was registered.
+
+    Raises:
+        CheckpointError: it was not, or its `decode` fails on the files.
+    """
+    decode = codec(name).decode
+    try:
+        return decode(read_folder(folder))
+    except CheckpointError:
+        raise
+    except Exception as error:  # of code that reads damaged files: any
+        raise CheckpointError(
+            f"{folder} is no {name}, or it is damaged: its decode raised {type(error).__name__}: {error}"
+        ) from error
+
+
 def write_folder(folder: Path, files: Files) -> None:
     """Write the files of a codec whole, the last one last; others in the folder stay.
 

@@ -83,8 +83,8 @@ def _check_named(path: str, entry: QuantizerEntry, held: Mapping[str, Tensor], w
         _check_quantizer(entry, held, weight, wide)
     except (QParamsError, ShapeError) as error:
         raise CheckpointError(
-            f"the checkpoint's quantizer {path} cannot be used: {error}. The file is damaged, or was not written by "
-            "fakequant.save"
+            f"the checkpoint's quantizer {path} cannot be used: {error}. The state is damaged, or no snapshot of a "
+            "model"
         ) from error
 
 

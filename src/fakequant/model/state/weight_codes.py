@@ -14,7 +14,7 @@ from fakequant.errors import QParamsError, ShapeError
 from fakequant.functional import dequantize
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products import Product
+from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.numerics.format import Format
 from fakequant.numerics.qparams import QParams
@@ -63,9 +63,11 @@ class WeightCodes:
 
         Raises:
             ShapeError: codes of another shape.
-            QParamsError: codes of another dtype, or that the format does not have.
+            QParamsError: codes of another dtype, or that the format does not have; no codes or no scale.
         """
         format = self.spec.format
+        if missing := [name for name in ("codes", "scale") if not isinstance(getattr(self, name), Tensor)]:
+            raise QParamsError(f"have no {missing[0]}")
         if tuple(self.codes.shape) != tuple(self.shape):
             raise ShapeError(f"are of shape {list(self.codes.shape)}, but the weight of shape {list(self.shape)}")
         if self.codes.dtype is not format.storage:

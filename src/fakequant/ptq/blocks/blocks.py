@@ -20,7 +20,7 @@ from fakequant.model.run.outputs import float_tensors
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products import Product
+from fakequant.nn.products.product import Product
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.sites import SITES
 from fakequant.nn.wrappers import unwraps

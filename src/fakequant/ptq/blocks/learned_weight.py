@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.products import Product
+from fakequant.nn.products.product import Product
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.ops import library
 from fakequant.ptq.solvers.grid import Grid, of_elements

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from fakequant.data.batches import KeptBatches
 from fakequant.data.failures import input_named
 from fakequant.distributed import Together
-from fakequant.nn.products import MatrixProduct
+from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Mode
 from fakequant.ptq.improving.finished import InputChoice
 from fakequant.ptq.inputs.call import Call

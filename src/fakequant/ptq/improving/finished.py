@@ -20,7 +20,7 @@ from fakequant.files import writable_folder, write_whole
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.run.outputs import named_tensors
 from fakequant.model.state.json_values import value_of
-from fakequant.nn.products import MatrixProduct
+from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.numerics.qparams import QParams
 from fakequant.ptq.improving.digest import NoDigestError, digest

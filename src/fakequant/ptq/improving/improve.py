@@ -20,7 +20,7 @@ from fakequant.errors import ConfigError, nearest, shown
 from fakequant.model.modes import evaluating, off
 from fakequant.model.scale_floor import raise_scales
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products import MatrixProduct, Product
+from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.improving.collector import Collector
@@ -33,9 +33,9 @@ from fakequant.ptq.inputs.stream import NOT_REPEATED, CallOrder, Stage, Stream, 
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import SOLVERS, write
 from fakequant.ptq.solvers.parts import memory
-from fakequant.ptq.weights import calibrated_weights, fixed_parameters
-from fakequant.restore import in_order, restore_on_error, structure_of
-from fakequant.text import listed
+from fakequant.ptq.weights import COMPUTED, calibrated_weights, computed_weights, fixed_parameters
+from fakequant.restore import Restore, in_order, restore_on_error, state_of_parts, structure_of
+from fakequant.text import listed, module_name
 
 STEPS = ("input", "smooth", "rotate", "ranges", *SOLVERS, "drift", "bias")
 """All steps in their order."""
@@ -45,7 +45,6 @@ _NAMED_STEPS = {
 }
 _NO_STEPS = "nearest: improve has no steps for a"
 _OTHER_FORWARD = "nearest: its own forward computes something else than one product of its weight"
-_SHARED_BIAS = 'the step "bias" was left out: layers share its bias'
 
 
 @unwraps
@@ -128,33 +127,38 @@ def improve(  # noqa: PLR0913  all but the first three by name
     layers = {path: own for path, own in weights.items() if notes[path] is None and isinstance(own, MatrixProduct)}
     names = {path: product.row_name(path) for path, product in weights.items()}
     result = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note])
-    by_layer: dict[nn.Module, MatrixProduct] = {own.layer: own for own in layers.values()}
-    before = {layer: own.state() for layer, own in by_layer.items()}
-    state = in_order(structure_of([model]), *before.values())
+    result.layers += [
+        LayerResult(layer_of(path), note=f"nearest: {COMPUTED}") for path in computed_weights(model, weights)
+    ]
+    state = structure_of([model])
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
-        for path, note in _first_look(layers, lambda: given.run_first(model)).items():
-            del layers[path]
-            result.layers.append(LayerResult(names[path], note=note))
-        recorded = call_order(model, layers, given)
+        layers, recorded, notes = _looked_at(model, layers, given)
+        result.layers += [LayerResult(names[path], note=note) for path, note in notes.items()]
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
-        effect = Effect(model, split, recorded, processes)
-        with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
-        collector = Collector(layers, given, recorded, processes)
-        choices = _Choices(layers, chosen_steps, collector, finished, fixed)
-        sums = f"in up to {memory(layers[path] for path in recorded.order) / 1e9:.1f} GB"
-        with _Pass(model, layers, split.fit, recorded, with_drift) as stages:
-            for stage, wanted in track(stages, f"choosing weights, {sums}", len(recorded.order), progress):
-                choices.add(stage, wanted, stages.keep)
-            result.layers += choices.results.values()
-        given.mask.warn_unmasked()
-        _check_same(processes, _digests(weights, processes), "computed other weights; their processors round otherwise")
-        chosen = {layers[path].layer: before[layers[path].layer] for path in choices.results}
-        undone = effect.keep_what_helps(chosen, lambda layer: by_layer[layer].state())
-        result.take_back(names[path] for path, own in layers.items() if own.layer in undone)
-        effect.put_into(result, "improve")
-        result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
-        result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
-        raise_scales(model)
+        before = _states(layers.values())
+        with restore_on_error(in_order(*before.values())):
+            effect = Effect(model, split, recorded, processes)
+            with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
+            collector = Collector(layers, given, recorded, processes)
+            choices = _Choices(layers, chosen_steps, collector, finished, fixed)
+            sums = f"in up to {memory(layers[path] for path in recorded.order) / 1e9:.1f} GB"
+            with _Pass(model, layers, split.fit, recorded, with_drift) as stages:
+                for stage, wanted in track(stages, f"choosing weights, {sums}", len(recorded.order), progress):
+                    choices.add(stage, wanted, stages.keep)
+                result.layers += choices.results.values()
+            given.mask.warn_unmasked()
+            now = _digests(weights, processes)
+            _check_same(processes, now, "computed other weights; their processors round otherwise")
+            chosen = dict.fromkeys(layers[path].layer for path in choices.results)
+            undone = effect.keep_what_helps(
+                {layer: before[layer] for layer in chosen},
+                lambda layer: _states(own for own in layers.values() if own.layer is layer)[layer],
+            )
+            result.take_back(names[path] for path, own in layers.items() if own.layer in undone)
+            effect.put_into(result, "improve")
+            result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
+            result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
+            raise_scales(model)
     return result
 
 
@@ -186,8 +190,8 @@ class _Choices:
         name, product = stage.name, self._layers[stage.name]
         number, steps = len(self.results), self._steps
         bias = product.bias[0]
-        shares_bias = "bias" in steps and bias is not None and bias in self._fixed
-        if shares_bias:
+        no_bias = None if "bias" not in steps else product.why_no_bias if bias is None else self._fixed.get(bias)
+        if no_bias is not None:
             steps = tuple(step for step in steps if step != "bias")
         earlier = self._finished.get(number, name, product)
         own, choice = earlier or self._collector.choose(stage, wanted, steps)
@@ -199,7 +203,7 @@ class _Choices:
         write(product.row_name(name), product, choice)
         if earlier is None:
             self._finished.put(number, name, own, choice)
-        remarks = [*choice.result.remarks, *([_SHARED_BIAS] if shares_bias else [])]
+        remarks = [*choice.result.remarks, *([f'the step "bias" was left out: {no_bias}'] if no_bias else [])]
         self.results[name] = replace(choice.result, steps={**own.left, **choice.result.steps}, remarks=remarks)
 
 
@@ -241,7 +245,7 @@ def _check_same(processes: Together, values: Mapping[str, str], else_they: str) 
         if others != own:
             places = zip([*own, (None, None)], [*others, (None, None)], strict=False)
             name = next(one[0] or other[0] for one, other in places if one != other)
-            raise ConfigError(f"the processes {else_they}: rank {rank} at {name or 'the model'}")
+            raise ConfigError(f"the processes {else_they}: rank {rank} at {module_name(name or '')}")
 
 
 def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
@@ -260,21 +264,43 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(step for step in STEPS if step in steps)
 
 
-def _first_look(layers: Mapping[str, MatrixProduct], run: Callable[[], object]) -> dict[str, str]:
-    """The reasons why nothing is chosen for weights, as a run shows: what is computed is not one product of them."""
+def _looked_at(
+    model: nn.Module, layers: Mapping[str, MatrixProduct], batches: KeptBatches
+) -> tuple[dict[str, MatrixProduct], CallOrder, dict[str, str]]:
+    """The products that runs show to be what they seem, the order of their calls, and why others are not."""
+    notes = _other_forwards(layers, lambda: batches.run_first(model))
+    chosen = {path: own for path, own in layers.items() if path not in notes}
+    recorded = call_order(model, chosen, batches)
+    # The calls have shown the options of functions.
+    if found := {path: f"{_NO_STEPS} {own.kind}" for path, own in chosen.items() if not own.is_matrix}:
+        chosen = {path: own for path, own in chosen.items() if path not in found}
+        recorded = call_order(model, chosen, batches)
+    return chosen, recorded, notes | found
+
+
+def _other_forwards(layers: Mapping[str, MatrixProduct], run: Callable[[], object]) -> dict[str, str]:
+    """The layers whose own forward computes something else than one product of their weight in a run."""
     found = dict[str, str]()
 
     def see(path: str, call: Call) -> None:
-        product = layers[path]
-        if not product.is_matrix:
-            found[path] = f"{_NO_STEPS} {product.kind}"
-        elif product.has_own_forward and not product.computes_product(call.first):
+        if not layers[path].computes_product(call.first):
             found[path] = _OTHER_FORWARD
 
-    if looked_at := {path: own for path, own in layers.items() if own.has_own_forward or own.needs_call}:
-        with watched(looked_at, see):
+    if own := {path: layer for path, layer in layers.items() if layer.has_own_forward}:
+        with watched(own, see):
             run()
     return found
+
+
+def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:
+    """By layer, what restores it, its weights and their biases as they are now."""
+    beside: dict[nn.Module, set[nn.Parameter]] = {}
+    for own in products:
+        held = (own.parameter, own.bias[0])
+        beside.setdefault(own.layer, set()).update(parameter for parameter in held if parameter is not None)
+    return {
+        layer: state_of_parts(layer, [layer, *(others - {*layer.parameters()})]) for layer, others in beside.items()
+    }
 
 
 def _why_not(product: Product, fixed: Mapping[nn.Parameter, str]) -> str | None:

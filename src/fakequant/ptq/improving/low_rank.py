@@ -19,7 +19,7 @@ from fakequant.model.weights import holds_codes, note_weight
 from fakequant.nn.layers import QuantLinear
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.paths import layer_of
-from fakequant.nn.products import MatrixProduct, Product
+from fakequant.nn.products.product import MatrixProduct, Product
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fakequant.errors import CalibrationError
 from fakequant.model.weights import note_weight
-from fakequant.nn.products import Matrix, MatrixProduct
+from fakequant.nn.products.product import Matrix, MatrixProduct
 from fakequant.numerics.qparams import QParams
 from fakequant.ops import library
 from fakequant.ptq.results import LayerResult, joined_result
@@ -21,6 +21,7 @@ from fakequant.ptq.solvers.problem import Problem
 from fakequant.ptq.solvers.ranges import searched_params
 from fakequant.ptq.solvers.rounding import descend, gptq
 from fakequant.ptq.solvers.sums import InputSums
+from fakequant.text import module_name
 
 
 class Setting(NamedTuple):
@@ -66,7 +67,7 @@ def choose(
         try:
             chosen.append(_chosen(name, product, matrix, fit, held, steps))
         except CalibrationError as error:
-            raise CalibrationError(f"{name or 'the model'}: {error}") from error
+            raise CalibrationError(f"{module_name(name)}: {error}") from error
     params, values = [own.params for own in chosen], [own.values for own in chosen]
     values, params = product.joined(values, params)
     return Choice(params, values, chosen[0].bias, joined_result([own.result for own in chosen]))
@@ -196,7 +197,7 @@ def write(name: str, product: MatrixProduct, choice: Choice) -> None:
     quantizer.set_qparams(choice.params)
     if not torch.equal(quantizer(parameter), parameter):
         raise CalibrationError(
-            f"{name or 'the model'}: its quantizer changes values that it gave, {quantizer.spec} in {parameter.dtype}; "
+            f"{module_name(name)}: its quantizer changes values that it gave, {quantizer.spec} in {parameter.dtype}; "
             "convert the model to float32 first"
         )
     if choice.bias is not None:

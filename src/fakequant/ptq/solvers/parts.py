@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fakequant.nn.products import MatrixProduct
+from fakequant.nn.products.product import MatrixProduct
 from fakequant.numerics.qparams import QParams
 
 _WIDEST = 4608

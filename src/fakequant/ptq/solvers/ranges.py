@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fakequant.nn.products import MatrixProduct
+from fakequant.nn.products.product import MatrixProduct
 from fakequant.numerics.blocks import block_axes, blocked
 from fakequant.numerics.qparams import QParams, Range, choose_qparams
 from fakequant.numerics.spec import QuantSpec

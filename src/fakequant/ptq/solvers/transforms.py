@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fakequant.functional import choose_qparams as qparams_of_tensor
-from fakequant.nn.products import MatrixProduct
+from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.transforms import BlockHadamard, ChannelScale, InputTransform
 from fakequant.numerics.granularity import PerBlock

@@ -24,7 +24,6 @@ from fakequant.nn.transforms import InputTransform
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import QuantSpec
 from fakequant.offload import fetched
-from fakequant.restore import Restore, state_of_parts
 
 _SUFFIX = "_weight_quantizer"
 _PARTS = (Quantizer, InputTransform, LowRank)
@@ -101,12 +100,6 @@ class Product:
         """Whether it is a plain attribute, which a hook computes when the owner is called."""
         return self.name in vars(self.owner)
 
-    def state(self) -> Restore:
-        """Return a function that restores the layer and the parameters beside the weight as they are now."""
-        held = {*self.layer.parameters()}
-        beside = [own for own in self.owner._parameters.values() if own is not None and own not in held]
-        return state_of_parts(self.layer, [self.layer, *beside])
-
     def row_name(self, path: str) -> str:
         """How results name the weight: by its layer, and in a layer with several also by the weight.
 
@@ -142,10 +135,11 @@ class MatrixProduct(Product):
 
     takes_parts: ClassVar[bool] = False
     """Whether rows may be taken in parts of the input's channels."""
-    needs_call: ClassVar[bool] = False
-    """Whether a call must be seen before rows can be made."""
     is_stack: ClassVar[bool] = False
     """Whether the weight is a stack of matrices, each with inputs of its own."""
+
+    why_no_bias: str | None = None
+    """Why there is a bias in the calls that cannot be moved."""
 
     reads: tuple[int, ...] = (0,)
     """For each block of rows of the weight, the place of the input that it is multiplied with."""
@@ -255,9 +249,12 @@ class MatrixProduct(Product):
 
 
 def own_forward(layer: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """The result of a layer's own forward with another weight, without bias and quantizers."""
+    """The result of a layer's own forward with another weight, a bias of zeros, and without quantizers."""
+    bias = layer._parameters.get("bias")
+    if bias is not None:  # a weight of another shape picks values of windows, one for each of its outputs
+        bias = weight.new_zeros(len(bias) if weight.shape == layer.weight.shape else len(weight))
     parts = {name: None if isinstance(own, _PARTS) else own for name, own in layer._modules.items()}
-    parameters = {**layer._parameters, "weight": weight, "bias": None}
+    parameters = {**layer._parameters, "weight": weight, "bias": bias}
     twin = with_attributes(layer, _parameters=parameters, _modules=parts, execution=Execution.SIMULATE)
     return type(layer).forward(twin, x)
 

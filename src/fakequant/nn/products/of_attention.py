@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fakequant.nn.products import MatrixProduct
+from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Quantizer
 
 _INPUTS = ("query", "key", "value")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fakequant.nn.products import MatrixProduct, TurnedProduct, own_forward, with_attributes
+from fakequant.nn.products.product import MatrixProduct, TurnedProduct, own_forward, with_attributes
 
 _MOST = 2**22
 """Values of the windows that are there at a time. Another number gives other roundings of float32 products."""

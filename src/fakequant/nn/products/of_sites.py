@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fakequant.nn.paths import layer_of, module_at
-from fakequant.nn.products import MatrixProduct, Product, TurnedProduct
+from fakequant.nn.products.product import MatrixProduct, Product, TurnedProduct
+from fakequant.nn.products.windows import TransposedWindowProduct, WindowProduct
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.site_functions import SITE_FUNCTIONS
 from fakequant.nn.sites import SITES, sites_of
-from fakequant.nn.windows import TransposedWindowProduct, WindowProduct
 
 _FIRST_OPTION = 3  # of a convolution, after input, weight and bias
 
@@ -30,18 +30,27 @@ class SiteProduct(Product):
         return next((own.channels for own in operands if own.name == self.attribute), 0)
 
     def row_name(self, path: str) -> str:
-        return layer_of(path)
+        return layer_of(path) if len(self.layer.weights) == 1 else path
 
 
 class _Linear(SiteProduct, MatrixProduct):
     """Rows of an operand of a function multiplied with its other operand, a weight [out, in]."""
 
     takes_transform = False
+    varies = False
+    """Whether calls have other options than the first one: its rows are not those of the others."""
     _bias: nn.Parameter | None = None
+    _options: tuple[Any, ...] | None = None
 
     @property
     def is_matrix(self) -> bool:
-        return self.tensor.dim() == 2
+        return self.tensor.dim() == 2 and len(self.layer.weights) == 1 and not self.varies
+
+    @property
+    def kind(self) -> str:
+        if self.varies:
+            return f"{super().kind} whose options vary"
+        return super().kind if len(self.layer.weights) == 1 else f"{super().kind} of two weights"
 
     @property
     def bias(self) -> tuple[nn.Parameter | None, slice]:
@@ -68,8 +77,20 @@ class _Linear(SiteProduct, MatrixProduct):
 
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note what else a call gets."""
-        bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        self._bias = next((own for own in self.owner._parameters.values() if own is not None and own is bias), None)
+        bias = self.added(args, kwargs)
+        self._bias = bias if isinstance(bias, nn.Parameter) else None
+        self.why_no_bias = None if self._bias is bias else "it is no parameter"
+        options = (self._bias, *self.options(args, kwargs).items())
+        self.varies = self.varies or self._options not in (None, options)
+        self._options = options
+
+    def added(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call adds to the product as it is; None for nothing."""
+        return args[2] if len(args) > 2 else kwargs.get("bias")
+
+    def options(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by which it makes rows."""
+        return {}
 
     def quantized_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         quantizer = self.input_quantizer
@@ -79,14 +100,14 @@ class _Linear(SiteProduct, MatrixProduct):
 class _MatMul(_Linear, TurnedProduct):
     """input @ weight, with a weight [in, out]."""
 
-    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Nothing: what `addmm` adds is multiplied by a number, and is no bias."""
+    def added(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return _added_by_addmm(self.layer.function, args, kwargs)
 
 
 class _LeftMatMul(_Linear):
     """weight @ input, with a weight [out, in]: the columns of the input are the rows."""
 
-    note = _MatMul.note
+    added = _MatMul.added
 
     def with_axis(self, x: Tensor) -> Tensor:
         return x[:, None] if x.dim() == 1 else x
@@ -105,25 +126,27 @@ class _Convolution(_Linear, WindowProduct):
     """A convolution by a function, whose calls say how windows lie in the input."""
 
     forms: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    options = ("stride", "padding", "dilation", "groups")
-    needs_call = True
+    names = ("stride", "padding", "dilation", "groups")
     _geometry: Any = None
 
     @property
     def is_matrix(self) -> bool:
-        return True
+        return len(self.layer.weights) == 1 and not self.varies
 
     @property
     def geometry(self) -> Any:
         return self._geometry
 
+    def options(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(zip(self.names, args[_FIRST_OPTION:], strict=False))
+        return given | {name: kwargs[name] for name in self.names if name in kwargs}
+
     def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         super().note(args, kwargs)
-        given = dict(zip(self.options, args[_FIRST_OPTION:], strict=False))
-        given |= {name: kwargs[name] for name in self.options if name in kwargs}
+        given = self.options(args, kwargs)
         first, second, *kernel = self.tensor.shape
-        form, groups = self.forms[len(kernel) - 1], given.get("groups", 1)
-        channels = self.in_and_out(first, second, groups)
+        channels = self.in_and_out(first, second, given.get("groups", 1))
+        form = self.forms[len(kernel) - 1]
         self._geometry = form(*channels, tuple(kernel), **given, bias=False, device="meta")
 
     @staticmethod
@@ -136,15 +159,29 @@ class _TransposedConvolution(_Convolution, TransposedWindowProduct):
     """A transposed convolution by a function."""
 
     forms: tuple[Any, ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    options = ("stride", "padding", "output_padding", "groups", "dilation")
+    names = ("stride", "padding", "output_padding", "groups", "dilation")
 
     @property
     def is_matrix(self) -> bool:
-        return self._geometry is None or self.groups == 1
+        return super().is_matrix and (self._geometry is None or self.groups == 1)
+
+    @property
+    def kind(self) -> str:
+        with_groups = self._geometry is not None and self.groups > 1
+        return f"{super().kind} with groups" if with_groups else super().kind
 
     @staticmethod
     def in_and_out(first: int, second: int, groups: int) -> tuple[int, int]:
         return first, second * groups
+
+
+def _added_by_addmm(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `addmm` adds, or that times a number; other products of matrices add nothing."""
+    if function != "addmm":
+        return None
+    bias = args[0] if args else kwargs.get("input")
+    factors = (*args[3:], *(kwargs[name] for name in ("beta", "alpha") if name in kwargs))
+    return bias if all(factor == 1 for factor in factors) else (bias, *factors)
 
 
 _CLASSES: dict[tuple[str, str], type[Product]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.nn.operands import Role
-from fakequant.nn.products import Matrix, MatrixProduct
+from fakequant.nn.products.product import Matrix, MatrixProduct
 from fakequant.numerics.granularity import Granularity, PerBlock
 from fakequant.numerics.qparams import QParams
 

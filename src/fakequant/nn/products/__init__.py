@@ -1,0 +1,1 @@
+"""Weights, and how rows of inputs are multiplied with them: what `layer.products()` and `site_products` give."""
