@@ -129,7 +129,7 @@ wheel: setup
 	FAKEQUANT_PURE=1 $(PIP_WHEEL) --wheel-dir dist .
 	$(BIN)/python tests/native/wheel.py dist --record benchmarks/results/wheel.json
 
-# The suite with the wheel of this platform installed, in a folder without src/; `make test-wheel ONLY=tests/test_cli.py`
+# The suite with the wheel of this platform installed, in a folder without src/; `make test-wheel ONLY=tests/cli/test_cli.py`
 # runs a part.
 test-wheel: wheel
 	$(BIN)/python tests/native/suite.py $$(ls -t dist/*-abi3-*.whl | head -n 1) \

@@ -42,7 +42,7 @@ def test_the_page_about_onnx_is_the_one_that_is_exported(generate):
 
 
 # Blocks without prompts, which doctest does not run, by page: the test that runs them.
-RUN_BY = {"jobs.md": "test_jobs.py", "recipe.md": "test_cli_recipe.py", "execution.md": "test_dtensor.py"}
+RUN_BY = {"jobs.md": "cli/test_jobs.py", "recipe.md": "cli/test_recipe.py", "execution.md": "model/test_dtensor.py"}
 
 
 def test_every_block_of_a_page_is_run_by_a_test():

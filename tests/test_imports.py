@@ -283,7 +283,7 @@ def test_no_test_module_is_imported():
 
 @pytest.mark.parametrize(
     "source",
-    ["from tests.test_layers import CASES", "import tests.test_layers", "from .test_layers import CASES"],
+    ["from tests.nn.test_layers import CASES", "import tests.nn.test_layers", "from .test_layers import CASES"],
 )
 def test_the_checker_of_test_modules_can_fail(source):
     assert len(imported_test_modules(source, Path("test_x.py"))) == 1

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "start with TRITON_INTERPRET=1, or run tests/test_triton.py"
+assert os.environ.get("TRITON_INTERPRET") == "1", "start with TRITON_INTERPRET=1, or run tests/ops/test_triton.py"
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Runs the tests against an installed wheel, in a folder without the sources.
 
     python tests/native/suite.py dist/one.whl -n 2 -m 'not exhaustive'
-    python tests/native/suite.py dist/one.whl tests/test_cli.py
+    python tests/native/suite.py dist/one.whl tests/cli/test_cli.py
 
 The wheel is installed into an environment of its own, which has this one's other packages. Arguments after the wheel
 are pytest's; paths among them replace all tests.

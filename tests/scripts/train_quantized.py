@@ -1,4 +1,4 @@
-"""A script written for pytorch_quantization, with its public names only; run by tests/test_compat_run.py."""
+"""A script written for pytorch_quantization, with its public names only; run by tests/compat/test_run.py."""
 
 import argparse
 
