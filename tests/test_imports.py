@@ -26,6 +26,7 @@ ROOMS = [
     {"model"},
     {"ptq"},
     {"export"},
+    {"delivery"},
     {"ir"},
     {"report"},
     {"plot"},
@@ -39,6 +40,7 @@ UNRANKED = {"__init__", "__main__"}
 FORMAT_FAMILIES = {Path("numerics") / f"{name}.py" for name in ("formats", "integers", "floats", "tables")}
 
 OPTIONAL = {
+    "gguf",
     "matplotlib",
     "onnx",
     "onnx_ir",

@@ -1,0 +1,349 @@
+"""Blocks of GGUF: from codes, scales and minima to bytes and back, for every type whose blocks hold a lattice.
+
+Source: ggml-common.h and ggml-quants.c of llama.cpp, whose names the types have. Values, with q a code:
+d * q; d * q + m (Q4_1, Q5_1); d * sc * q - dmin * m (Q2_K, Q4_K, Q5_K); d * sc * q (Q3_K, Q6_K, IQ4_XS, whose codes
+count the values of a table); 2**(e - 127) * q (MXFP4). Products are exact in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fakequant.errors import CheckpointError, nearest
+
+_CHUNK = 1 << 18
+"""Codes that are worked on at once: they and what becomes of them stay in a cache of 1 MB."""
+
+Array = np.ndarray
+Numbers = Mapping[str, Array]
+"""Arrays of the numbers of blocks by name, see `Layout`."""
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Integers of a block: how many there are, the lowest and the highest.
+
+    They are stored as unsigned ones, from the lowest on; those of 8 bits in two's complement.
+    """
+
+    count: int
+    lowest: int
+    highest: int
+
+    @property
+    def dtype(self) -> type:
+        """What holds them beside the file."""
+        return np.int8 if self.lowest < 0 else np.uint8
+
+    @property
+    def offset(self) -> int:
+        """What is added to store them."""
+        return -self.lowest if self.highest - self.lowest < 255 else 0
+
+
+class Halfs(NamedTuple):
+    """One float16 of a block, under a name."""
+
+    name: str
+
+    def size(self, layout: Layout) -> int:
+        """Bytes of a block."""
+        return 2
+
+    def write(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the bytes [blocks, size]."""
+        raw[:] = numbers[self.name].reshape(-1, 1).view(np.uint8)
+
+    def read(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the numbers from the bytes [blocks, size]."""
+        numbers[self.name].reshape(-1, 1).view(np.uint8)[:] = raw
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Some bits of integers, as many integers in a byte as fit, the first in its lowest bits.
+
+    Runs of `run` integers lie in runs of as many bytes: byte j of a run holds integers j, run + j, 2 * run + j, ...
+
+    Args:
+        name: of the integers.
+        low: the first of the bits.
+        count: how many bits: 1, 2, 4 or 8.
+        run: see above.
+    """
+
+    name: str
+    low: int
+    count: int
+    run: int
+
+    def size(self, layout: Layout) -> int:
+        """Bytes of a block."""
+        return layout.integers[self.name].count * self.count // 8
+
+    def write(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the bytes [blocks, size]."""
+        lanes = self._lanes(numbers[self.name])
+        found = np.zeros((len(lanes), lanes.shape[2]), lanes.dtype)
+        for lane in range(lanes.shape[2]):
+            for place in range(lanes.shape[1]):
+                found[:, lane] |= _moved(lanes[:, place, lane], self.low, self.count, place * self.count)
+        raw[:] = found.view(np.uint8).reshape(raw.shape)
+
+    def read(self, raw: Array, numbers: Numbers) -> None:
+        """Add these bits to the numbers, from the bytes [blocks, size]."""
+        lanes = self._lanes(numbers[self.name])
+        found = np.ascontiguousarray(raw).view(lanes.dtype).reshape(-1, lanes.shape[2])
+        for lane in range(lanes.shape[2]):
+            for place in range(lanes.shape[1]):
+                lanes[:, place, lane] |= _moved(found[:, lane], place * self.count, self.count, self.low)
+
+    def _lanes(self, integers: Array) -> Array:
+        """[runs of bytes, integers in a byte, lanes of a run]: 8 bytes at once, because short loops cost most."""
+        width = min(self.run, 8)
+        return integers.reshape(-1).view(f"u{width}").reshape(-1, 8 // self.count, self.run // width)
+
+
+class ScalesAndMinima(NamedTuple):
+    """Eight scales and eight minima of 6 bits in 12 bytes, as Q4_K and Q5_K have them."""
+
+    def size(self, layout: Layout) -> int:
+        """Bytes of a block."""
+        return 12
+
+    def write(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the bytes [blocks, size]: the high bits of the last four scales and minima stand above the first."""
+        scales, minima = numbers["scales"], numbers["minima"]
+        first, last = (np.concatenate([scales[:, four], minima[:, four]], 1) for four in (_FIRST, _LAST))
+        raw[:, :8] = first | last >> 4 << 6
+        raw[:, 8:] = last[:, :4] & 15 | last[:, 4:] << 4
+
+    def read(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the numbers from the bytes [blocks, size]."""
+        low = np.concatenate([raw[:, 8:] & 15, raw[:, 8:] >> 4], 1)
+        first, last = raw[:, :8] & 63, low | raw[:, :8] >> 6 << 4
+        for name, four in (("scales", _FIRST), ("minima", _LAST)):
+            numbers[name][:, _FIRST], numbers[name][:, _LAST] = first[:, four], last[:, four]
+
+
+class ScaleNibbles(NamedTuple):
+    """Scales of 4 bits below minima of 4 bits, a byte for each sub-block, as Q2_K has them."""
+
+    def size(self, layout: Layout) -> int:
+        """Bytes of a block."""
+        return layout.integers["scales"].count
+
+    def write(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the bytes [blocks, size]."""
+        raw[:] = numbers["scales"] | numbers["minima"] << 4
+
+    def read(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the numbers from the bytes [blocks, size]."""
+        numbers["scales"][:], numbers["minima"][:] = raw & 15, raw >> 4
+
+
+class Trits(NamedTuple):
+    """Codes of three values, five in a byte and the last sixteen four in a byte, as TQ1_0 has them.
+
+    The byte is the fraction 0.t0t1t2t3t4 of base 3 in units of 1/256, rounded up: times 3, a digit is the carry.
+    """
+
+    def size(self, layout: Layout) -> int:
+        """Bytes of a block."""
+        return 52
+
+    def write(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the bytes [blocks, size]."""
+        place = 0
+        for start, digits, run in _TRITS:
+            codes = numbers["codes"][:, start : start + digits * run].reshape(-1, digits, run)
+            whole = sum(codes[:, digit].astype(np.uint16) * 3 ** (4 - digit) for digit in range(digits))
+            raw[:, place : place + run] = (whole * 256 + 242) // 243
+            place += run
+
+    def read(self, raw: Array, numbers: Numbers) -> None:
+        """Fill the numbers from the bytes [blocks, size]."""
+        place = 0
+        for start, digits, run in _TRITS:
+            codes = numbers["codes"][:, start : start + digits * run].reshape(-1, digits, run)
+            for digit in range(digits):
+                left = raw[:, place : place + run] * np.uint8(3**digit)
+                codes[:, digit] = left.astype(np.uint16) * 3 >> 8
+            place += run
+
+
+_FIRST, _LAST = slice(0, 4), slice(4, 8)
+_TRITS = (0, 5, 32), (160, 5, 16), (240, 4, 4)  # the first code, digits of a byte, bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the blocks of a type are stored.
+
+    Attributes:
+        integers: those of a block by name: "codes"; "scales" and "minima" of its sub-blocks; "exponent" of MXFP4.
+        fields: in the order of their bytes; `Halfs` have the names "d" and "m".
+    """
+
+    integers: Mapping[str, Integers]
+    fields: tuple[Halfs | Bits | ScaleNibbles | ScalesAndMinima | Trits, ...]
+
+    @property
+    def weights(self) -> int:
+        """Weights of a block."""
+        return self.integers["codes"].count
+
+    @property
+    def size(self) -> int:
+        """Bytes of a block."""
+        return sum(field.size(self) for field in self.fields)
+
+
+def _codes(count: int, lowest: int, highest: int, **others: Integers) -> dict[str, Integers]:
+    return {"codes": Integers(count, lowest, highest), **others}
+
+
+def _nibbles(run: int, *, name: str = "codes") -> Bits:
+    return Bits(name, 0, 4, run)
+
+
+_D, _M = Halfs("d"), Halfs("m")
+_FIFTH_BITS = Bits("codes", 4, 1, 1)
+_SIX_BITS = {"scales": Integers(8, 0, 63), "minima": Integers(8, 0, 63)}
+_Q3_K_SCALES = _nibbles(8, name="scales"), Bits("scales", 4, 2, 4)
+_IQ4_XS_SCALES = Bits("scales", 4, 2, 1), _nibbles(1, name="scales")
+
+LAYOUTS = {
+    "Q8_0": Layout(_codes(32, -128, 127), (_D, Bits("codes", 0, 8, 32))),
+    "Q4_0": Layout(_codes(32, -8, 7), (_D, _nibbles(16))),
+    "Q4_1": Layout(_codes(32, 0, 15), (_D, _M, _nibbles(16))),
+    "Q5_0": Layout(_codes(32, -16, 15), (_D, _FIFTH_BITS, _nibbles(16))),
+    "Q5_1": Layout(_codes(32, 0, 31), (_D, _M, _FIFTH_BITS, _nibbles(16))),
+    "Q2_K": Layout(
+        _codes(256, 0, 3, scales=Integers(16, 0, 15), minima=Integers(16, 0, 15)),
+        (ScaleNibbles(), Bits("codes", 0, 2, 32), _D, _M),
+    ),
+    "Q3_K": Layout(
+        _codes(256, -4, 3, scales=Integers(16, -32, 31)),
+        (Bits("codes", 2, 1, 32), Bits("codes", 0, 2, 32), *_Q3_K_SCALES, _D),
+    ),
+    "Q4_K": Layout(_codes(256, 0, 15, **_SIX_BITS), (_D, _M, ScalesAndMinima(), _nibbles(32))),
+    "Q5_K": Layout(_codes(256, 0, 31, **_SIX_BITS), (_D, _M, ScalesAndMinima(), Bits("codes", 4, 1, 32), _nibbles(32))),
+    "Q6_K": Layout(
+        _codes(256, -32, 31, scales=Integers(16, -128, 127)),
+        (_nibbles(64), Bits("codes", 4, 2, 32), Bits("scales", 0, 8, 16), _D),
+    ),
+    "IQ4_NL": Layout(_codes(32, 0, 15), (_D, _nibbles(16))),
+    "IQ4_XS": Layout(_codes(256, 0, 15, scales=Integers(8, -32, 31)), (_D, *_IQ4_XS_SCALES, _nibbles(16))),
+    "TQ1_0": Layout(_codes(256, -1, 1), (Trits(), _D)),
+    "TQ2_0": Layout(_codes(256, -1, 1), (Bits("codes", 0, 2, 32), _D)),
+    "MXFP4": Layout(_codes(32, 0, 15, exponent=Integers(1, 0, 255)), (Bits("exponent", 0, 8, 1), _nibbles(16))),
+}
+"""How each type stores its blocks."""
+
+
+def layout_of(kind: str) -> Layout:
+    """How a type stores its blocks.
+
+    Raises:
+        CheckpointError: it is none of these types.
+    """
+    if kind not in LAYOUTS:
+        raise CheckpointError(f"no lattice is known for the GGUF type {kind!r:.80}{nearest(kind, list(LAYOUTS))}")
+    return LAYOUTS[kind]
+
+
+def pack(kind: str, numbers: Numbers) -> Array:
+    """The bytes of blocks.
+
+    Args:
+        kind: the type, such as "Q4_K".
+        numbers: integers [blocks, count of `Layout.integers`] by name, and "d" and "m" [blocks], float16, where the
+            type has them. Minima of K-quants are subtracted, "m" of Q4_1 and Q5_1 is added.
+
+    Returns:
+        [blocks, bytes of a block], uint8.
+
+    Raises:
+        CheckpointError: an unknown type, or an integer that it does not hold.
+
+    >>> pack("Q4_0", {"d": np.ones(1, np.float16), "codes": np.zeros((1, 32), np.int8)})[0, :4].tolist()
+    [0, 60, 136, 136]
+    """
+    layout = layout_of(kind)
+    count = len(numbers["codes"])
+    raw = np.empty((count, layout.size), np.uint8)
+    step = _CHUNK // layout.weights
+    for start in range(0, count, step):
+        part = {name: values[start : start + step] for name, values in numbers.items()}
+        for name, integers in layout.integers.items():
+            part[name] = _stored(kind, name, part[name], integers)
+        place = 0
+        for field in layout.fields:
+            field.write(raw[start : start + step, place : place + field.size(layout)], part)
+            place += field.size(layout)
+    return raw
+
+
+def unpack(kind: str, raw: Array) -> dict[str, Array]:
+    """The numbers of blocks: the inverse of `pack`.
+
+    Args:
+        kind: the type, such as "Q4_K".
+        raw: [blocks, bytes of a block], uint8.
+
+    Raises:
+        CheckpointError: an unknown type, another number of bytes, or an integer that the type does not hold.
+    """
+    layout = layout_of(kind)
+    if raw.dtype != np.uint8 or raw.ndim != 2 or raw.shape[1] != layout.size:
+        raise CheckpointError(
+            f"blocks of {kind} are [blocks, {layout.size}] of uint8, got {list(raw.shape)} of {raw.dtype}"
+        )
+    count, step = len(raw), _CHUNK // layout.weights
+    found = {name: np.zeros((count, one.count), np.uint8) for name, one in layout.integers.items()}
+    halfs = [field.name for field in layout.fields if isinstance(field, Halfs)]
+    found |= {name: np.empty(count, np.float16) for name in halfs}
+    for start in range(0, count, step):
+        part = {name: values[start : start + step] for name, values in found.items()}
+        place = 0
+        for field in layout.fields:
+            field.read(raw[start : start + step, place : place + field.size(layout)], part)
+            place += field.size(layout)
+        for name, integers in layout.integers.items():
+            _check(kind, name, part[name], integers)
+            part[name] -= np.uint8(integers.offset)
+    return {
+        name: values.view(layout.integers[name].dtype) if name not in halfs else values
+        for name, values in found.items()
+    }
+
+
+def _moved(lanes: Array, low: int, count: int, place: int) -> Array:
+    """`count` bits of every byte from `low` on, moved to `place`."""
+    if count == 8:
+        return lanes
+    mask = lanes.dtype.type(int.from_bytes(bytes([(1 << count) - 1 << low]) * lanes.itemsize, "little"))
+    shift = lanes.dtype.type(abs(place - low))
+    return (lanes & mask) << shift if place >= low else (lanes & mask) >> shift
+
+
+def _stored(kind: str, name: str, values: Array, integers: Integers) -> Array:
+    """Integers as they are stored, checked."""
+    stored = values.view(np.uint8)
+    if integers.offset:
+        stored = stored + np.uint8(integers.offset)
+    _check(kind, name, stored, integers)
+    return stored
+
+
+def _check(kind: str, name: str, stored: Array, integers: Integers) -> None:
+    count = integers.highest - integers.lowest + 1
+    if stored.size and int(stored.max()) >= count:
+        raise CheckpointError(
+            f"{name} of {kind} are {integers.lowest} to {integers.highest}, got {int(stored.max()) - integers.offset}"
+        )
