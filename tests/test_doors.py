@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fakequant as fq
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 from tests.support.bits import assert_same_bits
 
 

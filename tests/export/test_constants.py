@@ -15,7 +15,7 @@ import fakequant as fq
 from fakequant.errors import VerificationError
 from fakequant.export.constants import fold_constants
 from fakequant.export.trace import trace
-from fakequant.nn.layers import QuantLinear
+from fakequant.nn.quantized.layers import QuantLinear
 from tests.support.matrix import full, sweep
 
 pytest.importorskip("onnxruntime")

@@ -18,8 +18,8 @@ import fakequant as fq
 from fakequant import Rule
 from fakequant.errors import CallError, ConfigError
 from fakequant.functional import fake_quantize
-from fakequant.nn.experts import QuantExperts
-from fakequant.nn.layers import quantizes_made_by
+from fakequant.nn.quantized.experts import QuantExperts
+from fakequant.nn.quantized.layers import quantizes_made_by
 from tests.support.transformers_models import ARCHITECTURES
 from tests.support.vision import import_torchvision
 

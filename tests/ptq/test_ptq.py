@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from fakequant.errors import CalibrationError, ConfigError
-from fakequant.nn.forms import product_class
 from fakequant.nn.products.product import MatrixProduct
+from fakequant.nn.quantized.forms import product_class
 from fakequant.ops import library
 from fakequant.ptq import InputSums, descend, gptq
 from fakequant.ptq.solvers.grid import Grid

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import fakequant as fq
 from examples.demo.text import Transformer
 from fakequant.nn import Add
+from fakequant.nn.quantized.recurrent import GateQuantizers, unroll
 from fakequant.nn.quantizer import Kind, Quantizer
-from fakequant.nn.recurrent import GateQuantizers, unroll
 
 PRESETS = ("INT8", "FP8", "NVFP4")
 _WORDS = 32

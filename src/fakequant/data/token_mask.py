@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, ShapeError, warn_user
-from fakequant.nn.layers import SpatialLayer
 from fakequant.nn.paths import layer_of
+from fakequant.nn.quantized.layers import SpatialLayer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.numerics.granularity import Granularity
 from fakequant.restore import Restore, attributes_of

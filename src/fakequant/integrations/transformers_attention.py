@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fakequant.errors import ConfigError
-from fakequant.nn.sites import attention_function
+from fakequant.nn.sites.sites import attention_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,11 +13,11 @@ from fakequant.errors import ConfigError, FakeQuantError, check_keys
 from fakequant.model.names import find_preset
 from fakequant.model.tensor_config import TensorConfig as TensorConfig
 from fakequant.model.weights import weights_of
-from fakequant.nn.forms import computed_class, quantized_class
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import layers
 from fakequant.nn.operands import NO_KERNEL, Kernel, Role
-from fakequant.nn.site_functions import canonical_ops
+from fakequant.nn.quantized.forms import computed_class, quantized_class
+from fakequant.nn.quantized.layers import layers
+from fakequant.nn.sites.functions import canonical_ops
 from fakequant.numerics.granularity import PerBlock
 from fakequant.numerics.spec import QuantSpec
 from fakequant.text import listed, module_name

@@ -12,7 +12,7 @@ from torch import nn
 from fakequant.errors import ConfigError
 from fakequant.model.config import as_execution
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import attributes_of, restore_after, restore_on_error
 

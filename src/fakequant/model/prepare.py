@@ -33,13 +33,13 @@ from fakequant.model.sites.targets import Target, find_target
 from fakequant.model.sizes import exceeds_float, note_on_scales
 from fakequant.model.ties import untied
 from fakequant.model.unregistered import warn_unregistered
-from fakequant.nn.fast_paths import leave_fast_paths
-from fakequant.nn.forms import become, bypasses_class, quantized_class
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import Operand, Role
 from fakequant.nn.paths import join
 from fakequant.nn.products.product import Product
+from fakequant.nn.quantized.fast_paths import leave_fast_paths
+from fakequant.nn.quantized.forms import become, bypasses_class, quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import structure_of

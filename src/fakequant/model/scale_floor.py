@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, StaleScaleWarning, warn_user
 from fakequant.model.weights import fresh_weight, holds_codes, note_weight, quantized_weights
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import Role
 from fakequant.nn.products.product import Product
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 from fakequant.numerics.qparams import QParams
 from fakequant.numerics.spec import Arithmetic

@@ -15,12 +15,12 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fakequant.distributed import is_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ShapeError, StaleScaleWarning, warn_user
 from fakequant.model.modes import in_eval_mode
-from fakequant.nn.fitted import is_stale, magnitudes, mark
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import join, layer_of
-from fakequant.nn.products.of_sites import site_products
 from fakequant.nn.products.product import Product
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.ranges.fitted import is_stale, magnitudes, mark
+from fakequant.nn.sites.products import site_products
 from fakequant.numerics.qparams import Range
 from fakequant.ops import library
 from fakequant.text import listed, module_name

@@ -17,10 +17,10 @@ from fakequant.distributed import whole
 from fakequant.errors import CalibrationError, ConfigError, ShapeError
 from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.nn.adapters import join_adapters
-from fakequant.nn.fitted import look
 from fakequant.nn.leaf import Proxy, as_leaf
-from fakequant.nn.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
-from fakequant.nn.precise import QuantizerPart
+from fakequant.nn.ranges.fitted import look
+from fakequant.nn.ranges.learned import LearnedRange, learned_ranges, make_learned_range, shared_by
+from fakequant.nn.ranges.precise import QuantizerPart
 from fakequant.nn.weight_cache import WeightCache
 from fakequant.numerics.qparams import QParams, Range, is_concrete, lend, shape_of
 from fakequant.numerics.qparams import choose_qparams as qparams_of_range

@@ -18,8 +18,8 @@ from fakequant.model.analysis.summary import LayerSummary, summary
 from fakequant.model.execution import simulated
 from fakequant.model.run.outputs import Distance, decibels
 from fakequant.model.sizes import WeightBits, weight_bits
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import layer_of
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer, quantizers
 from fakequant.numerics.granularity import PerChannel
 from fakequant.numerics.qparams import QParams

@@ -19,7 +19,7 @@ from fakequant.model.run.traits import has
 from fakequant.model.sites.sites import site_plan
 from fakequant.nn import quantizers
 from fakequant.nn.quantizer import Mode
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.traits import Trait
 from tests.support.models import images, small_net
 from tests.support.plan_cases import needs_kernels
 

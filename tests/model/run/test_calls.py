@@ -11,7 +11,7 @@ import fakequant as fq
 from fakequant.model.run import queries
 from fakequant.model.run.queries import modules_called
 from fakequant.model.run.recording import record, watching
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 

@@ -18,8 +18,8 @@ from fakequant.model.sites.sites import plan_sites
 from fakequant.model.sites.targets import find_target, targets
 from fakequant.model.sites.targets.table import ATTENTION_LAYER, RECURRENT
 from fakequant.model.training import qat
-from fakequant.nn.attention_parts import attend_in_parts
-from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.nn.sites.attention_parts import attend_in_parts
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
 from tests.support.functional_models import example, float_network
 from tests.support.vision import import_torchvision
 

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 
 import fakequant as fq
 from fakequant.errors import CoverageWarning
-from fakequant.nn.layers import QuantizedLayer, QuantLinear
+from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from tests.support.bits import assert_same_bits
 
 X = torch.linspace(-1, 1, 24).view(6, 4)

@@ -18,7 +18,7 @@ from benchmarks.zoo.case import Case
 from fakequant.data.batches import run_batch
 from fakequant.errors import ConfigError
 from fakequant.model.run.traits import having
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.traits import Trait
 from fakequant.ptq import equalize
 from fakequant.ptq.float_model.output_check import OutputCheck
 from tests.support.bits import assert_same_bits

@@ -18,7 +18,7 @@ from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.case import Case
 from fakequant.errors import ConfigError
 from fakequant.model.modes import disabled
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.transforms import make_transform
 from fakequant.ptq import fold_scales
 from fakequant.ptq.weights import shared_parameters

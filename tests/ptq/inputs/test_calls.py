@@ -15,7 +15,7 @@ import fakequant as fq
 from fakequant.errors import CalibrationWarning
 from fakequant.model.run.outputs import OutputDistance
 from fakequant.nn import QuantizedLayer, quantizers, quantizes
-from fakequant.nn.layers import _layers
+from fakequant.nn.quantized.layers import _layers
 from fakequant.ptq.blocks import blocks
 from fakequant.ptq.improving.collector import Collector
 from fakequant.ptq.inputs.stream import NOT_REPEATED, Stage

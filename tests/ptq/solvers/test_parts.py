@@ -10,9 +10,9 @@ from torch import nn
 
 import fakequant as fq
 from fakequant.data import progress
-from fakequant.nn.forms import product_class
 from fakequant.nn.products import windows
 from fakequant.nn.products.product import MatrixProduct
+from fakequant.nn.quantized.forms import product_class
 from fakequant.ptq.solvers import parts
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.sums import InputSums

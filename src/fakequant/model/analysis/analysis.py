@@ -23,9 +23,9 @@ from fakequant.model.modes import disabled, evaluating, modes
 from fakequant.model.run.outputs import Distance, decibels, named_tensors, shown_place
 from fakequant.model.weights import warn_stale_scales
 from fakequant.nn.contexts import cached_weights
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
-from fakequant.nn.sites import Site
+from fakequant.nn.sites.sites import Site
 from fakequant.nn.wrappers import unwraps
 from fakequant.restore import restore_after, state_of
 from fakequant.text import table

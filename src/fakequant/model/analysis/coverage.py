@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fakequant.model.weights import quantized_weights, weights_of
-from fakequant.nn.forms import own_class, quantized_class, why_changed
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.forms import own_class, quantized_class, why_changed
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.text import listed, module_name
 
 

@@ -13,8 +13,8 @@ from fakequant.model.analysis.coverage import Operation, scripted
 from fakequant.model.run.recorded import QUANTIZED, Call, Recording
 from fakequant.model.run.recording import record
 from fakequant.model.run.traits import has
-from fakequant.nn.site_functions import SITE_FUNCTIONS
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
+from fakequant.nn.sites.traits import Trait
 from fakequant.nn.wrappers import unwraps
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn.elementwise import Add, MatMul
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.elementwise import Add, MatMul
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer
 from fakequant.restore import restore_after
 

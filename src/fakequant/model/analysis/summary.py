@@ -18,9 +18,9 @@ from fakequant.model.run.recorded import Recording
 from fakequant.model.sizes import WeightBits, bits_of_all, weight_bits
 from fakequant.model.weights import quantized_weights, warn_stale_scales
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import QuantizedLayer, QuantLinear
+from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
-from fakequant.nn.sites import Site
+from fakequant.nn.sites.sites import Site
 from fakequant.nn.wrappers import unwraps
 from fakequant.text import module_name, table
 

@@ -21,8 +21,8 @@ from fakequant.model.modes import evaluating, modes
 from fakequant.model.run.queries import weight_readers
 from fakequant.model.run.recording import watching
 from fakequant.model.weights import fresh_weight, quantized_weights
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import layer_of
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
 
 

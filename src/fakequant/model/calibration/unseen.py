@@ -12,8 +12,8 @@ from fakequant.calibration import Calibrator, check_mergeable
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, CoverageWarning, nearest, warn_user
 from fakequant.nn.adapters import copies_called
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import layer_of
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode, Quantizer, quantizers
 from fakequant.numerics.qparams import Range
 from fakequant.text import module_name

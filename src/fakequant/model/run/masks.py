@@ -15,8 +15,8 @@ from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.model.run.recorded import EXTREME, Recording
 from fakequant.model.run.traits import has
 from fakequant.nn.paths import layer_of
-from fakequant.nn.sites import Site
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.sites import Site
+from fakequant.nn.sites.traits import Trait
 from fakequant.numerics.qparams import Range
 from fakequant.text import listed
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fakequant.model.run.recorded import Call, ModuleCall, Recording, Step
 from fakequant.model.run.traits import having
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.traits import Trait
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from fakequant.model.run.recorded import QUANTIZER, Recording, Step
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 
 
 def modules_called(model: nn.Module, recording: Recording) -> set[nn.Module]:

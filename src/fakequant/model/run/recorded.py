@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
 
 WITHOUT_FLOATS, OF_A_CACHE, IN_A_BRANCH = " without floats", " of a cache", " in a branch"
 """Suffixes of the names of functions whose calls cannot be sites for this reason."""

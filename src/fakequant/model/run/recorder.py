@@ -26,8 +26,8 @@ from fakequant.model.modes import not_compiled
 from fakequant.model.run.memory import Tensors, unwrapped, version_of
 from fakequant.model.run.recorded import FAKE_QUANTIZE, IN_A_BRANCH, QUANTIZER, Call, ModuleCall, Recording, Value
 from fakequant.model.run.traits import factors_of, has, is_number
-from fakequant.nn.site_functions import CalledAs, called_as
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.functions import CalledAs, called_as
+from fakequant.nn.sites.traits import Trait
 from fakequant.restore import restore_after, stack_without
 
 

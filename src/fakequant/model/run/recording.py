@@ -22,9 +22,9 @@ from fakequant.model.run.recorded import EXTREME, OF_A_CACHE, QUANTIZER, WITHOUT
 from fakequant.model.run.recorder import PLAIN, Detail, Recorder, name_of, quantizes, tensors_in
 from fakequant.model.run.traits import counted
 from fakequant.nn.quantizer import Kind, Quantizer
-from fakequant.nn.site_functions import CalledAs, called_as
-from fakequant.nn.sites import operands_of, takes_floats
-from fakequant.nn.unseen import OF_CACHE, hide_caches
+from fakequant.nn.sites.functions import CalledAs, called_as
+from fakequant.nn.sites.sites import operands_of, takes_floats
+from fakequant.nn.sites.unseen import OF_CACHE, hide_caches
 from fakequant.restore import Restore, restore_after, structure_of
 from fakequant.text import listed, module_name
 

@@ -9,11 +9,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fakequant.nn.site_functions import SITE_FUNCTIONS, called_as
-from fakequant.nn.sites import arguments_of
-from fakequant.nn.traits import NO_TRAITS, Trait, read_traits
+from fakequant.nn.sites.functions import SITE_FUNCTIONS, called_as
+from fakequant.nn.sites.sites import arguments_of
+from fakequant.nn.sites.traits import NO_TRAITS, Trait, read_traits
 
-# Of functions that cannot be sites; of others see `nn/site_functions.py`.
+# Of functions that cannot be sites; of others see `nn/sites/functions.py`.
 _TRAITS = read_traits("""
 contiguous dropout | moves scales channels identity
 flatten permute reshape to transpose view | moves scales channels

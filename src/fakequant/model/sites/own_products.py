@@ -16,10 +16,10 @@ from fakequant.model.modes import evaluating
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import record
 from fakequant.model.run.traits import has
-from fakequant.nn.forms import own_class, why_changed
 from fakequant.nn.integer import Execution
-from fakequant.nn.products.of_sites import OF_LAYERS
-from fakequant.nn.traits import Trait
+from fakequant.nn.quantized.forms import own_class, why_changed
+from fakequant.nn.sites.products import OF_LAYERS
+from fakequant.nn.sites.traits import Trait
 from fakequant.restore import restore_after, structure_of
 
 

@@ -17,8 +17,8 @@ from fakequant.model.sites.sites import candidates, operand_quantizer, rules_of_
 from fakequant.model.sites.targets import FixedRange, Target
 from fakequant.model.sites.targets.table import ATTENTION_LAYER
 from fakequant.model.sites.values import Flow
-from fakequant.nn.site_functions import SITE_FUNCTIONS
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
+from fakequant.nn.sites.traits import Trait
 from fakequant.numerics.formats import IntegerFormat
 from fakequant.numerics.granularity import PerTensor
 

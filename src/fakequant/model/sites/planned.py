@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.nn.quantizer import Kind
-from fakequant.nn.sites import SITES, site_key
+from fakequant.nn.sites.sites import SITES, site_key
 from fakequant.text import visible
 
 

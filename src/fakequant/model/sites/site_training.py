@@ -19,7 +19,7 @@ from fakequant.model.run.recorded import Call, Recording
 from fakequant.model.run.recording import record
 from fakequant.model.sites.planned import SitePlan
 from fakequant.model.sites.sites import different_orders, shielded_modules
-from fakequant.nn.sites import site_keys
+from fakequant.nn.sites.sites import site_keys
 from fakequant.text import listed, module_name
 
 _NAMED = 3

@@ -13,15 +13,15 @@ from fakequant.model.config import Config, Rule, TensorConfig, all_names
 from fakequant.model.run.recorded import Call, Recording
 from fakequant.model.sites.planned import Candidate, PlannedSite, SitePlan, SiteQuantizer, site_path
 from fakequant.model.sizes import exceeds_float
-from fakequant.nn.forms import bypasses_class, quantized_class
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.operands import Kernel, Role
 from fakequant.nn.paths import module_at
+from fakequant.nn.quantized.forms import bypasses_class, quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Quantizer
-from fakequant.nn.site_classes import add_sites, is_shielded, shield
-from fakequant.nn.site_functions import SITE_FUNCTIONS, SiteOperand, einsum_operand
-from fakequant.nn.sites import Site, Sites, site_keys, sites_of
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.classes import add_sites, is_shielded, shield
+from fakequant.nn.sites.functions import SITE_FUNCTIONS, SiteOperand, einsum_operand
+from fakequant.nn.sites.sites import Site, Sites, site_keys, sites_of
+from fakequant.nn.sites.traits import Trait
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.granularity import PerChannel, PerTensor
 from fakequant.numerics.qparams import QParams

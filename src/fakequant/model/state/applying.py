@@ -20,10 +20,10 @@ from fakequant.model.state.stored_sites import check_sites, restore_sites
 from fakequant.model.state.weight_codes import WeightCodes, is_same
 from fakequant.model.ties import share_learned
 from fakequant.model.weights import note_weights, warn_stale_scales, weights_of
-from fakequant.nn.fast_paths import leave_fast_paths
-from fakequant.nn.forms import bypasses_class, own_class, quantized_class
-from fakequant.nn.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.low_rank import LowRank
+from fakequant.nn.quantized.fast_paths import leave_fast_paths
+from fakequant.nn.quantized.forms import bypasses_class, own_class, quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer, QuantLinear
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.nn.transforms import InputTransform, make_transform
 from fakequant.nn.wrappers import unwraps

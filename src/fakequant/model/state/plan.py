@@ -11,11 +11,11 @@ from fakequant.errors import CheckpointError, ConfigError, SpecError
 from fakequant.model.sites.planned import site_path
 from fakequant.model.state.json_values import ALWAYS, Natural, UnexpectedValue, value_of
 from fakequant.model.tensor_config import TensorConfig
-from fakequant.nn.folded import FoldedLayer
 from fakequant.nn.integer import Execution
-from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.learned import LearnedRange, make_learned_range
+from fakequant.nn.quantized.folded import FoldedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer
+from fakequant.nn.ranges.learned import LearnedRange, make_learned_range
 
 P = TypeVar("P", bound="Plan")
 

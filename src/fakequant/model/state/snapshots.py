@@ -18,7 +18,7 @@ from fakequant.model.state.stored_sites import sites_entry
 from fakequant.model.state.weight_codes import QuantizedWeights, WeightCodes
 from fakequant.model.unregistered import warn_unregistered
 from fakequant.model.weights import warn_stale_scales
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.offload import fetched, offloaded

@@ -6,8 +6,8 @@ from collections.abc import Container
 
 from torch import Tensor, nn
 
-from fakequant.nn.layers import QuantLinear
 from fakequant.nn.paths import join
+from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.wrappers import unwraps
 from fakequant.offload import fetched_state

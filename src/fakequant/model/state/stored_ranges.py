@@ -13,10 +13,10 @@ from fakequant.errors import CheckpointError, QParamsError, ShapeError
 from fakequant.model.modes import in_eval_mode
 from fakequant.model.sites.planned import site_path
 from fakequant.model.state.plan import Plan, QuantizerEntry, SiteQuantizerEntry
-from fakequant.nn.forms import quantized_class
-from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.learned import LearnedRange
 from fakequant.nn.paths import join
+from fakequant.nn.quantized.forms import quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.ranges.learned import LearnedRange
 from fakequant.numerics.arguments import check_scale
 from fakequant.numerics.spec import QuantSpec
 

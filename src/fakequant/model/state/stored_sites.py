@@ -10,11 +10,11 @@ from fakequant.errors import CheckpointError
 from fakequant.model.sites.planned import PlannedSite, SitePlan, SiteQuantizer
 from fakequant.model.sites.sites import apply_sites, site_plan
 from fakequant.model.state.plan import OwnerEntry, Plan, SiteEntry, SiteQuantizerEntry, SitesEntry, quantizer_values
-from fakequant.nn.forms import bypasses_class
 from fakequant.nn.paths import module_at
+from fakequant.nn.quantized.forms import bypasses_class
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.site_functions import SITE_FUNCTIONS
-from fakequant.nn.sites import functions_of, site_keys
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
+from fakequant.nn.sites.sites import functions_of, site_keys
 
 
 def sites_entry(model: nn.Module) -> SitesEntry:

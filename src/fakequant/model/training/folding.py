@@ -14,11 +14,11 @@ from fakequant.model.modes import disabled
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import record
 from fakequant.model.training.fuse import FusedBatchNorm, Fusions, left_text, replace_modules
-from fakequant.nn.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
 from fakequant.nn.hooks import is_as_made
-from fakequant.nn.products.of_sites import OF_LAYERS
+from fakequant.nn.quantized.folded import FOLDED_LAYERS, FOLDED_NORMS, FoldedLayer, FoldedNorm
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.site_classes import set_class, unshielded_class
+from fakequant.nn.sites.classes import set_class, unshielded_class
+from fakequant.nn.sites.products import OF_LAYERS
 from fakequant.restore import restore_on_error, structure_of
 from fakequant.text import module_name
 

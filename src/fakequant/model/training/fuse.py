@@ -23,10 +23,10 @@ from fakequant.model.run.neighbors import Neighbors, find_neighbors
 from fakequant.model.run.outputs import Distance, Place, named_tensors
 from fakequant.model.run.recording import record
 from fakequant.model.sites.own_products import ends_in_product
-from fakequant.nn.forms import computed_class
 from fakequant.nn.hooks import is_as_made
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.leaf import as_leaf
+from fakequant.nn.quantized.forms import computed_class
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.restore import in_order, restore_after, restore_on_error, state_of, structure_of
 from fakequant.text import listed, module_name, visible
 

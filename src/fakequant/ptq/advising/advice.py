@@ -22,9 +22,9 @@ from fakequant.model.sizes import weight_bits
 from fakequant.model.tensor_config import TensorConfig
 from fakequant.model.training.fuse import fuse_found, fusions_of
 from fakequant.model.weights import holds_codes, quantized_weights
-from fakequant.nn.forms import quantized_class
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import layer_of
+from fakequant.nn.quantized.forms import quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Kind, Mode, Quantizer, quantizers
 from fakequant.ptq.advising.made_by import MadeBy, has_sites, made_by, quantized_layers, requantize, requantize_layer
 from fakequant.ptq.advising.method import keeps_enough, methods_of, static_inputs, weight_method_of

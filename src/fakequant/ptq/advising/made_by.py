@@ -10,9 +10,9 @@ from fakequant.model.config import Config, Rule
 from fakequant.model.prepare import configs_of, quantizers_of
 from fakequant.model.presets import presets
 from fakequant.model.tensor_config import TensorConfig
-from fakequant.nn.forms import quantized_class
-from fakequant.nn.layers import QuantizedLayer
-from fakequant.nn.sites import SITES
+from fakequant.nn.quantized.forms import quantized_class
+from fakequant.nn.quantized.layers import QuantizedLayer
+from fakequant.nn.sites.sites import SITES
 
 
 @dataclass(frozen=True)

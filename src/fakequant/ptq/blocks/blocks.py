@@ -18,11 +18,11 @@ from fakequant.errors import CalibrationError, ConfigError, nearest
 from fakequant.model.modes import evaluating, off
 from fakequant.model.run.outputs import float_tensors
 from fakequant.model.weights import quantized_weights
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import Product
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
-from fakequant.nn.sites import SITES
+from fakequant.nn.sites.sites import SITES
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.blocks.reconstruction import Preset, preset_of, reconstruct_block
 from fakequant.ptq.improving.effect import Effect, Split

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from fakequant.nn.forms import computed_class
+from fakequant.nn.quantized.forms import computed_class
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -17,7 +17,7 @@ from fakequant.model.run.neighbors import Neighbors, find_neighbors
 from fakequant.model.run.recording import record
 from fakequant.model.run.unreached import Unreached
 from fakequant.nn.hooks import is_as_made
-from fakequant.nn.layers import QuantizedLayer
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.transforms import ChannelScale
 from fakequant.ptq.float_model.output_check import OutputCheck, tolerance_of

@@ -10,8 +10,8 @@ from torch import nn
 
 from fakequant.model.run.recorded import Call, ModuleCall, Recording, Step
 from fakequant.model.run.traits import has
-from fakequant.nn.site_functions import SITE_FUNCTIONS
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
+from fakequant.nn.sites.traits import Trait
 
 
 @dataclass(eq=False)

@@ -23,10 +23,10 @@ from fakequant.model.run.queries import read_together, weight_readers
 from fakequant.model.run.recorded import Recording
 from fakequant.model.run.recording import record
 from fakequant.model.sizes import spec_bits
-from fakequant.nn.forms import product_class
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.products.windows import WindowProduct
+from fakequant.nn.quantized.forms import product_class
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.ptq.formats.losses import Loss, arriving_errors, divergence, losses_alone
 from fakequant.ptq.formats.mixes import Allocation, Score, Scores
 from fakequant.text import module_name

@@ -15,8 +15,8 @@ from fakequant.data.progress import track
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.modes import evaluating, modes
 from fakequant.model.run.outputs import Distance, Place, float_tensors, named_tensors
-from fakequant.nn.layers import QuantizedLayer
 from fakequant.nn.products.product import MatrixProduct
+from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
 from fakequant.ptq.inputs.call import Call

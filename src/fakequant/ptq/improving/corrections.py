@@ -14,7 +14,7 @@ from fakequant.data.failures import input_named
 from fakequant.distributed import Together, refuse_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.modes import evaluating
-from fakequant.nn.folded import FoldedNorm
+from fakequant.nn.quantized.folded import FoldedNorm
 from fakequant.ptq.inputs.stream import Stage, Stream, call_order
 from fakequant.restore import restore_on_error, state_of
 

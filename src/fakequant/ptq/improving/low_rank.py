@@ -16,10 +16,10 @@ from fakequant.errors import ConfigError
 from fakequant.functional import choose_qparams as qparams_of_tensor
 from fakequant.model.modes import disabled, evaluating
 from fakequant.model.weights import holds_codes, note_weight
-from fakequant.nn.layers import QuantLinear
 from fakequant.nn.low_rank import LowRank
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
+from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library

@@ -12,7 +12,7 @@ from torch import nn
 
 from fakequant.compat.pytorch_quantization.nn.modules.quant_rnn import QuantRNNBase, QuantRNNCellBase
 from fakequant.compat.pytorch_quantization.utils.quant_logging import logger
-from fakequant.nn.recurrent import GateQuantizers, GateWeights
+from fakequant.nn.quantized.recurrent import GateQuantizers, GateWeights
 from fakequant.text import module_name
 
 __all__ = ["freeze_parameters", "group_parameters", "match_parameters", "quant_weight_inplace"]

@@ -14,7 +14,7 @@ from fakequant.model.sites.targets.table import (
     lookups,
     moves,
 )
-from fakequant.nn.site_functions import SITE_FUNCTIONS
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
 
 _ZERO_TO_ONE = FixedRange(0.0, 1.0, has_high=True)
 

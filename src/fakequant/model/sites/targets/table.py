@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from fakequant.errors import ConfigError, nearest
 from fakequant.model.run.traits import having
-from fakequant.nn.site_functions import SITE_FUNCTIONS
-from fakequant.nn.traits import Trait
+from fakequant.nn.sites.functions import SITE_FUNCTIONS
+from fakequant.nn.sites.traits import Trait
 
 
 class FixedRange(NamedTuple):

@@ -19,7 +19,7 @@ from fakequant.compat.pytorch_quantization.nn.modules._utils import (
     take_descriptors,
 )
 from fakequant.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
-from fakequant.nn.recurrent import GateQuantizers, GateWeights, step, unroll
+from fakequant.nn.quantized.recurrent import GateQuantizers, GateWeights, step, unroll
 
 __all__ = ["LSTM", "LSTMCell", "QuantLSTM", "QuantLSTMCell"]
 

@@ -1,0 +1,281 @@
+"""`nn.MultiheadAttention` in visible parts: projections, scores, softmax and weighted sum, each with its quantizers.
+
+The operations and their order are those of `torch.nn.functional.multi_head_attention_forward`, so that results without
+quantizers have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.errors import CalibrationError, ShapeError
+from fakequant.nn.hooks import Watched
+from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.operands import Operand, Role
+from fakequant.nn.products.of_attention import InProjection, OutProjection
+from fakequant.nn.products.product import Product
+from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
+
+_torch: Any = F
+"""Its private functions, which its type stub lacks."""
+_SEPARATE = ("q_proj", "k_proj", "v_proj")
+
+
+class _Masks(NamedTuple):
+    """Float masks that are added to the scores."""
+
+    attention: Tensor | None
+    """[queries, keys] or [n * heads, queries, keys]"""
+    padding: Tensor | None
+    """[n, keys]"""
+
+    def padded(self) -> _Masks:
+        """For one key more, which is not masked."""
+        return _Masks(*(None if mask is None else F.pad(mask, (0, 1)) for mask in self))
+
+    def merged(self, n: int, heads: int, keys: int) -> Tensor | None:
+        """One mask [1 or n * heads, 1 or queries, keys]."""
+        attention = self.attention
+        if attention is not None and attention.dim() == 2:
+            attention = attention.unsqueeze(0)
+        if self.padding is None:
+            return attention
+        _torch._check_key_padding_mask(self.padding, keys, n)
+        padding = self.padding.view(n, 1, 1, keys).expand(-1, heads, -1, -1).reshape(n * heads, 1, keys)
+        return padding if attention is None else attention + padding
+
+
+@quantizes(nn.MultiheadAttention)
+class QuantMultiheadAttention(Watched, QuantizedLayer, nn.MultiheadAttention):
+    """MultiheadAttention with quantized inputs, weights, factors of its two products, and input of its last projection.
+
+    Inputs are quantized as they come. A tensor that is passed as query and key, or as key and value, is quantized once,
+    by the quantizer of the first; calibration takes quantizers away that no call uses therefore. Query, key and value
+    are quantized after their projections as [n, heads, length, head_dim], the query when it is scaled. Probabilities
+    [n, heads, queries, keys] are quantized before dropout. Where a rule quantizes the output, the results of the first
+    projections are quantized like it, too.
+
+    With `need_weights=False` torch computes `scaled_dot_product_attention`. So does this layer, unless the quantizer of
+    the probabilities is on: then it computes softmax(query @ key.T + mask) @ value in three operations.
+
+    Functions that watch it see each input [queries, n, embed_dim] of the last projection, before its quantizer.
+    """
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        packed = cast("nn.MultiheadAttention", layer)._qkv_same_embed_dim
+        weights = ("in_proj",) if packed else _SEPARATE
+        return {
+            "_input_quantizer": Operand(Role.INPUT),
+            "_key_input_quantizer": Operand(Role.INPUT, optional=True),
+            "_value_input_quantizer": Operand(Role.INPUT, optional=True),
+            **{f"_{name}_weight_quantizer": Operand(Role.WEIGHT, weight=f"{name}_weight") for name in weights},
+            "_in_proj_output_quantizer": Operand(Role.OUTPUT),
+            "_query_quantizer": Operand(Role.INPUT),
+            "_key_quantizer": Operand(Role.INPUT),
+            "_probability_quantizer": Operand(Role.INPUT),
+            "_value_quantizer": Operand(Role.INPUT, -2),
+            "_out_proj_input_quantizer": Operand(Role.INPUT),
+            "_out_proj_weight_quantizer": Operand(Role.WEIGHT, weight="out_proj.weight"),
+        }
+
+    @classmethod
+    def products_of(cls, layer: nn.Module) -> list[Product]:
+        return [
+            (OutProjection if "." in own.weight else InProjection).of(layer, attribute, own.weight)
+            for attribute, own in cls.factors(layer).items()
+            if own.weight
+        ]
+
+    def forward(  # noqa: PLR0913  as torch's
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and weights as `nn.MultiheadAttention` returns them, of the same arguments."""
+        if isinstance(query, Proxy):
+            others = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return as_leaf(self, query, key, value, *others)
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ShapeError("a quantized MultiheadAttention takes no nested tensors; pad them, and give a mask")
+        is_batched = _torch._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        masks = _float_masks(attn_mask, key_padding_mask, query.dtype)
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal=True says that attn_mask is the causal mask, but there is no attn_mask")
+        # Alone, the hint takes the place of the mask.
+        is_causal = is_causal and key_padding_mask is None
+        if is_causal and not need_weights:
+            masks = masks._replace(attention=None)
+        inputs = self._length_first(*self._quantized_inputs(query, key, value), is_batched=is_batched)
+        y, weights = self._attend(inputs, masks, need_weights=need_weights, is_causal=is_causal)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not is_batched:
+            return y.squeeze(1), None if weights is None else weights.squeeze(0)
+        return y.transpose(1, 0) if self.batch_first else y, weights
+
+    def _length_first(self, *inputs: Tensor, is_batched: bool) -> list[Tensor]:
+        """Inputs [length, n, features]."""
+        if not is_batched:
+            return [x.unsqueeze(1) for x in inputs]
+        # Tensors that are one stay one, as torch has it.
+        changed = {id(x): x.transpose(1, 0) if self.batch_first else x for x in inputs}
+        return [changed[id(x)] for x in inputs]
+
+    def _quantized_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inputs quantized; one tensor given twice stays one tensor, which torch projects in one product."""
+        q = self.quantized("_input_quantizer", query)
+        k = q if key is query else self._other_input("_key_input_quantizer", key, "key")
+        if value is key or value is query:
+            return q, k, k if value is key else q
+        return q, k, self._other_input("_value_input_quantizer", value, "value")
+
+    def _other_input(self, attribute: str, x: Tensor, name: str) -> Tensor:
+        if getattr(self, attribute) is None and self._input_quantizer is not None:
+            raise CalibrationError(
+                f"the attention gets a {name} of its own, but in calibration it was always the query or the key, and "
+                f"{attribute} was taken away; prepare the model anew, and calibrate it with such calls too"
+            )
+        return self.quantized(attribute, x)
+
+    def _attend(
+        self, inputs: list[Tensor], masks: _Masks, *, need_weights: bool, is_causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output [queries, n, embed_dim] and the weights [n, heads, queries, keys].
+
+        Args:
+            inputs: query, key and value [length, n, features].
+            masks: for the keys given.
+            need_weights: whether to return the weights.
+            is_causal: whether to mask later keys; then there are no masks.
+        """
+        queries, n, width = inputs[0].shape
+        self._check_inputs(inputs, masks)
+        q, k, v = self._projected(*inputs)
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = torch.cat([k, self.bias_k.repeat(1, n, 1)]), torch.cat([v, self.bias_v.repeat(1, n, 1)])
+            masks = masks.padded()
+        q, k, v = (x.view(x.shape[0], n * self.num_heads, width // self.num_heads).transpose(0, 1) for x in (q, k, v))
+        if self.add_zero_attn:
+            k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, x.shape[2])], dim=1) for x in (k, v))
+            masks = masks.padded()
+        mask = masks.merged(n, self.num_heads, k.shape[1])
+        weights = None
+        if need_weights or self.is_on("_probability_quantizer"):
+            if is_causal and mask is None:
+                mask = torch.full((queries, k.shape[1]), -math.inf, dtype=q.dtype, device=q.device).triu(1).unsqueeze(0)
+            y, weights = self._explicitly(q, k, v, mask, hides_rows=not need_weights)
+            y = y.transpose(0, 1)
+        else:
+            y = self._in_one_operation(q, k, v, mask, is_causal=is_causal)
+            y = y.permute(2, 0, 1, 3)
+        self.show(y.reshape(queries, n, width))
+        y = self.quantized("_out_proj_input_quantizer", y.reshape(queries * n, width))
+        y = F.linear(y, self.quantized("_out_proj_weight_quantizer", self.out_proj.weight), self.out_proj.bias)
+        weights = weights.view(n, self.num_heads, queries, -1) if need_weights and weights is not None else None
+        return y.view(queries, n, y.shape[1]), weights
+
+    def _check_inputs(self, inputs: list[Tensor], masks: _Masks) -> None:
+        (queries, n, width), (keys, *_) = inputs[0].shape, inputs[1].shape
+        if width != self.embed_dim:
+            raise AssertionError(f"the query must have {self.embed_dim} features, got {width}")
+        same = 3 if self._qkv_same_embed_dim else 2
+        if inputs[1].shape[:same] != inputs[2].shape[:same]:
+            shapes = f"{list(inputs[1].shape)} and {list(inputs[2].shape)}"
+            raise AssertionError(f"key and value must have the same length and batch, got shapes {shapes}")
+        if masks.attention is not None:
+            expected = (n * self.num_heads, queries, keys)[-masks.attention.dim() :]
+            if masks.attention.shape != expected:
+                raise RuntimeError(
+                    f"attn_mask must have shape {[queries, keys]} or {[n * self.num_heads, queries, keys]}, got "
+                    f"{list(masks.attention.shape)}"
+                )
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [length, n, embed_dim] after their projections."""
+        if self._qkv_same_embed_dim:
+            return self._projected_by_one(query, key, value)
+        weights = [self.quantized(f"_{name}_weight_quantizer", getattr(self, f"{name}_weight")) for name in _SEPARATE]
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = _torch._in_projection(query, key, value, *weights, *biases)
+        name = "_in_proj_output_quantizer"
+        return self.quantized(name, q), self.quantized(name, k), self.quantized(name, v)
+
+    def _projected_by_one(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """By the weight of all three: in one product what comes of one tensor, whose result is quantized as a whole."""
+        weight, width = self.quantized("_in_proj_weight_quantizer", self.in_proj_weight), self.embed_dim
+        if query is key is value:  # nothing is split, so that exported products see the weight as it is quantized
+            q, k, v = self._in_parts(F.linear(query, weight, self.in_proj_bias), 3)
+            return q, k, v
+        sizes = [width, 2 * width] if key is value else [width] * 3
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+        projected: list[Tensor] = []
+        for x, part, bias, size in zip((query, key, value), weight.split(sizes), biases, sizes, strict=False):
+            projected += self._in_parts(F.linear(x, part, bias), size // width)
+        q, k, v = projected
+        return q, k, v
+
+    def _in_parts(self, projected: Tensor, count: int) -> list[Tensor]:
+        """The quantized result of a projection in `count` parts, with the strides that torch gives them."""
+        y = self.quantized("_in_proj_output_quantizer", projected)
+        if count == 1:
+            return [y]
+        parts = y.unflatten(-1, (count, self.embed_dim)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+        return [parts[place] for place in range(count)]
+
+    def _explicitly(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, hides_rows: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Output [n * heads, queries, head_dim] and probabilities [n * heads, queries, keys].
+
+        Args:
+            hides_rows: whether a query without keys gets zeros, as from `scaled_dot_product_attention`, and not NaN.
+        """
+        q = self._quantized_heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
+        k = self._quantized_heads("_key_quantizer", k).transpose(-2, -1)
+        scores = torch.bmm(q, k) if mask is None else torch.baddbmm(mask, q, k)
+        if mask is not None and hides_rows:
+            hidden = (scores == -math.inf).all(-1, keepdim=True)
+            weights = F.softmax(scores.masked_fill(hidden, 0.0), dim=-1).masked_fill(hidden, 0.0)
+        else:
+            weights = F.softmax(scores, dim=-1)
+        weights = self._quantized_heads("_probability_quantizer", weights)
+        if self.training and self.dropout > 0.0:
+            weights = F.dropout(weights, p=self.dropout)
+        return torch.bmm(weights, self._quantized_heads("_value_quantizer", v)), weights
+
+    def _in_one_operation(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+        """Output [n, heads, queries, head_dim] by `scaled_dot_product_attention`."""
+        n, options = q.shape[0] // self.num_heads, {}
+        if self.is_on("_query_quantizer"):
+            q = self._quantized_heads("_query_quantizer", q * math.sqrt(1.0 / float(q.shape[2])))
+            options["scale"] = 1.0
+        k, v = self._quantized_heads("_key_quantizer", k), self._quantized_heads("_value_quantizer", v)
+        if mask is not None:
+            mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.view(n, self.num_heads, -1, k.shape[1])
+        q, k, v = (x.view(n, self.num_heads, *x.shape[1:]) for x in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, **options)
+
+    def _quantized_heads(self, attribute: str, x: Tensor) -> Tensor:
+        """x [n * heads, ...] quantized as [n, heads, ...]."""
+        quantizer = getattr(self, attribute)
+        return x if quantizer is None else quantizer(x.unflatten(0, (-1, self.num_heads))).flatten(0, 1)
+
+
+def _float_masks(attention: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> _Masks:
+    """Masks as torch makes them: -inf where a mask of bool is True."""
+    padding = _torch._canonical_mask(padding, "key_padding_mask", _torch._none_or_dtype(attention), "attn_mask", dtype)
+    attention = _torch._canonical_mask(attention, "attn_mask", None, "", dtype, check_other=False)
+    return _Masks(attention, padding.unsqueeze(0) if padding is not None and padding.dim() == 1 else padding)

@@ -1,0 +1,149 @@
+"""Experts of transformers whose weights are stacked in one parameter: quantized in both products of every expert.
+
+The classes are known by the decorator that made their `forward`, `use_experts_implementation`; nothing is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.errors import CallError, ConfigError
+from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.operands import Operand, Role
+from fakequant.nn.products.stacks import ExpertProduct
+from fakequant.nn.quantized.layers import QuantizedLayer, quantizes_made_by
+
+_ONE_BY_ONE = (None, "eager")
+_VISIBLE = ("batched_mm", "grouped_mm")
+"""Implementations of transformers that read weights and call the gate as attributes of the experts."""
+
+
+class _Seen:
+    """The experts as an implementation of transformers sees them: with quantized weights and activations."""
+
+    def __init__(self, experts: Any, first: str) -> None:
+        self.config = experts.config
+        self.num_experts = experts.num_experts
+        self.has_gate, self.has_bias = experts.has_gate, experts.has_bias
+        self.has_post_expert_norm = experts.has_post_expert_norm
+        self.is_transposed, self.is_concatenated = experts.is_transposed, experts.is_concatenated
+        self._is_expert_parallel = experts._is_expert_parallel
+        self.experts = experts
+        names = (f"{first}_bias", "down_proj_bias") if experts.has_bias else ()
+        for name in (*names, *(("post_expert_norm",) if experts.has_post_expert_norm else ())):
+            setattr(self, name, getattr(experts, name))
+        for name in (first, "down_proj"):
+            setattr(self, name, experts.quantized(f"_{name}_weight_quantizer", getattr(experts, name)))
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        return self.experts.quantized("_down_input_quantizer", self.experts._apply_gate(x))
+
+    def act_fn(self, x: Tensor) -> Tensor:
+        return self.experts.quantized("_down_input_quantizer", self.experts.act_fn(x))
+
+
+@quantizes_made_by("transformers.integrations.moe")
+class QuantExperts(QuantizedLayer):
+    """Experts with quantized tokens [tokens, in], inputs [..., hidden] of the second product, and stacked weights.
+
+    A weight is [experts, out, in], or [experts, in, out] where the class says that it is transposed. Every expert has
+    ranges of its own, as if it were a layer. All experts share the two quantizers of activations.
+    """
+
+    product_class = ExpertProduct
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_down_input_quantizer")
+    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
+    output_channels: ClassVar[int | None] = None
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        channels, reduction = (-1, -2) if layer.is_transposed else (-2, -1)
+        found = {attribute: Operand(Role.INPUT) for attribute in cls.inputs}
+        for name in (_first(layer), "down_proj"):
+            weight = Operand(Role.WEIGHT, reduction, channels, weight=name, is_stack=True)
+            found[f"_{name}_weight_quantizer"] = weight
+        return found
+
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        for name in (_first(layer), "down_proj"):
+            weight = getattr(layer, name, None)
+            if not isinstance(weight, Tensor) or weight.dim() != 3:
+                raise ConfigError(
+                    f"its experts are expected in one parameter {name} with three axes, which it lacks; leave it in "
+                    f"float by Rule('*', layers={type(layer).__name__!r})"
+                )
+
+    def tokens(self, attribute: str, hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+        """The inputs of one of the products before its quantizer, in a call with these arguments, for each expert."""
+        first: Any = _first(self)
+        experts: Any = self
+        hit = _tokens_of_experts(top_k_index, experts.num_experts)
+        tokens = {expert: hidden_states[token] for expert, _, token in hit}
+        if attribute != f"_{first}_weight_quantizer":
+            seen = _Seen(self, first)
+            gate = experts._apply_gate if experts.has_gate else experts.act_fn
+            of_input = self.quantized_input(hidden_states)
+            tokens = {expert: gate(_product(seen, first, expert, of_input[token])) for expert, _, token in hit}
+        width = hidden_states.shape[-1] if not tokens else next(iter(tokens.values())).shape[-1]
+        return [tokens.get(expert, hidden_states.new_zeros(0, width)) for expert in range(experts.num_experts)]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum [tokens, in] of the experts [tokens, k] of every token."""
+        if isinstance(hidden_states, Proxy):
+            return as_leaf(self, hidden_states, top_k_index, top_k_weights)
+        experts: Any = self
+        original = type(self).float_class.forward
+        if not any(self.is_on(attribute) for attribute in self.factors(self)):
+            return original(self, hidden_states, top_k_index, top_k_weights)
+        implementation = experts.config._experts_implementation
+        seen: Any = _Seen(experts, _first(self))
+        x = self.quantized_input(hidden_states)
+        if implementation in _ONE_BY_ONE:
+            return _one_by_one(seen, x, top_k_index, top_k_weights)
+        if implementation not in _VISIBLE:
+            raise CallError(
+                f"the experts implementation {implementation!r} computes both products at once, so that what is "
+                "between them cannot be quantized; call model.set_experts_implementation('grouped_mm')"
+            )
+        return original(seen, x, top_k_index, top_k_weights)
+
+
+def _first(layer: Any) -> str:
+    """The weight of the first product."""
+    return "gate_up_proj" if layer.has_gate else "up_proj"
+
+
+def _one_by_one(seen: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What the classes compute as they are written: the tokens of one expert after those of another."""
+    first = _first(seen)
+    result = torch.zeros_like(x)
+    for expert, place, token in _tokens_of_experts(top_k_index, seen.num_experts):
+        y = _product(seen, first, expert, x[token])
+        y = seen._apply_gate(y) if seen.has_gate else seen.act_fn(y)
+        y = _product(seen, "down_proj", expert, y)
+        if seen.has_post_expert_norm:
+            y = seen.post_expert_norm(y)
+        y = y * top_k_weights[token, place, None]
+        result.index_add_(0, token, y.to(result.dtype))
+    return result
+
+
+@torch.no_grad()
+def _tokens_of_experts(top_k_index: Tensor, experts: int) -> list[tuple[int, Tensor, Tensor]]:
+    """The experts that get tokens, each with the places and the tokens of an index [tokens, k]."""
+    # One more class than experts: expert parallelism gives tokens of other processes that index.
+    mask = F.one_hot(top_k_index, num_classes=experts + 1).permute(2, 1, 0)
+    hit = mask[:-1].sum(dim=(-1, -2)).nonzero().flatten().tolist()
+    places = [torch.where(mask[expert]) for expert in hit]
+    return [(expert, place, token) for expert, (place, token) in zip(hit, places, strict=True)]
+
+
+def _product(seen: Any, name: str, expert: int, x: Tensor) -> Tensor:
+    weight = getattr(seen, name)[expert]
+    y = x @ weight if seen.is_transposed else F.linear(x, weight)
+    return y + getattr(seen, f"{name}_bias")[expert] if seen.has_bias else y

@@ -1,0 +1,194 @@
+"""Quantized forms of layers of other libraries, registered by name: nothing is imported, see `layers.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from fakequant.errors import ConfigError
+from fakequant.nn.integer import IntegerProduct
+from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.operands import Operand, Role
+from fakequant.nn.products.product import TurnedProduct
+from fakequant.nn.products.stacks import ExpertProduct
+from fakequant.nn.quantized.embedding import QuantEmbedding
+from fakequant.nn.quantized.layers import QuantConv2d, QuantizedLayer, QuantLinear, quantizes
+
+quantizes("timm.layers.linear.Linear")(QuantLinear)
+
+_SCALED = """
+    bart.Bart bigbird_pegasus.BigBirdPegasus biogpt.BioGpt blenderbot.Blenderbot m2m_100.M2M100 mbart.MBart
+    nllb_moe.NllbMoe pegasus_x.PegasusX plbart.PLBart pp_formulanet.PPFormulaNet seamless_m4t.SeamlessM4T
+    seamless_m4t_v2.SeamlessM4Tv2 trocr.TrOCR xglm.XGLM minicpm3.MiniCPM3 diffusion_gemma.DiffusionGemmaText
+    embedding_gemma2.EmbeddingGemma2Text gemma.GemmaText gemma2.Gemma2Text gemma3.Gemma3Text gemma3n.Gemma3nText
+    gemma4.Gemma4Text gemma4_unified.Gemma4UnifiedText vaultgemma.VaultGemmaText
+"""
+"""The models of transformers whose tables have a factor, with the first part of the name of their class."""
+
+
+class _SamePadding(QuantConv2d):
+    """Conv2d that pads its input [n, in, h, w] with zeros, so that output sizes are ceil(size / stride)."""
+
+    product: ClassVar[IntegerProduct | None] = None
+    same_pad = True
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.same_pad:  # after it was quantized, as in Conv2d: calibration does not see the zeros
+            input = F.pad(input, self._padding(input))
+        return super()._conv_forward(input, weight, bias)
+
+    def _padding(self, x: Tensor) -> list[int]:
+        """How many zeros an input gets on both sides of its axes, the last axis first, as `F.pad` takes them."""
+        axes = zip(x.shape[:-3:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True)
+        padding: list[int] = []
+        for size, kernel, stride, dilation in axes:
+            missing = max((-(-size // stride) - 1) * stride + (kernel - 1) * dilation + 1 - size, 0)
+            padding += [missing // 2, missing - missing // 2]
+        return padding
+
+
+class _Standardized(QuantConv2d):
+    """Conv2d whose weight [out, in / groups, kh, kw] is standardized per output channel; the result is quantized."""
+
+    eps: float
+    scale: float
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """What the convolution multiplies; the parameter is in `state_dict` as ever."""
+        own = self._parameters["weight"]
+        assert own is not None
+        gain = self._parameters.get("gain")
+        factors = None if gain is None else (gain * self.scale).view(-1)
+        rows = own.reshape(1, self.out_channels, -1)
+        return F.batch_norm(rows, None, None, weight=factors, training=True, momentum=0.0, eps=self.eps).reshape_as(own)
+
+
+class _StandardizedSamePadding(_SamePadding, _Standardized):
+    """A standardized weight with padding to the same size."""
+
+
+quantizes("timm.layers.conv2d_same.Conv2dSame")(_SamePadding)
+quantizes("timm.layers.std_conv.StdConv2d")(_Standardized)
+quantizes("timm.layers.std_conv.ScaledStdConv2d")(_Standardized)
+quantizes("timm.layers.std_conv.StdConv2dSame")(_StandardizedSamePadding)
+quantizes("timm.layers.std_conv.ScaledStdConv2dSame")(_StandardizedSamePadding)
+
+
+@quantizes("transformers.pytorch_utils.Conv1D")
+class QuantConv1D(QuantizedLayer):
+    """Linear layer with quantized input [..., in] and weight [in, out]."""
+
+    output_channels: ClassVar[int | None] = 1
+    weight_reduction: ClassVar[int] = 0
+    product_class = TurnedProduct
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.quantized_input(x)
+        weight = self.quantized_weight()
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+class _Scaled(QuantEmbedding):
+    """Embedding whose rows are multiplied by a number after they were quantized; the tied head reads the same table."""
+
+    embed_scale: Tensor | float
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows, factor = super().forward(input), self.embed_scale
+        if isinstance(input, Proxy):
+            return rows
+        return rows * (factor.to(self.weight.dtype) if isinstance(factor, Tensor) else factor)
+
+
+for _model, _, _prefix in (name.partition(".") for name in _SCALED.split()):
+    quantizes(f"transformers.models.{_model}.modeling_{_model}.{_prefix}ScaledWordEmbedding")(_Scaled)
+
+
+@quantizes("transformers.models.falcon.modeling_falcon.FalconLinear")
+class _FalconLinear(QuantLinear):
+    """Linear layer that adds its bias after it has rounded the product."""
+
+    product: ClassVar[IntegerProduct | None] = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        y = self.quantized_input(input) @ self.quantized_weight().T
+        return y if self.bias is None else y + self.bias
+
+
+@quantizes("torch_geometric.nn.dense.linear.Linear")
+class _GeometricLinear(QuantLinear):
+    """Linear layer of PyTorch Geometric, which counts channels."""
+
+    in_features = property(lambda self: self.in_channels)  # type: ignore[assignment]
+    out_features = property(lambda self: self.out_channels)  # type: ignore[assignment]
+
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        if isinstance(layer.weight, UninitializedParameter):
+            raise ConfigError("its parameters get their shapes in the first call; run the model once first")
+
+
+@quantizes("transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts")
+class _ParallelExperts(QuantizedLayer):
+    """Experts with quantized tokens [tokens, in], in the order of the experts, and weights [experts, out, in]."""
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        weight = Operand(Role.WEIGHT, -1, -2, weight="weight", is_stack=True)
+        return {"_input_quantizer": Operand(Role.INPUT), "_weight_quantizer": weight}
+
+    product_class = ExpertProduct
+
+    def tokens(self, attribute: str, inputs: Tensor, expert_size: list[int]) -> Sequence[Tensor]:
+        """The inputs of the experts before their quantizer, in a call with these arguments."""
+        return inputs.split(expert_size, dim=0)
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """The results [tokens, out] of as many tokens for each expert as its size."""
+        parts = self.quantized_input(inputs).split(expert_size, dim=0)
+        return torch.cat([F.linear(x, weight) for x, weight in zip(parts, self.quantized_weight(), strict=True)], dim=0)
+
+
+@quantizes("transformers.models.llama4.modeling_llama4.Llama4TextExperts")
+class _Llama4Experts(QuantizedLayer):
+    """Experts that all see as many tokens, with quantized inputs of both products and weights [experts, in, out]."""
+
+    product_class = ExpertProduct
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_down_input_quantizer")
+    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
+    output_channels: ClassVar[int | None] = None
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        found = {attribute: Operand(Role.INPUT) for attribute in cls.inputs}
+        for name in ("gate_up_proj", "down_proj"):
+            found[f"_{name}_weight_quantizer"] = Operand(Role.WEIGHT, -2, -1, weight=name, is_stack=True)
+        return found
+
+    def tokens(self, attribute: str, hidden_states: Tensor) -> Sequence[Tensor]:
+        """The inputs of one of the products before its quantizer, in a call with this argument, for each expert."""
+        own: Any = self
+        x = hidden_states.view(own.num_experts, -1, own.hidden_size)
+        return (x if attribute == "_gate_up_proj_weight_quantizer" else self._gated(self.quantized_input(x))).unbind()
+
+    def _gated(self, x: Tensor) -> Tensor:
+        """The input [experts, tokens, hidden] of the second product, of that of the first."""
+        own: Any = self
+        gate, up = torch.bmm(x, self.quantized("_gate_up_proj_weight_quantizer", own.gate_up_proj)).chunk(2, dim=-1)
+        return up * own.act_fn(gate)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The results [experts * tokens, in] of the tokens of the first expert, of the second, and so on."""
+        own: Any = self
+        x = self._gated(self.quantized_input(hidden_states.view(own.num_experts, -1, own.hidden_size)))
+        x = self.quantized("_down_input_quantizer", x)
+        return torch.bmm(x, self.quantized("_down_proj_weight_quantizer", own.down_proj)).view(-1, own.hidden_size)

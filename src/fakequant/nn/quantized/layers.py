@@ -1,0 +1,399 @@
+"""Quantized layers: the table of which float layer becomes which, and how each computes.
+
+A quantized layer is a subclass of its float layer with quantizers on its inputs and its weight. It has no state of its
+own, so that `prepare` can turn a float layer into one by changing its class. A new layer is one class here; those of
+pooling, embeddings and others are in files of their own, which `nn/__init__.py` imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fakequant.errors import ConfigError
+from fakequant.nn.integer import Execution, IntegerProduct
+from fakequant.nn.integer_products import ConvolutionProduct, LinearProduct, MatMulProduct
+from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.low_rank import LowRank
+from fakequant.nn.operands import Kernel, Operand, Role
+from fakequant.nn.products.product import MatrixProduct, Product
+from fakequant.nn.products.windows import WindowProduct
+from fakequant.nn.quantized.elementwise import Add, MatMul
+from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.transforms import InputTransform
+
+_ATTRIBUTES = {f"{name}_quantizer": f"_{name}_quantizer" for name in ("input", "weight", "output")}
+_ATTRIBUTES["input_transform"] = "_input_transform"
+_ATTRIBUTES["low_rank"] = "_low_rank"
+"""The public properties that hold modules, and the attributes and `state_dict` keys behind them."""
+
+
+_layers: dict[type[nn.Module], type[QuantizedLayer]] = {}
+
+
+class QuantizedLayer(nn.Module):
+    """What quantized layers share; always combined with the float layer's class.
+
+    A quantizer that is None leaves its tensor in float.
+    """
+
+    float_class: ClassVar[type[nn.Module]]
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer",)
+    """The attributes that hold the quantizers of the inputs, in the order of `forward`'s arguments."""
+    output_channels: ClassVar[int | None] = 0
+    """The axis of the weight that holds output channels; None where there is no weight."""
+    input_reductions: ClassVar[tuple[int, ...]] = (-1,)
+    """The axis of every input that the product sums over, along which blocks lie; where nothing is multiplied, that of
+    the features. Counted from the end, because a batch axis may be missing."""
+    weight_reduction: ClassVar[int] = -1
+    """The axis of the weight that the product sums over; for embeddings, that of the features."""
+
+    # Axes that a class does not name are those of the torch layer that it is a subclass of.
+
+    product_class: ClassVar[type[Product]] = Product
+    """The view of the layer's weight for algorithms; see `products`."""
+    product: ClassVar[IntegerProduct | None] = None
+    """How codes are multiplied; None where they cannot be."""
+    execution: Execution = Execution.SIMULATE
+    """How the product is computed, see `Execution`."""
+
+    weight: Tensor
+    _input_quantizer: Quantizer | None
+    _weight_quantizer: Quantizer | None
+    _output_quantizer: Quantizer | None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        form = next((_layers[base] for base in cls.__mro__ if base in _layers), None)
+        for name in ("output_channels", "input_reductions", "weight_reduction", "product_class"):
+            owner = next(base for base in cls.__mro__ if name in vars(base))
+            if form is not None and owner is QuantizedLayer:
+                setattr(cls, name, getattr(form, name))
+
+    @property
+    def input_quantizer(self) -> Quantizer | None:
+        """The quantizer of the first input, which may be replaced; None leaves the input in float."""
+        return self._input_quantizer
+
+    @property
+    def weight_quantizer(self) -> Quantizer | None:
+        """The quantizer of the weight, which may be replaced; None leaves the weight in float."""
+        return self._weight_quantizer
+
+    @property
+    def output_quantizer(self) -> Quantizer | None:
+        """The quantizer of the result, which may be replaced; None, as without a rule for it, leaves it as it is."""
+        return self._output_quantizer
+
+    @property
+    def input_transform(self) -> InputTransform | None:
+        """What the first input goes through before its quantizer; the weight holds the inverse. None: nothing."""
+        return cast("InputTransform | None", self._modules.get("_input_transform"))
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """What is added to the output for what quantizing the weight loses; None: nothing."""
+        return cast("LowRank | None", self._modules.get("_low_rank"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        y = super().__call__(*args, **kwargs)
+        quantizer = self._modules.get("_output_quantizer")
+        return y if quantizer is None else _quantized_output(quantizer, y)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch registers a module under the name it is given, before it looks for a property of that name.
+        super().__setattr__(_ATTRIBUTES.get(name, name), value)
+
+    @classmethod
+    def operands(cls, layer: nn.Module) -> dict[str, Operand]:
+        """The tensors that have quantizers, by the attributes that hold these, for a float or quantized layer."""
+        return {**cls.factors(layer), "_output_quantizer": Operand(Role.OUTPUT, cls.input_reductions[0])}
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        """The operands without the output.
+
+        By default they follow from `inputs`, `output_channels` and the axes of reduction; a layer with several weights,
+        or with quantizers inside, overrides this.
+        """
+        # Fewer inputs than axes: a layer that overrides `inputs` with none.
+        axes, sizes = zip(cls.inputs, cls.input_reductions, strict=False), cls.kernel_sizes(layer)
+        found = {attribute: Operand(Role.INPUT, axis, kernel=Kernel.of(sizes)) for attribute, axis in axes}
+        if cls.output_channels is not None:
+            kernel = Kernel.of(sizes, getattr(layer, "in_channels", 0) // getattr(layer, "groups", 1) or None)
+            weight = Operand(Role.WEIGHT, cls.weight_reduction, cls.output_channels, "weight", kernel=kernel)
+            found["_weight_quantizer"] = weight
+        return found
+
+    @classmethod
+    def kernel_sizes(cls, layer: nn.Module) -> Sequence[int]:
+        """The lengths of the kernel of a float or quantized layer, which lies along the last axes; none without one."""
+        return getattr(layer, "kernel_size", ())
+
+    @classmethod
+    def products_of(cls, layer: nn.Module) -> list[Product]:
+        """The weights of a float or quantized layer that have a quantizer or could have one."""
+        operands = cls.operands(layer).items()
+        return [cls.product_class.of(layer, attribute, own.weight) for attribute, own in operands if own.weight]
+
+    def products(self) -> list[Product]:
+        """The weights that have a quantizer or could have one."""
+        return self.products_of(self)
+
+    @classmethod
+    def takes(cls, layer: nn.Module) -> bool:
+        """Whether this is a quantized form of a float layer; one that is not taken stays in float with a warning."""
+        return True
+
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        """Refuse a float layer that cannot become this one.
+
+        Raises:
+            ConfigError: it cannot; says why and what to do.
+        """
+
+    def quantized_weight(self) -> Tensor:
+        """The weight as the product sees it."""
+        quantizer = self._weight_quantizer
+        return self.weight if quantizer is None else quantizer(self.weight)
+
+    def integer_product(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """The output in integer execution, plus bias; None where the layer is simulated.
+
+        Args:
+            x: the input.
+            other: the weight, or the other input.
+            bias: of a layer with a weight.
+        """
+        # Compilers and exporters cannot look into integer products: they get the simulated layer.
+        if self.execution is Execution.SIMULATE or self.product is None or torch.compiler.is_compiling():
+            return None
+        return self.product(self, x, other, bias)
+
+    def why_simulated(self, execution: Execution | None = None) -> str | None:
+        """Why the layer is simulated whatever its input under an execution, by default its own; None if it is not."""
+        if self.product is None:
+            return f"there is no integer product for {type(self).float_class.__name__}"
+        return self.product.why_simulated(self, execution or self.execution)
+
+    def is_on(self, attribute: str) -> bool:
+        """Whether there is a quantizer at an attribute, and it quantizes or observes."""
+        quantizer = getattr(self, attribute)
+        return quantizer is not None and quantizer.mode is not Mode.OFF
+
+    def quantized(self, attribute: str, x: Tensor) -> Tensor:
+        """A tensor as the quantizer at an attribute makes it; as it is where there is none."""
+        quantizer = getattr(self, attribute)
+        return x if quantizer is None else quantizer(x)
+
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """The first input as the operation sees it."""
+        if (transform := self._modules.get("_input_transform")) is not None:
+            x = transform(x)
+        quantizer = self._input_quantizer
+        return x if quantizer is None else quantizer(x)
+
+
+def _quantized_output(quantizer: nn.Module, y: Any) -> Any:
+    """A layer's result quantized; the first of several results."""
+    if isinstance(y, Proxy):  # the call of the layer is recorded, which will do it
+        return y
+    if isinstance(y, PackedSequence):
+        return y._replace(data=quantizer(y.data))
+    if isinstance(y, tuple):
+        return (_quantized_output(quantizer, y[0]), *y[1:])
+    return quantizer(y)
+
+
+_named_layers: dict[str, type[QuantizedLayer]] = {}
+_made_layers: dict[str, type[QuantizedLayer]] = {}
+LayerClass = TypeVar("LayerClass", bound=type[QuantizedLayer])
+
+
+def quantizes(float_class: type[nn.Module] | str) -> Callable[[LayerClass], LayerClass]:
+    """Register a class as the quantized form of a float layer.
+
+    Args:
+        float_class: the layer's class; or, for a layer of a package that need not be installed, its full name. Then the
+            quantized class does not derive from it: `prepare` combines both when it meets the layer.
+
+    Raises:
+        ConfigError: the class is not a subclass of the float layer, or lacks the axis of an input.
+
+    >>> class Scaled(torch.nn.Linear):
+    ...     "Its forward is its own, so that `prepare` leaves it in float."
+    ...     def forward(self, input):
+    ...         return 2 * super().forward(input)
+    >>> @quantizes(Scaled)
+    ... class QuantScaled(Scaled, QuantLinear):
+    ...     "Scaled, on top of a quantized Linear."
+    >>> prepare(torch.nn.Sequential(Scaled(4, 4)), "INT8")[0].__class__.__name__
+    'QuantScaled'
+    >>> del _layers[Scaled]  # of the example only
+    """
+
+    def register(quantized: LayerClass) -> LayerClass:
+        table: dict[Any, type[QuantizedLayer]] = _named_layers if isinstance(float_class, str) else _layers
+        name = float_class if isinstance(float_class, str) else float_class.__name__
+        if not isinstance(float_class, str) and float_class not in quantized.__mro__:
+            raise ConfigError(f"{quantized.__name__} must be a subclass of {name}, so that models keep working")
+        if float_class in table:
+            raise ConfigError(f"{name} already becomes {table[float_class].__name__}")
+        if len(quantized.inputs) > len(quantized.input_reductions):
+            raise ConfigError(
+                f"{quantized.__name__} has {len(quantized.inputs)} inputs, but input_reductions has "
+                f"{len(quantized.input_reductions)}: name the axis of every input that the product sums over"
+            )
+        if not isinstance(float_class, str):
+            quantized.float_class = float_class
+        table[float_class] = quantized
+        return quantized
+
+    return register
+
+
+def quantizes_made_by(module: str) -> Callable[[LayerClass], LayerClass]:
+    """Register a class as the quantized form of all classes whose `forward` is a function of a module.
+
+    That is where a decorator wrote it. As for a class that is given by name, `prepare` combines both classes.
+
+    Args:
+        module: the full name, of a package that need not be installed.
+
+    Raises:
+        ConfigError: the module has a form already.
+    """
+
+    def register(quantized: LayerClass) -> LayerClass:
+        if module in _made_layers:
+            raise ConfigError(f"layers of {module} already become {_made_layers[module].__name__}")
+        _made_layers[module] = quantized
+        return quantized
+
+    return register
+
+
+def layers() -> dict[type[nn.Module], type[QuantizedLayer]]:
+    """The table: float layer to quantized layer."""
+    return dict(_layers)
+
+
+def registered(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
+    """What was registered for exactly this class, by itself, by its full name, or by the module of its `forward`."""
+    known = _layers.get(cls) or _named_layers.get(f"{cls.__module__}.{cls.__qualname__}")
+    if known is not None:
+        return known
+    written = getattr(vars(cls).get("forward"), "__globals__", {}).get("__name__")
+    return None if issubclass(cls, QuantizedLayer) else _made_layers.get(written or "")
+
+
+@quantizes(nn.Linear)
+class QuantLinear(QuantizedLayer, nn.Linear):
+    """Linear with quantized input [..., in] and weight [out, in]."""
+
+    product_class = MatrixProduct
+    product = LinearProduct()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        y = None
+        if self.execution is not Execution.SIMULATE:  # asked here, because a computed weight is computed when read
+            y = self.integer_product(input, self.weight, self.bias)
+        if y is None:
+            y = F.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
+        branch = self._modules.get("_low_rank")
+        return y if branch is None else y + branch(input)
+
+
+class SpatialLayer(QuantizedLayer):
+    """A layer with an input [n, channels, ...] that has spatial axes; the axis n may be missing."""
+
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """Quantized with the axis n, which is added if missing: learned steps count the elements of one example."""
+        if not self._is_one_example(x):
+            return super().quantized_input(x)
+        return super().quantized_input(x.unsqueeze(0)).squeeze(0)
+
+    def _is_one_example(self, x: Tensor) -> bool:
+        # Channels are the first axis then, and `input_reductions` counts theirs from the end.
+        return x.dim() == -self.input_reductions[0]
+
+
+class _QuantConv(SpatialLayer):
+    weight_reduction: ClassVar[int] = 1
+    product_class = WindowProduct
+    product = ConvolutionProduct()
+    bias: Tensor | None
+    _conv_forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input)
+        if self._is_one_example(input):
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        if self.execution is not Execution.SIMULATE:  # as in QuantLinear
+            y = self.integer_product(input, self.weight, self.bias)
+            if y is not None:
+                return y
+        return self._conv_forward(self.quantized_input(input), self.quantized_weight(), self.bias)
+
+
+@quantizes(nn.Conv1d)
+class QuantConv1d(_QuantConv, nn.Conv1d):
+    """Conv1d with quantized input [n, in, length] and weight [out, in / groups, k]."""
+
+    input_reductions = (-2,)
+
+
+@quantizes(nn.Conv2d)
+class QuantConv2d(_QuantConv, nn.Conv2d):
+    """Conv2d with quantized input [n, in, h, w] and weight [out, in / groups, kh, kw]."""
+
+    input_reductions = (-3,)
+
+
+@quantizes(nn.Conv3d)
+class QuantConv3d(_QuantConv, nn.Conv3d):
+    """Conv3d with quantized input [n, in, d, h, w] and weight [out, in / groups, kd, kh, kw]."""
+
+    input_reductions = (-4,)
+
+
+class _QuantPair(QuantizedLayer):
+    inputs: ClassVar[tuple[str, ...]] = ("_input_quantizer", "_other_quantizer")
+    output_channels: ClassVar[int | None] = None
+    input_reductions: ClassVar[tuple[int, ...]] = (-1, -1)
+    _other_quantizer: Quantizer | None
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, other)
+        other = other if self._other_quantizer is None else self._other_quantizer(other)
+        return super().forward(self.quantized_input(input), other)
+
+
+@quantizes(MatMul)
+class QuantMatMul(_QuantPair, MatMul):
+    """MatMul of two quantized activations [..., n, k] and [..., k, m]."""
+
+    input_reductions = (-1, -2)
+    product = MatMulProduct()
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, other)
+        if (y := self.integer_product(input, other)) is not None:
+            return y
+        return super().forward(input, other)
+
+
+@quantizes(Add)
+class QuantAdd(_QuantPair, Add):
+    """Add of two quantized activations."""

@@ -1,0 +1,164 @@
+"""Quantized forms of torch's recurrent layers and cells: input, hidden state and both weights have their quantizers.
+
+While a quantizer is on, a layer computes step by step as in `recurrent.py`; else torch computes it, in torch's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fakequant.errors import ExportError
+from fakequant.nn.leaf import Proxy, as_leaf
+from fakequant.nn.operands import Operand, Role
+from fakequant.nn.quantized.layers import QuantizedLayer, quantizes
+from fakequant.nn.quantized.recurrent import GateWeights, step, unroll
+
+
+class _Separate(NamedTuple):
+    """Each factor of a step's two products has its quantizer."""
+
+    input: Callable[[Tensor], Tensor]
+    hidden: Callable[[Tensor], Tensor]
+    input_weight: Callable[[Tensor], Tensor]
+    hidden_weight: Callable[[Tensor], Tensor]
+
+    def weights(self, weights: GateWeights) -> GateWeights:
+        return weights._replace(input=self.input_weight(weights.input), hidden=self.hidden_weight(weights.hidden))
+
+    def factors(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.input(x), self.hidden(hidden)
+
+
+def _names(suffix: str) -> tuple[str, str, str, str]:
+    """The attributes of the quantizers of one layer in one direction, "_l0_reverse"; of a cell, ""."""
+    return (
+        f"{suffix}_input_quantizer",
+        f"{suffix}_hidden_quantizer",
+        f"_ih{suffix}_weight_quantizer",
+        f"_hh{suffix}_weight_quantizer",
+    )
+
+
+class _Recurrent(QuantizedLayer):
+    @classmethod
+    def suffixes(cls, layer: nn.Module) -> list[str]:
+        """The endings of parameter names: one for each layer and direction."""
+        return [""]
+
+    @classmethod
+    def factors(cls, layer: nn.Module) -> dict[str, Operand]:
+        found: dict[str, Operand] = {}
+        for suffix in cls.suffixes(layer):
+            input, hidden, input_weight, hidden_weight = _names(suffix)
+            found |= {input: Operand(Role.INPUT), hidden: Operand(Role.INPUT)}
+            found[input_weight] = Operand(Role.WEIGHT, weight=f"weight_ih{suffix}")
+            found[hidden_weight] = Operand(Role.WEIGHT, weight=f"weight_hh{suffix}")
+        return found
+
+    def _quantizers(self) -> list[_Separate] | None:
+        """Those of every layer in each direction; None if all are off."""
+        suffixes = self.suffixes(self)
+        if not any(self.is_on(name) for suffix in suffixes for name in _names(suffix)):
+            return None
+        return [_Separate(*(getattr(self, name) or _as_it_is for name in _names(suffix))) for suffix in suffixes]
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class _RecurrentLayer(_Recurrent):
+    @classmethod
+    def suffixes(cls, layer: nn.Module) -> list[str]:
+        layer = cast("nn.RNNBase", layer)
+        directions = ("", "_reverse") if layer.bidirectional else ("",)
+        return [f"_l{index}{direction}" for index in range(layer.num_layers) for direction in directions]
+
+    @classmethod
+    def takes(cls, layer: nn.Module) -> bool:
+        return not getattr(layer, "proj_size", 0)  # a projection is a third product, without a quantizer here
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Output and last state as the float layer returns them, of the same arguments."""
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, hx)
+        if (quantizers := self._quantizers()) is None:
+            return cast("Any", super()).forward(input, hx)
+        layer = cast("nn.RNNBase", self)
+        if not isinstance(input, PackedSequence) and input.dim() in (2, 3):
+            steps = input.shape[1 if layer.batch_first and input.dim() == 3 else 0]
+            if isinstance(steps, torch.SymInt):
+                raise ExportError(
+                    f"a quantized {self.float_class.__name__} is written step by step, and the number of steps is "
+                    "dynamic; export it with a fixed length, without that axis in dynamic_shapes"
+                )
+        return unroll(layer, input, hx, quantizers)
+
+
+@quantizes(nn.LSTM)
+class QuantLSTM(_RecurrentLayer, nn.LSTM):
+    """LSTM with quantized input [n, in] and hidden state [n, hidden] of every step, and weights [4 * hidden, ...]."""
+
+
+@quantizes(nn.GRU)
+class QuantGRU(_RecurrentLayer, nn.GRU):
+    """GRU with quantized input [n, in] and hidden state [n, hidden] of every step, and weights [3 * hidden, ...]."""
+
+
+@quantizes(nn.RNN)
+class QuantRNN(_RecurrentLayer, nn.RNN):
+    """RNN with quantized input [n, in] and hidden state [n, hidden] of every step, and weights [hidden, ...]."""
+
+
+class _RecurrentCell(_Recurrent):
+    mode: ClassVar[str]
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """The state after one step as the float cell returns it, of the same arguments."""
+        if isinstance(input, Proxy):
+            return as_leaf(self, input, hx)
+        quantizers = self._quantizers()
+        if quantizers is None or input.dim() not in (1, 2):
+            return cast("Any", super()).forward(input, hx)
+        cell, is_lstm = cast("nn.LSTMCell", self), self.mode == "LSTM"
+        x = torch.atleast_2d(input)
+        zeros = x.new_zeros(x.shape[0], cell.hidden_size)
+        given = ((zeros, zeros) if is_lstm else zeros) if hx is None else hx
+        state = tuple(torch.atleast_2d(s) for s in (given if is_lstm else (given,)))
+        weights = quantizers[0].weights(GateWeights(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh))
+        after = step(self._mode(), x, state, weights, quantizers[0])
+        if input.dim() == 1:
+            after = tuple(s.squeeze(0) for s in after)
+        return after if is_lstm else after[0]
+
+    def _mode(self) -> str:
+        return self.mode
+
+
+@quantizes(nn.LSTMCell)
+class QuantLSTMCell(_RecurrentCell, nn.LSTMCell):
+    """LSTMCell with quantized input [n, in], hidden state [n, hidden] and weights [4 * hidden, ...]."""
+
+    mode = "LSTM"
+
+
+@quantizes(nn.GRUCell)
+class QuantGRUCell(_RecurrentCell, nn.GRUCell):
+    """GRUCell with quantized input [n, in], hidden state [n, hidden] and weights [3 * hidden, ...]."""
+
+    mode = "GRU"
+
+
+@quantizes(nn.RNNCell)
+class QuantRNNCell(_RecurrentCell, nn.RNNCell):
+    """RNNCell with quantized input [n, in], hidden state [n, hidden] and weights [hidden, ...]."""
+
+    mode = "RNN"
+
+    def _mode(self) -> str:
+        return f"RNN_{self.nonlinearity.upper()}"

@@ -1,0 +1,192 @@
+"""The classes of modules that own sites, and of modules that such owners call: see `sites.py`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from types import new_class
+from typing import Any
+
+import torch
+from torch import nn
+
+from fakequant.errors import ConfigError
+from fakequant.nn.quantized.forms import change_class, class_reference, within_wrappers
+from fakequant.nn.sites.sites import SITES, SiteMode, Sites, float_rule
+from fakequant.nn.sites.traced import MakeMode, is_traced, run_traced
+from fakequant.nn.sites.unseen import hide_caches, unseen
+from fakequant.restore import stack_without
+from fakequant.text import module_name
+
+
+def add_sites(module: nn.Module, sites: Sites) -> None:
+    """Make a module the owner of sites, in place."""
+    if type(module).__reduce_ex__ is not object.__reduce_ex__ or type(module).__reduce__ is not object.__reduce__:
+        if isinstance(module, torch.fx.GraphModule):
+            raise ConfigError(
+                f"{module_name(sites.owner)}: a torch.fx.GraphModule makes its class anew when it is copied, and "
+                "would lose the quantizers of its functions; prepare the model from which it was traced, or leave the "
+                f"functions in float by {float_rule(sites)}"
+            )
+        raise ConfigError(
+            f"{module_name(sites.owner)}: copies of a {type(module).__name__} would lose the quantizers of its "
+            "functions, because it says itself how it is pickled; leave its functions in float by "
+            f"{float_rule(sites)}"
+        )
+    module._modules[SITES] = sites  # `add_module` would find those of a module inside, to which a wrapper delegates
+    _change(module, _owner_class)
+
+
+def shield(module: nn.Module) -> None:
+    """Have the functions of a module not counted as those of the owner that calls it, in place."""
+    _change(module, _shielded_class)
+
+
+def is_shielded(module: nn.Module) -> bool:
+    """Whether `shield` was called for a module."""
+    return getattr(type(module), "swapped_from", (None, ""))[1] == "shielded"
+
+
+def unshielded_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before `shield`.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> shield(layer)
+    >>> type(layer) is nn.Linear, unshielded_class(layer) is nn.Linear
+    (False, True)
+    """
+    return type(module).swapped_from[0] if is_shielded(module) else type(module)  # type: ignore[attr-defined]
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a module, which stays shielded if it was."""
+    shielded = is_shielded(module)
+    module.__class__ = cls
+    if shielded:
+        shield(module)
+
+
+def _change(module: nn.Module, make: Callable[[type[Any]], type[Any]]) -> None:
+    made = within_wrappers(type(module), make)
+    assert made is not None, f"{make} makes a class of every class"
+    change_class(module, made)
+
+
+_made: dict[tuple[type[Any], str], type[Any]] = {}
+
+
+def _owner_class(cls: type[Any]) -> type[Any]:
+    hide_caches()  # here, because a model may come from a file
+    inner = cls.forward
+
+    @wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = partial(_with_quantizers, self._modules[SITES], inner, self, args, kwargs)
+        return run_traced(run, self, args, kwargs) if is_traced() else run(SiteMode)
+
+    # In the class, which torch's `getattr` along a path asks before a wrapper's `__getattr__` can answer from inside.
+    own = property(lambda self: nn.Module.__getattr__(self, SITES))
+    return _subclass(cls, "owner", unseen(forward), {SITES: own, **_without_sites(cls)})
+
+
+def _with_quantizers(sites: Any, inner: Callable[..., Any], module: Any, args: Any, kwargs: Any, make: MakeMode) -> Any:
+    mode = make(sites, module)
+    try:
+        with mode:
+            result = inner(module, *args, **kwargs)
+    except BaseException:
+        stack_without(mode)()  # 107 of 20,000 interrupts of a small model came before the `__exit__` of its mode
+        raise
+    mode.finish()
+    return result
+
+
+def _without_sites(cls: type[Any]) -> dict[str, Any]:
+    """Methods of an owner that give its modules without its sites, as its own `forward` expects them."""
+
+    def named_children(self: Any) -> Iterator[tuple[str, nn.Module]]:
+        running = _is_running(self)  # what moves or trains a model needs them all
+        return ((name, child) for name, child in cls.named_children(self) if not (running and name == SITES))
+
+    methods: dict[str, Any] = {"named_children": named_children}
+    if issubclass(cls, nn.ModuleDict):
+        methods |= {
+            "__len__": lambda self: len(_others(self)),
+            "__iter__": lambda self: iter(_others(self)),
+            "keys": lambda self: _others(self).keys(),
+            "items": lambda self: _others(self).items(),
+            "values": lambda self: _others(self).values(),
+        }
+    elif issubclass(cls, (nn.Sequential, nn.ModuleList)):
+
+        def getitem(self: Any, index: Any) -> Any:
+            if not isinstance(index, slice):
+                return cls.__getitem__(self, index)
+            chosen = list(_others(self).items())[index]
+            return cls(OrderedDict(chosen)) if issubclass(cls, nn.Sequential) else cls([module for _, module in chosen])
+
+        methods |= {
+            "__len__": lambda self: len(_others(self)),
+            "__iter__": lambda self: iter(_others(self).values()),
+            "__getitem__": getitem,
+        }
+    return methods
+
+
+def _others(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a container without its sites."""
+    return {name: child for name, child in module._modules.items() if name != SITES and child is not None}
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether the `forward` of an owner is what runs now."""
+    depth = torch._C._len_torch_function_stack()
+    mode = torch._C._get_function_stack_at(depth - 1) if depth else None
+    return isinstance(mode, SiteMode) and mode.sites is module._modules.get(SITES)
+
+
+def _shielded_class(cls: type[Any]) -> type[Any]:
+    return _subclass(cls, "shielded", unseen(cls.forward))
+
+
+def _subclass(
+    cls: type[Any], role: str, forward: Callable[..., Any], methods: dict[str, Any] | None = None
+) -> type[Any]:
+    """A subclass of the same name; hooks of its calls run outside of the owner's mode, too."""
+    if (cls, role) in _made:
+        return _made[cls, role]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked up in each call: torch.export puts a `__call__` of its own into nn.Module, which notes the path. Not by
+        # the name of the class, which torch's compiler does not look into after `torch.compiler.allow_in_graph`.
+        above: Any = super(made, self)
+        return above.__call__(*args, **kwargs)
+
+    values = {
+        "forward": forward,
+        "__call__": unseen(call),
+        "__reduce_ex__": _reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "swapped_from": (cls, role),
+        **(methods or {}),
+    }
+    made: type[Any] = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(values))
+    return _made.setdefault((cls, role), made)
+
+
+_MAKERS = {"owner": _owner_class, "shielded": _shielded_class}
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """What pickle and copy store: the class that was swapped, because the subclass has no importable name."""
+    cls, role = type(module).swapped_from  # type: ignore[attr-defined]
+    _, _, *state = object.__reduce_ex__(module, max(int(protocol), 2))
+    return (_new, (role, *class_reference(cls)), *state)
+
+
+def _new(role: str, find: Callable[..., type[Any]], *args: Any) -> nn.Module:
+    made: Any = _MAKERS[role](find(*args))
+    return made.__new__(made)

@@ -1,0 +1,335 @@
+"""The functions whose operands can get quantizers where a model calls them: names, aliases, operands and axes.
+
+torch offers one function under many objects (`torch.add`, `Tensor.add_`, `operator.add`, `torch.ops.aten.add` ...). The
+table gives all of them one name, so that a call counts as the same whether it runs eagerly, compiled or in an export. A
+new function is one entry here, from which targets, counts, transforms and coverage know it; `register_function` adds
+one from outside.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from fakequant.errors import ConfigError, nearest
+from fakequant.nn.sites.equations import axes_of, of_chain, of_einsum, of_tensordot, of_vecdot
+from fakequant.nn.sites.traits import NO_TRAITS, Trait, read_traits
+
+
+@dataclass(frozen=True)
+class SiteOperand:
+    """One tensor argument of a function that may be quantized.
+
+    Attributes:
+        name: the attribute that holds its quantizer.
+        position: among the positional arguments.
+        keywords: the names under which it may be passed.
+        channels: the axis of its output channels, where it is a weight.
+        reduction: the axis that a product sums over; of other functions the axis of the features.
+        positions: the number of last axes that hold the positions of a kernel, which a product sums over, too.
+    """
+
+    name: str
+    position: int
+    keywords: tuple[str, ...] = ()
+    channels: int = 0
+    reduction: int = -1
+    positions: int = 0
+
+
+@dataclass(frozen=True)
+class SiteFunction:
+    """A function that can be a site.
+
+    Attributes:
+        name: the canonical name, which counts calls and names quantizers.
+        operands: its tensor arguments; empty where it takes a list of tensors, see `list_position`.
+        traits: what it does with their values.
+        also: other names of torch for it, and operators with their namespace, as "mylib::product".
+        fewest: how many float tensors a call needs to be a site: `x + 1` is none.
+        list_position: the first argument that belongs to a list of tensors, or None.
+        equation: of the arguments, the `einsum` that the call computes; None where the axes of `operands` always hold.
+        multiplications: the multiply-accumulates, from the number of results and the operands, where torch's counter
+            does not know them; None for one for each result and place along the reduction of the first operand.
+    """
+
+    name: str
+    operands: tuple[SiteOperand, ...] = ()
+    traits: Trait = NO_TRAITS
+    also: tuple[str, ...] = ()
+    fewest: int = 1
+    list_position: int | None = None
+    equation: Callable[[Sequence[Any], Mapping[str, Any]], str] | None = None
+    multiplications: Callable[..., int] | None = None
+
+
+@dataclass(frozen=True)
+class CalledAs:
+    """How one object of torch calls a function of the table.
+
+    Attributes:
+        function: the entry of the table.
+        operands: those of the function, with the positions of this object.
+        plain: what computes the same without overwriting the first operand, where this does.
+        inplace_position: the position of an argument `inplace`, or None.
+    """
+
+    function: SiteFunction
+    operands: tuple[SiteOperand, ...]
+    plain: Callable[..., Any] | None = None
+    inplace_position: int | None = None
+
+    def writes(self, args: list[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments overwrites its first operand."""
+        position = self.inplace_position
+        if position is None:
+            return self.plain is not None
+        return bool(args[position] if len(args) > position else kwargs.get("inplace", False))
+
+    def without_writing(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """What computes the same as `func` from the same arguments, and overwrites none; they are changed for it."""
+        position = self.inplace_position
+        if position is None:
+            return func if self.plain is None else self.plain
+        if len(args) > position:
+            args[position] = False
+        else:
+            kwargs["inplace"] = False
+        return func
+
+
+_INPUT = SiteOperand("input", 0, ("input", "self"))
+_OTHER = SiteOperand("other", 1, ("other", "tensor", "vec2"))
+_ROWS = SiteOperand("input", 0, ("input", "self", "a"), channels=-2)
+
+
+def _weighted(channels: int, reduction: int, positions: int = 0) -> tuple[SiteOperand, ...]:
+    weight = SiteOperand("weight", 1, ("weight",), channels, reduction, positions)
+    return SiteOperand("input", 0, ("input", "self"), reduction=-1 - positions, positions=positions), weight
+
+
+_MATMUL = (_ROWS, SiteOperand("other", 1, ("other", "mat2", "tensor2"), channels=-1, reduction=-2))
+_ADDED = (
+    SiteOperand("input", 1, ("mat1", "mat", "batch1"), channels=-2),
+    SiteOperand("other", 2, ("mat2", "batch2"), channels=-1, reduction=-2),
+)
+_VECTORS = SiteOperand("input", 0, ("x",)), SiteOperand("other", 1, ("y",))
+_ADDED_VECTORS = SiteOperand("input", 1, ("vec1",)), SiteOperand("other", 2, ("vec2",))
+_ATTENTION = (
+    SiteOperand("query", 0, ("query",)),
+    SiteOperand("key", 1, ("key",)),
+    SiteOperand("value", 2, ("value",), reduction=-2),
+)
+_BILINEAR = (
+    SiteOperand("input", 0, ("input1",)),
+    SiteOperand("other", 1, ("input2",)),
+    SiteOperand("weight", 2, ("weight",)),
+)
+_TABLE = (SiteOperand("weight", 1, ("weight",)),)
+# Functions of one tensor that engines know as operators with a quantized input.
+_UNARY = """
+softmax log_softmax | softmax
+relu | codes scales
+relu6 hardtanh | codes
+leaky_relu avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d | scales
+mean | scales channels
+sigmoid tanh elu gelu silu mish hardswish hardsigmoid softplus layer_norm group_norm instance_norm batch_norm |
+rms_norm normalize interpolate pixel_shuffle |
+"""
+_PRODUCT = Trait.PRODUCT
+_STACKS = ("concat", "concatenate", "hstack", "vstack", "dstack", "row_stack", "column_stack")
+
+
+def _each(outputs: int, *_: Tensor) -> int:
+    return outputs
+
+
+_FUNCTIONS = [
+    SiteFunction("linear", _weighted(0, -1), _PRODUCT),
+    *(SiteFunction(f"conv{n}d", _weighted(0, 1, n), _PRODUCT) for n in (1, 2, 3)),
+    *(SiteFunction(f"conv_transpose{n}d", _weighted(1, 0, n), _PRODUCT) for n in (1, 2, 3)),
+    SiteFunction("conv_tbc", _weighted(2, 1), _PRODUCT, multiplications=lambda n, x, w: n * w[..., 0].numel()),
+    SiteFunction("matmul", _MATMUL, _PRODUCT | Trait.HEADS, also=("mm", "bmm")),
+    *(SiteFunction(name, _ADDED, _PRODUCT) for name in ("addmm", "baddbmm")),
+    SiteFunction("addbmm", _ADDED, _PRODUCT, multiplications=lambda n, x, _: n * x.shape[0] * x.shape[-1]),
+    SiteFunction("mv", (_INPUT, SiteOperand("other", 1, ("vec",))), _PRODUCT),
+    SiteFunction("addmv", (_ADDED[0], SiteOperand("other", 2, ("vec",))), _PRODUCT),
+    *(SiteFunction(name, (_INPUT, _OTHER), _PRODUCT) for name in ("inner", "dot", "vdot")),
+    SiteFunction("linalg_vecdot", _VECTORS, _PRODUCT, also=("vecdot",), equation=of_vecdot),
+    *(SiteFunction(name, (_INPUT, _OTHER), _PRODUCT, multiplications=_each) for name in ("outer", "ger", "kron")),
+    SiteFunction("addr", _ADDED_VECTORS, _PRODUCT, multiplications=_each),
+    SiteFunction("tensordot", (_ROWS, SiteOperand("other", 1, ("b", "other"))), _PRODUCT, equation=of_tensordot),
+    SiteFunction("scaled_dot_product_attention", _ATTENTION, _PRODUCT | Trait.ATTENTION | Trait.HEADS),
+    SiteFunction("attention_function", _ATTENTION, _PRODUCT | Trait.ATTENTION | Trait.HEADS),
+    SiteFunction("bilinear", _BILINEAR, _PRODUCT, multiplications=lambda n, _, __, w: n * w[0].numel()),
+    SiteFunction("einsum", (), _PRODUCT, fewest=2, list_position=1, equation=of_einsum),
+    SiteFunction("linalg_multi_dot", (), _PRODUCT, ("multi_dot",), fewest=2, list_position=0, equation=of_chain),
+    SiteFunction("chain_matmul", (), _PRODUCT, fewest=2, list_position=0, equation=of_chain),
+    *(SiteFunction(name, _TABLE, _PRODUCT | Trait.LOOKUP) for name in ("embedding", "embedding_bag")),
+    SiteFunction("add", (_INPUT, _OTHER), Trait.SUMS, fewest=2),
+    SiteFunction("sub", (_INPUT, _OTHER), also=("subtract",), fewest=2),
+    SiteFunction("mul", (_INPUT, _OTHER), Trait.CHANNELS, also=("multiply",), fewest=2),
+    SiteFunction("div", (_INPUT, _OTHER), Trait.CHANNELS, also=("divide", "true_divide", "truediv"), fewest=2),
+    *(SiteFunction(name, (_INPUT, _OTHER), fewest=2) for name in ("maximum", "minimum")),
+    SiteFunction("cat", (), Trait.CODES | Trait.SUMS, also=_STACKS, fewest=2, list_position=0),
+    SiteFunction("stack", (), Trait.CODES | Trait.SUMS, fewest=2, list_position=0),
+    *(SiteFunction(name, (_INPUT,), traits) for name, traits in read_traits(_UNARY).items()),
+]
+SITE_FUNCTIONS = {function.name: function for function in _FUNCTIONS}
+"""The table, by canonical name."""
+
+# Names for rules that stand for several functions, or are shorter.
+_SHORT = {
+    "sdpa": ("scaled_dot_product_attention",),
+    "attention": ("scaled_dot_product_attention", "attention_function"),
+    "conv": tuple(f"conv{n}d" for n in (1, 2, 3)),
+    "conv_transpose": tuple(f"conv_transpose{n}d" for n in (1, 2, 3)),
+    "concat": ("cat",),
+    "bmm": ("matmul",),
+    "mm": ("matmul",),
+    "multi_dot": ("linalg_multi_dot",),
+    "vecdot": ("linalg_vecdot",),
+}
+_C_nn: Any = torch._C._nn  # type: ignore[attr-defined]  a room of torch without type stubs
+_ROOMS = (torch, F, torch.special, torch.linalg, _C_nn, Tensor, operator)
+
+
+def _objects(name: str) -> Iterable[tuple[Any, Any, bool]]:
+    """What a name calls in torch; where that is in place, what is not; and whether the operands are swapped."""
+    spellings = [(name, "", False), (f"{name}_", name, False), (f"special_{name}", "", False)]
+    spellings += [(f"__{name}__", "", False), (f"__i{name}__", f"__{name}__", False), (f"__r{name}__", "", True)]
+    spellings += [(f"r{name}", "", True)]
+    for spelling, plain, swapped in spellings:
+        for room in _ROOMS:
+            if room is not operator or not spelling.startswith("_"):
+                found = getattr(room, spelling, None)
+                if callable(found):
+                    yield found, getattr(room, plain) if plain else None, swapped
+    if callable(found := getattr(operator, f"i{name}", None)):
+        yield found, getattr(operator, name), False
+
+
+def _inplace_position(function: Callable[..., Any]) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function in C, which has no such argument
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _swapped(operands: tuple[SiteOperand, ...]) -> tuple[SiteOperand, ...]:
+    first, second = operands
+    return replace(first, position=second.position, keywords=()), replace(second, position=first.position, keywords=())
+
+
+def _table() -> dict[Any, CalledAs]:
+    table: dict[Any, CalledAs] = {}
+    for function in _FUNCTIONS:
+        for name in (function.name, *function.also):
+            for found, plain, swapped in _objects(name):
+                operands = function.operands
+                if swapped:
+                    if len(operands) != 2 or (_PRODUCT in function.traits) != (function.name == "matmul"):
+                        continue
+                    operands = _swapped(operands)
+                table[found] = CalledAs(function, operands, plain, _inplace_position(found))
+            table |= _operators(function, name)
+    # `torch.embedding` takes the table first; `F.embedding` and what calls it take the indices first.
+    for name in ("embedding", "embedding_bag"):
+        called = CalledAs(SITE_FUNCTIONS[name], (SiteOperand("weight", 0, ("weight",)),))
+        table |= {getattr(torch, name): called, f"aten.{name}": called}
+    return table
+
+
+def _operators(function: SiteFunction, name: str) -> dict[str, CalledAs]:
+    """How operators of torch.ops call a function, by their names without an overload."""
+    if "::" in name:
+        return {name.replace("::", "."): CalledAs(function, function.operands)}
+    written = CalledAs(function, function.operands, getattr(torch.ops.aten, name, None))
+    return {f"aten.{name}": CalledAs(function, function.operands), f"aten.{name}_": written}
+
+
+def einsum_operand(equation: str, name: str, place: int | None = None) -> SiteOperand:
+    """The axes of an operand of an `einsum`: of its outputs, which no other operand has, and of the sum.
+
+    Args:
+        equation: as for `torch.einsum`.
+        name: of the operand.
+        place: its term of the equation; None if the name ends in it.
+
+    >>> einsum_operand("bsd,dhk->bshk", "input_1")
+    SiteOperand(name='input_1', position=2, keywords=(), channels=1, reduction=0, positions=0)
+    """
+    place = int(name.rpartition("_")[2]) if place is None else place
+    return SiteOperand(name, place + 1, (), *axes_of(equation, place))
+
+
+CALLED_AS = _table()
+"""What an object of torch is, by the object itself as `__torch_function__` gets it."""
+# torch's compiler does not find the methods of Tensor that are written in Python (`1 - x`) in a dictionary.
+_IN_PYTHON = tuple((method, CALLED_AS.pop(method)) for method in (Tensor.__rsub__, Tensor.__rdiv__, Tensor.__rmatmul__))
+
+
+def called_as(func: Any) -> CalledAs | None:
+    """What an object of torch is; None if it cannot be a site.
+
+    >>> called_as(torch.Tensor.__rsub__).function.name
+    'sub'
+    """
+    for method, called in _IN_PYTHON:
+        if func is method:
+            return called
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        return CALLED_AS.get(".".join(str(func).split(".")[:2]))
+    return CALLED_AS.get(func)
+
+
+def register_function(function: SiteFunction, *objects: Callable[..., Any]) -> None:
+    """Let calls of a function from outside of torch have quantizers.
+
+    Args:
+        function: names, operands and traits. Operators of torch.ops are known by `also`: "mylib::product".
+        objects: functions in Python that dispatch by `__torch_function__`.
+
+    Raises:
+        ConfigError: the name is taken, or no identifier.
+
+    >>> register_function(SiteFunction("my_product", _MATMUL, Trait.PRODUCT, also=("mylib::product",)))
+    >>> sorted(canonical_ops(["my_product"]))
+    ['my_product']
+    >>> del SITE_FUNCTIONS["my_product"], CALLED_AS["mylib.product"]
+    """
+    if function.name in SITE_FUNCTIONS or not function.name.isidentifier():
+        raise ConfigError(f"a function needs a name that no other has and that is an identifier, got {function.name!r}")
+    SITE_FUNCTIONS[function.name] = function
+    for name in function.also:
+        CALLED_AS.update(_operators(function, name))
+    CALLED_AS.update(dict.fromkeys(objects, CalledAs(function, function.operands)))
+
+
+def canonical_ops(ops: Iterable[str]) -> frozenset[str]:
+    """The canonical names that a rule's names of functions stand for.
+
+    Raises:
+        ConfigError: a name that stands for none; the nearest are offered.
+
+    >>> sorted(canonical_ops(["sdpa", "add"]))
+    ['add', 'scaled_dot_product_attention']
+    """
+    names: set[str] = set()
+    for op in ops:
+        if op in SITE_FUNCTIONS:
+            names.add(op)
+        elif op in _SHORT:
+            names.update(_SHORT[op])
+        else:
+            raise ConfigError(f"no function {op!r} can be quantized{nearest(str(op), [*SITE_FUNCTIONS, *_SHORT])}")
+    return frozenset(names)

@@ -1,0 +1,378 @@
+"""Quantizers where a module's own `forward` calls functions: `+`, `@`, `cat`, softmax, attention.
+
+A module whose `forward` calls such functions is an owner. Its class is swapped for a subclass that enters a small
+`TorchFunctionMode` for the time of `forward`. The mode counts the calls of the functions that have quantizers and
+quantizes their operands. Modules that an owner calls get a subclass that takes the mode away while they run, so that a
+mode sees the calls of its owner alone. No function of torch is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from fakequant.errors import SiteError
+from fakequant.nn.hooks import Watched
+from fakequant.nn.quantizer import Mode, Quantizer
+from fakequant.nn.sites.attention_parts import attend_in_parts
+from fakequant.nn.sites.functions import CALLED_AS, SITE_FUNCTIONS, CalledAs, called_as
+from fakequant.restore import stack_without
+from fakequant.text import module_name
+
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  a room of torch without type stubs
+
+SITES = "_sites"
+"""The attribute of an owner that holds its sites."""
+
+
+class Site(Watched, nn.Module):
+    """The quantizers of one call of a function, by operand; `output` is that of the result.
+
+    Attention may have one of its `probabilities`. It is computed in visible parts then, unless that quantizer is off.
+    Functions that watch a site see the operands by name, and all arguments, before they are quantized.
+
+    Attributes:
+        function: the canonical name.
+        operands: the arguments that are float tensors in the planned call.
+        weights: the operands that are parameters which this call alone reads, with their paths in the owner.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        operands: tuple[str, ...],
+        quantizers: dict[str, Quantizer],
+        weights: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.function = function
+        self.operands = operands
+        self.weights = weights or {}
+        for name, quantizer in quantizers.items():
+            self.add_module(name, quantizer)
+
+    def call(self, mode: SiteMode, called: CalledAs, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The function's result for quantized operands, in the `forward` of an owner that runs under a mode."""
+        args, kwargs = list(args), dict(kwargs)
+        out = kwargs.pop("out", None)
+        places = [place for place in _places(called, args, kwargs) if is_operand(place[1][place[2]])]
+        names = tuple([name for name, _, _ in places])
+        if names != self.operands:
+            raise SiteError(_other_operands(mode.sites.owner, self, names))
+        self._refuse_other_weights(mode, places)
+        self._show_operands(places, args, kwargs)
+        written = _first(args, kwargs) if called.writes(args, kwargs) else None
+        for name, holder, key in places:
+            quantizer = self._modules.get(name)
+            if isinstance(quantizer, Quantizer):
+                x = holder[key]
+                if x is written and torch.is_grad_enabled() and quantizer.mode is Mode.QUANTIZE:
+                    x = x.clone()  # the backward of a learned range needs the values that are overwritten here
+                holder[key] = quantizer(x)
+        output = self._modules.get("output")
+        # A result in the place of the operand would be overwritten below, and its backward needs it.
+        replaced = isinstance(output, Quantizer) and torch.is_grad_enabled() and output.mode is Mode.QUANTIZE
+        if written is not None and (replaced or _first(args, kwargs) is not written):
+            func = called.without_writing(func, args, kwargs)
+        probabilities = self._modules.get("probabilities")
+        if isinstance(probabilities, Quantizer) and probabilities.mode is not Mode.OFF:
+            result = attend_in_parts(probabilities, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if isinstance(output, Quantizer):
+            result = output(result)
+        if out is not None:
+            written = out if out.shape == result.shape else out.resize_(result.shape)
+        if written is not None and result is not written:
+            result = written.copy_(result)
+        return result
+
+    def _show_operands(self, places: list[tuple[str, Any, Any]], args: Any, kwargs: Any) -> None:
+        if self._watching:
+            self.show({name: holder[key] for name, holder, key in places}, tuple(args), dict(kwargs))
+
+    def _refuse_other_weights(self, mode: SiteMode, places: list[tuple[str, Any, Any]]) -> None:
+        """Raise if an operand is another parameter than the planned one, whose scales would not fit it."""
+        for name, holder, key in places:
+            path = self.weights.get(name)
+            if path is not None and isinstance(found := holder[key], nn.Parameter):
+                inner, _, attribute = path.rpartition(".")
+                planned = mode.module.get_submodule(inner)._parameters.get(attribute)
+                if planned is not None and planned is not found:
+                    raise SiteError(_other_weight(mode, self, path, found))
+
+
+class Sites(nn.Module):
+    """The sites of one owner.
+
+    Attributes:
+        owner: the path of the module, for messages.
+        steps: the functions that have sites here, in the order of all their calls in one `forward`.
+        keys: for every step the name of its site, "add_0" for the first addition, whether it has one or not.
+        training_keys: those of the sequence in training mode, "add_" for an addition that eval mode does not have;
+            None where it is the same.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        steps: tuple[str, ...],
+        sites: dict[str, Site],
+        training_keys: tuple[str, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self.owner = owner
+        self.steps = steps
+        self.keys = site_keys(steps)
+        self.training_keys = training_keys
+        self.training_steps = steps if training_keys is None else functions_of(training_keys)
+        self.counted = frozenset((*steps, *self.training_steps))
+        for name, site in sites.items():
+            self.add_module(name, site)
+
+    def by_key(self) -> dict[str, Site]:
+        """The sites by name."""
+        return {key: site for key, site in self._modules.items() if isinstance(site, Site)}
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raise: a loop over all modules of the owner calls this, too."""
+        raise SiteError(
+            f"{module_name(self.owner)} calls all modules that it holds, and with them the one of its quantizers, "
+            f"{SITES}; let it leave that out, or leave its functions in float by {float_rule(self)}"
+        )
+
+
+def site_key(function: str, index: int) -> str:
+    """The name of a site: its function, and how many calls of it come before."""
+    return f"{function}_{index}"
+
+
+def site_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of calls by function and count.
+
+    >>> site_keys(("add", "softmax", "add"))
+    ('add_0', 'softmax_0', 'add_1')
+    """
+    return tuple(site_key(name, steps[:place].count(name)) for place, name in enumerate(steps))
+
+
+def functions_of(keys: Iterable[str]) -> tuple[str, ...]:
+    """The functions that keys name.
+
+    >>> functions_of(("add_0", "layer_norm_1", "add_"))
+    ('add', 'layer_norm', 'add')
+    """
+    return tuple(key.rpartition("_")[0] for key in keys)
+
+
+def is_operand(value: object) -> bool:
+    """Whether an argument is what a site can quantize: a float tensor with an axis."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+
+
+def _first(args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The argument that a function in place overwrites, which is no operand where a product is added to it."""
+    return args[0] if args else kwargs.get("input", kwargs.get("self"))
+
+
+def takes_floats(args: Any, kwargs: Any) -> bool:
+    """Whether a float tensor is among the arguments of a call, or in their lists.
+
+    Calls without one are not counted: sizes are tensors of integers while torch.jit traces, and models compute masks of
+    integers in an export alone.
+    """
+    for value in (*args, *kwargs.values()):
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        if any(isinstance(one, Tensor) and one.is_floating_point() for one in values):
+            return True
+    return False
+
+
+def operands_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """The arguments of a call that a site can quantize, by name."""
+    return {name: value for name, value in arguments_of(called, args, kwargs).items() if is_operand(value)}
+
+
+def arguments_of(called: CalledAs, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call at the places of its operands, by name."""
+    return {name: holder[key] for name, holder, key in _places(called, list(args), dict(kwargs))}
+
+
+def _places(called: CalledAs, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Names of operands, and where they are; a list of tensors becomes a new one, which may be written."""
+    first = called.function.list_position
+    if first is not None:
+        if len(args) <= first:
+            if "tensors" not in kwargs:
+                return []
+            holder = kwargs["tensors"] = list(kwargs["tensors"])
+        elif isinstance(args[first], (list, tuple)):
+            holder = args[first] = list(args[first])
+        else:
+            return [(f"input_{place - first}", args, place) for place in range(first, len(args))]
+        return [(f"input_{place}", holder, place) for place in range(len(holder))]
+    places: list[tuple[str, Any, Any]] = []
+    for operand in called.operands:
+        if operand.position < len(args):
+            places.append((operand.name, args, operand.position))
+        else:
+            places += [(operand.name, kwargs, word) for word in operand.keywords if word in kwargs]
+    return places
+
+
+class SiteMode(TorchFunctionMode):
+    """What one `forward` of an owner has called so far; made anew for every call, so that threads share nothing."""
+
+    def __init__(self, sites: Sites, module: nn.Module) -> None:
+        super().__init__()
+        self.sites = sites
+        self.module = module
+        other = sites.training_keys if module.training else None
+        self.keys = sites.keys if other is None else other
+        self.steps = sites.steps if other is None else sites.training_steps
+        self.place = 0
+        self.context = None if torch.compiler.is_compiling() else _context()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called = called_as(func)
+        if kwargs is None:
+            kwargs = {}
+        is_counted = called is not None and called.function.name in self.sites.counted and takes_floats(args, kwargs)
+        if called is None or not is_counted:
+            # torch's compiler cannot trace the method under any mode: it calls `super()`.
+            return (torch.unflatten if func is Tensor.unflatten else func)(*args, **kwargs)
+        sites, place = self.sites, self.place
+        if place >= len(self.steps) or self.steps[place] != called.function.name:
+            raise SiteError(_other_calls(self, (*self.steps[:place], called.function.name), unfinished=True))
+        self.place = place + 1
+        site: Any = sites._modules.get(self.keys[place])
+        if site is None:
+            return func(*args, **kwargs)
+        if not torch.compiler.is_compiling() and self.context != _context():
+            self._refuse_recomputed()
+        return site.call(self, called, func, args, kwargs)
+
+    def __enter__(self) -> SiteMode:
+        resume(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _unchecked(stack_without(self))  # torch's own takes off the top, also where an interrupt came after `pause`
+
+    def finish(self) -> None:
+        """Raise if `forward` returned before all planned calls came."""
+        if self.place != len(self.steps):
+            raise SiteError(_other_calls(self, self.steps[: self.place]))
+
+    def _refuse_recomputed(self) -> None:
+        """Raise if `forward` checkpoints a function of its own: its backward would call it again outside of it."""
+        sites = self.sites
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_locals.get("mode") is not self:
+            if frame.f_globals is vars(checkpointing):
+                raise SiteError(
+                    f"{module_name(sites.owner)} calls torch.utils.checkpoint on a function that has quantizers "
+                    f"({', '.join(sites._modules)}); the backward pass would compute it again without them. Move what "
+                    "is checkpointed into a module, and checkpoint that, or leave these calls in float by "
+                    f"{float_rule(sites)}"
+                )
+            frame = frame.f_back
+
+
+def _context() -> tuple[bool, Any]:
+    """What a function changes that saves activations anew in the backward pass."""
+    return torch.is_grad_enabled(), _autograd._top_saved_tensors_default_hooks(False)
+
+
+def _unchecked(change: Callable[..., Any], *args: Any) -> Any:
+    """A change of the stack of modes, which is undone before the call that makes it ends.
+
+    torch's compiler refuses changes of what is outside of a checkpointed block, where it is not told to let them be.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(change, *args)
+    return change(*args)
+
+
+def pause() -> SiteMode | None:
+    """Take away the mode of the owner that calls this, if there is one."""
+    depth = torch._C._len_torch_function_stack()
+    if depth and isinstance(torch._C._get_function_stack_at(depth - 1), SiteMode):
+        return _unchecked(torch._C._pop_torch_function_stack)
+    return None
+
+
+def resume(mode: SiteMode) -> None:
+    """Give an owner its mode back."""
+    _unchecked(torch._C._push_on_torch_function_stack, mode)
+
+
+def attention_function(query: Tensor, key: Tensor, value: Tensor, run: Callable[..., Any]) -> Any:
+    """The result of `run(query, key, value)`, called as one function that the owner of the call sees.
+
+    It is for attention that calls no function of torch, or one that cannot be looked into.
+    """
+    mode = pause()
+    if mode is not None:  # not by torch, whose way to a mode the compiler cannot trace
+        try:
+            return mode.__torch_function__(attention_function, (), (query, key, value, run))
+        finally:
+            resume(mode)
+    factors = query, key, value
+    if not torch.compiler.is_compiling() and has_torch_function(factors):
+        return handle_torch_function(attention_function, factors, *factors, run)
+    return run(*factors)
+
+
+CALLED_AS[attention_function] = CalledAs(
+    SITE_FUNCTIONS["attention_function"], SITE_FUNCTIONS["attention_function"].operands
+)
+
+
+def sites_of(module: nn.Module) -> Sites | None:
+    """The sites of an owner; None if the module has none."""
+    sites = None if isinstance(module, torch.jit.ScriptModule) else module._modules.get(SITES)
+    return sites if isinstance(sites, Sites) else None
+
+
+def float_rule(sites: Sites) -> str:
+    """The rule that leaves the functions of an owner in float, as text."""
+    ops = ", ".join(repr(name) for name in sorted(sites.counted))
+    return f"Rule({sites.owner!r}, ops=({ops},))"
+
+
+def _other_calls(mode: SiteMode, came: tuple[str, ...], *, unfinished: bool = False) -> str:
+    sites = mode.sites
+    return (
+        f"{module_name(sites.owner)} calls functions that have quantizers in another order than planned.\n"
+        f"  planned: {', '.join(mode.steps) or 'none'}{'' if mode.keys is sites.keys else ' (in training mode)'}\n"
+        f"  called:  {', '.join(came) or 'none'}{' (so far)' if unfinished else ''}\n"
+        "Quantizers belong to calls by their order, so that none would fit. Run the model as with the example that was "
+        "given to fakequant.prepare, or prepare it with an example that takes this path; move a branch, or a loop "
+        f"whose length changes, into a module of its own; or leave the functions in float by {float_rule(sites)}"
+        f"{'' if came else '. torch.fx.symbolic_trace shows no calls: use torch.export'}"
+    )
+
+
+def _other_weight(mode: SiteMode, site: Site, path: str, found: nn.Parameter) -> str:
+    name = next((name for name, one in mode.module.named_parameters() if one is found), "another parameter")
+    return (
+        f"{module_name(mode.sites.owner)}: a call of {site.function} reads {name}, and the call at this place was "
+        f"planned with {path}, whose scales do not fit it: a branch calls the same functions in the same order. Move "
+        "each branch into a module of its own, or leave the function in float by a rule"
+    )
+
+
+def _other_operands(owner: str, site: Site, names: tuple[str, ...]) -> str:
+    return (
+        f"{module_name(owner)}: a call of {site.function} has other operands than planned: float tensors are "
+        f"{', '.join(names) or 'none'}, planned were {', '.join(site.operands)}. Run the model as with the example "
+        "that was given to fakequant.prepare, or prepare it with an example that takes this path"
+    )
