@@ -20,7 +20,7 @@ from fakequant.model.training.fuse import Fusions
 from fakequant.numerics.formats import parse_format
 
 LONGEST = 200
-PARSED = (QuantSpec, fq.ScaleSpec, TensorConfig, Rule)
+PARSED = (QuantSpec, fq.ScaleSpec, fq.OffsetSpec, TensorConfig, Rule)
 ptq = fq.ptq
 PLANNED = PlannedSite("blocks.0", "add", 0, ("input", "other"), {"other": SiteQuantizer(TensorConfig("int8"))})
 SCORE = ptq.Score(0.001, 4000)
@@ -42,6 +42,7 @@ SHORT: list[Any] = [
     fq.PerBlock({0: 128, -1: 128}),
     fq.ScaleSpec(),
     fq.ScaleSpec("float8_e8m0fnu"),
+    fq.OffsetSpec("uint6", granularity=fq.PerBlock({-1: 8}), shared="float16"),
     fq.ScaleSpec("float8_e4m3fn", granularity=fq.PerTensor()),
     fq.choose_qparams(torch.ones(4), "int8"),
     fq.Range(torch.tensor(-1.0), torch.tensor(1.0)),

@@ -21,8 +21,9 @@ from fakequant.numerics.granularity import (
     register_granularity,
 )
 from fakequant.numerics.qparams import QParams, Range
-from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from fakequant.numerics.scales import OffsetSpec, ScaleRounding, ScaleSpec
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
+from fakequant.numerics.stored_scales import StoredScales
 from fakequant.numerics.tables import TableFormat
 from fakequant.version import __version__ as __version__
 
@@ -70,6 +71,7 @@ __all__ = [
     "Granularity",
     "IntegerFormat",
     "LazyTensor",
+    "OffsetSpec",
     "PerBlock",
     "PerChannel",
     "PerTensor",
@@ -83,6 +85,7 @@ __all__ = [
     "ScaleRounding",
     "ScaleSpec",
     "Specials",
+    "StoredScales",
     "TableFormat",
     "Target",
     "TensorConfig",

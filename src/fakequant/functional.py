@@ -181,7 +181,7 @@ def choose_qparams(x: Tensor, spec: QuantSpec | str) -> QParams:
     spec = as_spec(spec)
     check_tensor("x", x)
     compute_dtype(x.dtype)
-    return _qparams_like(x, library.measure(x, spec.granularity), spec)
+    return library.choose(x, spec)
 
 
 def _qparams_like(x: Tensor, range: Range, spec: QuantSpec) -> QParams:

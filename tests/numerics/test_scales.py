@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fakequant as fq
 from fakequant.errors import SpecError
-from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from fakequant.numerics.scales import OffsetSpec, ScaleRounding, ScaleSpec
 from tests.support.bits import assert_same_bits
 
 E8M0 = "float8_e8m0fnu"
@@ -291,15 +291,36 @@ def test_half_precision_is_float32_rounded_once(name, dtype):
 
 ERRORS = [
     (lambda: ScaleSpec(E8M0, ScaleRounding.NEAREST), r"rounded by floor, ceil or even, not by nearest"),
-    (lambda: ScaleSpec("float8_e4m3fn", ScaleRounding.CEIL, fq.PerTensor()), r"float8_e4m3fn are .*nearest, not by ce"),
-    (lambda: ScaleSpec(None, ScaleRounding.FLOOR), r"scales in float32 are rounded by nearest, not by floor"),
+    (
+        lambda: ScaleSpec("float8_e4m3fn", ScaleRounding.CEIL, fq.PerTensor()),
+        r"e4m3fn are .*nearest, .* not by ce",
+    ),
+    (
+        lambda: ScaleSpec(None, ScaleRounding.FLOOR),
+        r"float32 are rounded by nearest, half_range or mean, not by floor",
+    ),
     (lambda: ScaleSpec(granularity=fq.PerTensor()), r"scales in float32 need no scale of their own; leave the gran"),
     (lambda: ScaleSpec(E8M0, granularity=fq.PerTensor()), r"scales in float8_e8m0fnu need no scale of their own"),
-    (lambda: ScaleSpec("float8_e4m3fn"), r"reach 448 at most and need a scale of their own: .*such as PerTensor\(\)"),
-    (lambda: ScaleSpec("uint8"), r"scales in uint8 reach 255 at most and need a scale of their own"),
+    (lambda: ScaleSpec("uint8"), r"scales in uint8 reach 255 at most and need a scale of their own: .*uint8@per_block"),
     (lambda: ScaleSpec("nf4", granularity=fq.PerTensor()), r"nf4"),
-    (lambda: ScaleSpec("int8", granularity=fq.PerTensor()), r"int8"),
-    (lambda: ScaleSpec("int1", granularity=fq.PerTensor()), r"int1"),
+    (lambda: ScaleSpec("int8"), r"scales in int8 reach 127 at most and need a scale of their own: .*int8@per_block"),
+    (lambda: ScaleSpec.parse("scale=int8:nearest@per_tensor"), r"int8 are rounded by signed, not by nearest"),
+    (lambda: ScaleSpec.parse("scale=float16/float16"), r"unknown format 'float16/float16'"),
+    (lambda: ScaleSpec("float16", shared="float16"), r"expected a float format behind a granularity, such as"),
+    (lambda: ScaleSpec.parse("scale=uint6@per_tensor/uint8"), r"uint8 for the scale of scales in uint6: expected a fl"),
+    (lambda: ScaleSpec.parse("scale=float8_e4m3fn:four_over_six@per_tensor/float16"), r"leave /float16 out"),
+    (lambda: OffsetSpec.parse("offset=float16:signed"), r"offsets in float16 are rounded by nearest, not by signed"),
+    (lambda: OffsetSpec.parse("offset=uint6@per_tensor"), r"offsets in uint6 under float32: give .* such as /float16"),
+    (
+        lambda: fq.QuantSpec.parse("int4 offset=float16"),
+        r"for codes from 0 on: int4 .* has none; use an unsigned",
+    ),
+    (lambda: fq.QuantSpec.parse("uint4 symmetric offset=float16"), r"symmetric=True has none; use an unsigned"),
+    (lambda: fq.QuantSpec.parse("uint4 scale=float16:signed"), r"for symmetric specifications with DIVIDE or RECIP"),
+    (
+        lambda: fq.QuantSpec.parse("uint4 symmetric scale=float32:half_range"),
+        r"for signed formats; leave half_ra",
+    ),
     (lambda: ScaleSpec("uint8", granularity="per_tensor"), r"granularity.*'per_tensor'"),
     (lambda: ScaleSpec("float8_e8m0"), r"unknown format 'float8_e8m0'; did you mean float8_e8m0fnu"),
     (lambda: ScaleSpec.parse("scale=nothing"), r"unknown format 'nothing'"),

@@ -47,7 +47,8 @@ def values_of(fmt):
     if isinstance(fmt, fq.IntegerFormat):
         codes = np.unique(np.linspace(fmt.low, fmt.high, min(fmt.high - fmt.low + 1, 300)).round())
         return torch.from_numpy(codes).float()
-    stored = torch.arange(len(fmt.values) if isinstance(fmt, fq.TableFormat) else 2**fmt.bits, dtype=torch.uint8)
+    patterns = torch.arange(len(fmt.values) if isinstance(fmt, fq.TableFormat) else 2**fmt.bits)
+    stored = patterns.to(torch.uint8 if fmt.bits <= 8 else torch.int16)
     values = fmt.from_storage(stored.view(fmt.storage), torch.float32)
     # 2**-127, a scale of E8M0, is subnormal in float32, in which codes are computed.
     return values[values.isfinite() & ((values == 0) | (values.abs() >= 2.0**-126))].unique()

@@ -38,6 +38,7 @@ def raise_scales(model: nn.Module) -> list[str]:
     for path, weight in quantized_weights(model).items():
         quantizer, inputs = weight.quantizer, _input_scales(weight)
         plain = quantizer.spec.format.has_zero_point and quantizer.spec.arithmetic is not Arithmetic.MULTIPLIER
+        plain = plain and not quantizer.spec.scale.is_exact
         if not inputs or not plain or quantizer.mode is not Mode.QUANTIZE:
             continue
         try:

@@ -53,10 +53,11 @@ def spec_bits(spec: QuantSpec, shape: tuple[int, ...]) -> WeightBits:
     5.0
     """
     elements, groups = prod(shape), spec.granularity.group_shape(shape)
-    scale_bits = 32 if spec.scale.format is None else spec.scale.format.bits
-    scales = prod(groups) * (scale_bits if spec.symmetric else scale_bits + spec.format.bits)
-    if spec.scale.granularity is not None:
-        scales += 32 * prod(spec.scale.granularity.group_shape(groups))
+    scales = spec.scale.bits(groups)
+    if spec.offset is not None:
+        scales += spec.offset.bits(groups)
+    elif not spec.symmetric:
+        scales += prod(groups) * spec.format.bits
     return WeightBits(elements, elements * spec.format.bits, scales)
 
 

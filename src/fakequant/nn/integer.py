@@ -188,6 +188,8 @@ def cannot_multiply(spec: QuantSpec) -> str | None:
         return "Arithmetic.MULTIPLIER divides codes, and a product multiplies them"
     if spec.rounding is Rounding.STOCHASTIC:
         return "stochastic rounding is simulated"
+    if spec.offset is not None:
+        return "its offset is no code"
     return None
 
 

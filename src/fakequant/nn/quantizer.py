@@ -236,7 +236,7 @@ class Quantizer(QuantizerPart):
 
     def set_range(self, range: Range) -> None:
         """Set scale and zero point by a range [groups, axes kept], of zeros by `lend`; learning starts from there."""
-        self.set_qparams(qparams_of_range(lend(range), self.spec))
+        self.set_qparams(qparams_of_range(lend(range, self.spec), self.spec))
 
     def set_qparams(self, params: QParams) -> None:
         """Set scale and zero point; what is learned starts again from there."""
@@ -252,7 +252,9 @@ class Quantizer(QuantizerPart):
     def freeze(self, x: Tensor) -> None:
         """Fix the parameters as they are for x now, those of groups of zeros by `lend`."""
         range = library.measure(x, self.spec.granularity)
-        self.set_qparams(self.qparams(x) if bool(range.amax.all()) else qparams_of_range(lend(range), self.spec))
+        lent = lend(range, self.spec)
+        given = lent is range or bool(range.amax.all())
+        self.set_qparams(self.qparams(x) if given else qparams_of_range(lent, self.spec))
 
     def reset(self) -> None:
         """Forget the parameters."""

@@ -30,6 +30,7 @@ _LARGEST = torch.finfo(torch.float64).max
 _ROUNDED_TO_0 = 2.0**-150  # half of the smallest float32
 MAGNITUDE: _Bounds = 0.0, _LARGEST, "a number >= 0"
 _SMALLEST = 2.0**-1074  # which compares equal to 0 where the processor flushes subnormal numbers
+_FINITE: _Bounds = -_LARGEST, _LARGEST, "a finite number"
 _POSITIVE: _Bounds = _SMALLEST, _LARGEST, "a positive, finite number"
 # 1 / 2**-128 is beyond float32, that of the next number is not; likewise for float64.
 _WITH_RECIPROCAL: dict[torch.dtype, _Bounds] = {
@@ -69,23 +70,34 @@ def checked_params(
     if zero_point is not None and spec.symmetric:
         raise SpecError(f"a zero_point was given, but {spec} is symmetric; use symmetric=False")
     scale = fit("scale", as_tensor("scale", scale, x, dtype), x, spec)
-    check_scale(scale, spec.arithmetic, traced=traced)
+    check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact, traced=traced)
     scale = on_device_of(x, scale)
     if zero_point is None:
         return QParams(scale)
     zero_point = fit("zero_point", as_tensor("zero_point", zero_point, x, dtype), x, spec)
     lowest, highest = spec.format.quant_min, spec.format.quant_max
     expected = f"a code of {spec.format}, {lowest:g} to {highest:g}"
-    check_values("zero_point", zero_point, (lowest, highest, expected), whole=True, traced=traced)
+    bounds = _FINITE if spec.offset is not None else (lowest, highest, expected)
+    check_values("zero_point", zero_point, bounds, whole=spec.offset is None, traced=traced)
     return QParams(scale, on_device_of(x, zero_point))
 
 
-def check_scale(scale: Tensor, arithmetic: Arithmetic, *, traced: bool = True) -> None:
+def check_scale(scale: Tensor, arithmetic: Arithmetic, *, exact: bool = False, traced: bool = True) -> None:
     """Check the values of a scale, float32 or float64, where they can be read: always if the call is not `traced`.
 
+    Args:
+        scale: any shape.
+        arithmetic: of the specification.
+        exact: whether its scales may be 0 or negative, see `ScaleSpec.is_exact`.
+        traced: see `is_readable_without_sync`.
+
     Raises:
-        QParamsError: one that is not positive and finite, or has no finite reciprocal where that is needed.
+        QParamsError: one that is not finite, not positive where scales have to be, or has no finite reciprocal where
+            that is needed.
     """
+    if exact:
+        check_values("scale", scale, _FINITE, traced=traced)
+        return
     bounds = _WITH_RECIPROCAL[scale.dtype] if arithmetic is Arithmetic.RECIPROCAL else _POSITIVE
     check_values("scale", scale, bounds, positive=True, traced=traced)
 

@@ -88,11 +88,10 @@ class FloatFormat(Format):
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype that torch has for the format, else uint8 with the bit pattern."""
-        if self.bits > 8:
-            return torch.int16
+        """The dtype that torch has for the format, else uint8 or int16 with the bit pattern."""
+        pattern = torch.int16 if self.bits > 8 else torch.uint8
         dtype = getattr(torch, self.label, None)
-        return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 else torch.uint8
+        return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize == pattern.itemsize else pattern
 
     @property
     def fraction_bits(self) -> int:
@@ -108,12 +107,10 @@ class FloatFormat(Format):
         sign = torch.signbit(code) & ((code != 0) | self.grid.negative_zero)
         pattern = pattern + sign * 2.0 ** (self.bits - 1)
         stored = torch.where(code.isnan(), float(self.nan_pattern), pattern).to(torch.int32)
-        if self.bits > 8:
-            return stored.to(torch.int16)
-        return stored.to(torch.uint8).view(self.storage)
+        return stored.to(torch.int16 if self.bits > 8 else torch.uint8).view(self.storage)
 
     def from_storage(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        raw = stored if self.bits > 8 else stored.view(torch.uint8)
+        raw = stored.view(torch.int16 if self.bits > 8 else torch.uint8)
         pattern = raw.to(torch.int64) & ((1 << self.bits) - 1)
         magnitude = pattern & ((1 << self.bits - 1) - 1)
         binade = torch.bitwise_right_shift(magnitude, self.mantissa_bits).clamp(min=1)
@@ -171,7 +168,7 @@ class ExponentFormat(Format):
 
     label: str
     exponent_bits: int = 8
-    has_zero: ClassVar[bool] = False
+    for_scales_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         largest = 2.0**self.exponent_bias

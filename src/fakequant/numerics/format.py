@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -50,8 +51,8 @@ class Format(ABC):
 
     has_zero_point: ClassVar[bool] = False
     """Whether codes can be shifted, so that 0.0 has a code other than 0."""
-    has_zero: ClassVar[bool] = True
-    """Whether 0.0 has a code; without one the format is for scales only."""
+    for_scales_only: ClassVar[bool] = False
+    """Whether all codes are positive."""
 
     grid: Grid
     """Bounds and spacing, for the kernels; made once, with the format."""
@@ -125,6 +126,11 @@ class Format(ABC):
         return 1.0 if grid.mantissa_bits is None else 2.0 ** (grid.min_exponent - grid.mantissa_bits)
 
     @property
+    def has_zero(self) -> bool:
+        """Whether 0.0 has a code."""
+        return not self.for_scales_only and (self.grid.table is None or 0.0 in self.grid.table.values)
+
+    @property
     def signed(self) -> bool:
         """Whether there are negative codes."""
         return self.quant_min < 0
@@ -133,6 +139,23 @@ class Format(ABC):
     def bound(self) -> float:
         """The code that `amax` is mapped to: quant_max, or -quant_min if there is no positive code (int1)."""
         return self.quant_max or -self.quant_min
+
+    @property
+    def second(self) -> float:
+        """The code below the highest."""
+        grid = self.grid
+        if grid.table is not None:
+            return grid.table.values[-2]
+        if grid.mantissa_bits is None:
+            return grid.quant_max - 1
+        mantissa, exponent = math.frexp(grid.quant_max)
+        below = exponent - 1 - int(mantissa == 0.5)
+        return grid.quant_max - 2.0 ** (max(below, grid.min_exponent) - grid.mantissa_bits)
+
+    @property
+    def farthest(self) -> float:
+        """The code that is farthest from 0; of two the positive one."""
+        return self.quant_min if -self.quant_min > self.quant_max else self.quant_max
 
     def clamp(self, code: Tensor) -> Tensor:
         """Saturate codes to the format's bounds; NaN and -0.0 stay (torch.clamp may turn -0.0 into a bound of +0.0)."""

@@ -21,6 +21,8 @@ FLOAT8_E3M4 = FloatFormat("float8_e3m4", 3, 4, Specials.IEEE)
 FLOAT6_E3M2FN = FloatFormat("float6_e3m2fn", 3, 2, Specials.NONE)
 FLOAT6_E2M3FN = FloatFormat("float6_e2m3fn", 2, 3, Specials.NONE)
 FLOAT4_E2M1FN = FloatFormat("float4_e2m1fn", 2, 1, Specials.NONE)
+FLOAT16 = FloatFormat("float16", 5, 10, Specials.IEEE)
+BFLOAT16 = FloatFormat("bfloat16", 8, 7, Specials.IEEE)
 FLOAT8_E8M0FNU = ExponentFormat("float8_e8m0fnu")
 # Quantiles of a normal distribution as float32: QLoRA, arXiv 2305.14314, appendix E, as bitsandbytes stores them.
 NF4 = TableFormat(
@@ -32,6 +34,9 @@ NF4 = TableFormat(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
 )
+# Of llama.cpp's IQ4_NL and IQ4_XS, without 0.
+IQ4_NL = TableFormat("iq4_nl", (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+BINARY = TableFormat("binary", (-1.0, 1.0))
 
 _registry: dict[str, Format] = {
     fmt.name: fmt

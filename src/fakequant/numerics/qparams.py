@@ -10,7 +10,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from fakequant.errors import CalibrationError, DTypeError
 
-from .blocks import block_axes, blocked
+from .blocks import block_axes, blocked, unblocked
 from .division import divide
 from .granularity import Granularity
 from .spec import Arithmetic, QuantSpec
@@ -42,7 +42,8 @@ class QParams(NamedTuple):
 
     Args:
         scale: [groups, axes kept] in units of x per code; under `Arithmetic.MULTIPLIER` codes per unit of x.
-        zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere.
+        zero_point: the code of 0.0, [groups, axes kept], or None if that is 0 everywhere; under `QuantSpec.offset` the
+            offset, in units of x.
         range: what the scale was made from, or None; `Gradient.INPUT_RANGE` compares the input with it.
         seed: that of `Rounding.STOCHASTIC` [], int64; None before one is drawn, and where rounding is to nearest.
 
@@ -163,35 +164,57 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     return Range(lo.reshape(groups).clamp(max=0.0), hi.reshape(groups).clamp(min=0.0))
 
 
-def lend(range: Range) -> Range:
-    """Give groups whose values are all zero the range of the whole tensor, and -1 to 1 where that is zero, too.
+def lend(range: Range, spec: QuantSpec) -> Range:
+    """Give groups whose values are all zero the range of those with which they share a scale of scales.
 
+    Where these are zero, too, or there are none, it is the range of the whole tensor, and -1 to 1 where that is zero.
     Zeros are the same by every scale. The smallest one, 2**-126, clips all that such a group gets later, and in an
-    engine the bias divided by it overflows int32.
+    engine the bias divided by it overflows int32. Where the specification has no exact 0.0, but a scale of 0, the range
+    stays.
 
-    >>> lend(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])))
+    >>> lend(Range(torch.tensor([-3.0, 0.0]), torch.tensor([2.0, 0.0])), QuantSpec("int8"))
     Range(lo=tensor([-3., -3.]), hi=tensor([2., 2.]))
     """
-    if not range.lo.numel():
+    if not range.lo.numel() or not (spec.has_zero or not spec.scale.is_exact):
         return range
-    empty = range.amax == 0
+    if spec.scale.granularity is not None:
+        range = _lend(range, *_within(range, spec.scale.granularity))
     lo, hi = range.lo.amin(), range.hi.amax()
     nothing = (lo == hi).to(lo.dtype)
-    return Range(torch.where(empty, lo - nothing, range.lo), torch.where(empty, hi + nothing, range.hi))
+    return _lend(range, lo - nothing, hi + nothing)
 
 
-def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = None) -> QParams:
+def _lend(range: Range, lo: Tensor, hi: Tensor) -> Range:
+    empty = range.amax == 0
+    return Range(torch.where(empty, lo, range.lo), torch.where(empty, hi, range.hi))
+
+
+def _within(range: Range, granularity: Granularity) -> Range:
+    """For every group the range of those that share a scale of scales with it."""
+    shape = range.lo.shape
+    blocks = granularity.block_shape(shape)
+    lo, hi = (blocked(end, blocks) for end in range)
+    if axes := block_axes(shape, blocks):
+        lo, hi = lo.amin(axes, True).expand(lo.shape), hi.amax(axes, True).expand(hi.shape)
+    return Range(unblocked(lo, shape, blocks), unblocked(hi, shape, blocks))
+
+
+def choose_qparams(
+    range: Range, spec: QuantSpec, *, largest: float | None = None, bound: float | None = None
+) -> QParams:
     """The scale and zero point that map a range onto the codes of a format.
 
     Symmetric: amax is mapped to the format's bound. Asymmetric: lo and hi to quant_min and quant_max, 0.0 to a code.
     A range too small for a normal scale gets the smallest normal one (2**-126 in float32), so that no scale is zero and
     no reciprocal infinite: all-zero groups stay zero. A range at the end of the dtype's gets the largest scale with
-    which every code stays finite.
+    which every code stays finite. Under an offset lo is mapped to 0 by it, and what the rounded offset leaves up to hi
+    to quant_max.
 
     Args:
         range: lo and hi of every group [groups, axes kept], in units of x.
         spec: decides symmetry, format and which reciprocal `scale` is.
         largest: the largest finite value of x's dtype; by default of the range's.
+        bound: the code that amax is mapped to instead of the one that the specification says.
 
     Returns:
         scale, zero_point (None when symmetric) and the range, all [groups, axes kept].
@@ -215,22 +238,31 @@ def choose_qparams(range: Range, spec: QuantSpec, *, largest: float | None = Non
     if spec.symmetric:
         amax = range.amax
         limit = largest / max(-fmt.quant_min, fmt.quant_max)
-        return QParams(_symmetric_scale(amax, spec, limit), None, Range(-amax, amax))
+        return QParams(_symmetric_scale(range, spec, limit, bound), None, Range(-amax, amax))
     tiny = torch.finfo(lo.dtype).tiny
     lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
+    if spec.offset is not None:
+        offset = spec.offset.choose_offset(lo, largest)
+        scale = spec.scale.choose(hi + offset, fmt, largest / fmt.quant_max, fmt.quant_max)
+        return QParams(scale, offset, Range(lo, hi))
     # Halved before the subtraction, so that hi - lo cannot overflow; exact in binary.
     steps = torch.full_like(lo, fmt.quant_max - fmt.quant_min)
     scale = (divide(hi * 0.5 - lo * 0.5, steps) * 2.0).clamp(tiny, torch.finfo(lo.dtype).max)
-    zero_point = (fmt.quant_min - divide(lo, scale).round()).clamp(fmt.quant_min, fmt.quant_max)
-    farthest = torch.maximum(zero_point - fmt.quant_min, fmt.quant_max - zero_point)
-    scale = torch.minimum(scale, divide(torch.full_like(scale, largest), farthest))
+    if spec.scale.format is not None:
+        scale = spec.scale.choose(scale, fmt, largest / (fmt.quant_max - fmt.quant_min), 1.0)
+    code = fmt.quant_min - divide(lo, torch.where(scale == 0, 1.0, scale)).round()
+    zero_point = code.clamp(fmt.quant_min, fmt.quant_max)
+    if spec.scale.format is None:
+        farthest = torch.maximum(zero_point - fmt.quant_min, fmt.quant_max - zero_point)
+        scale = torch.minimum(scale, divide(torch.full_like(scale, largest), farthest))
     return QParams(scale, zero_point.to(torch.int32), Range(lo, hi))
 
 
-def _symmetric_scale(amax: Tensor, spec: QuantSpec, limit: float) -> Tensor:
-    """The scale that maps amax to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
+def _symmetric_scale(range: Range, spec: QuantSpec, limit: float, bound: float | None) -> Tensor:
+    """The scale that maps the range to the bound, at most `limit`; its reciprocal under MULTIPLIER."""
     if spec.arithmetic is not Arithmetic.MULTIPLIER:
-        return spec.scale.choose(amax, spec.format, limit)
+        return spec.scale.choose(spec.scale.extent(*range, spec.format), spec.format, limit, bound)
+    amax = range.amax
     tiny = torch.finfo(amax.dtype).tiny
     multiplier = divide(torch.full_like(amax, spec.format.bound), amax)
     return multiplier.clamp(1.0 / limit, 1.0 / tiny)

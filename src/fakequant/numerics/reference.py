@@ -14,9 +14,10 @@ from torch import Tensor
 from fakequant.errors import QParamsError
 
 from .blocks import block_axes, blocked, blocked_groups, unblocked
-from .granularity import Shape
+from .granularity import Granularity, Shape
 from .philox import random_words
-from .qparams import QParams, Range, compute_dtype
+from .qparams import QParams, Range, choose_qparams, compute_dtype, measure
+from .scales import ScaleRounding
 from .spec import Arithmetic, Gradient, QuantSpec, Rounding
 from .sums import order_free_sum
 
@@ -75,29 +76,79 @@ def _to_encode(x: Tensor, params: QParams, spec: QuantSpec) -> _Blocked:
 
 
 def _encode(b: _Blocked, spec: QuantSpec) -> Codes:
+    x, scale, zero_point = b.x, b.scale, b.zero_point
+    if spec.scale.is_exact:
+        # Under a scale of 0 all values are 0, by whichever code; a quotient would be NaN.
+        scale = torch.where(scale == 0, torch.finfo(scale.dtype).max, scale)
+    if spec.offset is not None and zero_point is not None:
+        x, zero_point = x + zero_point, None
     if spec.arithmetic is Arithmetic.DIVIDE:
-        scaled = b.x / b.scale
+        scaled = x / scale
     elif spec.arithmetic is Arithmetic.RECIPROCAL:
-        scaled = b.x * b.scale.reciprocal()
+        scaled = x * scale.reciprocal()
     elif spec.arithmetic is Arithmetic.MULTIPLIER:
-        scaled = b.x * b.scale
+        scaled = x * scale
     else:
         raise AssertionError(f"an arithmetic without a definition: {spec.arithmetic}")
     unclamped = spec.format.round(scaled) if b.words is None else spec.format.round_stochastically(scaled, b.words)
-    if b.zero_point is not None:
-        unclamped = unclamped + b.zero_point
+    if zero_point is not None:
+        unclamped = unclamped + zero_point
     return Codes(scaled, unclamped, spec.format.clamp(unclamped))
 
 
 def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Tensor:
     if spec.arithmetic is Arithmetic.MULTIPLIER:
         return codes / scale
+    if spec.offset is not None and zero_point is not None:
+        return (codes + 0.0) * scale - zero_point
     if zero_point is not None:
         codes = codes - zero_point
     elif spec.format.has_zero_point:
         # Integers have no negative zero: -0.0 + 0.0 is +0.0, every other value stays.
         codes = codes + 0.0
     return codes * scale
+
+
+def choose(x: Tensor, spec: QuantSpec) -> QParams:
+    """The parameters that x itself gives, see `qparams.choose_qparams` and `ScaleRounding`."""
+    return choose_from(x, measure(x, spec.granularity), spec)
+
+
+def choose_from(x: Tensor, range: Range, spec: QuantSpec) -> QParams:
+    """`choose` with the measured range of x."""
+    largest = torch.finfo(x.dtype).max
+    if spec.scale.rounding is ScaleRounding.MEAN:
+        amax = _mean_magnitude(x, spec.granularity) * spec.format.bound
+        range = Range(-amax, amax)
+    params = choose_qparams(range, spec, largest=largest)
+    if spec.scale.rounding is not ScaleRounding.FOUR_OVER_SIX:
+        return params
+    other = choose_qparams(range, spec, largest=largest, bound=spec.format.second)
+    errors = [_squared_error(x, tried, spec) for tried in (params, other)]
+    return params._replace(scale=torch.where(errors[1] < errors[0], other.scale, params.scale))
+
+
+def _mean_magnitude(x: Tensor, granularity: Granularity) -> Tensor:
+    """Of the finite values of every group [groups, axes kept]."""
+    values = x.detach().to(compute_dtype(x.dtype)).double().abs()
+    values = torch.where(values.isfinite(), values, 0.0)
+    return (_sums(values, granularity) / _sums(torch.ones_like(values), granularity).clamp(min=1.0)).to(
+        compute_dtype(x.dtype)
+    )
+
+
+def _squared_error(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
+    """Of the finite values of every group, float64 [groups, axes kept]."""
+    x = x.detach().to(compute_dtype(x.dtype))
+    error = (fake_quantize(x, params, spec.replace(rounding=Rounding.NEAREST_EVEN)) - x).double()
+    return _sums(torch.where(error.isfinite(), error, 0.0).square(), spec.granularity)
+
+
+def _sums(values: Tensor, granularity: Granularity) -> Tensor:
+    blocks, groups = granularity.block_shape(values.shape), granularity.group_shape(values.shape)
+    if not values.numel():
+        return values.new_zeros(groups)
+    return order_free_sum(blocked(values, blocks), block_axes(values.shape, blocks)).reshape(groups)
 
 
 def fake_quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -128,9 +179,11 @@ def input_range(params: QParams, spec: QuantSpec) -> Range:
     fmt = spec.format
     if spec.symmetric:
         bound = torch.full_like(params.scale, fmt.bound)
-        amax = bound / params.scale if spec.arithmetic is Arithmetic.MULTIPLIER else bound * params.scale
+        amax = bound / params.scale if spec.arithmetic is Arithmetic.MULTIPLIER else (bound * params.scale).abs()
         return Range(-amax, amax)
     zero_point = 0.0 if params.zero_point is None else params.zero_point.to(params.scale.dtype)
+    if spec.offset is not None:
+        return Range(fmt.quant_min * params.scale - zero_point, fmt.quant_max * params.scale - zero_point)
     return Range((fmt.quant_min - zero_point) * params.scale, (fmt.quant_max - zero_point) * params.scale)
 
 
@@ -141,8 +194,15 @@ def clip_range(params: QParams, spec: QuantSpec, dtype: torch.dtype) -> Range:
 
 
 def _ends(scale: Tensor, zero_point: Tensor | None, spec: QuantSpec) -> Range:
-    codes = (torch.full_like(scale, code) for code in (spec.format.quant_min, spec.format.quant_max))
-    return Range(*(_decode(code, scale, zero_point, spec) for code in codes))
+    return Range(*(_decode(code, scale, zero_point, spec) for code in _end_codes(scale, spec)))
+
+
+def _end_codes(scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The codes of the lowest and the highest value: a negative scale turns them round."""
+    lowest, highest = (torch.full_like(scale, code) for code in (spec.format.quant_min, spec.format.quant_max))
+    if not spec.scale.is_exact:
+        return lowest, highest
+    return torch.where(scale < 0, highest, lowest), torch.where(scale < 0, lowest, highest)
 
 
 def passes(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:
@@ -179,18 +239,22 @@ def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
     """Rounding is taken as the identity.
 
     Where a code is in range, y = (rint(x/s) + zp - zp) * s has dy/ds = rint(x/s) - x/s and dy/dzp = 0; where it
-    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Where rounding is stochastic, the code that
-    was drawn takes the place of rint(x/s). Under `Gradient.CLIP`, y = x between the ends and saturates at and beyond
-    them.
+    saturates, y = (bound - zp) * s has dy/ds = bound - zp and dy/dzp = -s. Of an offset m, y = rint((x + m)/s) * s - m
+    has dy/ds = rint((x + m)/s) - (x + m)/s and dy/dm = 0, and where it saturates bound and -1. Where rounding is
+    stochastic, the code that was drawn takes the place of rint(x/s). Under `Gradient.CLIP`, y = x between the ends and
+    saturates at and beyond them.
 
     Source: LSQ, arXiv 1902.08153, equation 3; LSQ+, arXiv 2004.09576, section 3; PACT, arXiv 1805.06085, equation 3.
     """
-    fmt, offset = spec.format, torch.zeros_like(b.scale) if b.zero_point is None else b.zero_point
+    fmt, offset = spec.format, b.zero_point
+    if offset is None or spec.offset is not None:
+        offset = torch.zeros_like(b.scale)
     if spec.gradient is Gradient.CLIP:
         lo, hi = _ends(b.scale, b.zero_point, spec)
         low, high = b.x <= lo, b.x >= hi
         inside = ~(low | high)
-        scale = torch.where(low, fmt.quant_min - offset, torch.where(high, fmt.quant_max - offset, 0.0))
+        first, last = _end_codes(b.scale, spec)
+        scale = torch.where(low, first - offset, torch.where(high, last - offset, 0.0))
     else:
         codes = _encode(b, spec)
         inside = (codes.unclamped >= fmt.quant_min) & (codes.unclamped <= fmt.quant_max)
@@ -200,7 +264,8 @@ def _slopes(b: _Blocked, spec: QuantSpec) -> _Slopes:
         # in float32, and at most the largest number, because m < 1e-18 reaches beyond it: 0 / 0 and 0 * inf are NaN.
         largest = torch.finfo(scale.dtype).max
         scale = (-scale / b.scale / b.scale).clamp(-largest, largest)
-    return _Slopes(scale, torch.where(inside, 0.0, -b.scale))
+    unit = b.scale if spec.offset is None else torch.ones_like(b.scale)
+    return _Slopes(scale, torch.where(inside, 0.0, -unit))
 
 
 def grad_params(

@@ -1,6 +1,7 @@
-"""Formats of the scales themselves: power-of-two scales, and scales under a scale of their own.
+"""How scales and offsets are stored: formats of their own, and shared scales above them.
 
-Sources: OCP Microscaling 1.0, section 6.3 (E8M0, floor); NVIDIA TensorRT Model Optimizer (E8M0, ceil; NVFP4).
+Sources: OCP Microscaling 1.0, section 6.3 (E8M0, floor); NVIDIA TensorRT Model Optimizer (E8M0, ceil; NVFP4);
+llama.cpp, ggml-quants (float16 scales, K-quants).
 """
 
 from __future__ import annotations
@@ -8,26 +9,37 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fakequant.errors import SpecError
+from fakequant.errors import QParamsError, SpecError
 from fakequant.numerics.blocks import block_axes, blocked, blocked_groups, unblocked
-from fakequant.numerics.compilers import is_approximate
 from fakequant.numerics.division import divide
-from fakequant.numerics.floats import ExponentFormat, power_of_two
+from fakequant.numerics.floats import ExponentFormat, FloatFormat, power_of_two
 from fakequant.numerics.format import Format
 from fakequant.numerics.formats import parse_format
-from fakequant.numerics.granularity import Granularity, parse_granularity
+from fakequant.numerics.granularity import Granularity, Shape, parse_granularity
+from fakequant.numerics.stored_scales import StoredScales, farthest, join_scales, rounded, split_scales
 from fakequant.numerics.tables import TableFormat
 
 
 class ScaleRounding(Enum):
-    """How a scale is rounded to its format."""
+    """How a scale is chosen, and rounded to its format."""
 
     NEAREST = "nearest"
-    """To the nearest, ties to even."""
+    """The largest magnitude becomes the format's bound; to the nearest scale, ties to even."""
+    SIGNED = "signed"
+    """As NEAREST, but what is farthest from 0 gets the code that is farthest from 0, -8 of int4, so that a scale may be
+    negative: llama.cpp. Scales in signed integers are chosen so."""
+    HALF_RANGE = "half_range"
+    """The largest magnitude becomes half of the range of codes, 127.5 of int8, and is clamped: compressed-tensors."""
+    MEAN = "mean"
+    """The mean magnitude becomes the code 1: BitNet b1.58, arXiv 2402.17764."""
+    FOUR_OVER_SIX = "four_over_six"
+    """The largest magnitude becomes the largest code or the one below, by the squared error of the group: 6 or 4 of
+    float4_e2m1fn, arXiv 2512.02010."""
     FLOOR = "floor"
     """Power-of-two scales: floor(log2(amax)) - floor(log2(bound)), which can saturate. OCP Microscaling 1.0."""
     CEIL = "ceil"
@@ -36,64 +48,109 @@ class ScaleRounding(Enum):
     """Power-of-two scales: as FLOOR after rounding amax to the element format's precision. torchao, Quark."""
 
 
+_OF_POWERS = (ScaleRounding.FLOOR, ScaleRounding.CEIL, ScaleRounding.EVEN)
+
+
 @dataclass(frozen=True)
 class ScaleSpec:
     """How scales are stored.
 
+    Scales in float formats without a shared scale, and under a shared scale with a format, are numbers of these formats
+    exactly. They may be 0, where all values of a group are, and where they are signed negative.
+
     Args:
-        format: None for float32; a float format, an unsigned integer format, or `float8_e8m0fnu`.
-        rounding: see `ScaleRounding`; power-of-two scales need FLOOR, CEIL or EVEN, all others NEAREST.
-        granularity: over the tensor of scales: which of them share a float32 scale of their own (NVFP4: `PerTensor()`).
+        format: None for float32; a float format, an integer format, or `float8_e8m0fnu`.
+        rounding: see `ScaleRounding`; power-of-two scales need FLOOR, CEIL or EVEN, signed integers SIGNED.
+        granularity: over the tensor of scales: which of them share a scale of their own (NVFP4: `PerTensor()`).
             None: the scales have none.
+        shared: the float format of the shared scales; None for float32.
 
     Raises:
         SpecError: a combination that is not defined.
 
     >>> print(ScaleSpec("float8_e8m0fnu", ScaleRounding.FLOOR), ScaleSpec("float8_e4m3fn", granularity=PerTensor()))
     scale=float8_e8m0fnu:floor scale=float8_e4m3fn@per_tensor
+    >>> ScaleSpec.parse("scale=uint6@per_block(-1:8)/float16").shared.name
+    'float16'
     """
 
+    word: ClassVar[str] = "scale"
     format: Format | None = None
     rounding: ScaleRounding = ScaleRounding.NEAREST
     granularity: Granularity | None = None
+    shared: Format | None = None
 
     def __init__(
         self,
         format: Format | str | None = None,
         rounding: ScaleRounding | None = None,
         granularity: Granularity | None = None,
+        shared: Format | str | None = None,
     ) -> None:
         fmt = None if format is None else parse_format(format)
-        powers = isinstance(fmt, ExponentFormat)
-        default = ScaleRounding.FLOOR if powers else ScaleRounding.NEAREST
         object.__setattr__(self, "format", fmt)
-        object.__setattr__(self, "rounding", rounding or default)
+        object.__setattr__(self, "rounding", rounding or _default_rounding(fmt))
         object.__setattr__(self, "granularity", granularity)
-        if fmt is not None and (isinstance(fmt, TableFormat) or (fmt.has_zero_point and fmt.signed)):
-            raise SpecError(f"scales are positive, and {fmt} is no format for them; use a float or an unsigned integer")
+        object.__setattr__(self, "shared", None if shared is None else parse_format(shared))
+        self._check()
+
+    def _check(self) -> None:
+        fmt, rounding, granularity, named = self.format, self.rounding, self.granularity, self.format or "float32"
+        if isinstance(fmt, TableFormat):
+            raise SpecError(f"{fmt} is no format for {self.word}s; use a float or an integer")
         if granularity is not None and not isinstance(granularity, Granularity):
             raise SpecError(f"granularity must be a Granularity such as PerTensor(), got {granularity!r}")
-        if powers == (self.rounding is ScaleRounding.NEAREST):
-            kinds = "floor, ceil or even" if powers else "nearest"
-            raise SpecError(f"scales in {fmt or 'float32'} are rounded by {kinds}, not by {self.rounding.value}")
-        if (fmt is None or powers) and granularity is not None:
-            raise SpecError(f"scales in {fmt or 'float32'} need no scale of their own; leave the granularity out")
-        if fmt is not None and not powers and granularity is None:
+        if (kinds := self._roundings()) and rounding not in kinds:
+            words = ", ".join(one.value for one in kinds[:-1]) + " or " * (len(kinds) > 1) + kinds[-1].value
+            raise SpecError(f"{self.word}s in {named} are rounded by {words}, not by {rounding.value}")
+        if (fmt is None or isinstance(fmt, ExponentFormat)) and granularity is not None:
+            raise SpecError(f"{self.word}s in {named} need no scale of their own; leave the granularity out")
+        if rounding is ScaleRounding.FOUR_OVER_SIX and self.shared is not None:
+            raise SpecError(f"four_over_six needs one shared scale for both choices: leave /{self.shared} out")
+        if fmt is not None and fmt.has_zero_point and granularity is None:
             raise SpecError(
-                f"scales in {fmt} reach {fmt.quant_max:g} at most and need a scale of their own: "
-                "give its granularity, such as PerTensor()"
+                f"{self.word}s in {fmt} reach {fmt.quant_max:g} at most and need a scale of their own: give its "
+                f"granularity, such as '{self.word}={fmt}@per_block(-1:8)/float16'"
+            )
+        if self.shared is not None and (granularity is None or not isinstance(self.shared, FloatFormat)):
+            raise SpecError(
+                f"{self.shared} for the scale of {self.word}s in {named}: expected a float format behind a "
+                f"granularity, such as '{self.word}=uint6@per_block(-1:8)/float16'"
             )
 
-    def __str__(self) -> str:
+    def _roundings(self) -> tuple[ScaleRounding, ...]:
+        """Those that the format has, the default first."""
+        if isinstance(self.format, ExponentFormat):
+            return _OF_POWERS
+        plain = ScaleRounding.NEAREST, ScaleRounding.HALF_RANGE, ScaleRounding.MEAN
         if self.format is None:
+            return plain
+        if self.format.has_zero_point:
+            return (ScaleRounding.SIGNED,) if self.format.signed else plain
+        return *plain, ScaleRounding.SIGNED, ScaleRounding.FOUR_OVER_SIX
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether scales are numbers of their formats exactly, and may be 0."""
+        powers = isinstance(self.format, ExponentFormat)
+        return self.format is not None and not powers and (self.granularity is None) == (self.shared is None)
+
+    def __str__(self) -> str:
+        powers = isinstance(self.format, ExponentFormat)
+        said = powers or self.rounding is not _default_rounding(self.format)
+        if self.format is None and not said:
             return ""
         # Added up, because torch.compile does not know the texts of formats that are filled in.
+        text = self.word + "=" + (str(self.format) if self.format is not None else "float32")
+        if said:
+            text += ":" + self.rounding.value
         if self.granularity is not None:
-            return "scale=" + str(self.format) + "@" + str(self.granularity)
-        return "scale=" + str(self.format) + ":" + self.rounding.value
+            text += "@" + str(self.granularity)
+        return text if self.shared is None else text + "/" + str(self.shared)
 
     def __repr__(self) -> str:
-        return "ScaleSpec()" if self.format is None else f"ScaleSpec.parse({str(self)!r})"
+        name = type(self).__name__
+        return f"{name}.parse({str(self)!r})" if str(self) else f"{name}()"
 
     @classmethod
     def parse(cls, text: str) -> ScaleSpec:
@@ -104,35 +161,166 @@ class ScaleSpec:
         """
         if not text:
             return cls()
-        name, _, granularity = text.removeprefix("scale=").partition("@")
+        name, _, granularity = text.removeprefix(cls.word + "=").partition("@")
         name, _, rounding = name.partition(":")
+        granularity, _, shared = granularity.partition("/")
         try:
             return cls(
-                name,
+                None if name == "float32" else name,
                 ScaleRounding(rounding) if rounding else None,
                 parse_granularity(granularity) if granularity else None,
+                shared or None,
             )
         except ValueError as error:
-            raise SpecError(f"cannot read the scale format {text!r}: {error}") from error
+            raise SpecError(f"cannot read the {cls.word} format {text!r}: {error}") from error
 
-    def choose(self, amax: Tensor, element: Format, limit: float) -> Tensor:
+    def bound(self, element: Format) -> float:
+        """What of the codes the extent of a group is mapped to; negative where it gets the lowest code."""
+        if self.rounding is ScaleRounding.SIGNED:
+            return element.farthest
+        half = (element.quant_max - element.quant_min) / 2
+        return half if self.rounding is ScaleRounding.HALF_RANGE else element.bound
+
+    def extent(self, lo: Tensor, hi: Tensor, element: Format) -> Tensor:
+        """What is mapped to `bound`: the largest magnitude, or with its sign the value that is farthest from 0."""
+        if self.rounding is ScaleRounding.SIGNED and self.bound(element) < 0:
+            return torch.where(-lo > hi, lo, hi)
+        return torch.maximum(-lo, hi) + 0.0
+
+    def choose(self, extent: Tensor, element: Format, limit: float, bound: float | None = None) -> Tensor:
         """The scale of every group, rounded to its format.
 
         Args:
-            amax: [groups, axes kept], in units of x; float32 or float64.
-            element: the format of the codes, whose bound amax is mapped to.
+            extent: [groups, axes kept], in units of x; float32 or float64.
+            element: the format of the codes.
             limit: the largest scale with which every code stays finite.
+            bound: what the extent is mapped to; by default `self.bound(element)`.
 
         Returns:
-            [groups, axes kept], positive, in units of x per code.
+            [groups, axes kept], in units of x per code; positive but where `is_exact`.
         """
+        bound = self.bound(element) if bound is None else bound
         if isinstance(self.format, ExponentFormat):
-            return _powers_of_two(amax, element, self.rounding, self.format.exponent_bias, limit)
-        if self.format is None or self.granularity is None:
-            scale = divide(amax, torch.full_like(amax, element.bound)).clamp(min=torch.finfo(amax.dtype).tiny)
-        else:
-            scale = _under_a_scale(amax, element.bound, self.format, self.granularity)
-        return scale.clamp(max=limit)
+            return _powers_of_two(extent, element, self.rounding, self.format.exponent_bias, limit)
+        if self.format is None:
+            scale = divide(extent, torch.full_like(extent, bound)).clamp(min=torch.finfo(extent.dtype).tiny)
+            return scale.clamp(max=limit)
+        if self.is_exact:
+            return self._exact(extent, bound, limit)
+        whole = self.format.quant_max * bound
+        if self.rounding is ScaleRounding.FOUR_OVER_SIX:  # under a power of two, of which 6 / 4 is a code, too
+            whole = 2.0 ** (math.frexp(self.format.quant_max)[1] - 1) * element.bound
+        return self._under_a_scale(extent, bound, whole).clamp(max=limit)
+
+    def _under_a_scale(self, amax: Tensor, bound: float, whole_bound: float) -> Tensor:
+        """code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded.
+
+        A code of 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision,
+        but not all.
+        """
+        fmt, granularity = self.format, self.granularity
+        assert fmt is not None, "float32 scales are not rounded"
+        assert granularity is not None, "scales without one are exact"
+        if amax.numel() == 0:
+            return amax
+        finfo = torch.finfo(amax.dtype)
+        if whole_bound > finfo.max:
+            raise SpecError(
+                f"scales in {fmt} under codes up to {bound:g} reach beyond {amax.dtype}; choose a smaller one"
+            )
+        blocks = granularity.block_shape(amax.shape)
+        axes = block_axes(amax.shape, blocks)
+        view = blocked(amax, blocks)
+        whole = (view.amax(axes) if axes else view).reshape(granularity.group_shape(amax.shape))
+        shared = divide(whole, torch.full_like(whole, whole_bound)).clamp(min=finfo.tiny)
+        shared = blocked_groups(shared, amax.shape, blocks)
+        code = rounded(divide(view, bound * shared), fmt)
+        scale = torch.where(code > 0, code, fmt.smallest) * shared
+        return unblocked(scale, amax.shape, blocks).clamp(min=finfo.tiny)
+
+    def _exact(self, extent: Tensor, bound: float, limit: float, *, keeps_small: bool = True) -> Tensor:
+        """code * d, both exactly numbers of their formats: 0 where the extent is 0.
+
+        The group with the farthest extent gets the farthest code, as far as d is rounded. A code or a d of 0 becomes
+        the smallest one with the sign of its extent; no product is beyond the limit.
+        """
+        assert self.format is not None, "float32 scales are not rounded"
+        if extent.numel() == 0:
+            return extent
+        if self.granularity is None:
+            return _stored(divide(extent, torch.full_like(extent, bound)), self.format, limit, keeps_small)
+        assert self.shared is not None, "else they are not exact"
+        blocks = self.granularity.block_shape(extent.shape)
+        axes, view = block_axes(extent.shape, blocks), blocked(extent, blocks)
+        whole = farthest(view, axes)
+        shared = divide(whole, torch.full_like(whole, self.format.farthest * bound))
+        shared = _stored(shared, self.shared, limit / self.format.smallest, True)
+        some = torch.where(shared == 0, 1.0, shared)
+        most = divide(torch.full_like(some, limit), some.abs())
+        code = _stored(divide(view, bound * some), self.format, most, keeps_small)
+        return unblocked(code * shared, extent.shape, blocks)
+
+    def split(self, values: Tensor) -> StoredScales:
+        """The codes and the shared scales of chosen or read scales, float32: what a file stores.
+
+        Of several ways the one is given in which the farthest scale has the code that is farthest from 0, or else the
+        next below that serves, as `choose` and llama.cpp have it.
+
+        Args:
+            values: [groups, axes kept].
+
+        Raises:
+            QParamsError: numbers that are not of this form.
+
+        >>> spec = ScaleSpec.parse("scale=uint6@per_block(-1:2)/float16")
+        >>> spec.split(torch.tensor([[0.5 * 63, 0.5 * 2]]))
+        StoredScales(codes=tensor([[63,  2]], dtype=torch.uint8), shared=tensor([[0.5000]]))
+        """
+        stored = split_scales(values, self.format, self.granularity, self.shared)
+        if stored is None:
+            raise QParamsError(
+                f"{self.word}s of shape {list(values.shape)} are not in the form {self}; choose them by "
+                "fakequant.choose_qparams, or join them from codes"
+            )
+        return stored
+
+    def join(self, stored: StoredScales) -> Tensor:
+        """The scales that a file stores, float32 [groups, axes kept]."""
+        return join_scales(stored, self.format, self.granularity)
+
+    def bits(self, groups: Shape) -> int:
+        """The bits that the scales of groups take, with those that they share."""
+        own = math.prod(groups) * (32 if self.format is None else self.format.bits)
+        if self.granularity is None:
+            return own
+        return own + math.prod(self.granularity.group_shape(groups)) * (32 if self.shared is None else self.shared.bits)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class OffsetSpec(ScaleSpec):
+    """How offsets are stored, in units of x: as scales are, unsigned, to the nearest; 0 has a code.
+
+    >>> OffsetSpec.parse("offset=uint6@per_block(-1:8)/float16").granularity
+    PerBlock(sizes=((-1, 8),), pad=False)
+    """
+
+    word: ClassVar[str] = "offset"
+
+    def _roundings(self) -> tuple[ScaleRounding, ...]:
+        return (ScaleRounding.NEAREST,)
+
+    def _check(self) -> None:
+        super()._check()
+        if self.format is not None and not self.is_exact:
+            raise SpecError(f"offsets in {self.format} under float32: give the shared scale a format, such as /float16")
+
+    def __str__(self) -> str:
+        return super().__str__() or "offset=float32"
+
+    def choose_offset(self, lo: Tensor, limit: float) -> Tensor:
+        """What is added to x so that the lowest value of every group becomes 0: -lo rounded, [groups, axes kept]."""
+        offset = -lo + 0.0
+        return offset if self.format is None else self._exact(offset, 1.0, limit, keeps_small=False)
 
 
 def _powers_of_two(amax: Tensor, element: Format, rounding: ScaleRounding, largest: int, limit: float) -> Tensor:
@@ -156,25 +344,22 @@ def _powers_of_two(amax: Tensor, element: Format, rounding: ScaleRounding, large
     return power_of_two(exponent).to(amax.dtype)
 
 
-def _under_a_scale(amax: Tensor, bound: float, fmt: Format, granularity: Granularity) -> Tensor:
-    """code * g, with g = amax of the whole / (bound * largest code) and code = amax / (bound * g) rounded.
+def _default_rounding(fmt: Format | None) -> ScaleRounding:
+    if isinstance(fmt, ExponentFormat):
+        return ScaleRounding.FLOOR
+    is_signed = fmt is not None and fmt.has_zero_point and fmt.signed
+    return ScaleRounding.SIGNED if is_signed else ScaleRounding.NEAREST
 
-    A code of 0 becomes the smallest positive one: a block that is small compared with its tensor loses precision, but
-    not all.
+
+def _stored(v: Tensor, fmt: Format, limit: float | Tensor, keeps_small: bool) -> Tensor:
+    """The nearest number of a format up to a limit; 0 for 0 alone if small numbers are kept.
+
+    No subnormal number of float32, which bfloat16 has, because processors may flush them.
     """
-    if amax.numel() == 0:
-        return amax
-    finfo = torch.finfo(amax.dtype)
-    if fmt.quant_max * bound > finfo.max:
-        raise SpecError(f"scales in {fmt} under codes up to {bound:g} reach beyond {amax.dtype}; choose a smaller one")
-    blocks = granularity.block_shape(amax.shape)
-    axes = block_axes(amax.shape, blocks)
-    view = blocked(amax, blocks)
-    whole = (view.amax(axes) if axes else view).reshape(granularity.group_shape(amax.shape))
-    shared = divide(whole, torch.full_like(whole, fmt.quant_max * bound)).clamp(min=finfo.tiny)
-    shared = blocked_groups(shared, amax.shape, blocks)
-    code = fmt.clamp(divide(view, bound * shared))
-    # Float formats divide by powers of two to round, which an approximate division need not do exactly either.
-    code = fmt.round(code.double()).to(code.dtype) if is_approximate(code) else fmt.round(code)
-    scale = torch.where(code > 0, code, fmt.smallest) * shared
-    return unblocked(scale, amax.shape, blocks).clamp(min=finfo.tiny)
+    most = fmt.neighbours(torch.as_tensor(limit, dtype=v.dtype, device=v.device)).near
+    code = rounded(v, fmt)
+    code = torch.where(code.abs() > most, most.copysign(code), code)
+    smallest = max(fmt.smallest, torch.finfo(v.dtype).tiny)
+    small = code.abs() < smallest
+    least = torch.full_like(v, smallest).copysign(v) if keeps_small else torch.zeros_like(v)
+    return torch.where(small, torch.where(v == 0, 0.0, least), code)

@@ -12,7 +12,7 @@ from fakequant.errors import SpecError, check_keys, nearest
 
 from .formats import Format, parse_format
 from .granularity import Granularity, PerTensor, parse_granularity
-from .scales import ScaleSpec
+from .scales import OffsetSpec, ScaleRounding, ScaleSpec
 
 
 class Arithmetic(Enum):
@@ -72,9 +72,12 @@ class QuantSpec:
         gradient: see `Gradient`.
         scale: the format of the scales, see `ScaleSpec`; by default float32.
         rounding: see `Rounding`; by default to the nearest code.
+        offset: how offsets are stored that take the place of zero points, in units of x: codes are
+            clamp(rint((x + m) / s)), values q * s - m. None, the default: there are none.
 
     Raises:
-        SpecError: an unknown format, an asymmetric float format, or a zero point under MULTIPLIER.
+        SpecError: an unknown format, an asymmetric float format, a zero point under MULTIPLIER, or an offset for a
+            format with negative codes.
 
     >>> spec = QuantSpec("uint8", PerChannel(0), arithmetic=Arithmetic.RECIPROCAL)
     >>> print(spec)
@@ -90,8 +93,9 @@ class QuantSpec:
     gradient: Gradient = Gradient.CODE_RANGE
     scale: ScaleSpec = ScaleSpec()
     rounding: Rounding = Rounding.NEAREST_EVEN
+    offset: OffsetSpec | None = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but the first two by name
         self,
         format: Format | str,
         granularity: Granularity | None = None,
@@ -101,10 +105,11 @@ class QuantSpec:
         gradient: Gradient = Gradient.CODE_RANGE,
         scale: ScaleSpec | None = None,
         rounding: Rounding = Rounding.NEAREST_EVEN,
+        offset: OffsetSpec | None = None,
     ) -> None:
         fmt = parse_format(format)
         if symmetric is None:
-            symmetric = _symmetric_by_default(fmt, arithmetic)
+            symmetric = offset is None and _symmetric_by_default(fmt, arithmetic)
         try:
             arithmetic, gradient, rounding = Arithmetic(arithmetic), Gradient(gradient), Rounding(rounding)
         except ValueError as error:
@@ -119,6 +124,7 @@ class QuantSpec:
             "gradient": gradient,
             "scale": ScaleSpec() if scale is None else scale,
             "rounding": rounding,
+            "offset": offset,
         }.items():
             object.__setattr__(self, name, value)
         self._check()
@@ -131,19 +137,45 @@ class QuantSpec:
             raise SpecError(f"symmetric must be True, False or None, got {self.symmetric!r}")
         if not isinstance(self.scale, ScaleSpec):
             raise SpecError(f"scale must be a ScaleSpec such as ScaleSpec('float8_e8m0fnu'), got {self.scale!r}")
-        if not self.format.has_zero:
+        if self.format.for_scales_only:
             raise SpecError(f"{self.format} has no code for 0.0: it is a format for scales, see ScaleSpec")
-        if self.scale.format is not None and not (self.symmetric and self.arithmetic is not Arithmetic.MULTIPLIER):
-            raise SpecError(
-                f"scales in {self.scale.format} are for symmetric specifications with DIVIDE or RECIPROCAL; "
-                "leave the scale format out, or change the specification"
-            )
+        self._check_scale()
+        if self.offset is not None:
+            self._check_offset(self.offset)
         if self.symmetric:
             return
         if not self.format.has_zero_point:
             raise SpecError(f"{self.format} has no zero point: symmetric=False is for integer formats only")
         if self.arithmetic is Arithmetic.MULTIPLIER:
             raise SpecError("Arithmetic.MULTIPLIER has no zero point; use DIVIDE or RECIPROCAL with symmetric=False")
+
+    def _check_scale(self) -> None:
+        scale, plain = self.scale, self.scale.rounding is ScaleRounding.NEAREST and self.scale.is_exact
+        if scale != ScaleSpec() and (
+            self.arithmetic is Arithmetic.MULTIPLIER or not (self.symmetric or plain or scale.format is None)
+        ):
+            raise SpecError(
+                f"scales in {scale.format or scale} are for symmetric specifications with DIVIDE or RECIPROCAL; "
+                "leave the scale format out, or change the specification"
+            )
+        if not self.symmetric and scale.rounding is not ScaleRounding.NEAREST:
+            raise SpecError(f"{scale} is for symmetric specifications; leave {scale.rounding.value} out")
+        if scale.rounding is ScaleRounding.HALF_RANGE and not self.format.signed:
+            raise SpecError(f"{scale} is for signed formats; leave half_range out for {self.format}")
+
+    def _check_offset(self, offset: OffsetSpec) -> None:
+        if not isinstance(offset, OffsetSpec):
+            raise SpecError(f"offset must be an OffsetSpec such as OffsetSpec('float16'), got {offset!r}")
+        if self.symmetric or not self.format.has_zero_point or self.format.signed:
+            raise SpecError(
+                f"an offset takes the place of a zero point, for codes from 0 on: {self.format} with symmetric="
+                f"{self.symmetric} has none; use an unsigned integer such as uint4, or leave the offset out"
+            )
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether 0.0 is a value of every group; offsets and tables without 0.0 have only nearest ones."""
+        return self.offset is None and self.format.has_zero
 
     def __hash__(self) -> int:
         # Kept, because every call looks things up by its specification and the hash visits a dozen objects.
@@ -185,7 +217,7 @@ class QuantSpec:
 
     def _to_words(self) -> str:
         words = [str(self.format), str(self.granularity)]
-        if self.symmetric != _symmetric_by_default(self.format, self.arithmetic):
+        if self.offset is None and self.symmetric != _symmetric_by_default(self.format, self.arithmetic):
             words.append("symmetric" if self.symmetric else "asymmetric")
         words += [
             value.value
@@ -196,7 +228,8 @@ class QuantSpec:
             )
             if value is not default
         ]
-        return " ".join([*words, str(self.scale)]).rstrip()
+        words += [str(stored) for stored in (self.scale, self.offset) if stored is not None and str(stored)]
+        return " ".join(words)
 
     @staticmethod
     def parse(text: str) -> QuantSpec:
@@ -243,6 +276,7 @@ class QuantSpec:
             "gradient": self.gradient.value,
             "scale": str(self.scale),
             "rounding": self.rounding.value,
+            **({} if self.offset is None else {"offset": str(self.offset)}),
         }
 
     @classmethod
@@ -260,6 +294,7 @@ class QuantSpec:
             options["gradient"] = Gradient(options.get("gradient", "code_range"))
             options["scale"] = ScaleSpec.parse(options.get("scale", ""))
             options["rounding"] = Rounding(options.get("rounding", "nearest_even"))
+            options["offset"] = OffsetSpec.parse(options["offset"]) if options.get("offset") else None
             return cls(**options)
         except (ValueError, TypeError) as error:
             raise SpecError(f"cannot read the specification {values}: {error}") from error
@@ -277,6 +312,7 @@ _WORDS: dict[str, dict[str, Any]] = {
     **{value.value: {"rounding": value} for value in Rounding},
 }
 
+_STORED: dict[str, type[ScaleSpec]] = {one.word: one for one in (ScaleSpec, OffsetSpec)}
 
 # A plain dict, emptied when it is full: torch.compile warns about functools.lru_cache.
 _parsed: dict[str, QuantSpec] = {}
@@ -289,7 +325,8 @@ def _parse(text: str) -> QuantSpec:
     format_name, *words = text.split()
     options: dict[str, Any] = {}
     for position, word in enumerate(words):
-        option = {"scale": ScaleSpec.parse(word)} if word.startswith("scale=") else _WORDS.get(word)
+        key, equals, _ = word.partition("=")
+        option = {key: _STORED[key].parse(word)} if equals and key in _STORED else _WORDS.get(word)
         if option:
             (name,) = option
             if name in options:

@@ -22,10 +22,11 @@ class TableFormat(Format):
 
     Args:
         label: the name.
-        values: the values by code, rising, with 0.0 among them; 2 to 256, each exact in float32.
+        values: the values by code, rising; 2 to 256, each exact in float32. Without 0.0 among them zeros become the
+            nearest value, but for groups of zeros whose scale may be 0, see `ScaleSpec`.
 
     Raises:
-        SpecError: values that do not rise, lack 0.0, are inexact, too few or too many.
+        SpecError: values that do not rise, have all one sign, are inexact, too few or too many.
 
     >>> TableFormat("ternary", (-1.0, 0.0, 1.0)).round(torch.tensor([0.4, 0.5, 0.6, -0.5]))
     tensor([ 0.,  1.,  1., -1.])
@@ -38,10 +39,10 @@ class TableFormat(Format):
         if not all(abs(v) <= _LARGEST for v in self.values):
             raise SpecError(f"TableFormat {self.label!r}: values must be finite in float32, got {self.values}")
         rises = all(low < high for low, high in itertools.pairwise(self.values))
-        if not (2 <= len(self.values) <= 256 and rises and 0.0 in self.values):
+        if not (2 <= len(self.values) <= 256 and rises and self.values[0] <= 0.0 <= self.values[-1]):
             raise SpecError(
-                f"TableFormat {self.label!r}: needs 2 to 256 rising values with 0.0 among them, because 0.0 has to "
-                f"keep an exact code; got {self.values}"
+                f"TableFormat {self.label!r}: needs 2 to 256 rising values from one that is not positive to one that "
+                f"is not negative; got {self.values}"
             )
         if inexact := [v for v in self.values if struct.unpack("f", struct.pack("f", v))[0] != v]:
             raise SpecError(f"TableFormat {self.label!r}: {inexact} are not exact in float32; round them first")

@@ -12,7 +12,7 @@ from torch import Tensor
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.histogram import Bins, Observed, observe_by_definition
-from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype, measure
+from fakequant.numerics.qparams import QParams, Range, compute_dtype, measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
 from .layout import layout_of
@@ -136,7 +136,7 @@ class Kernels(ABC):
 
     def quantize_dynamic(self, x: Tensor, seed: Tensor | None, *, mask: bool) -> tuple[Tensor, Tensor | None]:
         """As `quantize`, with the parameters that the range of x gives."""
-        params = choose_qparams(self.measure(x), self.spec, largest=torch.finfo(x.dtype).max)
+        params = reference.choose_from(x, self.measure(x), self.spec)
         return self.quantize(x, params._replace(seed=seed), mask=mask)
 
     def grad_params(

@@ -18,7 +18,7 @@ from torch import Tensor
 from fakequant.numerics import reference
 from fakequant.numerics.blocks import padding
 from fakequant.numerics.compilers import is_exporting
-from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype
+from fakequant.numerics.qparams import QParams, Range, compute_dtype
 from fakequant.numerics.spec import Gradient, QuantSpec
 
 from .backend import VALUES, Extras, KernelPlan, Kind
@@ -178,7 +178,7 @@ _values.register_autograd(_backward_of_values, setup_context=_setup_values)
 def _chosen_scale(x: Tensor, spec: str) -> Tensor:
     parsed = QuantSpec.parse(spec)
     measured = choose_for(x).measure(x.detach(), parsed.granularity)
-    return choose_qparams(measured, parsed, largest=torch.finfo(x.dtype).max).scale
+    return reference.choose_from(x, measured, parsed).scale
 
 
 @_chosen_scale.register_fake

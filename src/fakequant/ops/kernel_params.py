@@ -56,11 +56,22 @@ def cannot_round(fmt: Format, dtype: torch.dtype) -> str | None:
     return None
 
 
+def cannot_hold(spec: QuantSpec) -> str | None:
+    """Why the kernels do not compute with the parameters of a specification, or None."""
+    if spec.offset is not None:
+        return f"the kernels shift codes by zero points, and {spec} shifts x by offsets"
+    if spec.scale.is_exact:
+        return f"the kernels know positive scales, and those of {spec} may be 0 or negative"
+    return None
+
+
 def cannot_choose(spec: QuantSpec, dtype: torch.dtype, groups: tuple[int, ...]) -> str | None:
     """Why the kernels do not find the scales of a specification, or None."""
     if spec.gradient is Gradient.CLIP:
         return "its gradient ends at the values of codes, and the dynamic kernels know those of the range"
     scale = spec.scale
+    if scale.rounding in (ScaleRounding.MEAN, ScaleRounding.FOUR_OVER_SIX):
+        return f"its scales follow from all values of a group by {scale.rounding.value}, and the kernels know its range"
     if scale.format is None or scale.granularity is None:
         return None
     if scale.granularity.block_shape(groups) != groups:
@@ -118,8 +129,8 @@ def rule_of(spec: QuantSpec, dtype: torch.dtype) -> ScaleRule:
     if isinstance(spec.scale.format, ExponentFormat):
         return _power_of_two(spec, spec.scale.format.exponent_bias, limit)
     if spec.scale.format is None:
-        return ScaleRule(FLOAT, fmt.bound, limit)
-    return _under_a_scale(fmt.bound, spec.scale, limit)
+        return ScaleRule(FLOAT, spec.scale.bound(fmt), limit)
+    return _under_a_scale(spec.scale.bound(fmt), spec.scale, limit)
 
 
 def _power_of_two(spec: QuantSpec, lowest: int, limit: float) -> ScaleRule:

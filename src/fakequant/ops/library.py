@@ -21,7 +21,7 @@ from fakequant.errors import ShapeError
 from fakequant.numerics import reference
 from fakequant.numerics.granularity import Granularity
 from fakequant.numerics.philox import draw_seed
-from fakequant.numerics.qparams import QParams, Range, choose_qparams, compute_dtype, shape_of
+from fakequant.numerics.qparams import QParams, Range, compute_dtype, shape_of
 from fakequant.numerics.qparams import measure as _measure
 from fakequant.numerics.spec import Gradient, QuantSpec, Rounding
 
@@ -206,8 +206,7 @@ def _dynamic_by_operations(x: Tensor, spec: QuantSpec, seed: Tensor | None) -> T
         return fake_quantize(x, QParams(scale, seed=seed), spec)
     if is_compiled_as_node(x):
         return quantize_as_node(x, spec, seed=seed)
-    params = choose_qparams(_measure(x, spec.granularity), spec, largest=torch.finfo(x.dtype).max)
-    return fake_quantize(x, params._replace(seed=seed), spec)
+    return fake_quantize(x, reference.choose(x, spec)._replace(seed=seed), spec)
 
 
 def measure(x: Tensor, granularity: Granularity) -> Range:
@@ -221,6 +220,16 @@ def measure(x: Tensor, granularity: Granularity) -> Range:
     if needs_tracing(x):
         return _measure(x, granularity)
     return choose_for(x).measure(x.detach(), granularity)
+
+
+def choose(x: Tensor, spec: QuantSpec) -> QParams:
+    """The parameters that x itself gives, see `numerics.reference.choose`.
+
+    Raises:
+        DTypeError: x is not a floating tensor.
+        ShapeError: the granularity does not fit x.
+    """
+    return reference.choose_from(x, measure(x, spec.granularity), spec)
 
 
 def quantize(x: Tensor, params: QParams, spec: QuantSpec) -> Tensor:

@@ -136,7 +136,7 @@ def _check_learned(
 
 def _check_values(spec: QuantSpec, scale: Tensor, zero_point: Tensor | None, wide: bool) -> None:
     _check_dtype("scale", scale, wide)
-    check_scale(scale, spec.arithmetic)
+    check_scale(scale, spec.arithmetic, exact=spec.scale.is_exact)
     if zero_point is None:
         if not spec.symmetric:
             raise QParamsError(f"it lacks zero_point, which {spec} needs")
@@ -161,6 +161,10 @@ def _check_zero_point(spec: QuantSpec, zero_point: Tensor) -> None:
     if zero_point.dtype is torch.bool or zero_point.is_complex():
         raise QParamsError(f"zero_point must be int32, got a tensor of {zero_point.dtype}")
     exact, fmt = zero_point.double(), spec.format
+    if spec.offset is not None:
+        if not bool(exact.isfinite().all()):
+            raise QParamsError(f"zero_point, the offset of {spec}, must be finite in every group")
+        return
     good = (exact >= fmt.quant_min) & (exact <= fmt.quant_max) & (exact == exact.round())
     if not bool(good.all()):
         raise QParamsError(

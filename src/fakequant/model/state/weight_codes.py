@@ -29,7 +29,7 @@ class WeightCodes:
     Attributes:
         codes: in the storage of the format, as `fakequant.quantize` gives them; in the shape of the weight.
         scale: one for each group, see `Granularity.group_shape`.
-        zero_point: as the scale, int32; None if the specification is symmetric.
+        zero_point: as the scale, int32; of a specification with an offset that, in units of x; None if it is symmetric.
         spec: how the weight is quantized.
         shape: that of the weight.
         dtype: that of the weight.
@@ -55,7 +55,9 @@ class WeightCodes:
     def values(self) -> Tensor:
         """The values of the codes, in the shape and dtype of the weight."""
         groups = self.spec.granularity.group_shape(tuple(self.shape))
-        zero_point = None if self.zero_point is None else self.zero_point.to(torch.int32).reshape(groups)
+        zero_point = None if self.zero_point is None else self.zero_point.reshape(groups)
+        if zero_point is not None and self.spec.offset is None:
+            zero_point = zero_point.to(torch.int32)
         return dequantize(self.codes, QParams(self.scale.reshape(groups), zero_point), self.spec, dtype=self.dtype)
 
     def check(self) -> None:
@@ -92,8 +94,9 @@ def count_of(format: Format) -> int:
 
 def patterns_of(codes: Tensor, format: Format) -> Tensor:
     """Codes as numbers from 0, int32: the patterns of their bits, of integers counted from the lowest code."""
-    is_bytes = codes.dtype.is_floating_point and codes.element_size() == 1
-    flat = codes.contiguous().view(torch.uint8) if is_bytes else codes
+    flat = codes
+    if codes.dtype.is_floating_point:
+        flat = codes.contiguous().view(torch.uint8 if codes.element_size() == 1 else torch.int16)
     # A float of 16 bits has its sign in that of the int16 that stores it: only its bits count.
     whole = flat.to(torch.int32) - lowest_of(format)
     return whole & (1 << format.bits) - 1 if format.grid.mantissa_bits is not None else whole

@@ -16,7 +16,15 @@ from fakequant.numerics.qparams import PLAIN, QParams, Range, compute_dtype
 from fakequant.numerics.reference import clip_range, input_range, seed_of
 from fakequant.numerics.spec import Arithmetic, Gradient, QuantSpec, Rounding
 from fakequant.ops.backend import RELU, Backend, KernelPlan, Kernels, Kind
-from fakequant.ops.kernel_params import cannot_choose, cannot_draw, cannot_round, grid_fields, scale_rule, table_fields
+from fakequant.ops.kernel_params import (
+    cannot_choose,
+    cannot_draw,
+    cannot_hold,
+    cannot_round,
+    grid_fields,
+    scale_rule,
+    table_fields,
+)
 from fakequant.ops.layout import Layout, layout_of
 from fakequant.ops.relu import keeps_negative_zero, keeps_strides
 
@@ -61,7 +69,7 @@ class CpuBackend(Backend):
             return reason
         if codes and not spec.format.has_zero_point:
             return f"the kernels read and write integer codes only, not those of {spec.format}"
-        if reason := cannot_round(spec.format, x.dtype):
+        if reason := cannot_hold(spec) or cannot_round(spec.format, x.dtype):
             return reason
         return cannot_draw(spec.format, x.dtype) if spec.rounding is Rounding.STOCHASTIC else None
 

@@ -83,4 +83,4 @@ def _gives(quantizer: Quantizer, method: str) -> bool:
 
 
 def _scale(calibrator: Calibrator) -> Tensor:
-    return qparams_of_range(lend(calibrator.compute_range()), calibrator.spec).scale
+    return qparams_of_range(lend(calibrator.compute_range(), calibrator.spec), calibrator.spec).scale
