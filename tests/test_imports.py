@@ -40,6 +40,7 @@ UNRANKED = {"__init__", "__main__"}
 FORMAT_FAMILIES = {Path("numerics") / f"{name}.py" for name in ("formats", "integers", "floats", "tables")}
 
 OPTIONAL = {
+    "compressed_tensors",
     "gguf",
     "matplotlib",
     "onnx",

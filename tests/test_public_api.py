@@ -38,6 +38,7 @@ NAMES = [
     "calibrate",
     "choose_qparams",
     "compare",
+    "deliver",
     "dequantize",
     "disabled",
     "export_onnx",
@@ -55,6 +56,7 @@ NAMES = [
     "presets",
     "qat",
     "quantize",
+    "read",
     "recalibrate",
     "register_calibrator",
     "register_codec",
@@ -69,6 +71,7 @@ NAMES = [
     "snapshot",
     "summary",
     "unquantized",
+    "verify_delivery",
     "verify_onnx",
 ]
 

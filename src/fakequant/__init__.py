@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fakequant import ir as ir
     from fakequant import nn
     from fakequant.calibration import register_calibrator
+    from fakequant.delivery import deliver, read, verify_delivery
     from fakequant.export import export_onnx, verify_onnx
     from fakequant.model import presets
     from fakequant.model.analysis.analysis import layer_sqnr, sensitivity
@@ -95,6 +96,7 @@ __all__ = [
     "calibrate",
     "choose_qparams",
     "compare",
+    "deliver",
     "dequantize",
     "disabled",
     "export_onnx",
@@ -112,6 +114,7 @@ __all__ = [
     "presets",
     "qat",
     "quantize",
+    "read",
     "recalibrate",
     "register_calibrator",
     "register_codec",
@@ -126,6 +129,7 @@ __all__ = [
     "snapshot",
     "summary",
     "unquantized",
+    "verify_delivery",
     "verify_onnx",
 ]
 
@@ -142,6 +146,7 @@ _MODULES = {
 }
 _MEMBERS = {
     "fakequant.calibration": ("register_calibrator",),
+    "fakequant.delivery": ("deliver", "read", "verify_delivery"),
     "fakequant.export": ("export_onnx", "verify_onnx"),
     "fakequant.model.analysis.analysis": ("layer_sqnr", "sensitivity"),
     "fakequant.model.bake": ("bake_weights", "fold"),

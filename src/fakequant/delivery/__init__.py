@@ -1,1 +1,18 @@
-"""Files that other people's engines load, with the codes that were trained, and back."""
+"""Files that other programs load, with the codes of a model: written, read back, and verified by these programs."""
+
+from fakequant.delivery.delivering import deliver
+from fakequant.delivery.format import DeliveryFormat, Engine, Part, delivery_formats, register_delivery
+from fakequant.delivery.reading import read
+from fakequant.delivery.verifying import DeliveryReport, verify_delivery
+
+__all__ = [
+    "DeliveryFormat",
+    "DeliveryReport",
+    "Engine",
+    "Part",
+    "deliver",
+    "delivery_formats",
+    "read",
+    "register_delivery",
+    "verify_delivery",
+]

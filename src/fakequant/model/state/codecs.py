@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -15,8 +15,24 @@ from fakequant.model.state.snapshots import LazyTensor, QuantizedState
 from fakequant.model.state.tensor_file import file_content, require_safetensors
 
 Tensors = Mapping[str, Tensor | LazyTensor]
-Files = Mapping[str, bytes | Tensors]
+Content = bytes | Tensors | Path | Iterable[bytes | memoryview]
+"""Of a file: bytes, tensors by name, the path of a file that is copied, or parts that are made one after the other."""
+Files = Mapping[str, Content]
 _TENSORS = ".safetensors"
+_COPIED = 1 << 20
+"""Bytes of a file that are copied at once."""
+
+
+class TensorFile(dict[str, "Tensor | LazyTensor"]):
+    """The tensors of a file, with texts for its header.
+
+    >>> TensorFile({"x": torch.ones(2)}, {"made by": "hand"}).metadata
+    {'made by': 'hand'}
+    """
+
+    def __init__(self, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(tensors)
+        self.metadata = dict(metadata or {})
 
 
 class Codec(NamedTuple):
@@ -36,7 +52,8 @@ def register_codec(
 ) -> None:
     """Add a format to `save(model, folder, format=name)` and `load`; one of the same name is replaced.
 
-    The content of a file is bytes; of one whose name ends in ".safetensors" it is its tensors by name.
+    The content of a file is bytes; of one whose name ends in ".safetensors" it is its tensors by name. It may also be
+    the path of a file to copy, or an iterable of bytes.
 
     Args:
         name: of the format.
@@ -105,7 +122,8 @@ def write_folder(folder: Path, files: Files) -> None:
         OutputError: a file cannot be written; the old ones are unchanged.
     """
     for name, content in files.items():
-        if Path(name).name != name or isinstance(content, bytes) is name.endswith(_TENSORS):
+        is_tensors = isinstance(content, Mapping)
+        if Path(name).name != name or (is_tensors is not name.endswith(_TENSORS) and not isinstance(content, Path)):
             raise CheckpointError(
                 f"the codec gives a file {name!r:.80} with a {type(content).__name__}; names have no folder, and what "
                 f"ends in {_TENSORS} has a mapping of tensors, all others bytes"
@@ -113,11 +131,25 @@ def write_folder(folder: Path, files: Files) -> None:
     with ExitStack() as stack:
         ready: dict[Path, bytes | Path] = {}
         for name, content in files.items():
-            if not isinstance(content, bytes):
-                ready[folder / name] = stack.enter_context(temporary_file(folder, file_content(content)))
-            else:
+            if isinstance(content, bytes):
                 ready[folder / name] = content
+            else:
+                ready[folder / name] = stack.enter_context(temporary_file(folder, _parts(content)))
         write_in_order(ready)
+
+
+def _parts(content: Tensors | Path | Iterable[bytes | memoryview]) -> Iterable[bytes | memoryview]:
+    if isinstance(content, Path):
+        return _of_file(content)
+    if isinstance(content, TensorFile):
+        return file_content(content, content.metadata)
+    return file_content(cast("Tensors", content)) if isinstance(content, Mapping) else content
+
+
+def _of_file(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while part := file.read(_COPIED):
+            yield part
 
 
 class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
@@ -131,7 +163,7 @@ class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
         if Path(name).name != name or not path.is_file():
             raise CheckpointError(f"{self._folder} holds no checkpoint of this format: there is no {name!s:.80} in it")
         try:
-            return _TensorFile(path) if name.endswith(_TENSORS) else path.read_bytes()
+            return StoredTensors(path) if name.endswith(_TENSORS) else path.read_bytes()
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -145,8 +177,8 @@ class _Folder(Mapping[str, "bytes | Mapping[str, Tensor]"]):
         return name in set(self)
 
 
-class _TensorFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, read at each access."""
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, read at each access, and the texts of its header."""
 
     def __init__(self, path: Path) -> None:
         safetensors = require_safetensors()
@@ -155,6 +187,7 @@ class _TensorFile(Mapping[str, Tensor]):
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         self._names = list(self._file.keys())
+        self.metadata: dict[str, str] = self._file.metadata() or {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:

@@ -24,8 +24,19 @@ def require_safetensors() -> Any:
     return safetensors
 
 
-def file_content(tensors: Mapping[str, Tensor | LazyTensor]) -> Iterator[bytes | memoryview]:
+def size_of(tensor: Tensor | LazyTensor) -> int:
+    """The number of bytes that a tensor takes in a file."""
+    return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def file_content(
+    tensors: Mapping[str, Tensor | LazyTensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of a file of tensors, in parts; a lazy tensor is made when its part is asked for.
+
+    Args:
+        tensors: by name.
+        metadata: texts for the header of the file.
 
     Raises:
         CheckpointError: a lazy tensor of another shape or dtype than was stated.
@@ -36,17 +47,18 @@ def file_content(tensors: Mapping[str, Tensor | LazyTensor]) -> Iterator[bytes |
     """
     # The names of dtypes and the order of tensors, which lies by dtype, are those of the same tensors without values.
     empty = {name: torch.empty(0, dtype=one.dtype) for name, one in tensors.items()}
-    outline = require_safetensors().torch.save(empty)
+    outline = require_safetensors().torch.save(empty, None if metadata is None else dict(metadata))
     header: dict[str, Any] = json.loads(outline[8 : 8 + int.from_bytes(outline[:8], "little")])
     start = 0
-    for name, entry in header.items():
-        end = start + prod(tensors[name].shape) * tensors[name].dtype.itemsize
+    names = [name for name in header if name != "__metadata__"]
+    for name in names:
+        entry, end = header[name], start + size_of(tensors[name])
         entry |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for name in header:
+    for name in names:
         yield _bytes_of(name, tensors[name])
 
 

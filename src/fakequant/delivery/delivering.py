@@ -1,0 +1,81 @@
+"""Deliver a model: its codes, as they are, in files that another program loads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+from fakequant.data.arguments import check_model
+from fakequant.delivery.folder import own_files, sharded
+from fakequant.delivery.format import delivery_format
+from fakequant.delivery.parts import parts_of, refuse
+from fakequant.errors import ExportError, OutputError
+from fakequant.files import check_path, writable_folder
+from fakequant.model.state.codecs import write_folder
+from fakequant.model.state.snapshots import snapshot
+from fakequant.nn.wrappers import unwraps
+from fakequant.text import listed
+
+_CALL = "deliver(model, 'folder', 'compressed-tensors')"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+@unwraps
+def deliver(model: nn.Module, folder: str | os.PathLike[str], format: str, *, max_shard_size: int = 5 * 10**9) -> Path:
+    """Write a prepared model in a format that other programs load; nothing is quantized again.
+
+    All that the format cannot hold is refused before anything is written. Files are made one tensor after the other,
+    and appear when all of them are complete. A folder gets the configuration of the model, and the tokenizer and other
+    small files from the folder that it was loaded from.
+
+    Args:
+        model: prepared and calibrated.
+        folder: where the files are written; of a format that is one file, its path may be given.
+        format: "compressed-tensors", or another of `fakequant.delivery.delivery_formats()`.
+        max_shard_size: the largest number of bytes of a file of tensors, as far as its largest tensor allows.
+
+    Returns:
+        The folder, or the file where the format is one: what `read` and `verify_delivery` take.
+
+    Raises:
+        ExportError: what the format cannot hold, each layer with the reason and the nearest preset that it can hold.
+        CheckpointError: an unknown format, or a model that is not prepared.
+        OutputError: the folder cannot be written, or holds weights of another model.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> net = lambda: nn.Sequential(nn.Linear(64, 64))
+    >>> model, x = prepare(net(), "int4_group32"), torch.ones(64)
+    >>> with TemporaryDirectory() as folder:
+    ...     again = read(deliver(model, folder, "compressed-tensors"), net())
+    >>> torch.equal(again(x), model(x))
+    True
+    """
+    check_model(model, "deliver", _CALL, ExportError)
+    check_path(folder, _CALL)
+    chosen, target = delivery_format(format), Path(folder)
+    name = target.name if chosen.suffix and target.suffix == chosen.suffix else ""
+    state = snapshot(model)
+    parts = parts_of(model, state)
+    refuse(chosen, parts, state)
+    out = writable_folder(target.parent if name else target)
+    files = dict(chosen.encode(state, model, parts))
+    if chosen.suffix:
+        files = {name or key: content for key, content in files.items()}
+        write_folder(out, files)
+        return out / next(iter(files))
+    files = {**own_files(model), **sharded(files, max_shard_size)}
+    _refuse_others(out, files)
+    write_folder(out, files)
+    return out
+
+
+def _refuse_others(folder: Path, files: object) -> None:
+    """Raise where a folder holds weights that a loader may take for those of this model."""
+    found = {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}
+    if left := sorted(found - {*files}):  # type: ignore[misc]
+        raise OutputError(
+            f"cannot write to {folder}: it holds weights of another model, {listed(left)}, which programs may load "
+            "instead; give an empty folder, or remove them"
+        )

@@ -1,0 +1,217 @@
+"""Folders as Hugging Face lays them out: shards of tensors, the configuration, and the small files beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.errors import CheckpointError
+from fakequant.model.state.codecs import Content, Files, TensorFile, read_folder
+from fakequant.model.state.snapshots import LazyTensor, LiveTensors
+from fakequant.model.state.tensor_file import size_of
+from fakequant.nn.quantized.forms import own_class
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_INDEX = f"{WEIGHTS}.index.json"
+_LARGE = 64 * 2**20
+"""Bytes from which a JSON file is none of a tokenizer or a configuration."""
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".py")
+
+
+def own_files(model: nn.Module) -> dict[str, Content]:
+    """The small files of the local folder that a model was loaded from, such as its tokenizer's, to be copied."""
+    given = str(getattr(model, "name_or_path", "") or "")
+    source = Path(given)
+    if not given or not source.is_dir():
+        generation: Any = getattr(model, "generation_config", None)
+        return {} if generation is None else {"generation_config.json": generation.to_json_string().encode()}
+    found = (path for path in sorted(source.iterdir()) if path.is_file() and not path.name.startswith("."))
+    return {path.name: path for path in found if not path.name.endswith(_NOT_COPIED) and path.name != CONFIG}
+
+
+def config_file(model: nn.Module, quantization: Mapping[str, Any]) -> bytes:
+    """The `config.json` of a model with its quantization; of a model that has no configuration, that alone."""
+    config: Any = getattr(model, "config", None)
+    values = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else {}
+    if values:
+        dtype = next(parameter.dtype for parameter in model.parameters())
+        values |= {"architectures": [own_class(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
+    return json.dumps({**values, "quantization_config": quantization}, indent=2).encode()
+
+
+def sharded(files: Files, limit: int) -> dict[str, Content]:
+    """The same files, `model.safetensors` in shards of at most so many bytes, with their index."""
+    tensors = files[WEIGHTS]
+    assert isinstance(tensors, TensorFile)
+    shards: list[dict[str, Any]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and held + size_of(tensor) > limit:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += size_of(tensor)
+    if len(shards) == 1:
+        return dict(files)
+    names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    place = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    index = {"metadata": {"total_size": sum(map(size_of, tensors.values()))}, "weight_map": place}
+    found: dict[str, Content] = {
+        name: TensorFile(shard, tensors.metadata) for name, shard in zip(names, shards, strict=True)
+    }
+    found[_INDEX] = json.dumps(index, indent=2).encode()
+    return found | {name: content for name, content in files.items() if name != WEIGHTS}
+
+
+class Folder:
+    """A folder with `config.json` and tensors, read when they are asked for; nothing in it is executed.
+
+    Attributes:
+        path: of the folder.
+        config: the content of `config.json`.
+        quantization: what it says of quantization.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = self._json(CONFIG)
+        self.quantization: Any = self.config.get("quantization_config", {})
+
+    def _json(self, name: str) -> dict[str, Any]:
+        content = read_folder(self.path)[name]
+        assert isinstance(content, bytes)
+        try:
+            values = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path / name} is no JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{self.path / name} holds a {type(values).__name__}, not an object of JSON")
+        return values
+
+    def tensors(self) -> ShardedTensors:
+        """All tensors by name, of one file or of the shards that the index names.
+
+        Raises:
+            CheckpointError: there are none in this form, as where a folder has pickles alone, or shards are damaged.
+        """
+        if (self.path / WEIGHTS).is_file():
+            held: Any = read_folder(self.path)[WEIGHTS]
+            return ShardedTensors(self.path, dict.fromkeys(held, WEIGHTS))
+        if not (self.path / _INDEX).is_file():
+            raise CheckpointError(
+                f"{self.path} has neither {WEIGHTS} nor {_INDEX}; pickles (.bin, .pt) are not read, because they can "
+                "execute code: convert them to safetensors"
+            )
+        places = self._json(_INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+            raise CheckpointError(f"{self.path / _INDEX} is damaged: its weight_map names no files")
+        return ShardedTensors(self.path, places)
+
+
+class ShardedTensors(Mapping[str, Tensor]):
+    """The tensors of a folder by name, read at each access.
+
+    Args:
+        folder: that holds the files.
+        places: the file of each tensor.
+    """
+
+    def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
+        self._places = places
+        self._files: dict[str, Any] = {name: read_folder(folder)[name] for name in dict.fromkeys(places.values())}
+        for name, file in places.items():
+            if name not in self._files[file]:
+                raise CheckpointError(f"{folder} is damaged: {name} is not in {file}, where its index says")
+        self.metadata: dict[str, str] = {}
+        for file in self._files.values():
+            self.metadata |= file.metadata
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[self._places[name]][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def build(path: Path) -> nn.Module:
+    """A model of transformers by the `config.json` of a folder, in eval mode; code in the folder is not run.
+
+    Raises:
+        CheckpointError: transformers is not installed, or does not know the architecture.
+    """
+    config = Folder(path).config
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    try:
+        import transformers
+        from transformers.initialization import no_init_weights
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is of a model of transformers, which is not installed; install it, or give the float model: "
+            "fakequant.read(path, model)"
+        ) from error
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if cls is None or not hasattr(cls, "config_class"):
+        raise CheckpointError(
+            f"{path / CONFIG} names the architecture {name!r:.80}, which transformers {transformers.__version__} does "
+            "not have; give the float model: fakequant.read(path, model)"
+        )
+    values = {key: value for key, value in config.items() if key != "quantization_config"}
+    own = cls.config_class.from_dict(values)
+    with no_init_weights():
+        return cls._from_config(own, dtype=config.get("dtype", config.get("torch_dtype"))).eval()
+
+
+class Names:
+    """How files of an architecture hold the tensors of a model: of stacked experts one for each.
+
+    Args:
+        model: of any kind; one of transformers says by itself how it is stored.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model if hasattr(model, "config_class") else None
+
+    def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """A tensor of a model as files hold it; codes and scales in the axes of a weight go the same way."""
+        if self._model is None:
+            return {name: tensor}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._model, {name: tensor}))  # type: ignore[arg-type]
+
+    def joined(self, name: str, pieces: Mapping[str, Tensor], shape: Sequence[int], channels: int | None) -> Tensor:
+        """A tensor of a model from what files hold.
+
+        Args:
+            name: in the model.
+            pieces: by their names in files.
+            shape: of the tensor.
+            channels: of a stack [experts, ...] the axis of the rows; None where it is no stack.
+        """
+        (first, *others) = pieces.values()
+        if not others:
+            return first
+        ones = list(shape) if channels is None else [shape[0], 1, 1]
+        if channels is not None:
+            ones[channels] = shape[channels]
+        place = self.split(name, torch.arange(prod(ones)).reshape(ones))
+        whole = torch.empty((prod(ones), 1 if channels is None else first.shape[-1]), dtype=first.dtype)
+        for key, piece in pieces.items():
+            whole[place[key].flatten()] = piece.reshape(place[key].numel(), -1)
+        stack = whole if channels is None else whole.unflatten(0, (shape[0], -1))
+        return stack.mT.contiguous() if channels == -1 else stack.reshape(tuple(shape))
+
+
+def later(tensors: Mapping[str, Tensor], name: str) -> Tensor | LazyTensor:
+    """A tensor of a state, which is fetched when it is written where it is elsewhere."""
+    return tensors.later(name) if isinstance(tensors, LiveTensors) else tensors[name]

@@ -1,0 +1,332 @@
+"""The schemes of compressed-tensors: arguments of weights and activations, and the tensors of a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fakequant.delivery.format import Part
+from fakequant.delivery.packing import pack, unpack
+from fakequant.errors import CheckpointError, ShapeError
+from fakequant.model.names import find_preset
+from fakequant.model.tensor_config import TensorConfig
+from fakequant.numerics.format import Format
+from fakequant.numerics.formats import IntegerFormat, parse_format
+from fakequant.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, PerToken
+from fakequant.numerics.qparams import Range, choose_qparams
+from fakequant.numerics.scales import ScaleRounding, ScaleSpec
+from fakequant.numerics.spec import Arithmetic, QuantSpec, Rounding
+
+Args = dict[str, Any]
+ROLES = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
+"""What a scheme calls the operands of a layer."""
+PACKED = "pack-quantized"
+LAYOUTS = {
+    (4, 16, "torch.float8_e4m3fn"): "nvfp4-pack-quantized",
+    (4, 32, "torch.uint8"): "mxfp4-pack-quantized",
+    (6, 32, "torch.uint8"): "mxfp6-pack-quantized",
+    (8, 32, "torch.uint8"): "mxfp8-quantized",
+}
+"""Of floats whose scales have a format of their own, by bits, size of groups and type of scales."""
+_ALIKE = {"naive-quantized", "float-quantized", "int-quantized"}
+"""Names of layouts that hold the same tensors."""
+FLOATS = {torch.float32, torch.float16, torch.bfloat16}
+"""Types in which files have scales."""
+EXACT = "exact global scale of "
+"""Before the name of a layer in the header of a file: the number whose rounded reciprocal the file has."""
+_FORMATS = {one.bits: one for one in map(parse_format, ("float8_e4m3fn", "float6_e2m3fn", "float4_e2m1fn"))}
+_POWERS, _E4M3 = parse_format("float8_e8m0fnu"), _FORMATS[8]
+_DTYPES = {_POWERS: "torch.uint8", _E4M3: "torch.float8_e4m3fn"}
+_PROBE = torch.tensor([1e-3, 0.3, 1.0, 1.3, 1.74, 1.75, 1.76, 1.9, 1.95, 3.0, 6.0, 7.1, 447.0, 450.0])
+"""Ranges by which two rules for scales are told apart."""
+
+
+def scheme_of(part: Part) -> Args | str:
+    """The scheme of a layer, or why it has none."""
+    scheme: Args = {}
+    for name, role in ROLES.items():
+        if (config := part.operands.get(name)) is None:
+            continue
+        columns = part.shape[-1 if name == "input" else -2]
+        found = _weight_args(config.spec, part.shape) if name == "weight" else _activation_args(config, columns)
+        if isinstance(found, str):
+            return f"its {name} is {config}, and {found}"
+        scheme[role] = found
+    return {**scheme, "format": _layout_of(scheme["weights"], ROLES["input"] in scheme)}
+
+
+def _layout_of(weights: Args, has_input: bool) -> str:
+    if weights["type"] == "int":
+        return "int-quantized" if has_input else PACKED
+    key = (weights["num_bits"], weights.get("group_size", 0), weights.get("scale_dtype", ""))
+    return LAYOUTS.get(key) or ("float-quantized" if has_input else "naive-quantized")
+
+
+def shift_of(format: Format) -> int:
+    """What is subtracted from codes, because the integers of files are signed."""
+    return 0 if format.signed else 1 << format.bits - 1
+
+
+def _element(spec: QuantSpec) -> Args | str:
+    """The arguments that say the format, or why a specification fits no file whatever its axes are."""
+    format, shift, half = spec.format, shift_of(spec.format), 1 << spec.format.bits - 1
+    if spec.arithmetic is Arithmetic.MULTIPLIER:
+        return "files multiply codes by scales, and these scales divide them"
+    if getattr(spec, "offset", None) is not None:
+        return "files have zero points among the codes, and no offsets in units of x"
+    if format == _FORMATS.get(format.bits):
+        return {"num_bits": format.bits, "type": "float", "symmetric": True}
+    fits = -half <= format.quant_min - shift and format.quant_max - shift < half
+    if format.has_zero_point and 2 <= format.bits <= 8 and fits:
+        return {"num_bits": format.bits, "type": "int", "symmetric": spec.symmetric and format.signed}
+    return f"files have integers of 2 to 8 bits, {', '.join(map(str, _FORMATS.values()))}"
+
+
+def _weight_args(spec: QuantSpec, shape: Sequence[int]) -> Args | str:
+    """The arguments of a weight [..., out, in], or why it has none."""
+    args, (rows, columns) = _element(spec), shape[-2:]
+    if isinstance(args, str):
+        return args
+    try:
+        *stack, height, width = spec.granularity.block_shape(shape)
+    except ShapeError as error:
+        return str(error)
+    is_float = args["type"] == "float"
+    if any(size != 1 for size in stack) or (stack and (height, width) == (rows, columns)):
+        return "files have scales of experts for rows, or for groups of inputs, of one expert"
+    if height == 1 and columns % width and width < columns:
+        return f"groups divide the inputs, and {columns} is no multiple of {width}"
+    own = _own_scales(spec, (*shape[:-2], rows, columns // width)) if is_float and height == 1 else None
+    if own is not None and (args["num_bits"], width, own["scale_dtype"]) in LAYOUTS:
+        return {**args, **own, "group_size": width}
+    if is_float and args["num_bits"] < 8:
+        return (
+            f"files have {spec.format} in groups of 32 under {_POWERS}, of 4 bits also of 16 under {_E4M3}@per_tensor"
+        )
+    if height >= rows and width >= columns:
+        return {**args, "strategy": "tensor"}
+    if height == 1:
+        return {**args, **({"strategy": "channel"} if width >= columns else {"strategy": "group", "group_size": width})}
+    if is_float:
+        return {**args, "strategy": "block", "block_structure": [height, width]}
+    return "files have scales of integers for all, for rows, or for groups of inputs"
+
+
+def _own_scales(spec: QuantSpec, scales: Sequence[int]) -> Args | None:
+    """The arguments of scales [..., out, groups] that have a format of their own; None if they are no layout's."""
+    shared = spec.scale.granularity
+    if getattr(spec.scale, "shared", None) is not None or spec.scale.format not in _DTYPES:
+        return None
+    if shared is None:
+        return {"strategy": "group", "scale_dtype": _DTYPES[spec.scale.format]}
+    if shared.group_shape(scales) != (*scales[:-2], 1, 1):
+        return None
+    return {"strategy": "tensor_group", "scale_dtype": _DTYPES[spec.scale.format]}
+
+
+def _activation_args(config: TensorConfig, columns: int) -> Args | str:
+    """The arguments of an activation [..., columns], or why it has none."""
+    spec, args = config.spec, _element(config.spec)
+    if isinstance(args, str):
+        return args
+    if spec.arithmetic is not Arithmetic.DIVIDE or spec.rounding is not Rounding.NEAREST_EVEN:
+        return "programs divide activations by their scale, and round to the nearest code"
+    args |= {"symmetric": spec.symmetric, "dynamic": config.dynamic}
+    try:
+        groups = spec.granularity.group_shape((2, 3, columns))
+    except ShapeError as error:
+        return str(error)
+    if groups == (1, 1, 1):
+        args["strategy"] = "tensor"
+    elif groups[:2] != (2, 3) or not config.dynamic or columns % groups[2]:
+        return "ranges of activations are fixed for the whole tensor, or dynamic of tensors, tokens or groups"
+    else:
+        args |= {"strategy": "token"} if groups[2] == 1 else {"strategy": "group", "group_size": columns // groups[2]}
+    if spec.scale.format == _POWERS and args.get("group_size") == 32:
+        args["scale_dtype"] = _DTYPES[_POWERS]
+    elif spec.scale.format is not None:
+        return f"scales of activations are float32, or {_POWERS} for groups of 32"
+    if config.dynamic and not _is_their_rule(spec, args):
+        return "programs take other scales of dynamic ranges: for integers amax / (2**bits - 1) * 2"
+    return args
+
+
+def _is_their_rule(spec: QuantSpec, args: Args) -> bool:
+    """Whether a specification chooses the scales that compressed-tensors chooses for ranges."""
+    largest = torch.tensor(float(spec.format.bound))
+    if not spec.symmetric:
+        return spec.format.quant_max - spec.format.quant_min == (1 << spec.format.bits) - 1
+    if "scale_dtype" in args:
+        mantissa, exponent = torch.frexp(_PROBE)  # 1.75 and above become the next power of two
+        theirs = torch.ldexp(torch.ones_like(_PROBE), exponent + (mantissa >= 0.875).int() - torch.frexp(largest)[1])
+    else:
+        steps = torch.tensor(float((1 << spec.format.bits) - 1)) if args["type"] == "int" else 2 * largest
+        theirs = _PROBE / (steps / 2)
+    return torch.equal(choose_qparams(Range(-_PROBE, _PROBE), spec).scale, theirs)
+
+
+def normalized(group: Mapping[str, Any], format: str | None) -> Args:
+    """A scheme of a file with the arguments that it leaves out.
+
+    Args:
+        group: of `config_groups`.
+        format: of the file, for groups that have none.
+
+    Raises:
+        CheckpointError: arguments that this reader does not know.
+    """
+    scheme: Args = {"targets": [str(target) for target in group["targets"]]}
+    for role in ROLES.values():
+        if (given := group.get(role)) is None:
+            continue
+        args = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, **given}
+        args = {key: value for key, value in args.items() if value is not None}
+        size = args.get("group_size", 0)
+        args["strategy"] = args.get("strategy") or ("group" if size > 0 else "channel" if size else "tensor")
+        if (args["num_bits"], size, args.get("scale_dtype")) not in LAYOUTS or args["type"] == "int":
+            args.pop("scale_dtype", None)
+        scheme[role] = args
+        config_of(args)
+    if (weights := scheme.get(ROLES["weight"])) is not None:
+        scheme["format"] = _layout_of(weights, ROLES["input"] in scheme)
+        named = group.get("format") or format
+        if named == PACKED and weights["type"] == "int":
+            scheme["format"] = PACKED
+        if named not in (scheme["format"], "mixed-precision", None) and not {named, scheme["format"]} <= _ALIKE:
+            raise CheckpointError(f"a scheme has the format {named!r:.40}, and its weights are {scheme['format']}")
+    return scheme
+
+
+def config_of(args: Mapping[str, Any]) -> TensorConfig:
+    """How arguments quantize a tensor.
+
+    Raises:
+        CheckpointError: arguments that this reader does not know.
+    """
+    bits, kind, strategy, dynamic = args["num_bits"], args["type"], args["strategy"], args["dynamic"]
+    places: dict[str, Granularity] = {"tensor": PerTensor(), "channel": PerChannel(0), "token": PerToken()}
+    if "group" in strategy:
+        places[strategy] = PerBlock({-1: args["group_size"]}, pad=True)
+    elif strategy == "block":
+        places[strategy] = PerBlock(dict(zip((0, -1), args["block_structure"], strict=True)), pad=True)
+    known = bits in range(2, 9) if kind == "int" else kind == "float" and bits in _FORMATS
+    if not known or strategy not in places or dynamic not in (True, False) or args.get("actorder") == "group":
+        raise CheckpointError(f"a scheme has the arguments {dict(args)}, of which this reader does not know all")
+    if dynamic and kind == "int" and args["symmetric"]:
+        found = find_preset("W8A8_DYNAMIC").layer_rules[0].input
+        if strategy != "token" or bits != found.spec.format.bits:
+            raise CheckpointError(f"a scheme has dynamic integers {dict(args)}, which this reader does not know")
+        return found
+    scale = ScaleSpec()
+    if "scale_dtype" in args:
+        powers = ScaleSpec(_POWERS, ScaleRounding.EVEN if dynamic else ScaleRounding.FLOOR)
+        scale = ScaleSpec(_E4M3, granularity=PerTensor()) if strategy == "tensor_group" else powers
+    format: Format = IntegerFormat.of(bits) if kind == "int" else _FORMATS[bits]
+    return TensorConfig(QuantSpec(format, places[strategy], symmetric=args["symmetric"], scale=scale), dynamic)
+
+
+class Stored(NamedTuple):
+    """A tensor of a file: which field of a weight it is, its shape and dtype, and how the one becomes the other."""
+
+    field: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    store: Callable[[Tensor], Tensor] = lambda x: x
+    load: Callable[[Tensor], Tensor] = lambda x: x
+
+
+class _Weight(NamedTuple):
+    """What the tensors of a weight [rows, columns] follow from."""
+
+    args: Args
+    is_packed: bool
+    shift: int
+    rows: int
+    columns: int
+
+    @property
+    def bits(self) -> int:
+        return self.args["num_bits"]
+
+    def signed(self, x: Tensor) -> Tensor:
+        return (x.to(torch.int32) - self.shift).to(torch.int8)
+
+    def words(self, x: Tensor) -> Tensor:
+        packed = pack(x.to(torch.int32) + ((1 << self.bits - 1) - self.shift), self.bits)
+        return pad(packed, (0, -packed.shape[-1] % 4)).view(torch.int32)
+
+    def of_words(self, x: Tensor, count: int) -> Tensor:
+        return (unpack(x.contiguous().view(torch.uint8), self.bits, count) - (1 << self.bits - 1)).to(torch.int8)
+
+    def codes(self, storage: torch.dtype) -> tuple[str, Stored]:
+        shape = (self.rows, self.columns)
+        if self.is_packed:
+            size = (self.rows, -(-self.columns * self.bits // 32))
+            load = partial(self.of_words, count=self.columns)
+            return "weight_packed", Stored("codes", size, torch.int32, self.words, load)
+        if self.args["type"] == "int":
+            return "weight", Stored("codes", shape, torch.int8, self.signed)
+        if self.bits == 8:
+            return "weight", Stored("codes", shape, storage)
+        size = (self.rows, self.columns * self.bits // 8)
+        bits, count = self.bits, self.columns
+        return "weight_packed", Stored(
+            "codes", size, torch.uint8, partial(pack, bits=bits), lambda x: unpack(x, bits, count).to(torch.uint8)
+        )
+
+    def zero_point(self, flat: Sequence[int], groups: Sequence[int]) -> Stored:
+        if not self.is_packed or self.args["strategy"] == "tensor":
+            return Stored("zero_point", flat, torch.int8, lambda x: self.signed(x).reshape(flat))
+        size = (-(-self.rows * self.bits // 32), groups[1])
+        rows, words, of_words = self.rows, self.words, self.of_words
+        return Stored("zero_point", size, torch.int32, lambda x: words(x.mT).mT, lambda x: of_words(x.mT, rows).mT)
+
+
+def stored(
+    scheme: Mapping[str, Any], format: Format, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> dict[str, Stored]:
+    """The tensors of a weight by the ends of their names.
+
+    Args:
+        scheme: of the layer.
+        format: of the codes.
+        shape: [out, in].
+        dtype: of scales in float.
+    """
+    args, (rows, columns) = scheme["weights"], shape
+    high, wide = args.get("block_structure") or (1, args.get("group_size") or columns)
+    is_tensor = args["strategy"] == "tensor"
+    groups = (1, 1) if is_tensor else (-(-rows // high), -(-columns // wide))
+    flat = (1,) if is_tensor else groups
+    weight = _Weight(args, scheme["format"] == PACKED, shift_of(format), rows, columns)
+    found = dict([weight.codes(format.storage)])
+    if args["strategy"] == "tensor_group":
+        found["weight_scale"] = Stored("scale_codes", groups, _E4M3.storage)
+        found["weight_global_scale"] = Stored("shared", (1,), torch.float32, reciprocal, reciprocal)
+    elif "scale_dtype" in args:
+        found["weight_scale"] = Stored("scale", groups, torch.uint8, _exponents, _powers)
+    else:
+        found["weight_scale"] = Stored("scale", flat, dtype, lambda x: x.reshape(flat).to(dtype), Tensor.float)
+    if not args["symmetric"]:
+        found["weight_zero_point"] = weight.zero_point(flat, groups)
+    return found
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """1/x of the first number of x, in float32."""
+    return (1 / x.float().flatten()[:1]).float()
+
+
+def _exponents(x: Tensor) -> Tensor:
+    return (torch.frexp(x)[1] + 126).to(torch.uint8)
+
+
+def _powers(x: Tensor) -> Tensor:
+    if bool((x == 255).any()):
+        raise CheckpointError("scales of powers of two hold NaN")
+    return torch.ldexp(torch.ones(x.shape), x.to(torch.int32) - 127)

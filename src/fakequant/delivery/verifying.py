@@ -1,0 +1,176 @@
+"""Verify a delivered file: its codes against the model's, and what the programs that load it compute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fakequant.data.arguments import check_model
+from fakequant.data.batches import Inputs, refuse_tensor, run_batch
+from fakequant.delivery.format import Engine, format_of
+from fakequant.delivery.reading import decoded
+from fakequant.errors import VerificationError
+from fakequant.export.verdict import Row, VerifyReport, add_rows, differing_bits
+from fakequant.files import check_path
+from fakequant.model.modes import evaluating
+from fakequant.model.state.snapshots import QuantizedState, snapshot
+from fakequant.model.state.weight_codes import WeightCodes, lowest_of, patterns_of
+from fakequant.nn.wrappers import unwraps
+
+_CALL = "verify_delivery('folder', model, batches)"
+
+
+@dataclass
+class DeliveryReport(VerifyReport):
+    """The result of `verify_delivery`; prints as a table, one row for each weight.
+
+    A row counts codes, scales and zero points of the file, and the values of every program that loads it.
+
+    Attributes:
+        far: the outputs that are farther from the model's than the program's sums explain.
+    """
+
+    far: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs: codes, scales, weights, and outputs as far as a program promises."""
+        return self.exact and not self.far
+
+    @property
+    def faults(self) -> list[str]:
+        return [*super().faults, *(f"The outputs of {name} are not those of the model." for name in self.far)]
+
+
+@unwraps
+def verify_delivery(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    inputs: Inputs | None = None,
+) -> DeliveryReport:
+    """Compare a delivered file with its model: codes, scales and float tensors in the file, weights and outputs in the
+    programs that load it, where they are installed.
+
+    Args:
+        path: what `deliver` returned.
+        model: the prepared model that was delivered.
+        batches: what the programs and the model are called with; None compares no outputs.
+        inputs: which part of a batch they get, as for `calibrate`.
+
+    Raises:
+        CheckpointError: the file is damaged, or of an unknown format.
+        VerificationError: a model that the file is not of, or batches that are none.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> model = prepare(nn.Sequential(nn.Linear(64, 64)), "int4_group32")
+    >>> with TemporaryDirectory() as folder:
+    ...     report = verify_delivery(deliver(model, folder, "compressed-tensors"), model)
+    >>> report.passed, report.differing
+    (True, 0)
+    """
+    check_path(path, _CALL, VerificationError)
+    check_model(model, "verify_delivery", _CALL, VerificationError)
+    if batches is not None:
+        refuse_tensor(batches, "verify_delivery")
+    source, kept = Path(path), None if batches is None else list(batches)
+    format = format_of(source)
+    live, stored = snapshot(model), decoded(format, source, model)
+    report = DeliveryReport(str(path), "none" if kept is None else "given", [], format.name, "this package's reader")
+    _compare_codes(report, live, stored)
+    if missing := [name for name in format.packages if find_spec(name) is None]:
+        report.not_run.append(f"Not loaded by another program: {' and '.join(missing)} not installed.")
+        return report
+    for engine in format.engines(source, model):
+        report.runtime += f", {engine.name}"
+        report.not_run += engine.notes
+        _compare_weights(report, live, engine)
+        if kept is not None and engine.model is not None:
+            _compare_outputs(report, model, engine, kept, inputs)
+    report.batches = len(kept or ())
+    return report
+
+
+def _compare_codes(report: DeliveryReport, live: QuantizedState, stored: QuantizedState) -> None:
+    """Add a row for each weight, and one for the float tensors."""
+    names = {*live.weights, *stored.weights}
+    for name in [one for one in live.weights if one in names] + sorted(names - {*live.weights}):
+        if name not in live.weights or name not in stored.weights:
+            report.rows.append(Row(name, "", "only in one of file and model", intact=False))
+            continue
+        ours, theirs = live.weights[name], stored.weights[name]
+        row = Row(name, str(ours.spec), "weight")
+        for one, two in zip(_numbers(ours), _numbers(theirs), strict=True):
+            row.elements += one.numel()
+            row.differing += one.numel() if one.shape != two.shape else int((one != two).sum())
+        report.rows.append(row)
+    floats = Row("", "", "in float")
+    own = {name for name in live.others if name in stored.tensors}
+    for name in own - names:
+        one, two = live.tensors[name], stored.tensors[name]
+        floats.elements += one.numel()
+        floats.differing += _differing(one.flatten(), two.flatten())
+    report.rows.append(floats)
+
+
+def _numbers(weight: WeightCodes) -> list[Tensor]:
+    """Codes counted from the lowest, scales, and zero points counted likewise; signed and unsigned codes are equal."""
+    low = lowest_of(weight.spec.format)
+    point = weight.zero_point if weight.zero_point is not None else torch.full_like(weight.scale, 0)
+    return [patterns_of(weight.codes, weight.spec.format), weight.scale, point.reshape(weight.scale.shape) - low]
+
+
+def _differing(one: Tensor, two: Tensor) -> int:
+    """The number of values whose bits differ; all of them where shapes or dtypes do."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return one.numel()
+    if not one.is_floating_point() or one.element_size() == 1:
+        return int((one != two).sum())
+    return differing_bits(one.detach(), two)
+
+
+def _compare_weights(report: DeliveryReport, live: QuantizedState, engine: Engine) -> None:
+    rows = {row.quantizer: row for row in report.rows}
+    for name in live.weights:
+        theirs: Mapping[str, Tensor] = engine.weights
+        if name in theirs and name in rows:
+            ours = live.weights[name].values()
+            rows[name].elements += ours.numel()
+            rows[name].differing += int((ours != theirs[name]).sum())
+
+
+def _compare_outputs(
+    report: DeliveryReport, model: nn.Module, engine: Engine, batches: list[Any], inputs: Inputs | None
+) -> None:
+    rows: list[Any] = []
+    for batch in batches:
+        with evaluating(model), torch.no_grad():
+            expected = _tensors(run_batch(model, batch, inputs=inputs))
+            found = _tensors(run_batch(engine.model, batch, inputs=inputs))
+        if [one.shape for one in expected] != [one.shape for one in found]:
+            raise VerificationError(
+                f"{engine.name} gives outputs of the shapes {[list(one.shape) for one in found]}, the model "
+                f"{[list(one.shape) for one in expected]}; pass the model that was delivered"
+            )
+        names = [f"output {number} in {engine.name}" for number in range(len(found))]
+        add_rows(rows, names, found, expected, None)
+        for row, one in zip(rows, expected, strict=True):
+            peak = one.double().abs().max().item() if one.numel() else 0.0
+            if row.max_abs > engine.tolerance * peak and row.name not in report.far:
+                report.far.append(row.name)
+    report.outputs += rows
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """The float outputs of a call but those of caches."""
+    first = result["logits"] if isinstance(result, Mapping) and "logits" in result else result
+    return [one for one in pytree.tree_leaves(first) if isinstance(one, Tensor) and one.is_floating_point()]

@@ -1,0 +1,138 @@
+"""`deliver`, `read` and `verify_delivery`: what a format says is asked before the work, and files are written whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import fakequant as fq
+from fakequant.delivery import DeliveryFormat, Part, delivery_formats, register_delivery
+from fakequant.delivery.format import _added
+from fakequant.errors import CheckpointError, ExportError, OutputError
+from fakequant.model.state.codecs import TensorFile
+
+X = torch.linspace(-3, 3, 3 * 64).reshape(3, 64)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64, bias=False))
+
+
+def prepared(preset: fq.Config | str = "INT4_GROUP32") -> nn.Module:
+    model = fq.prepare(net(), preset)
+    fq.calibrate(model, [X], progress=False)
+    return model
+
+
+class Own(DeliveryFormat):
+    """Weights of 8 bits as they are, in one file."""
+
+    name = "own"
+    suffix = ".own"
+
+    def why_not(self, part: Part) -> str | None:
+        bits = part.operands["weight"].spec.format.bits
+        return None if bits == 8 and "input" not in part.operands else f"it has 8 bits, and {part.path} has {bits}"
+
+    def encode(self, state: fq.QuantizedState, model: nn.Module, parts: Sequence[Part]) -> dict[str, Iterable[bytes]]:
+        plan = json.dumps({"plan": state.plan, "names": [part.weight for part in parts]}).encode()
+        return {"model.own": (part for part in (len(plan).to_bytes(8, "little"), plan))}
+
+    def recognizes(self, path: Path) -> bool:
+        return path.suffix == ".own"
+
+    def decode(self, path: Path, model: nn.Module) -> fq.QuantizedState:
+        data = path.read_bytes()
+        plan = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return fq.QuantizedState.from_plan(plan["plan"], model.state_dict())
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_added, "own", Own())
+
+
+@pytest.mark.usefixtures("own")
+def test_a_format_of_another_is_one_class_and_one_file(tmp_path: Path) -> None:
+    assert {"own", "compressed-tensors"} <= {*delivery_formats()}
+    model = prepared("INT8_WEIGHT_ONLY")
+    assert fq.deliver(model, tmp_path, "own") == tmp_path / "model.own"
+    path = fq.deliver(model, tmp_path / "deep" / "net.own", "own")
+    assert path == tmp_path / "deep" / "net.own"
+    assert [one.name for one in path.parent.iterdir()] == ["net.own"]
+    assert torch.equal(fq.read(path, net())[0].weight, net()[0].weight)
+
+
+def test_registering_replaces_one_of_the_same_name() -> None:
+    first, second = Own(), Own()
+    register_delivery(first)
+    register_delivery(second)
+    assert delivery_formats()["own"] is second
+    del _added["own"]
+
+
+@pytest.mark.usefixtures("own")
+def test_all_that_a_format_cannot_hold_is_named_before_the_work(tmp_path: Path) -> None:
+    rules = fq.Config([fq.Rule("*", weight="int4"), fq.Rule("2", "int8_weight_only")])
+    with pytest.raises(ExportError) as raised:
+        fq.deliver(prepared(rules), tmp_path / "new", "own")
+    assert str(raised.value) == (
+        "own cannot hold 1 parts of the model as they are quantized:\n"
+        "  0: it has 8 bits, and 0 has 4; the nearest preset that it holds is INT8_WEIGHT_ONLY"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_shards_hold_the_same_tensors_as_one_file(tmp_path: Path) -> None:
+    model = prepared()
+    whole = load_file(fq.deliver(model, tmp_path / "whole", "compressed-tensors") / "model.safetensors")
+    folder = fq.deliver(model, tmp_path / "parts", "compressed-tensors", max_shard_size=1500)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert len(files) > 1
+    assert files == [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+    found = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+    assert {*found} == {*whole} == {*index["weight_map"]}
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in whole.values())
+    assert torch.equal(fq.read(folder, net())(X), model(X))
+
+
+def test_weights_of_another_model_are_not_left_beside(tmp_path: Path) -> None:
+    model = prepared()
+    folder = fq.deliver(model, tmp_path, "compressed-tensors", max_shard_size=1500)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(OutputError, match="holds weights of another model, model-00001"):
+        fq.deliver(model, tmp_path, "compressed-tensors")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    fq.deliver(model, tmp_path, "compressed-tensors", max_shard_size=1500)  # the same files are replaced
+
+
+def test_texts_of_a_header_and_copies(tmp_path: Path) -> None:
+    from fakequant.model.state.codecs import read_folder, write_folder
+
+    (tmp_path / "a").write_bytes(b"x" * 3_000_000)
+    tensors = TensorFile({"t": torch.ones(3)}, {"made by": "hand"})
+    write_folder(tmp_path, {"t.safetensors": tensors, "copy.json": tmp_path / "a", "parts": iter([b"a", b"b"])})
+    assert (tmp_path / "copy.json").read_bytes() == (tmp_path / "a").read_bytes()
+    assert (tmp_path / "parts").read_bytes() == b"ab"
+    assert vars(read_folder(tmp_path)["t.safetensors"])["metadata"] == {"made by": "hand"}
+    assert torch.equal(load_file(tmp_path / "t.safetensors")["t"], torch.ones(3))
+
+
+def test_unknown_formats_and_paths_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="unknown format 'compressed_tensor'; did you mean compressed-tensors"):
+        fq.deliver(prepared(), tmp_path, "compressed_tensor")
+    with pytest.raises(CheckpointError, match=r"there is no .*; give the file or folder"):
+        fq.read(tmp_path / "none", net())
+    with pytest.raises(CheckpointError, match="is of none of the formats"):
+        fq.read(tmp_path, net())
+    with pytest.raises(CheckpointError, match=r"does not say which model it is of|names the architecture None"):
+        fq.read(fq.deliver(prepared(), tmp_path, "compressed-tensors"))
