@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fakequant.delivery.gguf_blocks import LAYOUTS, pack, unpack
+from fakequant.delivery.gguf.blocks import LAYOUTS, pack, unpack
 from fakequant.errors import CheckpointError
 
 # MXFP4's largest scale times 6 is infinite, here as there.

@@ -1,0 +1,192 @@
+"""What llama.cpp needs to know of a language model: names of tensors, order of rows, metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fakequant.delivery.gguf.file import require_gguf
+from fakequant.errors import CheckpointError
+
+_TABLE = "fakequant.integrations.gguf"
+"""Registers the architectures: names of other people's models stand there alone."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp has the models of one kind.
+
+    Args:
+        name: as llama.cpp names it.
+        interleaved: what multiplies queries and keys, by the last parts of its path, with the attribute of the
+            configuration that counts its heads: the two halves of a head's rows alternate in the file.
+        norms_from_one: whether norms multiply by 1 + weight, which the file then holds.
+        activation: the function that llama.cpp computes between the matrices.
+        pattern: how often a layer attends to all tokens, the others to a window; 1 for each.
+        describe: adds metadata beside the usual.
+        extra: more tensors by name, made from the configuration.
+        refuse: what the file cannot say of a configuration, or an empty text.
+        tokenizer: adds the tokenizer of a model to the metadata.
+    """
+
+    name: str
+    interleaved: Mapping[str, str] = field(default_factory=dict)
+    norms_from_one: bool = False
+    activation: str = "silu"
+    pattern: int = 1
+    describe: Callable[[Any, Any], None] = lambda writer, config: None
+    extra: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
+    refuse: Callable[[Any], str] = lambda config: ""
+    tokenizer: Callable[[Any, nn.Module], None] = lambda writer, model: None
+
+
+_known: dict[str, Architecture] = {}
+
+
+def register_architecture(model_type: str, architecture: Architecture) -> None:
+    """Add models for `deliver` and `read`, by the `model_type` of their configuration."""
+    _known[model_type] = architecture
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """How llama.cpp has a model.
+
+    Raises:
+        CheckpointError: it is none of the models that are known, or what it computes cannot be said in a file.
+    """
+    import_module(_TABLE)
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type not in _known:
+        raise CheckpointError(
+            f"GGUF files are written for models of transformers whose config.model_type is one of "
+            f"{', '.join(sorted(_known))}; got {model_type or type(model).__name__!r:.80}"
+        )
+    architecture = _known[model_type]
+    if reason := _refused(architecture, config) or architecture.refuse(config):
+        raise CheckpointError(f"llama.cpp would not compute this model as it is: {reason}")
+    return architecture
+
+
+def _refused(architecture: Architecture, config: Any) -> str:
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", architecture.activation)
+    if activation != architecture.activation:
+        return f"its activation is {activation}, not {architecture.activation}"
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    every = architecture.pattern
+    wanted = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(len(kinds))]
+    if list(kinds) != wanted:
+        return (
+            f"its layer_types are {kinds!r:.200}, but it is taken for granted that each {every}. attends to all tokens"
+        )
+    rotary = rotary_of(config)
+    if rotary["rope_type"] not in _ROTARIES:
+        return f"its rope_type is {rotary['rope_type']!r:.80}, not one of {', '.join(_ROTARIES)}"
+    return ""
+
+
+_ROTARIES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+def rotary_of(config: Any, kind: str = "full_attention") -> dict[str, Any]:
+    """The rotary parameters of a configuration, of one kind of layers where these have their own."""
+    found = dict(getattr(config, "rope_parameters", None) or {})
+    found = dict(found.get(kind) or {}) if any(isinstance(one, dict) for one in found.values()) else found
+    return {"rope_type": "default", **found}
+
+
+def head_size(config: Any) -> int:
+    """Rows of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def describe(writer: Any, architecture: Architecture, model: nn.Module) -> None:
+    """Add the metadata of a model, with its tokenizer.
+
+    Args:
+        writer: a `gguf.GGUFWriter`.
+        architecture: of the model.
+        model: of transformers.
+    """
+    gguf, config = require_gguf(), cast(Any, model.config)
+    heads, name = config.num_attention_heads, Path(getattr(model, "name_or_path", "")).name or architecture.name
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_key_length(head_size(config))
+    writer.add_value_length(head_size(config))
+    rotary = rotary_of(config)
+    writer.add_rope_dimension_count(int(head_size(config) * rotary.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rotary["rope_theta"])
+    if rotary["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rotary["rope_type"]))
+        writer.add_rope_scaling_factor(rotary["factor"])
+    if rotary["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
+    architecture.describe(writer, config)
+    architecture.tokenizer(writer, model)
+
+
+class Names:
+    """The names of a model's tensors in a file, and the order of their rows there."""
+
+    def __init__(self, architecture: Architecture, config: Any) -> None:
+        gguf = require_gguf()
+        (kind,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+        self._names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+        self._architecture, self._config = architecture, config
+
+    def of(self, name: str) -> str:
+        """The name in the file of a tensor of the model.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise CheckpointError(f"{name} has no place in a file of {self._architecture.name} for llama.cpp")
+        return found
+
+    def rows(self, name: str, count: int) -> Sequence[int] | None:
+        """For each row of a tensor in the file, which row of the model's it is; None where the order is the same."""
+        owner = name.rpartition(".")[0]
+        for end, heads in self._architecture.interleaved.items():
+            if owner.endswith(end):
+                order = np.arange(count).reshape(
+                    getattr(self._config, heads) or self._config.num_attention_heads, 2, -1
+                )
+                return order.swapaxes(1, 2).reshape(-1)
+        return None
+
+    def shift(self, name: str) -> float:
+        """What is added to a tensor for the file."""
+        return float(self._architecture.norms_from_one and name.endswith("norm.weight"))
+
+
+def llama3_frequencies(config: Any) -> dict[str, Tensor]:
+    """By how much the rotary frequencies of Llama 3.1 are divided, which llama.cpp reads as a tensor."""
+    rotary = rotary_of(config)
+    if rotary["rope_type"] != "llama3":
+        return {}
+    base, size, factor = rotary["rope_theta"], head_size(config), rotary["factor"]
+    length, low, high = (
+        rotary[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    waves = 2 * torch.pi * base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    smooth = ((length / waves - low) / (high - low)).clamp(0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - smooth) / factor + smooth)).float()}
