@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from fakequant.data.arguments import check_model
 from fakequant.distributed import is_sharded, refuse_sharded
 from fakequant.errors import CalibrationError, ConfigError
 from fakequant.model.run.queries import weight_readers
-from fakequant.model.run.recording import record
+from fakequant.model.run.recorded import Recording
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import Product
@@ -72,20 +72,22 @@ def computed_weights(model: nn.Module, weights: Container[str]) -> list[str]:
     return [path for path, own in quantizers(model).items() if own.kind is Kind.WEIGHT and path not in weights]
 
 
-def fixed_parameters(model: nn.Module, run: Callable[[], object]) -> dict[nn.Parameter, str]:
+def fixed_parameters(model: nn.Module, recording: Recording) -> dict[nn.Parameter, str]:
     """The parameters that no algorithm may change, because more than one layer reads them, and why.
 
     Args:
-        run: runs the model; what reads a weight outside of its layer is found by it.
+        model: as it ran.
+        recording: of a run, which shows what reads a weight outside of its layer.
 
+    >>> from fakequant.model.run.recording import record
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "INT8_WEIGHT_ONLY")
-    >>> found = fixed_parameters(model, lambda: model(torch.ones(1, 4)) / model[0].weight.norm())
+    >>> recording = record(model, lambda: model(torch.ones(1, 4)) / model[0].weight.norm())
+    >>> found = fixed_parameters(model, recording)
     >>> found[model[0].weight], len(found)
     ('the model reads its weight outside of the layer', 1)
     """
     shared = shared_parameters(model)
     found = {own: f"layers share its {'weight' if own.dim() > 1 else 'bias'}" for own in shared}
-    recording = record(model, run)
     readers = weight_readers(model, recording)
     for weight in quantized_weights(model).values():
         if weight.layer in readers and weight.parameter is not None:

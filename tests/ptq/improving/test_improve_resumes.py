@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from fakequant import files
 from fakequant.errors import CheckpointError, ConfigError
+from fakequant.ptq.inputs.stream import Stream
 from tests.support.bits import assert_same_bits
 from tests.support.changes import CHANGES, FACTORS, Scaled
 
@@ -302,9 +303,9 @@ def test_an_error_in_every_part_leaves_the_model(where: str, error: Any, tmp_pat
     owners = {
         "choose": collecting,
         "write": improving,
-        "keep": improving._Pass,
+        "keep": improving.Beside,
         "put": improving.Finished,
-        "advance": improving.Stream,
+        "advance": Stream,
     }
     owner, calls = owners.get(where, collecting.Collector), []
     own = getattr(owner, where)

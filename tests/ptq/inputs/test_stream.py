@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.errors import ConfigError
-from fakequant.ptq.inputs.stream import Stage, Stream, call_order
+from fakequant.ptq.inputs.order import call_order
+from fakequant.ptq.inputs.stream import Stage, Stream, check_side_by_side
 from tests.support.bits import assert_same_bits
 from tests.support.kept import kept
 
@@ -90,9 +91,12 @@ class Remembering(nn.Module):
 
 def test_a_model_that_mixes_up_its_batches_is_refused() -> None:
     model = Remembering()
+    recorded = call_order(model, layers_of(model), kept(batches(), run))
     with pytest.raises(ConfigError, match="give all examples as one batch"):
-        call_order(model, layers_of(model), kept(batches(), run))
-    assert call_order(model, layers_of(model), kept(batches()[:1], run)).order == ["first", "second"]
+        check_side_by_side(model, layers_of(model), kept(batches(), run), recorded)
+    alone = kept(batches()[:1], run)
+    check_side_by_side(model, layers_of(model), alone, recorded := call_order(model, layers_of(model), alone))
+    assert recorded.order == ["first", "second"]
 
 
 class Noisy(Branching):
@@ -101,7 +105,9 @@ class Noisy(Branching):
 
 
 def test_a_model_that_draws_random_numbers_is_not() -> None:
-    assert len(call_order(Noisy(), {}, kept(batches(), run)).counts) == 4
+    recorded = call_order(model := Noisy(), {}, kept(batches(), run))
+    check_side_by_side(model, {}, kept(batches(), run), recorded)
+    assert (len(recorded.counts), recorded.outputs_repeat) == (4, False)
 
 
 def test_layers_that_get_one_tensor_are_siblings() -> None:
@@ -116,6 +122,15 @@ def test_layers_that_get_one_tensor_are_siblings() -> None:
     model = Siblings()
     siblings = call_order(model, layers_of(model), kept(batches(), run)).siblings
     assert siblings == {"q": ["q", "k"], "k": ["q", "k"], "out": ["out"]}
+
+
+def test_the_calls_of_some_layers_are_those_of_a_run_that_watches_them_alone() -> None:
+    model = Branching()
+    layers = layers_of(model)
+    some = {name: layers[name] for name in ("first", "loop")}
+    own, alone = (call_order(model, watched, kept(batches(), run)) for watched in (layers, some))
+    assert (own.of(some).order, own.of(some).counts) == (alone.order, alone.counts)
+    assert own.of(some).siblings == alone.siblings
 
 
 def threads_after(before: int) -> int:

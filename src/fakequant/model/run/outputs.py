@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +159,19 @@ def decibels(share: float) -> float:
     return math.inf if share == 0.0 else -10 * math.log10(share)
 
 
+class OutputErrors(NamedTuple):
+    """How far outputs are from those of the float model.
+
+    Attributes:
+        distance: by output, over all batches.
+        rows: of each row of each output, as a share of this output's energy, float64 on the CPU. A row is an example,
+            or with a mask a token. An output of another shape has one row, which is infinite.
+    """
+
+    distance: Distance
+    rows: Tensor
+
+
 class OutputDistance:
     """How far a model's outputs are from those of the float model.
 
@@ -208,36 +221,46 @@ class OutputDistance:
                 found.add(wanted, outputs)
         return found
 
-    def by_row(self, model: nn.Module) -> Tensor:
-        """The error of each row of each output as a share of this output's energy, float64 on the CPU.
+    def errors_of(self, model: nn.Module) -> OutputErrors:
+        """The distance of a model, and the error of each row, from one run of the batches."""
+        with cached_weights(model):
+            return self._errors(self._outputs(model))
 
-        A row is an example, or with a mask a token. An output of another shape has one row, which is infinite.
-        """
+    def errors(self, outputs: Iterable[Mapping[Place, Tensor]]) -> OutputErrors:
+        """The same of outputs that the model gave before, one for each batch, as `named_tensors` gives them."""
+        return self._errors(map(_unmasked, outputs, self.batches.masks.values()))
+
+    def _errors(self, outputs: Iterable[Mapping[Place, Tensor]]) -> OutputErrors:
         energy: dict[Place, float] = {}
         for wanted in self._wanted:
             for place, y in wanted.items():
                 energy[place] = energy.get(place, 0.0) + _energy(y.nan_to_num(0.0, 0.0, 0.0))
-        rows = [torch.zeros(0, dtype=torch.float64)]
-        with cached_weights(model):
-            for wanted, outputs in zip(self._wanted, self._outputs(model), strict=True):
-                for place, y in wanted.items():
-                    other = outputs.get(place)
-                    if other is None or other.shape != y.shape:
-                        rows.append(torch.full((1,), math.inf, dtype=torch.float64))
-                    elif y.numel():
-                        same = (y == other) | (y.isnan() & other.isnan())
-                        error = torch.where(same, 0.0, other.double() - y.double()).square()
-                        share = error.reshape(len(y) if y.dim() else 1, -1).sum(1).cpu() / (energy[place] or 1.0)
-                        rows.append(share.nan_to_num(math.inf))
-        return torch.cat(rows)
+        found, rows = Distance(), [torch.zeros(0, dtype=torch.float64)]
+        for wanted, own in zip(self._wanted, outputs, strict=True):
+            found.add(wanted, own)
+            rows += [_row_errors(y, own.get(place), energy[place]) for place, y in wanted.items()]
+        return OutputErrors(found, torch.cat(rows))
 
     def _outputs(self, model: nn.Module) -> Iterator[dict[Place, Tensor]]:
         for batch, mask in zip(self.batches, self.batches.masks.values(), strict=True):
             with evaluating(model), torch.no_grad():
                 outputs = named_tensors(self.batches.run(model, batch))
-            yield {name: _unmasked(tensor, mask) for name, tensor in outputs.items()}
+            yield _unmasked(outputs, mask)
 
 
-def _unmasked(y: Tensor, mask: Tensor | None) -> Tensor:
-    """The unmasked tokens of an output [batch, tokens, ...]; other outputs unchanged."""
-    return y if mask is None or y.shape[:2] != mask.shape else y[mask.to(y.device)]
+def _row_errors(y: Tensor, other: Tensor | None, energy: float) -> Tensor:
+    if other is None or other.shape != y.shape:
+        return torch.full((1,), math.inf, dtype=torch.float64)
+    if not y.numel():
+        return torch.zeros(0, dtype=torch.float64)
+    same = (y == other) | (y.isnan() & other.isnan())
+    error = torch.where(same, 0.0, other.double() - y.double()).square()
+    share = error.reshape(len(y) if y.dim() else 1, -1).sum(1).cpu() / (energy or 1.0)
+    return share.nan_to_num(math.inf)
+
+
+def _unmasked(outputs: Mapping[Place, Tensor], mask: Tensor | None) -> dict[Place, Tensor]:
+    """The unmasked tokens of outputs [batch, tokens, ...]; other outputs unchanged."""
+    if mask is None:
+        return {**outputs}
+    return {name: y if y.shape[:2] != mask.shape else y[mask.to(y.device)] for name, y in outputs.items()}

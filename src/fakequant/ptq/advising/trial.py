@@ -19,7 +19,7 @@ from fakequant.model.analysis.analysis import Metric
 from fakequant.model.analysis.summary import parameter_bytes
 from fakequant.model.calibration.calibrate import ranges_of
 from fakequant.model.modes import disabled, evaluating
-from fakequant.model.run.outputs import OutputDistance
+from fakequant.model.run.outputs import OutputDistance, OutputErrors
 from fakequant.nn.contexts import cached_weights
 from fakequant.nn.quantizer import quantizers
 from fakequant.ptq.rows import SURE_OF_PART, helps
@@ -152,7 +152,7 @@ class _Side:
     made: list[Any]
     outputs: OutputDistance
     before: Restore
-    rows: Tensor
+    errors: OutputErrors
 
 
 class Trial:
@@ -207,11 +207,12 @@ class Trial:
                 side = self._started()
                 side.before()
                 change.make(side.made)
-                after, size = side.outputs.of(model).mean, parameter_bytes(model)[1]
+                errors = side.outputs.errors_of(model)
+                after, size = errors.distance.mean, parameter_bytes(model)[1]
                 share = after / self.error if self.error else math.inf if after else 1.0
                 found = change.aim.allows(share, size / max(self.bytes, 1))
                 score = self._measured() if found else None
-                by_chance = found and change.aim is Aim.ERROR and not self._is_sure(change, side)
+                by_chance = found and change.aim is Aim.ERROR and not self._is_sure(change, side, errors.rows)
                 found = found and not by_chance
                 if found and score is not None and self.score is None:
                     side.before()
@@ -226,7 +227,7 @@ class Trial:
         if self._first is None:
             self._first = self._side(self._parts.made, self._outputs)
             if self._ranges is not None:
-                self.error, self.score = self._outputs.of(self._model).mean, None
+                self.error, self.score = self._first.errors.distance.mean, None
         return self._first
 
     def _side(self, made: list[Any], outputs: OutputDistance) -> _Side:
@@ -236,18 +237,18 @@ class Trial:
         if self._ranges is not None:
             self._ranges(made)
             before = in_order(before, ranges_of(quantizers(self._model).values()))
-        return _Side(made, outputs, before, outputs.by_row(self._model))
+        return _Side(made, outputs, before, outputs.errors_of(self._model))
 
-    def _is_sure(self, change: Change, side: _Side) -> bool:
+    def _is_sure(self, change: Change, side: _Side, after: Tensor) -> bool:
         """Whether a change, which is made, lowers the error of more rows than chance, with the parts exchanged, too."""
-        before, after = side.rows, side.outputs.by_row(self._model)
+        before = side.errors.rows
         if self._parts.judged is not self._parts.made:
             if self._second is None:
                 self._restore()
                 self._second = self._side(self._parts.judged, self._outputs_on(self._parts.made))
             self._second.before()
             change.make(self._second.made)
-            rows, again = self._second.rows, self._second.outputs.by_row(self._model)
+            rows, again = self._second.errors.rows, self._second.outputs.errors_of(self._model).rows
             if float(again.sum()) > float(rows.sum()):
                 return False
             one, other = float(before.sum()) or 1.0, float(rows.sum()) or 1.0  # so that both parts count as much

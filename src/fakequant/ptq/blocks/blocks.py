@@ -15,20 +15,20 @@ from fakequant.data.batches import Batches, Forward, Inputs
 from fakequant.data.progress import track
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationError, ConfigError, nearest
-from fakequant.model.modes import evaluating, off
+from fakequant.model.modes import evaluating
 from fakequant.model.run.outputs import float_tensors
 from fakequant.model.weights import quantized_weights
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import Product
 from fakequant.nn.quantized.layers import QuantizedLayer
-from fakequant.nn.quantizer import quantizers
 from fakequant.nn.sites.sites import SITES
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.blocks.reconstruction import Preset, preset_of, reconstruct_block
 from fakequant.ptq.improving.effect import Effect, Split
-from fakequant.ptq.inputs.call import Call
-from fakequant.ptq.inputs.float_values import FloatValues
-from fakequant.ptq.inputs.stream import CallOrder, Stage, Stream, call_order
+from fakequant.ptq.inputs.beside import Beside
+from fakequant.ptq.inputs.call import LayerCall
+from fakequant.ptq.inputs.order import CallOrder, call_order
+from fakequant.ptq.inputs.stream import Stage, check_side_by_side
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.sums import MOST_DRIFT
 from fakequant.ptq.weights import calibrated_weights, fixed_parameters
@@ -92,40 +92,43 @@ def reconstruct(  # noqa: PLR0913  all but the first four by name
     data = Batches(batches, "reconstruct", inputs=inputs, forward=forward, progress=progress)
     split, preset = Split.of(data, judge), preset_of(preset)
     found = find_blocks(model) if blocks is None else _named(model, blocks)
-    given, result, reached = split.all, Improvement(), set[str]()
-    fixed = fixed_parameters(model, lambda: given.run_first(model))
-    learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
+    result, others, alone = Improvement(), list[str](), Together(None)
     before = {block: state_of([block]) for block in dict.fromkeys(found.values())}
     state = in_order(structure_of([model]), *before.values())
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), torch.no_grad():
-        recorded = call_order(model, found, given)
-        alone = Together(None)
-        effect = Effect(model, split, recorded, alone)
-        _, late = recorded.parts(alone)
-        own, floats = (Stream(model, found, split.fit, recorded) for _ in range(2))
-        with own, floats:
-            float_model = _FloatModel(model, found, floats, late)
-            for stage in track(own, "learning blocks", len(recorded.order), progress):
-                learned = _learned(found[stage.name], stage, float_model.targets(stage), learn)
-                if learned is not None:
-                    reached.add(stage.name)
+        judging = split.judging(alone)
+        recorded = call_order(model, found, split.all, judging.batches.numbered)
+        check_side_by_side(model, found, split.all, recorded)
+        fixed = fixed_parameters(model, recorded.first)
+        learn = partial(reconstruct_block, preset=preset, iterations=iterations, seed=seed, fixed=frozenset(fixed))
+        effect, (with_float, late) = Effect(model, judging, recorded, alone), recorded.parts(alone)
+        with Beside(model, found, found, split.fit, recorded, with_float) as stages:
+            for stage, wanted in track(stages, "learning blocks", len(recorded.order), progress):
+                block = found[stage.name]
+                if wanted is not None and not _is_alike(wanted, stage):
+                    wanted = None
+                if wanted is None and stage.name not in late:
+                    others.append(stage.name)
+                targets = _targets(stage.name, block, _calls(wanted or stage), stages.in_float)
+                stages.keep(stage.name, [weight.parameter for weight in quantized_weights(block).values()])
+                if (learned := _learned(block, stage, targets, learn)) is not None:
                     result.layers.append(learned)
         undone = effect.keep_what_helps({found[row.layer]: before[found[row.layer]] for row in result.layers})
+        missed = found.keys() - {row.layer for row in result.layers}
         result.take_back(name for name, block in found.items() if block in undone)
         effect.put_into(result, "reconstruct")
-        missed = [name for name in found if name not in reached]
-        result.layers += [LayerResult(name, note=MISSED) for name in missed]
-        result.notes += _notes(float_model, recorded, late) + _notes_of_fixed(weights, fixed)
+        result.layers += [LayerResult(name, note=MISSED) for name in found if name in missed]
+        result.notes += _notes(others, recorded, late) + _notes_of_fixed(weights, fixed)
     return result
 
 
-def _notes(float_model: _FloatModel, recorded: CallOrder, late: Sequence[str]) -> list[str]:
+def _notes(others: Sequence[str], recorded: CallOrder, late: Sequence[str]) -> list[str]:
     """Which blocks learn another target than what the float model gives."""
     notes = list[str]()
-    if float_model.others:
+    if others:
         notes.append(
-            f"{listed(float_model.others)}: learn what they give in float for their quantized inputs, because the "
-            "float model calls other blocks there, or gives them other rows"
+            f"{listed(others)}: learn what they give in float for their quantized inputs, because the float model "
+            "calls other blocks there, or gives them other rows"
         )
     if late:
         notes.append(
@@ -147,9 +150,9 @@ def _notes_of_fixed(weights: Mapping[str, Product], fixed: Mapping[nn.Parameter,
 def _learned(
     block: nn.Module, stage: Stage, targets: Sequence[Tensor], learn: Callable[..., LayerResult]
 ) -> LayerResult | None:
-    """What a block learned at its first stage; None at later ones, which have no targets, and where all are empty."""
+    """What a block learned at its first stage; None where all its inputs are empty."""
     # An expert that gets no rows of a batch learns nothing from it.
-    examples = [(call, y) for call, y in zip(_calls(stage), targets, strict=False) if y.numel()]
+    examples = [(call, y) for call, y in zip(_calls(stage), targets, strict=True) if y.numel()]
     if not examples:
         return None
     try:
@@ -204,61 +207,21 @@ def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     return found
 
 
-class _FloatModel:
-    """The blocks of the float model: it runs past each block before the block's weights change.
-
-    Args:
-        model: with its quantizers on.
-        blocks: by name.
-        stream: of the model with its quantizers off.
-        late: the blocks that learn what they give in float for their quantized inputs.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], stream: Stream, late: Sequence[str]) -> None:
-        self._quantizers, self._blocks, self._stream = quantizers(model).values(), blocks, stream
-        self._names: dict[nn.Module, list[str]] = {}
-        for name, block in blocks.items():
-            self._names.setdefault(block, []).append(name)
-        self._late, self._values = frozenset(late), FloatValues()
-        self._next: Stage | None = None
-        self._is_started = self._is_over = False
-        self.others = list[str]()
-        """The blocks that get other inputs in the float model."""
-
-    def targets(self, stage: Stage) -> list[Tensor]:
-        """What a block gives in the float model for the calls of its first stage; then its weights may change."""
-        block, wanted = self._blocks[stage.name], stage
-        with off(self._quantizers), self._values.in_place():
-            own = self._advance(stage)
-            if stage.is_first and stage.name not in self._late:
-                if own is not None and _is_alike(own, stage):
-                    wanted = own
-                else:
-                    self.others.append(stage.name)
-            outputs = [_called(block, call) for call in _calls(wanted)] if stage.is_first else []
-            self._next = None if self._is_over else self._stream.advance()
-        self._values.forget(lambda part: any(map(self._will_run, self._names[part])))
-        self._values.keep(block, [w.parameter for w in quantized_weights(block).values() if w.parameter is not None])
-        if without := [output for output in outputs if not float_tensors(output)]:
-            raise ConfigError(f"the block {stage.name!r} returns a {type(without[0]).__name__} without a float tensor")
-        return [float_tensors(output)[0] for output in outputs]
-
-    def _advance(self, stage: Stage) -> Stage | None:
-        """The stage of the float model beside one of the quantized model; None from where it calls other blocks."""
-        own = self._next if self._is_started else self._stream.advance()
-        self._is_started = True
-        self._is_over = self._is_over or not stage.is_like(own)
-        return None if self._is_over else own
-
-    def _will_run(self, name: str) -> bool:
-        return not self._is_over and self._stream.will_run(name)
+def _targets(
+    name: str, block: nn.Module, calls: Sequence[LayerCall], in_float: Callable[[Callable[[], list[Any]]], list[Any]]
+) -> list[Tensor]:
+    """What a block gives in float for calls."""
+    outputs = in_float(lambda: [_called(block, call) for call in calls])
+    if without := [output for output in outputs if not float_tensors(output)]:
+        raise ConfigError(f"the block {name!r} returns a {type(without[0]).__name__} without a float tensor")
+    return [float_tensors(output)[0] for output in outputs]
 
 
-def _calls(stage: Stage) -> list[Call]:
+def _calls(stage: Stage) -> list[LayerCall]:
     return [call for calls in stage.calls.values() for call in calls]
 
 
-def _called(block: nn.Module, call: Call) -> Any:
+def _called(block: nn.Module, call: LayerCall) -> Any:
     """What a block gives for a copy of the arguments of a call, which it may write into."""
     args, kwargs = copy.deepcopy((call.args, call.kwargs))
     with call.surroundings():

@@ -21,7 +21,7 @@ from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import quantizers
 from fakequant.nn.transforms import ChannelScale
 from fakequant.ptq.float_model.output_check import OutputCheck, tolerance_of
-from fakequant.ptq.inputs.call import Call
+from fakequant.ptq.inputs.call import LayerCall
 from fakequant.ptq.weights import shared_parameters
 from fakequant.restore import restore_after, restore_on_error, state_of
 from fakequant.text import table
@@ -201,10 +201,10 @@ def _fold(groups: Sequence[_Group], makers: dict[nn.Module, str], outputs: Outpu
 
 def _forms(groups: Sequence[_Group], outputs: OutputCheck) -> dict[nn.Module, _Form]:
     """How each maker multiplies by its weight, seen at its own output: that of a branch may be small in the model's."""
-    calls, hooks, found = dict[nn.Module, tuple[Call, Any]](), list[Any](), dict[nn.Module, _Form]()
+    calls, hooks, found = dict[nn.Module, tuple[LayerCall, Any]](), list[Any](), dict[nn.Module, _Form]()
 
     def see(maker: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls[maker] = Call(args, kwargs).kept(), output.clone()
+        calls[maker] = LayerCall(args, kwargs).kept(), output.clone()
 
     with restore_after(lambda: [hook.remove() for hook in hooks]):
         for group in groups:

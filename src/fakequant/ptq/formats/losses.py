@@ -19,7 +19,7 @@ from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantized.layers import QuantizedLayer
 from fakequant.nn.quantizer import Mode
 from fakequant.ops import library
-from fakequant.ptq.inputs.call import Call
+from fakequant.ptq.inputs.call import LayerCall
 from fakequant.restore import attributes_of, restore_after
 from fakequant.text import module_name
 
@@ -182,7 +182,7 @@ def _outputs_replaced(layers: Mapping[str, Any], see: Callable[[str, Tensor, Ten
     """Replace what layers give by see(name, input, output)."""
     hooks = [
         layer.register_forward_hook(
-            lambda _, args, kwargs, y, name=name: see(name, Call(args, kwargs).first, y), with_kwargs=True
+            lambda _, args, kwargs, y, name=name: see(name, LayerCall(args, kwargs).first, y), with_kwargs=True
         )
         for name, layer in layers.items()
     ]

@@ -16,8 +16,9 @@ from fakequant.distributed import Together
 from fakequant.nn.products.product import MatrixProduct
 from fakequant.nn.quantizer import Mode
 from fakequant.ptq.improving.finished import InputChoice
-from fakequant.ptq.inputs.call import Call
-from fakequant.ptq.inputs.stream import CallOrder, Stage
+from fakequant.ptq.inputs.call import LayerCall
+from fakequant.ptq.inputs.order import CallOrder
+from fakequant.ptq.inputs.stream import Stage
 from fakequant.ptq.solvers.layer import Choice, choose
 from fakequant.ptq.solvers.parts import Parts
 from fakequant.ptq.solvers.ranges import parts_of, searched_input
@@ -48,7 +49,7 @@ class Collector:
         self._processes = processes
         self._with_input = set[str]()
         """The layers whose input was chosen, or will not be."""
-        self._last: tuple[str, list[Call], tuple[InputSums, InputSums]] | None = None
+        self._last: tuple[str, list[LayerCall], tuple[InputSums, InputSums]] | None = None
 
     def choose(self, stage: Stage, wanted: Stage | None, steps: Sequence[str]) -> tuple[InputChoice, Choice | None]:
         """What loses least: for the input of the layer of a stage, and for its weight; None if all inputs are empty."""
@@ -215,7 +216,7 @@ class Collector:
             for sums in found:
                 sums.merge_processes(self._processes.group, device)
 
-    def _of_sibling(self, name: str, calls: list[Call]) -> tuple[InputSums, InputSums] | None:
+    def _of_sibling(self, name: str, calls: list[LayerCall]) -> tuple[InputSums, InputSums] | None:
         """The sums of the last layer if it got the same inputs and made the same rows of them."""
         if self._last is None:
             return None

@@ -15,7 +15,8 @@ from fakequant.distributed import Together, refuse_sharded
 from fakequant.errors import CalibrationError, CalibrationWarning, ConfigError, warn_user
 from fakequant.model.modes import evaluating
 from fakequant.nn.quantized.folded import FoldedNorm
-from fakequant.ptq.inputs.stream import Stage, Stream, call_order
+from fakequant.ptq.inputs.order import call_order
+from fakequant.ptq.inputs.stream import Stage, Stream, check_side_by_side
 from fakequant.restore import restore_on_error, state_of
 
 
@@ -57,6 +58,7 @@ def reestimate_batch_norm(
     norms = _norms(model)
     with restore_on_error(state_of(norms.values())), evaluating(model), torch.no_grad():
         recorded = call_order(model, norms, given)
+        check_side_by_side(model, norms, given, recorded)
         with Stream(model, norms, given, recorded) as stages:
             for stage in stages:
                 if stage.is_first:

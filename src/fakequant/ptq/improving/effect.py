@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fakequant.data.batches import Batches, KeptBatches
 from fakequant.distributed import Together
 from fakequant.errors import CalibrationWarning, warn_user
 from fakequant.model.calibration.choice import HeldBack
 from fakequant.model.modes import disabled
-from fakequant.model.run.outputs import OutputDistance
-from fakequant.ptq.inputs.stream import NOT_REPEATED, CallOrder
+from fakequant.model.run.outputs import OutputDistance, OutputErrors
+from fakequant.ptq.inputs.order import CallOrder
+from fakequant.ptq.inputs.stream import NOT_REPEATED
 from fakequant.ptq.results import Improvement
 from fakequant.ptq.rows import SURE, SURE_OF_PART, helps
 from fakequant.restore import Restore, state_of
@@ -28,6 +29,13 @@ _WORSE = 1.01
 """How much larger the error may become on these without a warning."""
 _GROUPS = 16
 """Parts of the layers, in order, that are judged each where all together do not help."""
+
+
+class Judging(NamedTuple):
+    """The batches on which the error of the output is measured, and whether they chose nothing."""
+
+    batches: KeptBatches
+    chose_nothing: bool
 
 
 class Split(NamedTuple):
@@ -53,36 +61,41 @@ class Split(NamedTuple):
         fit = given.part(numbers)
         return cls(given, fit, given.part(number for number in numbers.held if number not in fit.numbered))
 
+    def judging(self, processes: Together) -> Judging:
+        """The batches that judge. If a process has none, nothing goes back, and the first ones that choose measure."""
+        if all(processes.all(bool(self.held))):
+            return Judging(self.held, chose_nothing=True)
+        return Judging(self.fit.part([*self.fit.numbered][:_MEASURED]), chose_nothing=False)
+
 
 class Effect:
     """The error of a model's output before and after a change, the mean over processes; a note says why there is none.
 
     Args:
         model: quantized, before the change.
-        batches: the held-back ones judge. Without them nothing goes back, and the first ones that choose measure.
-        recorded: of the same model and batches.
+        judging: on which batches, see `Split.judging`.
+        recorded: with the outputs of these batches.
         processes: they judge together.
     """
 
-    def __init__(self, model: nn.Module, batches: Split, recorded: CallOrder, processes: Together) -> None:
-        self._model, self._processes = model, processes
-        self._judges = all(processes.all(bool(batches.held)))
-        judged = batches.held if self._judges else batches.fit.part([*batches.fit.numbered][:_MEASURED])
+    def __init__(self, model: nn.Module, judging: Judging, recorded: CallOrder, processes: Together) -> None:
+        self._model, self._processes, (judged, self._judges) = model, processes, judging
         self._where = f"on {len(judged)} {'batch' if len(judged) == 1 else 'batches'} that "
         self._where += "chose nothing" if self._judges else "chose, too, and new data may lose more"
+        self._before, own = math.nan, None
         why_not = None if recorded.outputs_repeat else NOT_REPEATED
-        self._before, self._rows_before = math.nan, torch.zeros(0)
         if why_not is None:
             with disabled(model):
                 self._outputs = OutputDistance(model, judged)
-            self._before = self._outputs.of(model).mean
+            own = self._outputs.errors(recorded.outputs[number] for number in judged.numbered)
+            self._before = own.distance.mean
             if not self._outputs.has_outputs:
                 why_not = "the model gives no floats"
             elif not math.isfinite(self._before):
                 why_not = "it was NaN or infinite before"
         self._why_not = next(filter(None, processes.all(why_not)), None)
-        if self._judges and self._why_not is None:
-            self._rows_before = self._rows()
+        if self._why_not is None and own is not None:
+            self._now = self._shared(own)
 
     def keep_what_helps(
         self, changed: Mapping[nn.Module, Restore], state: Callable[[nn.Module], Restore] = lambda own: state_of([own])
@@ -96,19 +109,22 @@ class Effect:
         Returns:
             The modules that are as they were before.
         """
-        if self._why_not or not self._judges or helps(self._rows_before, self._rows(), SURE):
+        if self._why_not:
             return set()
-        redo = {module: state(module) for module in changed}
+        before, self._now = self._now, self._measured()
+        if not self._judges or helps(before.rows, self._now.rows, SURE):
+            return set()
+        redo, self._now = {module: state(module) for module in changed}, before
         for undo in changed.values():
             undo()
-        best, modules, undone = self._rows_before, [*changed], set[nn.Module]()
+        modules, undone = [*changed], set[nn.Module]()
         size = -(-len(modules) // _GROUPS)
         for start in range(0, len(modules), size or 1):
             group = modules[start : start + size]
             for module in group:
                 redo[module]()
-            if helps(best, now := self._rows(), SURE_OF_PART):
-                best = now
+            if helps(self._now.rows, (now := self._measured()).rows, SURE_OF_PART):
+                self._now = now
                 continue
             undone |= set(group)
             for module in group:
@@ -120,7 +136,7 @@ class Effect:
         if self._why_not:
             result.notes.append(f"the error of the model's output was not measured: {self._why_not}")
             return
-        now = self._outputs.of(self._model)
+        now = self._now.distance
         before, after = zip(*self._processes.all((self._before, now.mean)), strict=True)
         result.before, result.after = sum(before) / len(before), sum(after) / len(after)
         result.judged, result.is_judged, result.worst = self._where, self._judges, now.shown_worst
@@ -132,6 +148,9 @@ class Effect:
                 CalibrationWarning,
             )
 
-    def _rows(self) -> Tensor:
-        """The error of each row of the outputs, over all processes."""
-        return torch.cat(self._processes.all(self._outputs.by_row(self._model)))
+    def _measured(self) -> OutputErrors:
+        return self._shared(self._outputs.errors_of(self._model))
+
+    def _shared(self, own: OutputErrors) -> OutputErrors:
+        """The errors of this process, with the rows of all."""
+        return own._replace(rows=torch.cat(self._processes.all(own.rows)))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,19 +16,18 @@ from fakequant.data.progress import track
 from fakequant.data.token_mask import Mask
 from fakequant.distributed import Together, processes_of
 from fakequant.errors import ConfigError, nearest, shown
-from fakequant.model.modes import evaluating, off
+from fakequant.model.modes import evaluating
 from fakequant.model.scale_floor import raise_scales
 from fakequant.nn.paths import layer_of
 from fakequant.nn.products.product import MatrixProduct, Product
-from fakequant.nn.quantizer import quantizers
 from fakequant.nn.wrappers import unwraps
 from fakequant.ptq.improving.collector import Collector
 from fakequant.ptq.improving.digest import digest
 from fakequant.ptq.improving.effect import Effect, Split
 from fakequant.ptq.improving.finished import Finished, run_of
-from fakequant.ptq.inputs.call import Call
-from fakequant.ptq.inputs.float_values import FloatValues
-from fakequant.ptq.inputs.stream import NOT_REPEATED, CallOrder, Stage, Stream, call_order, watched
+from fakequant.ptq.inputs.beside import Beside
+from fakequant.ptq.inputs.order import CallOrder, call_order
+from fakequant.ptq.inputs.stream import NOT_REPEATED, Stage, check_side_by_side
 from fakequant.ptq.results import MISSED, Improvement, LayerResult, remarks_of
 from fakequant.ptq.solvers.layer import SOLVERS, write
 from fakequant.ptq.solvers.parts import memory
@@ -70,11 +68,14 @@ def improve(  # noqa: PLR0913  all but the first three by name
     (`in * kh * kw` of a convolution). A convolution with more than 4,608 of them is taken in parts of its channels:
     their matrices take 32 MB together, and their errors count as independent, which a remark says.
 
-    The batches run side by side, three times in all, however many layers there are: see `fakequant.ptq.inputs.stream`.
-    A layer that a batch calls several times, and those after it, get no `drift`.
+    The batches run three times in all, however many layers there are, and side by side while layers are chosen: see
+    `fakequant.ptq.inputs.stream`. The first two run once more, to see that the model gives the same side by side: one
+    that keeps values of a call in its modules would mix up the batches in silence. A layer that a batch calls several
+    times, and those after it, get no `drift`.
 
     Of two batches or more, the second of every eight chooses nothing and judges: if the error of the model's output on
-    these does not fall by more than chance explains, the choices go back, except for the layers that lower it.
+    these does not fall by more than chance explains, the choices go back, except for the layers that lower it. To find
+    these, the batches that judge run once more for each of up to 16 parts of the layers.
 
     Args:
         model: prepared, and calibrated if its inputs are quantized.
@@ -120,33 +121,26 @@ def improve(  # noqa: PLR0913  all but the first three by name
             processes, {"steps=": str(chosen_steps)} | _digests(weights, processes), "got other steps or weights"
         )
         split = Split.of(Batches(batches, "improve", inputs=inputs, forward=forward, mask=mask), judge)
-        given = split.all
         finished = Finished(checkpoint, {} if checkpoint is None else run_of(model, split.fit, chosen_steps))
-        fixed = fixed_parameters(model, lambda: given.run_first(model))
-    notes = {path: _why_not(product, fixed) for path, product in weights.items()}
-    layers = {path: own for path, own in weights.items() if notes[path] is None and isinstance(own, MatrixProduct)}
-    names = {path: product.row_name(path) for path, product in weights.items()}
-    result = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note])
-    result.layers += [
-        LayerResult(layer_of(path), note=f"nearest: {COMPUTED}") for path in computed_weights(model, weights)
-    ]
+    names = {path: own.row_name(path) for path, own in weights.items()}
     state = structure_of([model])
     with torch.inference_mode(mode=False), restore_on_error(state), processes, evaluating(model), torch.no_grad():
-        layers, recorded, notes = _looked_at(model, layers, given)
-        result.layers += [LayerResult(names[path], note=note) for path, note in notes.items()]
+        judging = split.judging(processes)
+        layers, recorded, fixed, result = _looked_at(model, weights, split.all, judging.batches.numbered)
         _check_same(processes, dict.fromkeys(recorded.order, ""), "reach other layers, or reach them in another order")
         before = _states(layers.values())
         with restore_on_error(in_order(*before.values())):
-            effect = Effect(model, split, recorded, processes)
+            effect = Effect(model, judging, recorded, processes)
             with_drift, result.notes = _with_drift(recorded, processes) if "drift" in chosen_steps else ([], [])
-            collector = Collector(layers, given, recorded, processes)
+            collector = Collector(layers, split.all, recorded, processes)
             choices = _Choices(layers, chosen_steps, collector, finished, fixed)
             sums = f"in up to {memory(layers[path] for path in recorded.order) / 1e9:.1f} GB"
-            with _Pass(model, layers, split.fit, recorded, with_drift) as stages:
+            parts = {path: own.layer for path, own in layers.items()}
+            with Beside(model, layers, parts, split.fit, recorded, with_drift) as stages:
                 for stage, wanted in track(stages, f"choosing weights, {sums}", len(recorded.order), progress):
                     choices.add(stage, wanted, stages.keep)
                 result.layers += choices.results.values()
-            given.mask.warn_unmasked()
+            split.all.mask.warn_unmasked()
             now = _digests(weights, processes)
             _check_same(processes, now, "computed other weights; their processors round otherwise")
             chosen = dict.fromkeys(layers[path].layer for path in choices.results)
@@ -156,7 +150,11 @@ def improve(  # noqa: PLR0913  all but the first three by name
             )
             result.take_back(names[path] for path, own in layers.items() if own.layer in undone)
             effect.put_into(result, "improve")
-            result.notes += [*stages.notes, *remarks_of(result.layers), *_chosen_by_part(stages.chosen_by_part)]
+            result.notes += [
+                *_parted(stages.parted),
+                *remarks_of(result.layers),
+                *_chosen_by_part(stages.reached_later),
+            ]
             result.layers += [LayerResult(names[path], note=MISSED) for path in layers if path not in choices.results]
             raise_scales(model)
     return result
@@ -185,8 +183,8 @@ class _Choices:
         self._collector, self._finished = collector, finished
         self.results: dict[str, LayerResult] = {}
 
-    def add(self, stage: Stage, wanted: Stage | None, keep: Callable[[MatrixProduct], None]) -> None:
-        """Choose the layer of a stage, and write what was chosen; `keep` is called with its weight before that."""
+    def add(self, stage: Stage, wanted: Stage | None, keep: Callable[[str, list[nn.Parameter | None]], None]) -> None:
+        """Choose the layer of a stage, and write what was chosen; `keep` is called before that."""
         name, product = stage.name, self._layers[stage.name]
         number, steps = len(self.results), self._steps
         bias = product.bias[0]
@@ -199,7 +197,7 @@ class _Choices:
             return
         if earlier is not None:
             self._collector.put_input(stage, own)
-        keep(product)
+        keep(name, [product.parameter, product.bias[0]])
         write(product.row_name(name), product, choice)
         if earlier is None:
             self._finished.put(number, name, own, choice)
@@ -224,10 +222,13 @@ def _with_drift(recorded: CallOrder, processes: Together) -> tuple[list[str], li
     ]
 
 
-def _chosen_by_part(paths: Sequence[str]) -> list[str]:
-    if not paths:
+def _parted(path: str) -> list[str]:
+    return [f'"drift" was left out from {layer_of(path)} on: the float model calls other layers'] if path else []
+
+
+def _chosen_by_part(paths: Iterable[str]) -> list[str]:
+    if not (names := listed([layer_of(path) for path in paths])):
         return []
-    names = listed([layer_of(path) for path in paths])
     return [f"{names}: chosen by a part of the batches; the others call layers in another order, and reach it later"]
 
 
@@ -264,32 +265,42 @@ def checked_steps(steps: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(step for step in STEPS if step in steps)
 
 
+class _Seen(NamedTuple):
+    layers: dict[str, MatrixProduct]
+    """What is chosen."""
+    recorded: CallOrder
+    fixed: dict[nn.Parameter, str]
+    result: Improvement
+    """With a row for each other weight."""
+
+
 def _looked_at(
-    model: nn.Module, layers: Mapping[str, MatrixProduct], batches: KeptBatches
-) -> tuple[dict[str, MatrixProduct], CallOrder, dict[str, str]]:
-    """The products that runs show to be what they seem, the order of their calls, and why others are not."""
-    notes = _other_forwards(layers, lambda: batches.run_first(model))
-    chosen = {path: own for path, own in layers.items() if path not in notes}
-    recorded = call_order(model, chosen, batches)
-    # The calls have shown the options of functions.
-    if found := {path: f"{_NO_STEPS} {own.kind}" for path, own in chosen.items() if not own.is_matrix}:
-        chosen = {path: own for path, own in chosen.items() if path not in found}
-        recorded = call_order(model, chosen, batches)
-    return chosen, recorded, notes | found
+    model: nn.Module, weights: Mapping[str, Product], batches: KeptBatches, judging: Container[int]
+) -> _Seen:
+    """Run all batches, to see how the model calls its layers, and which products are what they seem."""
+    layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct) and not _why_not(own, {})}
+    recorded = call_order(model, layers, batches, judging)
+    fixed = fixed_parameters(model, recorded.first)
+    notes = {path: _why_not(product, fixed) for path, product in weights.items()}  # calls show what functions compute
+    layers = {path: own for path, own in layers.items() if notes[path] is None}
 
+    def see(stage: Stage) -> None:
+        own, calls = layers[stage.name], (call for calls in stage.calls.values() for call in calls)
+        if own.has_own_forward and not all(own.computes_product(call.first) for call in calls):
+            others[stage.name] = _OTHER_FORWARD
 
-def _other_forwards(layers: Mapping[str, MatrixProduct], run: Callable[[], object]) -> dict[str, str]:
-    """The layers whose own forward computes something else than one product of their weight in a run."""
-    found = dict[str, str]()
-
-    def see(path: str, call: Call) -> None:
-        if not layers[path].computes_product(call.first):
-            found[path] = _OTHER_FORWARD
-
-    if own := {path: layer for path, layer in layers.items() if layer.has_own_forward}:
-        with watched(own, see):
-            run()
-    return found
+    others, recorded = dict[str, str](), recorded.of(layers)
+    check_side_by_side(model, layers, batches, recorded, see)
+    computed = dict.fromkeys(computed_weights(model, weights), f"nearest: {COMPUTED}")
+    result = Improvement(
+        [
+            LayerResult(weights[path].row_name(path) if path in weights else layer_of(path), note=note)
+            for path, note in (*notes.items(), *computed.items(), *others.items())
+            if note
+        ]
+    )
+    layers = {path: own for path, own in layers.items() if path not in others}
+    return _Seen(layers, recorded.of(layers), fixed, result)
 
 
 def _states(products: Iterable[MatrixProduct]) -> dict[nn.Module, Restore]:
@@ -314,70 +325,3 @@ def _why_not(product: Product, fixed: Mapping[nn.Parameter, str]) -> str | None:
     if product.quantizer.learned is not None or product.quantizer.dynamic:
         return "nearest: its range is not fixed"
     return None
-
-
-class _Pass:
-    """The stages of the quantized model, with those of the float model beside it for the layers that ask for drift."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, MatrixProduct],
-        batches: KeptBatches,
-        recorded: CallOrder,
-        with_drift: Sequence[str],
-    ) -> None:
-        self._layers, self._with_drift = layers, frozenset(with_drift)
-        self._quantized = Stream(model, layers, batches, recorded)
-        self._float = Stream(model, layers, batches, recorded) if with_drift else None
-        self._float_values, self._stack = FloatValues(), ExitStack()
-        self._quantizers = quantizers(model).values()
-        self._paths: dict[nn.Module, list[str]] = {}
-        for path, layer in layers.items():
-            self._paths.setdefault(layer.layer, []).append(path)
-        self.notes = list[str]()
-        self.chosen_by_part = list[str]()
-        """The layers that other batches reach only after they were chosen."""
-
-    def __enter__(self) -> _Pass:
-        self._stack.enter_context(self._quantized)
-        if self._float is not None:
-            self._stack.enter_context(self._float)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-
-    def __iter__(self) -> Iterator[tuple[Stage, Stage | None]]:
-        while (stage := self._quantized.advance()) is not None:
-            wanted = None
-            if self._float is not None:
-                with off(self._quantizers), self._float_values.in_place():
-                    wanted = self._float.advance()
-                if not stage.is_like(wanted):
-                    self._float, wanted = None, None  # it ends with the context
-                    self.notes = [
-                        f'"drift" was left out from {layer_of(stage.name)} on: the float model calls other layers'
-                    ]
-                self._forget(self._layers[stage.name].layer)
-            if stage.is_first:
-                yield stage, wanted if stage.name in self._with_drift else None
-            elif stage.name not in self.chosen_by_part:
-                self.chosen_by_part.append(stage.name)
-            for seen in (stage, wanted) if wanted is not None else (stage,):
-                seen.calls.clear()  # the threads free an input as soon as its layer has run
-
-    def _forget(self, present: nn.Module) -> None:
-        """Drop the float values of layers that no batch of the float model calls again, but those of a stage's."""
-
-        def is_needed(layer: nn.Module) -> bool:
-            runs = self._float is not None and any(map(self._float.will_run, self._paths.get(layer, ())))
-            return layer is present or runs
-
-        self._float_values.forget(is_needed)
-
-    def keep(self, product: MatrixProduct) -> None:
-        """Keep the float values of a layer that is about to change, for the float model's next calls of it."""
-        if self._float is not None:
-            own = (product.parameter, product.bias[0])
-            self._float_values.keep(product.layer, [parameter for parameter in own if parameter is not None])

@@ -23,7 +23,8 @@ from fakequant.nn.quantized.layers import QuantLinear
 from fakequant.nn.wrappers import unwraps
 from fakequant.numerics.spec import QuantSpec
 from fakequant.ops import library
-from fakequant.ptq.inputs.stream import Stage, Stream, call_order
+from fakequant.ptq.inputs.order import call_order
+from fakequant.ptq.inputs.stream import Stage, Stream, check_side_by_side
 from fakequant.ptq.results import MISSED, Improvement, LayerResult
 from fakequant.ptq.solvers.problem import Problem, damped_factor
 from fakequant.ptq.solvers.sums import InputSums
@@ -76,14 +77,18 @@ def low_rank(
     given = Batches(batches, "low_rank", inputs=inputs, forward=forward, mask=mask).kept()
     if not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
-    fixed = fixed_parameters(model, lambda: given.run_first(model))
-    names = {path: weight.row_name(path) for path, weight in weights.items()}
-    notes = {path: _why_not(weight, fixed, rank) for path, weight in weights.items()}
-    layers = {path: own for path, own in weights.items() if notes[path] is None and isinstance(own, MatrixProduct)}
-    result, reached = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note]), set()
+    names, reached = {path: weight.row_name(path) for path, weight in weights.items()}, set[str]()
     state = state_of([model])
     with torch.inference_mode(mode=False), restore_on_error(state), evaluating(model), disabled(model), torch.no_grad():
+        layers = {path: own for path, own in weights.items() if isinstance(own, MatrixProduct)}
+        layers = {path: own for path, own in layers.items() if not _why_not(own, {}, rank)}
         recorded = call_order(model, layers, given)
+        fixed = fixed_parameters(model, recorded.first)
+        notes = {path: _why_not(weight, fixed, rank) for path, weight in weights.items()}
+        result = Improvement([LayerResult(names[path], note=note) for path, note in notes.items() if note])
+        layers = {path: own for path, own in layers.items() if notes[path] is None}
+        recorded = recorded.of(layers)
+        check_side_by_side(model, layers, given, recorded)
         with Stream(model, layers, given, recorded) as stages:
             for stage in track(stages, "splitting weights", len(recorded.order), progress):
                 if stage.is_first:

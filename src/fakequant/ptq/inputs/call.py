@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """The arguments of one call of a layer.
 
     Attributes:
@@ -26,7 +26,7 @@ class Call(NamedTuple):
     autocast: tuple[str, torch.dtype] | None = None
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         """The arguments as they are now."""
         first = cls(args, kwargs).first
         if not isinstance(first, Tensor):
@@ -40,17 +40,17 @@ class Call(NamedTuple):
         """The first argument, which is the input of a layer with a weight."""
         return self.args[0] if self.args else next(iter(self.kwargs.values()), None)
 
-    def kept(self) -> Call:
+    def kept(self) -> LayerCall:
         """The same with copies of the tensors, which the model may write into after the call, as `x += layer(x)`."""
         tensors = {id(leaf): leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)}
         copies = {place: tensor.clone() for place, tensor in tensors.items()}
         args, kwargs = tree_map_only(Tensor, lambda x: copies[id(x)], (self.args, self.kwargs))
-        return Call(args, kwargs, autocast=self.autocast)
+        return LayerCall(args, kwargs, autocast=self.autocast)
 
     def surroundings(self) -> AbstractContextManager[object]:
         """A context in which autocast is as it was around the call."""
         return nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
 
-    def has_input_of(self, other: Call) -> bool:
+    def has_input_of(self, other: LayerCall) -> bool:
         """Whether both got the same tensor with the same values."""
         return self.first is other.first and self.writes is not None and self.writes == other.writes

@@ -11,34 +11,24 @@ import _thread
 import contextvars
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fakequant.data.batches import Batches, KeptBatches
-from fakequant.distributed import Together
 from fakequant.errors import ConfigError
-from fakequant.nn.paths import layer_of
-from fakequant.ptq.inputs.call import Call
+from fakequant.ptq.inputs.call import LayerCall
+from fakequant.ptq.inputs.order import CHECKED, CallOrder, Watchable, watched
 from fakequant.restore import restore_after, surely
 
 _MOST_WORKERS = 2048
 """Every thread of a batch gets its own workers from OpenMP, which ends the process where it cannot start one."""
 NOT_REPEATED = "a second run gives other outputs: the model draws random numbers, or keeps values of earlier batches"
-_CHECKED = 2  # batches that run side by side and alone before anything is changed
-
-
-class Watchable(Protocol):
-    """A module, or a product of a weight: hooks see its calls before they run."""
-
-    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool) -> Any:
-        """Have a hook called as hook(self, args, kwargs); returns what removes it."""
 
 
 class Stage(NamedTuple):
@@ -51,7 +41,7 @@ class Stage(NamedTuple):
     """
 
     name: str
-    calls: dict[int, list[Call]]
+    calls: dict[int, list[LayerCall]]
     is_first: bool = True
 
     def is_like(self, other: Stage | None) -> bool:
@@ -62,108 +52,41 @@ class Stage(NamedTuple):
         return self.name, {number: len(calls) for number, calls in self.calls.items()}
 
 
-@dataclass
-class CallOrder:
-    """How a model calls its layers.
-
-    Attributes:
-        order: the layers in the order of their last calls.
-        counts: for each batch, how often it calls each layer.
-        siblings: by layer, the layers that get the same tensor as their first argument in every call, in order.
-        outputs_repeat: whether a second run of the first batch gives the same.
-    """
-
-    order: list[str] = field(default_factory=list)
-    counts: list[Counter[str]] = field(default_factory=list)
-    siblings: dict[str, list[str]] = field(default_factory=dict)
-    outputs_repeat: bool = True
-
-    def parts(self, processes: Together) -> tuple[list[str], list[str]]:
-        """The order of the layers up to the first one that a batch calls several times, and from that one on.
-
-        A layer is changed before its last call. So its earlier calls, and what comes of them, are not what they will
-        be with the change.
-
-        Args:
-            processes: they run the same model, each with its own batches.
-        """
-        own = {name for counted in self.counts for name, count in counted.items() if count > 1}
-        repeated = set().union(*processes.all(own))
-        first = next((place for place, name in enumerate(self.order) if name in repeated), len(self.order))
-        return self.order[:first], self.order[first:]
-
-
-def call_order(model: nn.Module, layers: Mapping[str, Watchable], batches: KeptBatches) -> CallOrder:
-    """Run all batches once and count the calls of the layers.
-
-    Raises:
-        ConfigError: batches that run side by side give other results than one after the other.
-    """
-    found, outputs = CallOrder(), []
-    last: dict[str, int] = {}
-    readers: dict[Any, tuple[Call, list[str]]] = {}  # with the tensor, whose id stays its own as long as it is kept
-    seen: list[dict[str, list[list[str]]]] = []  # for each batch and call, the layers that read a layer's input
-    step = 0
-
-    def count(name: str, call: Call) -> None:
-        nonlocal step
-        step += 1
-        last[name] = step
-        found.counts[-1][name] += 1
-        readers.setdefault((id(call.first), call.writes), (call, []))[1].append(name)
-
-    with watched(layers, count), torch.no_grad():
-        for number, batch in enumerate(batches):
-            found.counts.append(Counter())
-            result = batches.run(model, batch)
-            seen.append({name: [] for name in found.counts[-1]})
-            for _, names in readers.values():
-                for name in dict.fromkeys(names):
-                    seen[-1][name].append(names)
-            readers.clear()
-            if number < _CHECKED:
-                outputs.append(result)
-    found.order = sorted(last, key=last.__getitem__)
-    found.siblings = _siblings(seen)
-    _check_side_by_side(model, layers, batches, found, outputs)
-    return found
-
-
-def _siblings(seen: Sequence[Mapping[str, list[list[str]]]]) -> dict[str, list[str]]:
-    """The layers that read the same tensors as a layer in every batch, itself among them."""
-    groups: dict[Any, list[str]] = {}
-    for name in dict.fromkeys(name for own in seen for name in own):
-        groups.setdefault(tuple(tuple(map(tuple, own.get(name, ()))) for own in seen), []).append(name)
-    return {name: group for group in groups.values() for name in group}
-
-
-def _check_side_by_side(
+def check_side_by_side(
     model: nn.Module,
     layers: Mapping[str, Watchable],
     batches: KeptBatches,
-    found: CallOrder,
-    outputs: list[Any],
+    recorded: CallOrder,
+    see: Callable[[Stage], object] = id,
 ) -> None:
+    """Run the first two batches side by side, and compare their results with those of the recorded runs.
+
+    Args:
+        see: gets the stages.
+
+    Raises:
+        ConfigError: they are others.
+    """
     results: dict[int, Any] = {}
 
     def store(model: nn.Module, numbered: tuple[int, Any]) -> None:
         results[numbered[0]] = batches.run(model, numbered[1])
 
-    checked = Batches(list(batches.numbered.items())[:_CHECKED], "", forward=store).kept()
-    with Stream(model, layers, checked, found) as stream:
-        for _ in stream:
-            pass
-    if all(_equal(results[number], output) for number, output in enumerate(outputs)):
+    checked = Batches(list(batches.numbered.items())[:CHECKED], "", forward=store).kept()
+    with Stream(model, layers, checked, recorded) as stream:
+        for stage in stream:
+            see(stage)
+    outputs, recorded.checked = recorded.checked, {}
+    if all(_equal(results[number], output) for number, output in outputs.items()):
         return
     with torch.no_grad():
-        found.outputs_repeat = _equal(batches.run_first(model), outputs[0])
-    if not found.outputs_repeat:
-        return
-    raise ConfigError(
-        "the model gives other results when its batches run side by side, so it keeps values of a call in its modules "
-        "or depends on a context of this thread such as autocast; give all examples as one batch, or enter the context "
-        "in forward="
-    )
+        recorded.outputs_repeat = _equal(batches.run_first(model), next(iter(outputs.values())))
+    if recorded.outputs_repeat:
+        raise ConfigError(
+            "the model gives other results when its batches run side by side, so it keeps values of a call in its "
+            "modules or depends on a context of this thread such as autocast; give all examples as one batch, or enter "
+            "the context in forward="
+        )
 
 
 class Stream:
@@ -175,6 +98,7 @@ class Stream:
         batches: all of them stay in memory, with what their forward pass needs at a stage.
         recorded: of the same model and these batches, or more.
 
+    >>> from fakequant.ptq.inputs.order import call_order
     >>> model, batches = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [torch.ones(3, 2), torch.ones(1, 2)]
     >>> layers = {"first": model[0], "second": model[1]}
     >>> batches = Batches(batches, "improve").kept()
@@ -246,7 +170,7 @@ class Stream:
         complete = (name for name in names if all(lane.at == name or not lane.reaches(name) for lane in waiting))
         return next(complete, names[0])
 
-    def _seen(self, name: str, call: Call) -> None:
+    def _seen(self, name: str, call: LayerCall) -> None:
         lane = _LANE.get()
         if lane in self.lanes:
             lane.see(name, call)
@@ -275,7 +199,7 @@ class _Lane:
     def __init__(self, number: int, counted: Counter[str], call: Any) -> None:
         self.number, self.may_go = number, True
         self.at: str | None = None
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[LayerCall]] = {}
         self._left, self._call, self._context = Counter(counted), call, contextvars.copy_context()
         self._context.run(_LANE.set, self)
         self._error: BaseException | None = None
@@ -314,7 +238,7 @@ class _Lane:
         if self._error is not None:
             raise self._error
 
-    def see(self, name: str, call: Call) -> None:
+    def see(self, name: str, call: LayerCall) -> None:
         """Keep a call of a layer; wait before its last one."""
         if self._is_ended:
             raise _Ended
@@ -340,34 +264,6 @@ class _Lane:
         while self._is_started and not self._is_over:
             with suppress(Empty):  # the value is lost if an interrupt comes just after it
                 self._ends.get(timeout=0.05)
-
-
-@contextmanager
-def watched(layers: Mapping[str, Watchable], see: Any) -> Iterator[None]:
-    """Have all calls of layers seen before they run."""
-    hooks = []
-    try:
-        for name, layer in layers.items():
-            hooks.append(
-                layer.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: see(name, _call_of(name, args, kwargs)), with_kwargs=True
-                )
-            )
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _call_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    if torch._C._are_functorch_transforms_active():
-        name = layer_of(name) if name.endswith("_quantizer") else name
-        raise ConfigError(
-            f"the model calls {name or 'itself'} within torch.vmap or another transform of torch.func, out of which no "
-            "input can be kept. Let it call the layer on the whole batch, or prepare the model with "
-            f"skip=({name!r},)"
-        )
-    return Call.of(args, kwargs)
 
 
 def _equal(one: Any, other: Any) -> bool:
